@@ -1,0 +1,10 @@
+# Thin calls of scripts/; each sets up what it needs. `make test ARGS="tests/gateway -x"` passes
+# arguments on.
+.PHONY: setup test lint demo docs long test-harnesses lock
+.NOTPARALLEL:
+
+setup:
+	scripts/setup dev embedded
+
+test lint demo docs long test-harnesses lock:
+	scripts/$@ $(ARGS)

@@ -1,0 +1,112 @@
+"""scripts/check_layout finds each thing that it promises to find, in a small checkout."""
+
+import importlib.machinery
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def load_script(name):
+    """A script without suffix, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(SCRIPTS / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
+
+
+check_layout = load_script("check_layout")
+
+
+@pytest.fixture
+def findings(tmp_path):
+    """Writes the given files into a fresh checkout and checks it."""
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+
+    def check(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return list(check_layout.findings(tmp_path))
+
+    return check
+
+
+def test_a_source_file_without_a_twin_is_found(findings):
+    found = findings(
+        {"src/bridle/gateway/app.py": "", "src/bridle/gateway/__init__.py": '"""A."""'}
+    )
+    assert found == ["src/bridle/gateway/app.py: has no twin tests/gateway/test_app.py"]
+
+
+def test_a_twin_satisfies(findings):
+    files = {"src/bridle/gateway/app.py": "", "tests/gateway/test_app.py": ""}
+    assert findings(files) == []
+
+
+def test_an_init_with_code_needs_a_twin_too(findings):
+    found = findings({"src/bridle/cli/__init__.py": "def main(): ..."})
+    assert found == ["src/bridle/cli/__init__.py: has no twin tests/cli/test_init.py"]
+
+
+def test_a_long_file_is_found_unless_it_says_why(findings):
+    found = findings({"a.py": "x = 1\n" * 501, "b.py": '"""Longer than most: a table."""\n' * 501})
+    assert found == ["a.py: 501 lines, over 500 without a reason"]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_long_function_is_found_unless_it_says_why(findings, kind):
+    body = "    x = 1\n" * 60
+    found = findings(
+        {
+            "a.py": f"{kind} f():\n{body}",
+            "b.py": f'{kind} f():\n    """Longer than most: one table."""\n{body}',
+            "c.py": f'{kind} f():\n    """One.\n\n    Two.\n    """\n{body[10:]}',
+        }
+    )
+    assert found == ["a.py:1: f has 61 lines, over 60"]
+
+
+def test_scripts_without_suffix_are_checked(findings):
+    found = findings({"scripts/it": "#!/usr/bin/env python3\n" + "x = 1\n" * 500})
+    assert found == ["scripts/it: 501 lines, over 500 without a reason"]
+
+
+def test_utils_is_no_name(findings):
+    assert findings({"tests/utils.py": ""}) == ["tests/utils.py: name it by its subject"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://py" + "pi.org/simple",
+        "https://files.pythonhosted" + ".org/x",
+        "https://registry.npmjs" + ".org/x",
+        "https://download.pytorch" + ".org/whl/cpu",
+        "cd /wor" + "k/main",
+        "/op" + "t/wheels",
+    ],
+)
+def test_registries_and_machine_paths_are_found(findings, text):
+    (found,) = findings({"docs/setup.md": f"First\n{text}\n"})
+    assert found.startswith("docs/setup.md:2: names ")
+
+
+def test_other_paths_and_binary_files_are_no_finding(findings, tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"\xff\xfe/wor" + b"k/main")
+    assert findings({"a.md": "/workspace/main /work/repo /optional"}) == []
+
+
+def test_ignored_files_are_passed_over(findings):
+    assert findings({".gitignore": "runs/\n", "runs/utils.py": ""}) == []
+
+
+def test_the_exit_status_tells_whether_anything_was_found(monkeypatch, capsys):
+    monkeypatch.setattr(check_layout, "findings", lambda _: iter(["a finding"]))
+    assert check_layout.main() == 1
+    assert capsys.readouterr().out == "a finding\ncheck_layout: 1 findings\n"
+    monkeypatch.setattr(check_layout, "findings", lambda _: iter([]))
+    assert check_layout.main() == 0

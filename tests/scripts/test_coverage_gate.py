@@ -1,0 +1,58 @@
+"""scripts/coverage_gate judges rooms by coverage's own report."""
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "coverage_gate"
+
+
+@pytest.fixture
+def gate():
+    loader = importlib.machinery.SourceFileLoader("gate", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gate", loader))
+    loader.exec_module(module)
+    return module
+
+
+def report_of(**covered_of_100):
+    """A report with one file of 80 lines and 20 branches per room, so much of it covered."""
+    return {
+        "files": {
+            f"src/bridle/{room}/a.py": {
+                "summary": {
+                    "num_statements": 80,
+                    "covered_lines": 80,
+                    "num_branches": 20,
+                    "covered_branches": covered - 80,
+                },
+                "missing_lines": [],
+                "missing_branches": [] if covered == 100 else [[3, 5]],
+            }
+            for room, covered in covered_of_100.items()
+        }
+    }
+
+
+def test_lines_and_branches_count_alike(gate):
+    assert gate.room_percents(report_of(dialects=97, capture=100)) == {
+        "dialects": 97.0,
+        "capture": 100.0,
+    }
+
+
+def test_a_room_below_the_bound_fails_and_names_its_files(gate, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=97, capture=98))
+    assert gate.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "coverage: bridle/dialects 97.0 % below 98 %"
+    assert lines[1] == "    src/bridle/dialects/a.py: lines [], branches [[3, 5]]"
+    assert lines[-1] == "coverage: bridle/capture 98.0 % ok"
+
+
+def test_a_room_that_does_not_exist_yet_is_passed_over(gate, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=100))
+    assert gate.main() == 0
+    assert "coverage: bridle/trajectory does not exist yet" in capsys.readouterr().out
