@@ -1,0 +1,99 @@
+"""Structured-concurrency helpers: the one file that may create bare asyncio tasks.
+
+Everything else starts tasks in an `asyncio.TaskGroup` whose `async with` is visible. What cannot
+(a call that must outlive the request that began it) is owned by a `Nursery`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+    """Run teardown `work` to its end even if the caller is cancelled, for at most `timeout_s`.
+
+    A cancellation that arrives meanwhile is raised again afterwards. Raises `TimeoutError` when the
+    work did not end in time (it is cancelled then).
+    """
+
+    async def bounded() -> T:
+        async with asyncio.timeout(timeout_s):
+            return await work
+
+    task = asyncio.ensure_future(bounded())
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.done():
+                break
+            cancelled = error
+        except BaseException:  # noqa: BLE001 - raised below, from task.result()
+            break
+    if cancelled is not None:
+        task.exception() if not task.cancelled() else None
+        raise cancelled
+    return task.result()
+
+
+class Nursery:
+    """Owns tasks that outlive the call that starts them; leaving it cancels and awaits them all.
+
+    `on_error` is told of a task's exception (not of its cancellation).
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cancel()
+
+    def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Start `work`; the nursery keeps the reference."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)
+
+    async def cancel(self) -> None:
+        """Cancel what still runs and wait until all of it has ended."""
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    attempts: int,
+    backoff_s: float,
+    retry_on: tuple[type[BaseException], ...],
+) -> T:
+    """Await `attempt()` up to `attempts` times, waiting `backoff_s * 2**k` between tries.
+
+    The last failure is raised as it is; anything not in `retry_on` is raised at once.
+    """
+    for k in range(attempts):
+        try:
+            return await attempt()
+        except retry_on:
+            if k == attempts - 1:
+                raise
+            await asyncio.sleep(backoff_s * 2**k)
+    message = f"attempts must be at least 1, not {attempts}"
+    raise ValueError(message)

@@ -1,0 +1,162 @@
+"""What capture keeps: append-only facts, each written once and never changed.
+
+An exchange holds only what is new against its parent: the suffix of the prompt, the sampled ids,
+their logprobs, the messages that were not stored before. Everything else is reached over
+`parent_id` (tokens) and `continues` (messages). A trajectory is a pure function of these records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridle.types import (
+    JSON,
+    DeliveryState,
+    Dialect,
+    FinishReason,
+    Kind,
+    LogprobMode,
+    Sampling,
+    VersionSpan,
+)
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+
+def no_ids() -> Ids:
+    """An empty id array."""
+    return np.empty(0, dtype=np.int32)
+
+
+def no_logprobs() -> Logprobs:
+    """An empty logprob array."""
+    return np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it was opened."""
+
+    session_id: str
+    opened_at: float
+    """Unix time, seconds."""
+    task_id: str | None = None
+    metadata: JSON = field(default_factory=dict)
+    """What rebuilding needs: harness and its version, task settings (builder, kinds that train),
+    sample index, and whatever the caller gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request as it came, without what is stored already.
+
+    Its messages are the first `kept_spans` spans of exchange `base`'s request, then `spans`.
+    """
+
+    head: bytes
+    """The request's JSON without messages and tools."""
+    base: str | None
+    """Exchange whose request begins the same; `None` = none."""
+    kept_spans: int
+    spans: tuple[bytes, ...]
+    """16-byte content digests of the new spans, in order; the bodies are in the store."""
+    tools: bytes | None
+    """Content digest of the raw tool list; `None` = none sent."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """One model call as captured.
+
+    The prompt that was sampled under is the first `kept` ids of (parent's prompt + parent's
+    output), then `suffix_ids`. `len(output_ids) == len(logprobs)`, checked here, unless the mode is
+    `LogprobMode.NONE`.
+    """
+
+    exchange_id: str
+    session_id: str
+    index: int
+    """Order of commit in the session, from 0."""
+    dialect: Dialect
+    kind: Kind
+    parent_id: str | None
+    """Exchange whose exact ids the prompt extends; `None` at a root."""
+    continues: str | None
+    """Exchange whose messages it continues, also where its ids could not; `None` if none."""
+    root_reason: str | None
+    """Why a root is a root (`first`, `tools_changed`, `history_changed`...); `None` if extended."""
+    kept: int
+    suffix_ids: Ids
+    output_ids: Ids
+    logprobs: Logprobs
+    logprob_mode: LogprobMode
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    sampling: Sampling
+    """As it was in effect."""
+    constrained: bool
+    """Whether a grammar shaped the samples."""
+    prompt_length: int
+    prompt_digest: bytes
+    """sha256 of the whole prompt's ids as little-endian int32."""
+    request: RequestRecord
+    reply: bytes
+    """The reply's JSON in the dialect's own (non-streamed) shape."""
+    started_at: float
+    """Unix time, seconds, when the request was complete."""
+    first_token_s: float | None
+    """Seconds from `started_at` to the first sampled token; `None` if the engine did not say."""
+    duration_s: float
+    """Seconds from `started_at` to commit."""
+    extra: JSON = field(default_factory=dict)
+    """Drift class, rules applied, `reasoning_restored`, retry facts, engine id..."""
+
+    def __post_init__(self) -> None:
+        """Check the alignment that everything later relies on."""
+        wanted = 0 if self.logprob_mode is LogprobMode.NONE else len(self.output_ids)
+        if len(self.logprobs) != wanted:
+            message = (
+                f"exchange {self.exchange_id}: {len(self.output_ids)} sampled ids "
+                f"but {len(self.logprobs)} logprobs"
+            )
+            raise ValueError(message)
+        if self.kept + len(self.suffix_ids) != self.prompt_length:
+            message = (
+                f"exchange {self.exchange_id}: kept {self.kept} + new {len(self.suffix_ids)} ids "
+                f"is not the prompt's length {self.prompt_length}"
+            )
+            raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of an exchange's reply; the last record of an exchange counts."""
+
+    exchange_id: str
+    session_id: str
+    state: DeliveryState
+    at: float
+    """Unix time, seconds."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a session ended; at most one per session."""
+
+    session_id: str
+    status: str
+    """A final `bridle.types.SessionStatus`."""
+    ended_at: float
+    reward: float | None
+    """`None` = not known (no evaluator, or it failed)."""
+    trace_rewards: tuple[float, ...] | None = None
+    cause: str | None = None
+    """A `bridle.types.Cause`; `None` when COMPLETED."""
+    error: str | None = None
+    metadata: JSON = field(default_factory=dict)
+    """Evaluator's own metadata, exit code, timings, log paths."""

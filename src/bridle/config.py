@@ -1,0 +1,181 @@
+"""One typed tree of settings, the same from TOML, flags and environment.
+
+Task files are part of it: a task says what to run, in what runtime, with which harness, and how the
+result is scored. Field names are those of the rollout API that clients of this field already speak
+(Polar's `TaskRequest`); what Bridle adds stands beside them. Every model refuses unknown fields, so
+a typing mistake is named instead of ignored.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bridle.errors import ConfigError
+from bridle.types import JSON, Kind
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown fields refused, docstrings as descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class FieldPolicy(Settings):
+    """What happens to one sampling field that the harness may also set."""
+
+    mode: Literal["override", "default", "respect"] = "respect"
+    """`override`: always ours; `default`: ours unless the harness asks; `respect`: as asked."""
+    value: float | int | None = None
+    """Our value, for `override` and `default`."""
+
+
+class SamplingPolicy(Settings):
+    """How a task samples, per field. The defaults give the full support that training needs."""
+
+    temperature: FieldPolicy = FieldPolicy(mode="override", value=1.0)
+    top_p: FieldPolicy = FieldPolicy(mode="override", value=1.0)
+    top_k: FieldPolicy = FieldPolicy(mode="override", value=-1)
+    presence_penalty: FieldPolicy = FieldPolicy(mode="override", value=None)
+    frequency_penalty: FieldPolicy = FieldPolicy(mode="override", value=None)
+    seed: FieldPolicy = FieldPolicy(mode="override", value=None)
+    """A seed of ours is derived anew per session and call, so a group is not copies of one run."""
+    max_output_tokens: int | None = None
+    """Output budget of one call; `None` = what was asked for and what the context leaves."""
+
+
+class Limits(Settings):
+    """Limits of one session; the first that is reached ends it. `None` = no limit."""
+
+    max_turns: int | None = None
+    """Committed model calls."""
+    max_tokens: int | None = None
+    """Sampled tokens over the whole session."""
+    max_calls_in_flight: int | None = None
+
+
+class Action(Settings):
+    """One step of preparing a runtime."""
+
+    type: Literal["upload_file", "upload_dir", "exec"]
+    source: str | None = None
+    """Path on our side, relative to the task file."""
+    target: str | None = None
+    """Path inside the runtime, relative to its workdir."""
+    command: str | None = None
+    """Shell command, for `exec`."""
+    cwd: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    max_attempts: int = Field(1, ge=1)
+    retry_backoff_seconds: float = Field(1.0, ge=0)
+
+
+class RuntimeSpec(Settings):
+    """Where the harness lives."""
+
+    backend: str = "local"
+    """Short name or `package.module:Class`."""
+    image: str | None = None
+    prepare: tuple[Action, ...] = ()
+    """Done in INIT, in order."""
+    eval_prepare: tuple[Action, ...] = ()
+    """Done after the harness is dead, before evaluation."""
+    env: dict[str, str] = Field(default_factory=dict)
+    network: Literal["gateway_only", "open", "none"] = "gateway_only"
+    workdir: str | None = None
+    """`None` = a fresh folder of the session's."""
+    cpus: float | None = Field(None, gt=0)
+    memory_mb: int | None = Field(None, gt=0)
+    storage_mb: int | None = Field(None, gt=0)
+    kwargs: JSON = Field(default_factory=dict)
+
+
+class AgentSpec(Settings):
+    """Which harness runs, and how. Exactly one of `harness` and `import_path`."""
+
+    harness: str | None = None
+    import_path: str | None = None
+    """`package.module:Class` of a harness of your own."""
+    version: str | None = None
+    """Pinned version; `None` = the one that Bridle tests."""
+    model_name: str = "bridle-policy"
+    """The model name the harness is told; one that no harness knows, so none switches protocol."""
+    command: str | None = None
+    """Command line, for harness `command`; `{instruction}`, `{base_url}`, `{model}` are filled."""
+    settings: JSON = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class BuilderSpec(Settings):
+    """How exchanges become traces."""
+
+    strategy: str = "prefix_merging"
+    config: JSON = Field(default_factory=dict)
+
+
+class EvaluatorSpec(Settings):
+    """How a session is scored."""
+
+    strategy: str = "session_completed"
+    config: JSON = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    refresh_runtime: bool = False
+
+
+class Budgets(Settings):
+    """Seconds that each stage may take; waiting in READY costs the session nothing."""
+
+    init_s: float = Field(300, gt=0)
+    agent_s: float = Field(600, gt=0)
+    build_s: float = Field(60, gt=0)
+    evaluate_s: float = Field(300, gt=0)
+    teardown_s: float = Field(30, gt=0)
+
+
+class Task(Settings):
+    """One instruction with how to run and score it; expands into `num_samples` sessions."""
+
+    task_id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=200)
+    instruction: str = Field(min_length=1)
+    num_samples: int = Field(1, ge=1)
+    runtime: RuntimeSpec = RuntimeSpec()
+    agent: AgentSpec = AgentSpec(harness="mini_swe_agent")
+    builder: BuilderSpec = BuilderSpec()
+    evaluator: EvaluatorSpec = EvaluatorSpec()
+    sampling: SamplingPolicy = SamplingPolicy()
+    limits: Limits = Limits()
+    budgets: Budgets = Budgets()
+    train: tuple[Kind, ...] = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
+    """Kinds of call whose tokens train."""
+    metadata: JSON = Field(default_factory=dict)
+
+
+def explain(error: ValidationError, where: str) -> ConfigError:
+    """The first fault of a pydantic error as one line: where, which field, what was given."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    more = f" (+{error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    given = repr(first["input"])
+    given = given if len(given) <= 80 else given[:77] + "..."
+    return ConfigError(f"{where}: {path}: {first['msg']}; given: {given}{more}")
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file; `ConfigError` names the path and the line of a mistake."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        message = f"{path}: no such file"
+        raise ConfigError(message) from None
+    except tomllib.TOMLDecodeError as error:
+        message = f"{path}: {error}"
+        raise ConfigError(message) from None
+
+
+def builtin_tokenizer_dir() -> Path:
+    """Folder of the small tokenizer shipped in the package (Qwen3's special tokens, our text)."""
+    return Path(__file__).parent / "assets" / "tokenizer"

@@ -1,0 +1,150 @@
+"""The dialect contract: one class per provider wire format, the only place where a format lives.
+
+A dialect is sans-I/O: bytes in, values out; values in, bytes out. The gateway finds it by route,
+gives it request bodies, and writes what it returns. Adding one = one file + one line in
+`bridle.dialects.DIALECTS` + a docs row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from bridle.errors import RequestError
+from bridle.types import Dialect, Message, ModelRequest, Reply, Usage
+
+SpanMemo: TypeAlias = MutableMapping[bytes, tuple[Message, ...]]
+"""Content digest of a raw message span -> the messages it stands for; one per session, so that a
+request's history is decoded once however often it is sent."""
+
+
+def content_digest(raw: bytes) -> bytes:
+    """16-byte content address of a raw span or body (sha256, truncated)."""
+    return hashlib.sha256(raw).digest()[:16]
+
+
+class RouteKind(StrEnum):
+    """What a path asks for."""
+
+    GENERATE = "generate"
+    MODELS = "models"
+    MODEL = "model"
+    COUNT_TOKENS = "count_tokens"
+    PROBE = "probe"
+    """Reachability checks such as `HEAD /`; answered with an empty 200."""
+    UNSUPPORTED = "unsupported"
+    """A route of this provider that we refuse clearly (embeddings, batches)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A recognised path."""
+
+    dialect: Dialect
+    kind: RouteKind
+    model: str | None = None
+    """Model named in the path (Google, single-model routes)."""
+    stream: bool | None = None
+    """Streaming as the path decides it (Google); `None` = the body says."""
+    sse: bool = True
+    """Google only: whether the stream is SSE (`alt=sse`) or one JSON array."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What every form of one reply shares."""
+
+    reply_id: str
+    """Random id of ours (96 bits, hex) without the dialect's prefix; it encodes nothing."""
+    model: str
+    """The name that the request used."""
+    created: int
+    """Unix seconds."""
+
+
+class StreamEncoder(ABC):
+    """Turns one reply into the event grammar of a streaming client, piece by piece.
+
+    Call order: `open` once, then `text` / `reasoning` / `tool_call` in any order, then `close`
+    once. `close` returns (everything before the last event, the last event): the last event is
+    held by the gateway until the exchange is committed.
+    """
+
+    @abstractmethod
+    def open(self) -> bytes:
+        """Bytes that begin the stream; may be empty."""
+
+    @abstractmethod
+    def reasoning(self, text: str) -> bytes:
+        """A piece of reasoning."""
+
+    @abstractmethod
+    def text(self, text: str) -> bytes:
+        """A piece of visible text."""
+
+    @abstractmethod
+    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
+        """One whole tool call."""
+
+    @abstractmethod
+    def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
+        """What remains before the last event, and the last event."""
+
+    @abstractmethod
+    def keepalive(self) -> bytes:
+        """What keeps this client waiting without meaning anything."""
+
+    @abstractmethod
+    def error(self, error: RequestError) -> bytes | None:
+        """An error event after a started stream; `None` = this client retries on a cut instead."""
+
+
+class WireFormat(ABC):
+    """One provider's wire format."""
+
+    dialect: Dialect
+
+    @abstractmethod
+    def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
+        """Recognise a path (session prefix removed); `None` = not of this dialect.
+
+        `headers` have lower-case names. Any prefix before the API's own path is accepted.
+        """
+
+    @abstractmethod
+    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
+        """Normalise a request. `RequestError` names the path of what is wrong.
+
+        Only spans whose digest is not in `memo` are decoded; they are added to it.
+        """
+
+    @abstractmethod
+    def reply_json(self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage) -> bytes:
+        """The whole reply as non-streaming clients get it; also what capture keeps."""
+
+    @abstractmethod
+    def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """The assistant messages of a reply of ours, read by the code that reads requests.
+
+        They are what a faithful harness will send back, so their atoms are the exchange's key.
+        """
+
+    @abstractmethod
+    def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """An encoder for one streaming reply."""
+
+    @abstractmethod
+    def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of a refused request, in the provider's shape."""
+
+    @abstractmethod
+    def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """A model list, or one model where `route.kind` is MODEL."""
+
+    @abstractmethod
+    def token_count(self, count: int) -> bytes:
+        """The answer to a token-counting request."""

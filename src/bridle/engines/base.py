@@ -1,0 +1,109 @@
+"""The engine contract: token ids in; token ids, logprobs and policy versions out.
+
+Engines know nothing of dialects, sessions or harnesses. An adapter takes a `Prompt`, which can give
+its ids as an array (in process) or as JSON text (over HTTP) without anybody parsing them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+
+class Prompt(Protocol):
+    """The ids to sample under. Both forms are the same ids; neither is copied if not asked for."""
+
+    def __len__(self) -> int:
+        """Number of ids."""
+
+    def array(self) -> Ids:
+        """The ids as int32, shape (T,). Read-only."""
+
+    def json(self) -> bytes:
+        """The ids as the text of a JSON array without spaces, e.g. `b"[1,2,3]"`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One call to sample."""
+
+    request_id: str
+    """Ours; `abort` takes it."""
+    prompt: Prompt
+    sampling: Sampling
+    """Effective values: nothing is left to the engine's defaults but `None` fields."""
+    session_id: str | None = None
+    """For sticky routing and prefix-cache salt."""
+    model: str | None = None
+    """Model name on the engine's side; `None` = its only one."""
+    messages: Sequence[JSON] | None = None
+    """OpenAI Chat messages, for an engine that renders or parses itself; `None` = ids suffice."""
+    tools: Sequence[JSON] | None = None
+    grammar: JSON | None = None
+    """`{"json_schema": {...}}` to constrain the samples; `None` = free."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateChunk:
+    """A piece of one reply as sampled. The last one carries `finish_reason`."""
+
+    output_ids: Ids
+    logprobs: Logprobs
+    """Same length as `output_ids` (empty where the mode is NONE)."""
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    """The stop string that ended it; `None` = end token, stop token or length."""
+    versions: tuple[VersionSpan, ...] = ()
+    """On the last chunk: over all output ids of the call."""
+    prompt_ids_json: bytes | None = None
+    """On the first chunk, where the engine tells what it used: JSON text of the prompt's ids."""
+    cached_tokens: int = 0
+    reply: Reply | None = None
+    """On the last chunk, when the engine parsed the reply itself; `None` = we parse the ids."""
+    extra: JSON = field(default_factory=dict)
+    """Opaque per-call extras (expert ids, sampling masks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine can do, found by asking it."""
+
+    model: str
+    context_length: int
+    logprob_mode: LogprobMode
+    token_in: bool
+    """Whether it samples under ids that we give."""
+    version: int
+    """Policy version of its weights now."""
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer_dir: str | None = None
+    """Folder with the tokenizer, if it is on this machine."""
+
+
+class Engine(Protocol):
+    """An inference engine. Failures are `bridle.errors.EngineError`."""
+
+    async def start(self) -> EngineInfo:
+        """Connect or load; idempotent. Says what the engine can do."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Sample one reply; at least one chunk, the last with a finish reason.
+
+        Closing the iterator early aborts the call. An adapter that was not asked to stream may
+        yield everything in one chunk.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a call; its iterator then yields a last chunk with `FinishReason.ABORT`."""
+
+    async def health(self) -> None:
+        """Return if it can sample now; else raise `EngineError`."""
+
+    async def aclose(self) -> None:
+        """Release everything; idempotent."""

@@ -1,0 +1,101 @@
+"""One error per boundary that Bridle crosses; there is no deeper tree.
+
+Code beyond a boundary (an engine adapter, a runtime, an evaluator plug-in) raises ordinary
+exceptions; `boundary()` classifies them once, where the boundary is crossed. A failed session is a
+value (`bridle.types.Cause`), so only our own bugs escape as anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class BridleError(Exception):
+    """Base of all errors that Bridle raises on purpose; its text is meant for a user."""
+
+
+class ConfigError(BridleError):
+    """A config value, task file, flag or plug-in name is wrong. The text names where and what."""
+
+
+class EngineError(BridleError):
+    """The inference engine failed or answered what cannot be used.
+
+    `retryable` says whether the same call may be tried again (overload, dead replica).
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False, status: int | None = None) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+        self.status = status
+        """HTTP status that the engine answered with; `None` = no answer."""
+
+
+class ContextOverflowError(EngineError):
+    """The prompt leaves no room to sample in the model's context."""
+
+    def __init__(self, prompt_tokens: int, context_length: int, requested: int | None) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens; the model's context length is {context_length}"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_length = context_length
+        self.requested = requested
+
+
+class RenderError(BridleError):
+    """Messages could not be turned into prompt ids, or no renderer fits the tokenizer."""
+
+
+class StoreError(BridleError):
+    """Capture could not be written or read (disk full, torn file, newer format)."""
+
+
+class RuntimeFailure(BridleError):
+    """A sandbox could not be started, used or stopped; infrastructure, never the harness."""
+
+
+class HarnessError(BridleError):
+    """A harness could not be installed or started, or is not known."""
+
+
+class EvaluatorError(BridleError):
+    """The evaluator itself failed; the session's reward is unknown."""
+
+
+class RequestError(BridleError):
+    """A harness's request is refused; dialects dress it in the provider's own shape."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        """`invalid_request_error`, `authentication_error`, `permission_error`, `not_found`,
+        `request_too_large`, `context_length_exceeded`, `rate_limit`, `overloaded`,
+        `engine_error`, `budget_exhausted`, `paused`."""
+        self.param = param
+        """Path of the offending field, e.g. `messages[2].content`."""
+        self.retry_after_s = retry_after_s
+
+
+@contextmanager
+def boundary(error: type[BridleError], doing: str) -> Iterator[None]:
+    """Turn any ordinary exception inside into `error`, saying what was being done.
+
+    Bridle's own errors and cancellation pass through untouched.
+    """
+    try:
+        yield
+    except BridleError:
+        raise
+    except Exception as cause:  # noqa: BLE001 - this is the one classifying boundary
+        raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,106 @@
+"""The runtime contract: where an agent lives, and the only door into it.
+
+The lifecycle starts a runtime, prepares it, runs one harness in it, ends everything in it, lets an
+evaluator look at what is left, and stops it. A runtime never talks to the gateway itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bridle.config import RuntimeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """How a command in a runtime ended."""
+
+    exit_code: int | None
+    """The true exit code; `None` = ended by a signal or by us."""
+    signal: int | None
+    """The signal that ended it; `None` = none."""
+    timed_out: bool
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+    """Whether output beyond the limit was dropped (the middle; head and tail are kept)."""
+    duration_s: float
+
+    @property
+    def ok(self) -> bool:
+        """Exit code 0, in time."""
+        return self.exit_code == 0 and not self.timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A host folder that must be visible inside, read-only (a harness bundle)."""
+
+    source: Path
+    target: str
+    """Path inside; a runtime that does not contain uses `source` itself (see `Runtime.inside`)."""
+
+
+class Runtime(Protocol):
+    """One place for one session. All failures of its own are `RuntimeFailure`."""
+
+    contains: bool
+    """Whether what runs inside is kept from the rest of the machine."""
+    workdir: str
+    """Absolute path of the working folder, as seen inside."""
+    home: str
+    """Absolute path of a private, empty home, as seen inside."""
+
+    async def start(self) -> None:
+        """Make it; after this, `exec` works."""
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        output_limit: int = 1 << 20,
+        log: Path | None = None,
+    ) -> ExecResult:
+        """Run a command (a string goes to `bash -o pipefail -c`) in its own process group.
+
+        Closes stdin if `stdin` is `None`. At `timeout_s`, or when the caller is cancelled, its whole
+        process group is ended (TERM, then KILL). stdout and stderr are each kept up to
+        `output_limit` bytes; `log` gets both, whole, as they come (up to 64 MiB).
+        """
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a host file or folder to `target` (relative to `workdir`)."""
+
+    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
+        """Write a file inside; parents are made."""
+
+    async def download(self, source: str, target: Path) -> None:
+        """Copy a file or folder out to the host."""
+
+    def inside(self, path: Path) -> str:
+        """Where a mounted host path is seen inside."""
+
+    def gateway_url(self, url: str) -> str:
+        """How a gateway base URL is reached from inside."""
+
+    async def kill(self) -> None:
+        """End every process inside; idempotent."""
+
+    async def stop(self) -> None:
+        """`kill`, then remove everything that is not an artifact; idempotent."""
+
+
+class RuntimeFactory(Protocol):
+    """What `RUNTIMES` entries are: classes with this constructor."""
+
+    def __call__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount]
+    ) -> Runtime:
+        """`scratch` is a host folder of this session's own, removed by its owner."""

@@ -1,0 +1,104 @@
+"""Traces and trajectories: what a trainer receives.
+
+All arrays of a trace are aligned; the lengths are checked once, here. `prompt_ids + response_ids`
+are exactly ids that the engine was given and sampled (law 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from bridle.types import Ids, Logprobs
+
+
+class MaskReason(IntEnum):
+    """Why a token of a trace trains or does not; one `uint8` per response token."""
+
+    TRAINED = 0
+    """Sampled by the policy and delivered to the harness; trains here."""
+    PROMPT = 1
+    """Given to the model: user text, tool results, template scaffolding."""
+    CONTEXT = 2
+    """Sampled, but trains in another trace."""
+    KIND = 3
+    """Sampled by a call of a kind that the task does not train (side calls)."""
+    ABANDONED = 4
+    """Sampled, but no harness received it."""
+    CUT = 5
+    """Sampled, but the harness received only a part of the reply."""
+    SUPERSEDED = 6
+    """Delivered, asked for again, and continued by nothing."""
+    CONSTRAINED = 7
+    """Sampled under a grammar, without logprobs of the constrained distribution."""
+    ABORTED = 8
+    """The engine gave the call up."""
+    TRUNCATED = 9
+    """Removed by a length limit of the builder."""
+    UNPAIRED = 10
+    """No usable logprob belongs to it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """One training sequence."""
+
+    trace_id: str
+    """Stable: session id, builder and position."""
+    prompt_ids: Ids
+    """Ids before the first sampled token, shape (P,), int32."""
+    response_ids: Ids
+    """Ids from the first sampled token on, shape (R,), int32; not all are sampled."""
+    loss_mask: npt.NDArray[np.uint8]
+    """1 = trains; shape (R,)."""
+    response_logprobs: Logprobs
+    """Logprob of each sampled token, 0.0 elsewhere; shape (R,), float32."""
+    versions: npt.NDArray[np.int32]
+    """Policy version that sampled each token, -1 elsewhere; shape (R,)."""
+    reasons: npt.NDArray[np.uint8]
+    """`MaskReason` of each response token; shape (R,)."""
+    exchange_ids: tuple[str, ...]
+    """The exchanges along the path, root first."""
+    turn_ends: tuple[int, ...]
+    """For each exchange, the end of its sampled tokens in `response_ids`."""
+    finish_reason: str
+    logprob_mode: str
+    prompt_messages: list[JSON] = field(default_factory=list)
+    response_messages: list[JSON] = field(default_factory=list)
+    tools: list[JSON] | None = None
+    reward: float | None = None
+    metadata: JSON = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """All response arrays have the same length."""
+        lengths = {
+            len(self.response_ids),
+            len(self.loss_mask),
+            len(self.response_logprobs),
+            len(self.versions),
+            len(self.reasons),
+        }
+        if len(lengths) != 1:
+            message = f"trace {self.trace_id}: response arrays of different lengths {lengths}"
+            raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """All traces of a session, with its reward and its build statistics."""
+
+    session_id: str
+    status: str
+    """COMPLETED, TIMEOUT, ERROR or CANCELLED."""
+    traces: tuple[Trace, ...]
+    reward: float | None
+    error: str | None
+    metadata: JSON
+    """`metadata["stats"]` holds the law numbers (see `docs/reference/trajectory.md`)."""

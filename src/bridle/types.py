@@ -1,0 +1,290 @@
+"""The vocabulary every room shares: pure data, no I/O, no clock.
+
+Three kinds of data live in Bridle. What crosses a wire is read as plain JSON in the room that owns
+the wire. What stays inside is one of the frozen dataclasses below. What we own at an edge (config,
+task files, HTTP bodies) is a pydantic model in `bridle.config` or `bridle.server`.
+
+Token ids are one-dimensional `int32` arrays, logprobs one-dimensional `float32` arrays in nats, and
+all times are seconds. `None` always means "not given", never zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Ids: TypeAlias = npt.NDArray[np.int32]
+    """Token ids, shape (T,), int32. Import it under `TYPE_CHECKING`."""
+
+    Logprobs: TypeAlias = npt.NDArray[np.float32]
+    """Natural-log probabilities of sampled tokens, shape (T,), float32."""
+
+JSON: TypeAlias = dict[str, Any]
+"""A JSON object as decoded; only its owner knows its keys."""
+
+
+class Dialect(StrEnum):
+    """One provider's wire format."""
+
+    ANTHROPIC = "anthropic"
+    """Anthropic Messages."""
+    OPENAI_CHAT = "openai_chat"
+    """OpenAI Chat Completions."""
+    OPENAI_RESPONSES = "openai_responses"
+    """OpenAI Responses."""
+    GOOGLE = "google"
+    """Google generateContent."""
+
+
+class Kind(StrEnum):
+    """What a model call was for. Decides what trains by default."""
+
+    AGENT = "agent"
+    """The agent itself; the default."""
+    SUBAGENT = "subagent"
+    """An agent that the agent started."""
+    COMPACTION = "compaction"
+    """The call that writes a summary of the conversation."""
+    SIDE = "side"
+    """Titles, routers, quota probes, memory extraction, judges."""
+
+
+class FinishReason(StrEnum):
+    """Why sampling ended, as the engine knows it; dialects translate."""
+
+    STOP = "stop"
+    """The end token, or a stop string or stop token, was sampled."""
+    LENGTH = "length"
+    """The output budget or the context was used up."""
+    ABORT = "abort"
+    """The engine gave the call up before its end."""
+
+
+class LogprobMode(StrEnum):
+    """Which distribution a logprob belongs to."""
+
+    PROCESSED = "processed"
+    """The distribution that was sampled from: after temperature, top-k and top-p."""
+    RAW = "raw"
+    """The model's own softmax, before any sampling parameter."""
+    NONE = "none"
+    """The engine gave no logprobs (`--allow-untokenized` only)."""
+
+
+class DeliveryState(StrEnum):
+    """What became of a reply after it was committed."""
+
+    DELIVERED = "delivered"
+    """All of it was written to a live connection, or a later request shows it."""
+    CUT = "cut"
+    """Part of it was written before the connection went."""
+    ABANDONED = "abandoned"
+    """The client had gone before anything was written, and nobody claimed it."""
+    SUPERSEDED = "superseded"
+    """It was delivered, asked for again, and continued by nothing."""
+
+
+class SessionStatus(StrEnum):
+    """Where a session stands; transitions are in `bridle.lifecycle.session`."""
+
+    REGISTERED = "REGISTERED"
+    INITIALIZING = "INITIALIZING"
+    READY = "READY"
+    RUNNING = "RUNNING"
+    BUILDING = "BUILDING"
+    EVALUATING = "EVALUATING"
+    COMPLETED = "COMPLETED"
+    TIMEOUT = "TIMEOUT"
+    ERROR = "ERROR"
+    CANCELLED = "CANCELLED"
+
+
+class Cause(StrEnum):
+    """Why a session did not simply complete (law 5: never folded into a reward)."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """Runtime, engine, store or machine failed; the session may be run again."""
+    HARNESS_CRASH = "harness_crash"
+    """The harness ended with a non-zero exit code or by a signal."""
+    HARNESS_NO_CALL = "harness_no_call"
+    """The harness ended without one delivered turn."""
+    HARNESS_MODEL_ERROR = "harness_model_error"
+    """The harness exited 0, but its last word from the model was an error."""
+    TIMEOUT = "timeout"
+    """A stage's budget ran out; the result names the stage."""
+    LIMIT = "limit"
+    """A session limit (turns, tokens) ended it; the result names the limit."""
+    EVALUATOR = "evaluator"
+    """The evaluator itself failed; the reward is unknown, not 0."""
+    CANCELLED = "cancelled"
+    """Someone asked for it to end."""
+
+
+class Role(StrEnum):
+    """Who speaks in an internal message."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text, byte for byte as the harness sent it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """An image, document, audio or unknown content block, kept in place."""
+
+    media_type: str
+    """MIME type as given, or `application/json` for a block we do not know."""
+    digest: str
+    """Hex digest of the decoded bytes, of the URL, or of the sorted JSON."""
+    source: str
+    """A data URL, a URL, or the block's own JSON."""
+
+
+Part: TypeAlias = TextPart | MediaPart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that an assistant turn makes."""
+
+    id: str | None
+    """The id on the wire; `None` where the dialect has none."""
+    name: str
+    arguments: str
+    """The argument JSON exactly as it came (or a custom tool's raw input); may be malformed."""
+    custom: bool = False
+    """True for a freeform tool, whose `arguments` are not JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, in place, losing nothing that the model must see."""
+
+    role: Role
+    content: tuple[Part, ...] = ()
+    reasoning: str | None = None
+    """Reasoning text that came back with an assistant message; evidence, never a key."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    """For role `tool`: which call this answers; `None` means by position."""
+    name: str | None = None
+    """For role `tool`: the tool's name, where the dialect gives it."""
+    issued_ids: tuple[str, ...] = ()
+    """Other values in this message that we may have issued (item ids, signatures)."""
+
+    @property
+    def text(self) -> str:
+        """The text parts, joined with nothing between."""
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool that the harness offers to the model."""
+
+    name: str
+    description: str | None
+    parameters: JSON | None
+    """JSON schema of the arguments; `None` where the dialect allows none."""
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters; `None` = not asked for. Names and meaning are vLLM's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 = all tokens."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens `start <= i < end` were sampled under policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An assistant turn as parsed from sampled ids, before any dialect dresses it."""
+
+    content: str
+    """Visible text; may be empty."""
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    """Parsed calls with ids that we issue; malformed attempts stay in `content` as text."""
+    finish_reason: FinishReason
+    tokens_unseen: int = 0
+    """Sampled tokens that no visible part shows (text that a parser dropped)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts, as every dialect reports them; always what was really used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """One model call of a harness, normalised by its dialect."""
+
+    dialect: Dialect
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    sampling: Sampling
+    """What the harness asked for, not yet what will be used."""
+    stream: bool
+    tool_choice: Literal["auto", "none", "required"] | str = "auto"
+    """`auto`, `none`, `required`, or the name of the one tool that must be called."""
+    response_schema: JSON | None = None
+    """JSON schema that the answer must meet; `None` = free text. `{}` = any JSON object."""
+    thinking: bool | None = None
+    """Whether the request switches thinking on or off; `None` = it does not say."""
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    head: bytes = b"{}"
+    """The request's JSON without its messages and tools, for the record."""
+    message_spans: tuple[bytes, ...] = ()
+    """Raw JSON of each message or item, in order; what capture stores by content hash."""
+    span_digests: tuple[bytes, ...] = ()
+    """16-byte content digest of each span (`bridle.dialects.base.content_digest`)."""
+    span_lengths: tuple[int, ...] = ()
+    """For each span, how many of `messages` it gave, in order; sums to `len(messages)` less the
+    leading messages that came from `head` (`head_messages`)."""
+    head_messages: int = 0
+    """How many leading messages came from the head (system prompt, instructions)."""
+    tools_span: bytes | None = None
+    """Raw JSON of the tool list; `None` = none sent."""
+    include_usage: bool = False
+    """OpenAI Chat streams: whether a usage chunk was asked for."""
+    extra: JSON = field(default_factory=dict)
+    """What only this dialect's own encoder needs (e.g. custom tool names)."""
