@@ -1,28 +1,17 @@
 """scripts/check_layout finds each thing that it promises to find, in a small checkout."""
 
-import importlib.machinery
-import importlib.util
 import subprocess
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
-
-def load_script(name):
-    """A script without suffix, as a module."""
-    loader = importlib.machinery.SourceFileLoader(name, str(SCRIPTS / name))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    loader.exec_module(module)
-    return module
-
-
-check_layout = load_script("check_layout")
+@pytest.fixture
+def check_layout(load_script):
+    return load_script("check_layout")
 
 
 @pytest.fixture
-def findings(tmp_path):
+def findings(check_layout, tmp_path):
     """Writes the given files into a fresh checkout and checks it."""
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
 
@@ -104,7 +93,7 @@ def test_ignored_files_are_passed_over(findings):
     assert findings({".gitignore": "runs/\n", "runs/utils.py": ""}) == []
 
 
-def test_the_exit_status_tells_whether_anything_was_found(monkeypatch, capsys):
+def test_the_exit_status_tells_whether_anything_was_found(check_layout, monkeypatch, capsys):
     monkeypatch.setattr(check_layout, "findings", lambda _: iter(["a finding"]))
     assert check_layout.main() == 1
     assert capsys.readouterr().out == "a finding\ncheck_layout: 1 findings\n"

@@ -1,19 +1,16 @@
 """scripts/coverage_gate judges rooms by coverage's own report."""
 
-import importlib.machinery
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "coverage_gate"
 
 
 @pytest.fixture
-def gate():
-    loader = importlib.machinery.SourceFileLoader("gate", str(SCRIPT))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gate", loader))
-    loader.exec_module(module)
+def gate(load_script, monkeypatch, tmp_path):
+    """The script, in a checkout whose rooms are dialects and capture."""
+    module = load_script("coverage_gate")
+    for room in ("dialects", "capture"):
+        (tmp_path / "src" / "bridle" / room).mkdir(parents=True)
+        (tmp_path / "src" / "bridle" / room / "a.py").touch()
+    monkeypatch.setattr(module, "ROOT", tmp_path)
     return module
 
 
@@ -53,6 +50,17 @@ def test_a_room_below_the_bound_fails_and_names_its_files(gate, monkeypatch, cap
 
 
 def test_a_room_that_does_not_exist_yet_is_passed_over(gate, monkeypatch, capsys):
-    monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=100))
+    monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=100, capture=100))
     assert gate.main() == 0
     assert "coverage: bridle/trajectory does not exist yet" in capsys.readouterr().out
+
+
+def test_a_room_that_exists_and_was_not_measured_fails(gate, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "read_report", lambda: report_of(dialects=100))
+    assert gate.main() == 1
+    assert "coverage: bridle/capture 0.0 % below 98 %" in capsys.readouterr().out
+
+
+def test_no_measurement_at_all_is_an_empty_report(gate, tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.coverage.run]\ndata_file = 'none'\n")
+    assert gate.read_report() == {"files": {}}
