@@ -35,7 +35,7 @@ async def test_it():
 """
     status, output = outcome_of(source)
     assert status == 1
-    assert "left tasks behind" in output
+    assert "left tasks behind: ['sleep']" in output
 
 
 def test_a_child_process_left_behind_fails_the_test(outcome_of):
