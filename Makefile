@@ -4,7 +4,7 @@
 .NOTPARALLEL:
 
 setup:
-	scripts/setup dev embedded
+	@scripts/setup dev embedded
 
 test lint demo docs long test-harnesses lock:
-	scripts/$@ $(ARGS)
+	@scripts/$@ $(ARGS)
