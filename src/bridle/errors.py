@@ -75,6 +75,8 @@ class RequestError(BridleError):
         code: str = "invalid_request_error",
         param: str | None = None,
         retry_after_s: float | None = None,
+        prompt_tokens: int | None = None,
+        context_length: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -85,6 +87,10 @@ class RequestError(BridleError):
         self.param = param
         """Path of the offending field, e.g. `messages[2].content`."""
         self.retry_after_s = retry_after_s
+        self.prompt_tokens = prompt_tokens
+        """With `context_length_exceeded`: the prompt's length, for the provider's own wording."""
+        self.context_length = context_length
+        """With `context_length_exceeded`: how many tokens there may be."""
 
 
 @contextmanager

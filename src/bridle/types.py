@@ -240,6 +240,8 @@ class Reply:
     finish_reason: FinishReason
     tokens_unseen: int = 0
     """Sampled tokens that no visible part shows (text that a parser dropped)."""
+    stop_text: str | None = None
+    """The stop string that ended it, for dialects that name it; `None` = none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,4 +289,5 @@ class ModelRequest:
     include_usage: bool = False
     """OpenAI Chat streams: whether a usage chunk was asked for."""
     extra: JSON = field(default_factory=dict)
-    """What only this dialect's own encoder needs (e.g. custom tool names)."""
+    """What only this dialect's own encoder needs (e.g. custom tool names), and, for the record,
+    `removed`: what `bridle.dialects.noise` rules took away, as `{rule name: [what, ...]}`."""

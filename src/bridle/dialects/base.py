@@ -18,8 +18,8 @@ from bridle.errors import RequestError
 from bridle.types import Dialect, Message, ModelRequest, Reply, Usage
 
 SpanMemo: TypeAlias = MutableMapping[bytes, tuple[Message, ...]]
-"""Content digest of a raw message span -> the messages it stands for; one per session, so that a
-request's history is decoded once however often it is sent."""
+"""Dialect's salt + content digest of a raw message span -> the messages it stands for; one per
+session, so that a request's history is decoded once however often it is sent."""
 
 
 def content_digest(raw: bytes) -> bytes:
@@ -36,6 +36,10 @@ class RouteKind(StrEnum):
     COUNT_TOKENS = "count_tokens"
     PROBE = "probe"
     """Reachability checks such as `HEAD /`; answered with an empty 200."""
+    STORED = "stored"
+    """A reply kept by its id (`GET` or `DELETE /v1/responses/{id}`)."""
+    UPGRADE = "upgrade"
+    """A websocket upgrade; refused with 426, at which clients fall back to HTTP at once."""
     UNSUPPORTED = "unsupported"
     """A route of this provider that we refuse clearly (embeddings, batches)."""
 
@@ -52,6 +56,8 @@ class Route:
     """Streaming as the path decides it (Google); `None` = the body says."""
     sse: bool = True
     """Google only: whether the stream is SSE (`alt=sse`) or one JSON array."""
+    resource: str | None = None
+    """The id in a STORED path; the first words of the path where UNSUPPORTED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +70,18 @@ class ReplyHead:
     """The name that the request used."""
     created: int
     """Unix seconds."""
+    prompt_tokens: int = 0
+    """The prompt's length, for dialects whose stream opens with it; 0 = not known yet."""
 
 
 class StreamEncoder(ABC):
     """Turns one reply into the event grammar of a streaming client, piece by piece.
 
     Call order: `open` once, then `text` / `reasoning` / `tool_call` in any order, then `close`
-    once. `close` returns (everything before the last event, the last event): the last event is
-    held by the gateway until the exchange is committed.
+    once. `close` gives the whole reply: what of it was not sent yet (all of it, if only `open` was
+    called) comes first, so a synthetic stream is `open` + `close`. It returns (everything before
+    the last event, the last event): the last event is held by the gateway until the exchange is
+    committed; without it the client treats the reply as cut.
     """
 
     @abstractmethod
@@ -140,6 +150,14 @@ class WireFormat(ABC):
     @abstractmethod
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of a refused request, in the provider's shape."""
+
+    def refuses_in_stream(self, error: RequestError) -> bool:
+        """Whether a streaming client acts on this refusal only as an event of a started stream.
+
+        Then a streaming request gets 200, `open()` and the encoder's `error(...)`.
+        """
+        del error
+        return False
 
     @abstractmethod
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
