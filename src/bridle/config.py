@@ -8,6 +8,7 @@ a typing mistake is named instead of ignored.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -179,3 +180,9 @@ def load_toml(path: Path) -> dict[str, Any]:
 def builtin_tokenizer_dir() -> Path:
     """Folder of the small tokenizer shipped in the package (Qwen3's special tokens, our text)."""
     return Path(__file__).parent / "assets" / "tokenizer"
+
+
+def cache_dir() -> Path:
+    """Where bundles and made models are kept: `$BRIDLE_CACHE`, else `~/.cache/bridle`."""
+    given = os.environ.get("BRIDLE_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "bridle"

@@ -1,0 +1,4 @@
+set -e
+ls conf
+sed -n 's/^port = //p' conf/cedar.ini > answer.txt
+cat answer.txt

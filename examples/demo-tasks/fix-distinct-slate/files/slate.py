@@ -1,0 +1,3 @@
+def distinct(values):
+    """The distinct of the values."""
+    return len(values)

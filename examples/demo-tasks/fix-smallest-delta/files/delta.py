@@ -1,0 +1,3 @@
+def smallest(values):
+    """The smallest of the values."""
+    return sorted(values)[-1]

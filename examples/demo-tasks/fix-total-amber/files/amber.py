@@ -1,0 +1,3 @@
+def total(values):
+    """The total of the values."""
+    return len(values)

@@ -1,0 +1,1 @@
+test "$(tr -d "[:space:]" < largest.txt)" = "slate.dat"

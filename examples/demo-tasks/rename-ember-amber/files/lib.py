@@ -1,0 +1,2 @@
+def ember_amber(x):
+    return x * 7

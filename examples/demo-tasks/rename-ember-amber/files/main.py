@@ -1,0 +1,3 @@
+from lib import ember_amber
+
+print(ember_amber(7))

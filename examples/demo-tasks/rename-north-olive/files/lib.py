@@ -1,0 +1,2 @@
+def north_olive(x):
+    return x * 8

@@ -1,0 +1,3 @@
+from lib import north_olive
+
+print(north_olive(8))

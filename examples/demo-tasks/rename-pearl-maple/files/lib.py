@@ -1,0 +1,2 @@
+def pearl_maple(x):
+    return x * 4

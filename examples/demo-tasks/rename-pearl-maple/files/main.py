@@ -1,0 +1,3 @@
+from lib import pearl_maple
+
+print(pearl_maple(4))

@@ -1,0 +1,2 @@
+def tulip_jade(x):
+    return x * 4

@@ -1,0 +1,3 @@
+from lib import tulip_jade
+
+print(tulip_jade(4))

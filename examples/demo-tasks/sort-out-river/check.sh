@@ -1,0 +1,1 @@
+test -f src/heron.py && test ! -e heron.py && test -f src/birch.py && test ! -e birch.py && test -f src/jade.py && test ! -e jade.py && test -f src/fjord.py && test ! -e fjord.py && test -f docs/cedar.md && test ! -e cedar.md && test -f docs/ember.md && test ! -e ember.md && test -f docs/amber.md && test ! -e amber.md && test -f data/cedar.csv && test ! -e cedar.csv

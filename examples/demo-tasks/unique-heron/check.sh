@@ -1,0 +1,16 @@
+test "$(cat unique.txt)" = 'amber
+delta
+ember
+fjord
+grove
+heron
+islet
+jade
+kelp
+larch
+north
+olive
+pearl
+quartz
+river
+tulip'

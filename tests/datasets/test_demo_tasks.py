@@ -1,0 +1,74 @@
+"""The demo task set is real: every checker refuses the start and accepts the solution."""
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from bridle.config import Task
+from bridle.datasets.demo_tasks import MAKERS, demo_script, demo_tasks, write_task
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "demo-tasks"
+
+
+def run(command: str, cwd: Path) -> int:
+    return subprocess.run(["bash", "-c", command], cwd=cwd, capture_output=True).returncode
+
+
+@pytest.mark.parametrize("task", demo_tasks(), ids=lambda task: task.task_id)
+def test_a_checker_fails_before_and_passes_after_the_known_solution(task, tmp_path):
+    home = write_task(task, tmp_path)
+    spec = tomllib.loads((home / "task.toml").read_text())
+    setup = spec["runtime"]["prepare"][1]["command"]
+    work = tmp_path / "work"
+    shutil.copytree(home / "files", work)
+    assert run(setup, work) == 0
+    shutil.copy(home / "check.sh", work / ".check.sh")
+
+    before = run("bash .check.sh", work)
+    solved = run(f"bash {home}/solution.sh", work)
+    after = run("bash .check.sh", work)
+
+    assert before != 0
+    assert (solved, after) == (0, 0)
+
+
+def test_the_set_is_large_varied_and_the_same_for_the_same_seed():
+    tasks = demo_tasks()
+
+    assert len({task.task_id for task in tasks}) == len(tasks) >= 40
+    assert len(MAKERS) >= 10
+    assert tasks == demo_tasks()
+    assert [t.instruction for t in tasks] != [t.instruction for t in demo_tasks(seed=1)]
+
+
+def test_a_written_task_is_a_valid_task_file(tmp_path):
+    for task in demo_tasks(11):
+        home = write_task(task, tmp_path)
+        spec = Task.model_validate(tomllib.loads((home / "task.toml").read_text()))
+
+        assert spec.task_id == task.task_id
+        assert spec.evaluator.strategy == "command"
+
+
+def test_the_shipped_set_is_what_the_generator_makes(tmp_path):
+    for task in demo_tasks():
+        write_task(task, tmp_path)
+    made = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    shipped = {p.relative_to(EXAMPLES): p.read_bytes() for p in EXAMPLES.rglob("*") if p.is_file()}
+    shipped.pop(Path("README.md"))
+
+    assert shipped == made
+
+
+def test_the_script_solves_each_task_in_both_harnesses():
+    tasks = demo_tasks(3)
+    conversations = demo_script(tasks)["conversations"]
+
+    assert len(conversations) == 2 * len(tasks)
+    for pi, mini in zip(conversations[::2], conversations[1::2], strict=True):
+        assert pi["when"]["tools_include"] == "edit"
+        assert "shell" not in pi["turns"][-1]
+        assert "COMPLETE_TASK" in mini["turns"][-2]["shell"][0]
