@@ -42,8 +42,10 @@ def test_an_init_with_code_needs_a_twin_too(findings):
 
 
 def test_a_long_file_is_found_unless_it_says_why(findings):
-    found = findings({"a.py": "x = 1\n" * 501, "b.py": '"""Longer than most: a table."""\n' * 501})
-    assert found == ["a.py: 501 lines, over 500 without a reason"]
+    found = findings(
+        {"tests/a.py": "x = 1\n" * 501, "tests/b.py": '"""Longer than most: a table."""\n' * 501}
+    )
+    assert found == ["tests/a.py: 501 lines, over 500 without a reason"]
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -51,17 +53,21 @@ def test_a_long_function_is_found_unless_it_says_why(findings, kind):
     body = "    x = 1\n" * 60
     found = findings(
         {
-            "a.py": f"{kind} f():\n{body}",
-            "b.py": f'{kind} f():\n    """Longer than most: one table."""\n{body}',
-            "c.py": f'{kind} f():\n    """One.\n\n    Two.\n    """\n{body[10:]}',
+            "tests/a.py": f"{kind} f():\n{body}",
+            "tests/b.py": f'{kind} f():\n    """Longer than most: one table."""\n{body}',
+            "tests/c.py": f'{kind} f():\n    """One.\n\n    Two.\n    """\n{body[10:]}',
         }
     )
-    assert found == ["a.py:1: f has 61 lines, over 60"]
+    assert found == ["tests/a.py:1: f has 61 lines, over 60"]
 
 
 def test_scripts_without_suffix_are_checked(findings):
     found = findings({"scripts/it": "#!/usr/bin/env python3\n" + "x = 1\n" * 500})
     assert found == ["scripts/it: 501 lines, over 500 without a reason"]
+
+
+def test_material_is_no_code(findings):
+    assert findings({"examples/a/files/a.py": "birch py", "tests/golden/a.py": "no python"}) == []
 
 
 def test_utils_is_no_name(findings):
