@@ -78,9 +78,9 @@ def test_utils_is_no_name(findings):
     "text",
     [
         "https://py" + "pi.org/simple",
-        "https://files.pythonhosted" + ".org/x",
-        "https://registry.npmjs" + ".org/x",
-        "https://download.pytorch" + ".org/whl/cpu",
+        "https://files.pythonhos" + "ted.org/x",
+        "https://registry.npm" + "js.org/x",
+        "https://download.pyt" + "orch.org/whl/cpu",
         "cd /wor" + "k/main",
         "/op" + "t/wheels",
     ],
