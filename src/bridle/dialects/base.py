@@ -133,7 +133,9 @@ class WireFormat(ABC):
         """
 
     @abstractmethod
-    def reply_json(self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage) -> bytes:
+    def reply_json(
+        self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
+    ) -> bytes:
         """The whole reply as non-streaming clients get it; also what capture keeps."""
 
     @abstractmethod

@@ -1,0 +1,68 @@
+"""Content that is not text: images, documents, audio, files, and blocks that nobody here knows.
+
+Each becomes a `MediaPart` in its place. Its digest is taken over what the model would see: the
+decoded bytes of inline data, the URL itself, or the block's sorted JSON without the keys that
+change from turn to turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from typing import Any
+
+from bridle.types import JSON, MediaPart
+
+VOLATILE = frozenset(
+    {"id", "status", "cache_control", "signature", "thoughtSignature", "thought_signature"}
+    | {"encrypted_content", "annotations", "logprobs", "provider_specific_fields"}
+)
+"""Keys that change between two echoes of one block and mean nothing to the model."""
+
+BLOCK_TYPE = "application/json"
+"""Media type of a block kept as its own JSON."""
+
+
+def data_part(media_type: str, data: str) -> MediaPart:
+    """Inline base64 data, standard or URL-safe; text that is no base64 is digested as it is."""
+    try:
+        decoded = base64.b64decode(_padded(data), validate=True)
+    except (binascii.Error, ValueError):
+        decoded = data.encode()
+    source = f"data:{media_type};base64,{data}"
+    return MediaPart(media_type, hashlib.sha256(decoded).hexdigest(), source)
+
+
+def url_part(url: str, media_type: str) -> MediaPart:
+    """A URL, or the data in a data URL. `media_type` is used where the URL does not tell."""
+    if url.startswith("data:"):
+        head, comma, data = url.removeprefix("data:").partition(",")
+        kind, *flags = head.split(";")
+        if comma and "base64" in flags:
+            return data_part(kind or media_type, data)
+        media_type = kind or media_type
+    return MediaPart(media_type, hashlib.sha256(url.encode()).hexdigest(), url)
+
+
+def block_part(block: JSON) -> MediaPart:
+    """A block we do not know, kept as its JSON."""
+    text = json.dumps(_lasting(block), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    source = json.dumps(block, ensure_ascii=False, separators=(",", ":"))
+    return MediaPart(BLOCK_TYPE, hashlib.sha256(text.encode()).hexdigest(), source)
+
+
+def _padded(data: str) -> str:
+    text = data.translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
+    return text + "=" * (-len(text) % 4)
+
+
+def _lasting(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _lasting(item) for key, item in value.items() if key not in VOLATILE}
+        case list():
+            return [_lasting(item) for item in value]
+        case _:
+            return value

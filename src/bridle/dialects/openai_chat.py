@@ -1,0 +1,351 @@
+"""OpenAI Chat Completions: requests in, replies out, also as the many clients of it really speak.
+
+Reading is as tolerant as fifteen recorded harnesses (November 2026) need: content may be a string,
+parts, null or missing; system may be `developer`; reasoning comes back as `reasoning_content` or
+`reasoning`; tools and calls may have their older function form. The stream's grammar is in
+`openai_chat_stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
+from bridle.dialects.media import block_part, data_part, url_part
+from bridle.dialects.openai_chat_stream import ChatStream
+from bridle.dialects.openai_chat_write import finish_reason, tool_call_json, usage_json
+from bridle.dialects.openai_errors import chat_message, error_response
+from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
+from bridle.dialects.reading import (
+    an_object,
+    arguments_text,
+    decode,
+    encode,
+    flag_at,
+    member,
+    missing,
+    name_at,
+    object_at,
+    objects,
+    objects_at,
+    read_spans,
+    split_array,
+    split_object,
+    text_at,
+    wrong,
+)
+from bridle.dialects.routes import models_route, tidy
+from bridle.dialects.tools import ToolList, ToolMemo, freeform_grammar, freeform_spec, sent
+from bridle.errors import RequestError
+from bridle.types import (
+    JSON,
+    Dialect,
+    Message,
+    ModelRequest,
+    Part,
+    Reply,
+    Role,
+    TextPart,
+    ToolCall,
+    ToolSpec,
+    Usage,
+)
+
+_SALT = b"chat:"
+_UNSUPPORTED = (
+    *("embeddings", "completions", "moderations", "batches", "files", "images", "audio"),
+    *("fine_tuning", "tokenize"),
+)
+_ROLES = {
+    "system": Role.SYSTEM,
+    "developer": Role.SYSTEM,
+    "user": Role.USER,
+    "assistant": Role.ASSISTANT,
+    "tool": Role.TOOL,
+    "function": Role.TOOL,
+}
+
+
+class OpenAIChat(WireFormat):
+    """Chat Completions."""
+
+    dialect = Dialect.OPENAI_CHAT
+
+    def __init__(self) -> None:
+        self._tools = ToolMemo(read_tools)
+
+    def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
+        """`POST .../chat/completions`, OpenAI's model list, and what of OpenAI we do not serve."""
+        del query
+        words = tidy(path)
+        if method == "POST" and words.endswith("/chat/completions"):
+            return Route(self.dialect, RouteKind.GENERATE)
+        if (models := models_route(self.dialect, method, path, headers)) is not None:
+            return models
+        for word in _UNSUPPORTED:
+            if words.endswith(f"/{word}") or f"/v1/{word}/" in words:
+                return Route(self.dialect, RouteKind.UNSUPPORTED, resource=word)
+        return None
+
+    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
+        """Normalise a request; each message is one span."""
+        del route
+        fields = split_object(body)
+        if (raw_messages := fields.pop("messages", None)) is None:
+            raise missing("messages")
+        spans = split_array(raw_messages, "messages")
+        if not spans:
+            message = "Invalid 'messages': empty array. Expected at least one message."
+            raise RequestError(message, param="messages")
+        legacy = "functions" if "tools" not in fields and "functions" in fields else "tools"
+        tools_span = sent(fields.pop(legacy, None))
+        head_bytes = encode(fields)
+        head = an_object(decode(head_bytes, ""), "")
+        _refuse_many(head)
+        model = name_at(head, "model", "")
+        stream = flag_at(head, "stream", "") or False
+        options = object_at(head, "stream_options", "") or {}
+        tools = ToolList() if tools_span is None else self._tools.read(tools_span, legacy)
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", read_message)
+        return ModelRequest(
+            dialect=self.dialect,
+            model=model,
+            messages=tuple(messages),
+            tools=tools.specs,
+            sampling=read_sampling(head),
+            stream=stream,
+            tool_choice=read_choice(head, tools),
+            response_schema=read_schema(head),
+            thinking=read_thinking(head),
+            reasoning_effort=text_at(head, "reasoning_effort", ""),
+            parallel_tool_calls=flag_at(head, "parallel_tool_calls", ""),
+            head=head_bytes,
+            message_spans=spans,
+            span_digests=digests,
+            span_lengths=lengths,
+            tools_span=tools_span,
+            include_usage=flag_at(options, "include_usage", "stream_options") or False,
+            extra={"freeform": tools.freeform, "removed": dict(tools.removed)},
+        )
+
+    def reply_json(
+        self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
+    ) -> bytes:
+        """A `chat.completion` object with one choice."""
+        freeform = request.extra.get("freeform", ())
+        message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = [tool_call_json(call, freeform) for call in reply.tool_calls]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish_reason(reply),
+        }
+        return encode(
+            {
+                "id": f"chatcmpl-{head.reply_id}",
+                "object": "chat.completion",
+                "created": head.created,
+                "model": head.model,
+                "choices": [choice],
+                "usage": usage_json(usage),
+            }
+        )
+
+    def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """The one assistant message of a reply."""
+        choices = objects(decode(reply_json, "reply")["choices"], "choices")
+        return tuple(
+            message
+            for choice, path in choices
+            for message in read_message(an_object(choice["message"], path), path)
+        )
+
+    def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Chunks, the usage chunk if it was asked for, `[DONE]`."""
+        freeform = request.extra.get("freeform", ())
+        return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
+
+    def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """OpenAI's error object."""
+        return error_response(error, chat_message(error))
+
+    def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """A list object, or the one model that the path names."""
+
+        def model(name: str) -> JSON:
+            return {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "bridle",
+                "max_model_len": context_length,
+            }
+
+        if route.kind is RouteKind.MODEL:
+            return encode(model(route.model or ""))
+        return encode({"object": "list", "data": [model(name) for name in names]})
+
+    def token_count(self, count: int) -> bytes:
+        """Chat Completions has no such route; this is what vLLM's `/tokenize` says."""
+        return encode({"count": count})
+
+
+def _refuse_many(head: JSON) -> None:
+    for key in ("n", "best_of"):
+        value = head.get(key)
+        if value is not None and (value != 1 or isinstance(value, bool)):
+            raise RequestError(f"Only one choice is sampled: '{key}' must be 1.", param=key)
+
+
+# ---- messages
+
+
+def read_message(value: JSON, path: str) -> tuple[Message, ...]:
+    """One wire message."""
+    name = name_at(value, "role", path)
+    role = _ROLES.get(name)
+    if role is None:
+        known = ", ".join(f"'{known}'" for known in _ROLES)
+        message = f"Invalid value: '{name}'. Supported values are: {known}."
+        raise RequestError(message, param=member(path, "role"))
+    thoughts: list[str] = []
+    content = tuple(read_content(value.get("content"), member(path, "content"), thoughts))
+    if role is Role.ASSISTANT:
+        return (_read_assistant(value, path, content, thoughts),)
+    if role is Role.TOOL:
+        call_id = text_at(value, "tool_call_id", path)
+        return (Message(role, content, tool_call_id=call_id, name=text_at(value, "name", path)),)
+    return (Message(role, content),)
+
+
+def _read_assistant(
+    value: JSON, path: str, content: tuple[Part, ...], thoughts: list[str]
+) -> Message:
+    refusal = text_at(value, "refusal", path)
+    if refusal and not content:
+        content = (TextPart(refusal),)
+    key = "reasoning_content" if value.get("reasoning_content") is not None else "reasoning"
+    # `reasoning` is an object with some gateways; it is evidence only, so it may be anything.
+    told = value.get(key) if isinstance(value.get(key), str) else None
+    return Message(
+        Role.ASSISTANT,
+        content,
+        reasoning=told or "".join(thoughts) or None,
+        tool_calls=tuple(_read_calls(value, path)),
+    )
+
+
+def _read_calls(value: JSON, path: str) -> Iterator[ToolCall]:
+    for call, where in objects_at(value, "tool_calls", path):
+        custom = object_at(call, "custom", where)
+        if custom is not None:
+            inner, key, inside = custom, "input", member(where, "custom")
+        else:
+            inner = object_at(call, "function", where) or {}
+            key, inside = "arguments", member(where, "function")
+        yield ToolCall(
+            text_at(call, "id", where),
+            name_at(inner, "name", inside),
+            arguments_text(inner.get(key)),
+            custom=custom is not None,
+        )
+    older = object_at(value, "function_call", path)
+    if older is not None:
+        where = member(path, "function_call")
+        yield ToolCall(None, name_at(older, "name", where), arguments_text(older.get("arguments")))
+
+
+def read_content(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
+    """The parts of a content: a string, a list of parts, or nothing; empty text gives no part.
+
+    Text of reasoning parts goes to `thoughts`.
+    """
+    match value:
+        case None | "":
+            return
+        case str():
+            yield TextPart(value)
+        case list():
+            for index, item in enumerate(value):
+                yield from _read_part(item, f"{path}[{index}]", thoughts)
+        case _:
+            raise wrong(path, "a string or an array of parts", value)
+
+
+def _read_part(value: Any, path: str, thoughts: list[str]) -> Iterator[Part]:
+    if isinstance(value, str):
+        yield from (TextPart(value),) if value else ()
+        return
+    part = an_object(value, path)
+    match text_at(part, "type", path):
+        case "text" | "input_text" | "output_text" | None if "text" in part:
+            yield from _some_text(text_at(part, "text", path))
+        case "refusal":
+            yield from _some_text(text_at(part, "refusal", path))
+        case "thinking" | "reasoning" as kind:
+            thoughts.append(text_at(part, kind, path) or text_at(part, "text", path) or "")
+        case "image_url" if part.get("image_url") is not None:
+            image = part["image_url"]
+            where = member(path, "image_url")
+            url = (
+                image if isinstance(image, str) else name_at(an_object(image, where), "url", where)
+            )
+            yield url_part(url, "image/*")
+        case "input_audio" if isinstance(part.get("input_audio"), dict):
+            audio, where = part["input_audio"], member(path, "input_audio")
+            form = text_at(audio, "format", where) or "*"
+            yield data_part(f"audio/{form}", name_at(audio, "data", where))
+        case "file" if isinstance(part.get("file"), dict) and part["file"].get("file_data"):
+            where = member(path, "file")
+            yield url_part(name_at(part["file"], "file_data", where), "application/octet-stream")
+        case _:
+            yield block_part(part)
+
+
+def _some_text(text: str | None) -> Iterator[Part]:
+    if text:
+        yield TextPart(text)
+
+
+# ---- tools
+
+
+def read_tools(value: object, path: str) -> ToolList:
+    """`tools`, or the older `functions`."""
+    specs: list[ToolSpec] = []
+    freeform: set[str] = set()
+    removed: list[str] = []
+    for tool, where in objects(value, path):
+        kind = text_at(tool, "type", where)
+        custom = object_at(tool, "custom", where) if kind == "custom" else None
+        if custom is not None:
+            specs.append(_read_freeform(custom, member(where, "custom")))
+            freeform.add(specs[-1].name)
+        elif kind in ("function", None):
+            inner = object_at(tool, "function", where)
+            inside = where if inner is None else member(where, "function")
+            specs.append(_read_function(tool if inner is None else inner, inside))
+        else:
+            removed.append(kind)
+    dropped = {"server_tools": removed} if removed else {}
+    return ToolList(tuple(specs), frozenset(freeform), removed=dropped)
+
+
+def _read_function(value: JSON, path: str) -> ToolSpec:
+    return ToolSpec(
+        name_at(value, "name", path),
+        text_at(value, "description", path),
+        object_at(value, "parameters", path),
+        flag_at(value, "strict", path) or False,
+    )
+
+
+def _read_freeform(value: JSON, path: str) -> ToolSpec:
+    grammar = freeform_grammar(object_at(value, "format", path))
+    return freeform_spec(name_at(value, "name", path), text_at(value, "description", path), grammar)

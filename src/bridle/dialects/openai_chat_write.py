@@ -1,0 +1,35 @@
+"""The pieces that Chat Completions replies are made of, streamed or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from bridle.dialects.tools import freeform_input
+from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
+
+
+def finish_reason(reply: Reply) -> str:
+    """OpenAI's word for how a reply ended; an aborted one is incomplete, so `length`."""
+    if reply.finish_reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if reply.tool_calls else "stop"
+
+
+def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
+    """One call as a message holds it."""
+    if call.custom or call.name in freeform:
+        text = call.arguments if call.custom else freeform_input(call.arguments)
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def usage_json(usage: Usage) -> JSON:
+    """Token counts. The details are always objects (trae-agent fails on null)."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

@@ -1,0 +1,349 @@
+"""Reading request bodies: raw spans first, values only where needed, complaints with their path.
+
+A body is split into the raw JSON of its fields and of its messages without decoding them; spans
+seen before are taken from the session's memo. msgspec does the work; what it refuses and harnesses
+still send (lone surrogates of text that JavaScript cut in two, a byte-order mark, `NaN`, numbers
+beyond a double) is mended or read by the standard library. Text that leaves here holds no lone
+surrogate: each became U+FFFD, as no tokenizer takes one.
+
+Nothing here raises anything but `RequestError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import msgspec
+
+from bridle.dialects.base import SpanMemo, content_digest
+from bridle.errors import RequestError
+from bridle.types import JSON, Message
+
+ReadMessages: TypeAlias = Callable[[JSON, str], tuple[Message, ...]]
+"""Reads one decoded span; the second argument is its path."""
+
+_VALUE = msgspec.json.Decoder()
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
+_REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
+
+_HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_LONE = re.compile(
+    rb"(?<!\\)((?:\\\\)*)(?:(?P<high>%b)(?!%b)|(?<!%b)(?P<low>%b))" % (_HIGH, _LOW, _HIGH, _LOW)
+)
+"""An escaped surrogate without its other half, after an even number of backslashes."""
+
+
+def encode(value: Any) -> bytes:
+    """Compact JSON of a value; lone surrogates in its text become U+FFFD."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_cleaned(value))
+
+
+def wrong(path: str, expected: str, value: Any) -> RequestError:
+    """The refusal of a value of the wrong type, naming where, what was wanted and what came."""
+    where = f"'{path}'" if path else "the request body"
+    message = f"Invalid type for {where}: expected {expected}, but got {_kind(value)} instead."
+    return RequestError(message, param=path or None)
+
+
+def missing(path: str) -> RequestError:
+    """The refusal of a request without a field that it must have."""
+    return RequestError(f"Missing required parameter: '{path}'.", param=path)
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case str():
+            return "a string"
+        case int() | float():
+            return "a number"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def without_lone_surrogates(text: str) -> str:
+    """`text` with each lone surrogate as U+FFFD and each pair as its character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _cleaned(value: Any) -> Any:
+    match value:
+        case str():
+            return without_lone_surrogates(value)
+        case list():
+            return [_cleaned(item) for item in value]
+        case dict():
+            return {without_lone_surrogates(key): _cleaned(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _mended(raw: bytes) -> bytes:
+    """`raw` without a byte-order mark and with lone surrogate escapes replaced, else unchanged."""
+    return _LONE.sub(rb"\1\\ufffd", raw.removeprefix(b"\xef\xbb\xbf"))
+
+
+def _lenient(raw: bytes, path: str) -> Any:
+    """What the standard library makes of JSON that msgspec refused."""
+    where = f"'{path}' is" if path else "The request body is"
+    try:
+        return _cleaned(json.loads(raw.decode()))
+    except RecursionError:
+        raise RequestError(f"{where} nested too deeply.", param=path or None) from None
+    except ValueError as error:
+        raise RequestError(f"{where} not valid JSON: {error}", param=path or None) from None
+
+
+def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
+    """The value of one raw span. `RequestError` naming `path` if it is no JSON."""
+    try:
+        return _VALUE.decode(raw)
+    except _REFUSED:
+        return _lenient(_mended(bytes(raw)), path)
+
+
+def split_object(body: bytes) -> dict[str, msgspec.Raw]:
+    """The body's fields, each still raw. `RequestError` if it is no JSON object."""
+    try:
+        return _OBJECT.decode(body)
+    except msgspec.ValidationError:
+        raise wrong("", "an object", decode(body, "")) from None
+    except _REFUSED:
+        pass
+    try:
+        return _OBJECT.decode(_mended(body))
+    except _REFUSED:
+        value = _lenient(_mended(body), "")
+    if not isinstance(value, dict):
+        raise wrong("", "an object", value)
+    return {key: msgspec.Raw(json.dumps(item).encode()) for key, item in value.items()}
+
+
+def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
+    """The raw JSON of each item of an array."""
+    try:
+        return tuple(map(bytes, _ARRAY.decode(raw)))
+    except msgspec.ValidationError:
+        raise wrong(path, "an array of objects", decode(raw, path)) from None
+    except _REFUSED:
+        items = decode(raw, path)
+        return tuple(json.dumps(item).encode() for item in items)
+
+
+def read_spans(
+    spans: Sequence[bytes], memo: SpanMemo, salt: bytes, path: str, read: ReadMessages
+) -> tuple[list[Message], tuple[bytes, ...], tuple[int, ...]]:
+    """Messages, digests and message counts of `spans`, decoding only those not in `memo`.
+
+    `salt` names the dialect in the memo's keys: one session may speak several.
+    """
+    messages: list[Message] = []
+    digests: list[bytes] = []
+    lengths: list[int] = []
+    for index, span in enumerate(spans):
+        digest = content_digest(span)
+        key = salt + digest
+        known = memo.get(key)
+        if known is None:
+            where = f"{path}[{index}]"
+            with shallow(where):
+                known = memo[key] = read(an_object(decode(span, where), where), where)
+        messages += known
+        digests.append(digest)
+        lengths.append(len(known))
+    return messages, tuple(digests), tuple(lengths)
+
+
+@contextmanager
+def shallow(path: str) -> Iterator[None]:
+    """Refuse what is nested too deeply to be read."""
+    try:
+        yield
+    except RecursionError:
+        raise RequestError(f"'{path}' is nested too deeply.", param=path) from None
+
+
+# ---- typed members
+
+
+def an_object(value: Any, path: str) -> JSON:
+    """`value`, which must be an object."""
+    if not isinstance(value, dict):
+        raise wrong(path, "an object", value)
+    return value
+
+
+def objects(value: Any, path: str) -> Iterator[tuple[JSON, str]]:
+    """Each object of an array with its path; nothing for `None`."""
+    for index, item in enumerate(_as_list(value, path)):
+        where = f"{path}[{index}]"
+        yield an_object(item, where), where
+
+
+def _as_list(value: Any, path: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong(path, "an array", value)
+    return value
+
+
+def member(path: str, key: str) -> str:
+    """The path of a member."""
+    return f"{path}.{key}" if path else key
+
+
+def text_at(value: JSON, key: str, path: str) -> str | None:
+    """A string member; `None` where it is null or missing."""
+    found = value.get(key)
+    if found is not None and not isinstance(found, str):
+        raise wrong(member(path, key), "a string", found)
+    return found
+
+
+def name_at(value: JSON, key: str, path: str) -> str:
+    """A string member that must be there and not be empty."""
+    found = text_at(value, key, path)
+    if not found:
+        raise missing(member(path, key))
+    return found
+
+
+def flag_at(value: JSON, key: str, path: str) -> bool | None:
+    """A boolean member; `None` where it is null or missing."""
+    found = value.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise wrong(member(path, key), "a boolean", found)
+    return found
+
+
+def number_at(
+    value: JSON, key: str, path: str, *, least: float = -math.inf, most: float = math.inf
+) -> float | None:
+    """A finite number within bounds; `None` where it is null or missing."""
+    found = value.get(key)
+    if found is None:
+        return None
+    where = member(path, key)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise wrong(where, "a number", found)
+    if not least <= found <= most or not math.isfinite(found):
+        raise _outside(where, found, least, most)
+    return float(found)
+
+
+def whole_at(
+    value: JSON, key: str, path: str, *, least: int | None = None, most: int | None = None
+) -> int | None:
+    """A whole number within bounds (`8.0` counts as one); `None` where it is null or missing."""
+    found = value.get(key)
+    if found is None:
+        return None
+    where = member(path, key)
+    whole = isinstance(found, int) or (isinstance(found, float) and found.is_integer())
+    if isinstance(found, bool) or not whole:
+        raise wrong(where, "an integer", found)
+    low = -(2**63) if least is None else least
+    high = 2**63 - 1 if most is None else most
+    if not low <= found <= high:
+        raise _outside(where, found, low, high)
+    return int(found)
+
+
+def _outside(path: str, value: float, least: float, most: float) -> RequestError:
+    shown = f"{value:.6g}"
+    message = f"Invalid value for '{path}': {shown} is not between {least:g} and {most:g}."
+    return RequestError(message, param=path)
+
+
+def object_at(value: JSON, key: str, path: str) -> JSON | None:
+    """An object member; `None` where it is null or missing."""
+    found = value.get(key)
+    return None if found is None else an_object(found, member(path, key))
+
+
+def objects_at(value: JSON, key: str, path: str) -> Iterator[tuple[JSON, str]]:
+    """Each object of an array member with its path; nothing where it is null or missing."""
+    return objects(value.get(key), member(path, key))
+
+
+def texts_at(value: JSON, key: str, path: str) -> tuple[str, ...]:
+    """The non-empty strings of a member that is a string or an array of strings."""
+    found = value.get(key)
+    if isinstance(found, str):
+        return (found,) if found else ()
+    where = member(path, key)
+    items = _as_list(found, where)
+    for index, item in enumerate(items):
+        if not isinstance(item, str):
+            raise wrong(f"{where}[{index}]", "a string", item)
+    return tuple(item for item in items if item)
+
+
+def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
+    """The integers of an array member."""
+    where = member(path, key)
+    items = _as_list(value.get(key), where)
+    for index, item in enumerate(items):
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise wrong(f"{where}[{index}]", "an integer", item)
+    return tuple(items)
+
+
+def first_of(value: JSON, keys: Iterable[str]) -> str:
+    """The first of `keys` that `value` has a value for; the last one if it has none."""
+    for key in keys:
+        if value.get(key) is not None:
+            return key
+    return key
+
+
+# ---- arguments of calls
+
+
+def arguments_text(value: Any) -> str:
+    """Call arguments as text: a string as it is, nothing as "", any other value as compact JSON."""
+    match value:
+        case None:
+            return ""
+        case str():
+            return value
+        case _:
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def arguments_object(arguments: str) -> bytes:
+    """JSON text of call arguments for a dialect that needs an object.
+
+    An object stays as it was written. Empty text and `null` are `{}`. Anything else goes under the
+    key `unparsed_arguments`, so that the harness's own schema check tells the model.
+    """
+    raw = arguments.strip()
+    if raw in ("", "null"):
+        return b"{}"
+    text = without_lone_surrogates(raw).encode()
+    try:
+        if isinstance(_VALUE.decode(text), dict):
+            return text
+    except _REFUSED:
+        pass
+    return encode({"unparsed_arguments": without_lone_surrogates(arguments)})

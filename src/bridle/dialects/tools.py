@@ -1,0 +1,115 @@
+"""Tool lists: read once per distinct list, and freeform tools as functions with one string.
+
+A freeform ("custom") tool takes text, not JSON. The model is shown a function with the one argument
+`input`; its call is turned back into the text on the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from bridle.dialects.base import content_digest
+from bridle.dialects.reading import decode, shallow
+from bridle.errors import RequestError
+from bridle.types import JSON, ToolCall, ToolSpec
+
+KEPT_LISTS = 64
+"""How many distinct tool lists are remembered; harnesses have a handful each, of some 30 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolList:
+    """A tool list as read."""
+
+    specs: tuple[ToolSpec, ...] = ()
+    freeform: frozenset[str] = frozenset()
+    """Names of freeform tools."""
+    wire: Mapping[str, JSON] = field(default_factory=dict)
+    """Our name -> how the dialect's own encoder names such a call, where that is another form."""
+    removed: Mapping[str, list[str]] = field(default_factory=dict)
+    """What rules took away: rule name -> tools."""
+
+
+class ToolMemo:
+    """Tool lists by content digest, the last `KEPT_LISTS` of them."""
+
+    def __init__(self, read: Callable[[object, str], ToolList]) -> None:
+        self._read = read
+        self._known: dict[bytes, ToolList] = {}
+
+    def read(self, raw: bytes, path: str) -> ToolList:
+        """The list that `raw` stands for. `RequestError` names what is wrong in it."""
+        digest = content_digest(raw)
+        found = self._known.pop(digest, None)
+        if found is None:
+            with shallow(path):
+                found = self._read(decode(raw, path), path)
+            if len(self._known) >= KEPT_LISTS:
+                del self._known[next(iter(self._known))]
+        self._known[digest] = found
+        return found
+
+
+def sent(raw: msgspec.Raw | None) -> bytes | None:
+    """The raw tool list, or `None` where none or an empty one was sent."""
+    if raw is None:
+        return None
+    text = bytes(raw)
+    return None if b"".join(text.split(None, 4)) in (b"null", b"[]") else text
+
+
+def check_choice(choice: str, tools: ToolList, path: str) -> str:
+    """`choice`, if it is a mode or names a tool that was sent."""
+    modes = ("auto", "none", "required")
+    if choice not in modes and all(spec.name != choice for spec in tools.specs):
+        raise RequestError(f"Tool choice {choice!r} not found in 'tools' parameter.", param=path)
+    if choice == "required" and not tools.specs:
+        raise RequestError("A tool is required, but 'tools' has none.", param=path)
+    return choice
+
+
+def freeform_spec(name: str, description: str | None, grammar: str | None) -> ToolSpec:
+    """The function that stands for a freeform tool; its grammar is told in the description."""
+    told = [part for part in (description, grammar) if part]
+    schema = {
+        "type": "object",
+        "properties": {"input": {"type": "string", "description": "The tool's input, as it is."}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    return ToolSpec(name, "\n\n".join(told) or None, schema)
+
+
+def freeform_grammar(form: JSON | None) -> str | None:
+    """What the model is told of a freeform tool's format; `None` where any text will do."""
+    grammar = (form or {}).get("grammar", form) or {}
+    definition = grammar.get("definition") if isinstance(grammar, dict) else None
+    if not isinstance(definition, str):
+        return None
+    return f"The input must match this {grammar.get('syntax') or 'lark'} grammar:\n{definition}"
+
+
+def freeform_input(arguments: str) -> str:
+    """The text for a freeform tool: the argument `input`, else the arguments as they are."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    found = value.get("input") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else arguments
+
+
+def freeform_arguments(text: str) -> str:
+    """The arguments of the function that stands for a freeform tool."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def as_function(call: ToolCall) -> ToolCall:
+    """A call as the model made it: a freeform one as a call of its function."""
+    if not call.custom:
+        return call
+    return ToolCall(call.id, call.name, freeform_arguments(call.arguments))
