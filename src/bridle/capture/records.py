@@ -7,6 +7,7 @@ their logprobs, the messages that were not stored before. Everything else is rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,9 @@ class SessionRecord:
     """Unix time, seconds."""
     task_id: str | None = None
     metadata: JSON = field(default_factory=dict)
-    """What rebuilding needs: harness and its version, task settings (builder, kinds that train),
-    sample index, and whatever the caller gave."""
+    """What rebuilding needs and whatever the caller gave. `trajectory.rebuild` reads `builder`
+    (`{"strategy", "config"}`) and `train` (list of kinds); others: harness and its version, sample
+    index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ class Exchange:
     duration_s: float
     """Seconds from `started_at` to commit."""
     extra: JSON = field(default_factory=dict)
-    """Drift class, rules applied, `reasoning_restored`, retry facts, engine id..."""
+    """Rules applied, `reasoning_restored`, retry facts, engine id... Trajectories read `drift`
+    (class of the difference between the sampled turn and the harness's echo of it; missing = exact)
+    and count `reasoning_restored`."""
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""
@@ -160,3 +164,18 @@ class Outcome:
     error: str | None = None
     metadata: JSON = field(default_factory=dict)
     """Evaluator's own metadata, exit code, timings, log paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCapture:
+    """Everything that capture holds of one session: all that a trajectory is a function of."""
+
+    session: SessionRecord
+    exchanges: Sequence[Exchange]
+    """In commit order."""
+    deliveries: Mapping[str, Delivery]
+    """The last delivery record per exchange id."""
+    bodies: Mapping[bytes, bytes]
+    """Content digest -> raw JSON of a message, item, tool list or media body."""
+    outcome: Outcome | None
+    """`None` = the session has not ended, or was killed."""

@@ -8,9 +8,11 @@ lets the last event of a reply go only then (law 4). Implementations: `MemorySto
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from bridle.capture.records import Delivery, Exchange, Outcome, SessionRecord
+from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.errors import StoreError
 
 
 class Store(Protocol):
@@ -53,3 +55,117 @@ class Store(Protocol):
 
     def outcome(self, session_id: str) -> Outcome | None:
         """How the session ended; `None` = it has not, or was killed."""
+
+    def read(self, session_id: str) -> SessionCapture:
+        """Everything of one session, read once. `StoreError` if it was never opened."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """A session in memory."""
+
+    record: SessionRecord
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    deliveries: dict[str, Delivery] = field(default_factory=dict)
+    bodies: dict[bytes, bytes] = field(default_factory=dict)
+    outcome: Outcome | None = None
+
+
+class MemoryStore:
+    """A store that forgets everything with the process: for tests, and for runs that keep only
+    their trajectories.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Session] = {}
+        self._closed = False
+
+    async def open_session(self, session: SessionRecord) -> None:
+        """Record a session; a second one of the same id is an error."""
+        self._check_open()
+        if session.session_id in self._sessions:
+            message = f"memory: session {session.session_id!r} is recorded already"
+            raise StoreError(message)
+        self._sessions[session.session_id] = _Session(session)
+
+    async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
+        """Record an exchange with the `bodies` that are new to its session."""
+        session = self._session(exchange.session_id)
+        if exchange.exchange_id in session.exchanges:
+            message = f"memory: exchange {exchange.exchange_id!r} is recorded already"
+            raise StoreError(message)
+        session.exchanges[exchange.exchange_id] = exchange
+        for digest, body in bodies.items():
+            session.bodies.setdefault(digest, body)
+
+    async def deliver(self, delivery: Delivery) -> None:
+        """Record what became of a reply."""
+        self._session(delivery.session_id).deliveries[delivery.exchange_id] = delivery
+
+    async def close_session(self, outcome: Outcome) -> None:
+        """Record how a session ended; a second outcome of the same session is an error."""
+        session = self._session(outcome.session_id)
+        if session.outcome is not None:
+            message = f"memory: session {outcome.session_id!r} has an outcome already"
+            raise StoreError(message)
+        session.outcome = outcome
+
+    async def flush(self) -> None:
+        """Nothing to do: memory is as durable as it gets."""
+        self._check_open()
+
+    async def aclose(self) -> None:
+        """Refuse everything from here on; idempotent."""
+        self._closed = True
+
+    def sessions(self) -> Sequence[SessionRecord]:
+        """All sessions in the order they were opened."""
+        self._check_open()
+        return [session.record for session in self._sessions.values()]
+
+    def exchanges(self, session_id: str) -> Sequence[Exchange]:
+        """A session's exchanges in commit order; empty if there are none or it is unknown."""
+        session = self._find(session_id)
+        return [] if session is None else list(session.exchanges.values())
+
+    def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
+        """The last delivery record per exchange id."""
+        session = self._find(session_id)
+        return {} if session is None else dict(session.deliveries)
+
+    def bodies(self, session_id: str) -> Mapping[bytes, bytes]:
+        """All content-addressed bodies of a session."""
+        session = self._find(session_id)
+        return {} if session is None else dict(session.bodies)
+
+    def outcome(self, session_id: str) -> Outcome | None:
+        """How the session ended; `None` = it has not."""
+        session = self._find(session_id)
+        return None if session is None else session.outcome
+
+    def read(self, session_id: str) -> SessionCapture:
+        """Everything of one session. `StoreError` if it was never opened."""
+        session = self._session(session_id)
+        return SessionCapture(
+            session.record,
+            list(session.exchanges.values()),
+            dict(session.deliveries),
+            dict(session.bodies),
+            session.outcome,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            message = "memory: the store is closed"
+            raise StoreError(message)
+
+    def _find(self, session_id: str) -> _Session | None:
+        self._check_open()
+        return self._sessions.get(session_id)
+
+    def _session(self, session_id: str) -> _Session:
+        session = self._find(session_id)
+        if session is None:
+            message = f"memory: session {session_id!r} was never opened"
+            raise StoreError(message)
+        return session

@@ -1,0 +1,14 @@
+"""The store in memory passes the suite that every store passes."""
+
+from contextlib import asynccontextmanager
+
+from bridle.capture.store import MemoryStore
+from tests.conformance.stores import StoreConformance
+
+
+class TestMemoryStore(StoreConformance):
+    @asynccontextmanager
+    async def open_store(self):
+        store = MemoryStore()
+        yield store
+        await store.aclose()
