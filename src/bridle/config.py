@@ -70,8 +70,8 @@ class Action(Settings):
     """Shell command, for `exec`."""
     cwd: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
-    max_attempts: int = Field(1, ge=1)
-    retry_backoff_seconds: float = Field(1.0, ge=0)
+    max_attempts: int = Field(default=1, ge=1)
+    retry_backoff_seconds: float = Field(default=1.0, ge=0)
 
 
 class RuntimeSpec(Settings):
@@ -88,9 +88,9 @@ class RuntimeSpec(Settings):
     network: Literal["gateway_only", "open", "none"] = "gateway_only"
     workdir: str | None = None
     """`None` = a fresh folder of the session's."""
-    cpus: float | None = Field(None, gt=0)
-    memory_mb: int | None = Field(None, gt=0)
-    storage_mb: int | None = Field(None, gt=0)
+    cpus: float | None = Field(default=None, gt=0)
+    memory_mb: int | None = Field(default=None, gt=0)
+    storage_mb: int | None = Field(default=None, gt=0)
     kwargs: JSON = Field(default_factory=dict)
 
 
@@ -129,11 +129,11 @@ class EvaluatorSpec(Settings):
 class Budgets(Settings):
     """Seconds that each stage may take; waiting in READY costs the session nothing."""
 
-    init_s: float = Field(300, gt=0)
-    agent_s: float = Field(600, gt=0)
-    build_s: float = Field(60, gt=0)
-    evaluate_s: float = Field(300, gt=0)
-    teardown_s: float = Field(30, gt=0)
+    init_s: float = Field(default=300, gt=0)
+    agent_s: float = Field(default=600, gt=0)
+    build_s: float = Field(default=60, gt=0)
+    evaluate_s: float = Field(default=300, gt=0)
+    teardown_s: float = Field(default=30, gt=0)
 
 
 class Task(Settings):
@@ -141,7 +141,7 @@ class Task(Settings):
 
     task_id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=200)
     instruction: str = Field(min_length=1)
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(default=1, ge=1)
     runtime: RuntimeSpec = RuntimeSpec()
     agent: AgentSpec = AgentSpec(harness="mini_swe_agent")
     builder: BuilderSpec = BuilderSpec()

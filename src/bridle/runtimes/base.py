@@ -67,12 +67,15 @@ class Runtime(Protocol):
         timeout_s: float | None = None,
         output_limit: int = 1 << 20,
         log: Path | None = None,
+        error_log: Path | None = None,
     ) -> ExecResult:
         """Run a command (a string goes to `bash -o pipefail -c`) in its own process group.
 
-        Closes stdin if `stdin` is `None`. At `timeout_s`, or when the caller is cancelled, its whole
-        process group is ended (TERM, then KILL). stdout and stderr are each kept up to
-        `output_limit` bytes; `log` gets both, whole, as they come (up to 64 MiB).
+        Closes stdin if `stdin` is `None`. At `timeout_s`, or when the caller is cancelled, all that
+        it started is ended (TERM, then KILL). stdout and stderr are each kept up to
+        `output_limit` bytes; `log` gets both, whole, as they come (up to 64 MiB), unless
+        `error_log` is given, which then gets stderr. `cwd` is relative to `workdir`. A program that
+        does not exist is exit code 127, as in a shell.
         """
 
     async def upload(self, source: Path, target: str) -> None:

@@ -1,0 +1,33 @@
+"""Runtimes: where an agent lives, and the only door into it.
+
+The contract is `base`; every other runtime is one file. `process` and `proc` are how any runtime
+starts and ends processes of this machine; `conformance` is the suite that each runtime passes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridle.config import RuntimeSpec
+from bridle.plugins import load
+from bridle.runtimes.base import Mount, Runtime, RuntimeFactory
+
+RUNTIMES = {
+    "local": "bridle.runtimes.local:LocalRuntime",
+}
+"""Short name -> `module:Class`; any other `package.module:Class` works too."""
+
+
+def runtime_class(backend: str) -> RuntimeFactory:
+    """The class that `RuntimeSpec.backend` stands for; `ConfigError` names what is known."""
+    factory: RuntimeFactory = load(backend, RUNTIMES, what="runtime")
+    return factory
+
+
+def make_runtime(
+    spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+) -> Runtime:
+    """A runtime that is not started yet; its owner calls `start`, later `stop`.
+
+    Raises `ConfigError` where the backend is unknown or cannot give what `spec` asks for.
+    """
+    return runtime_class(spec.backend)(spec, session_id, scratch, mounts)

@@ -1,0 +1,268 @@
+"""The `local` runtime: processes of this machine, under this user. It does not contain.
+
+For harnesses that you trust, for tests and for demos. It gives a session a private home, temp and
+work folder, a minimal environment (nothing of the caller's: no keys, tokens, proxies), and ends
+every process of the session. It keeps nothing from reading what this user can read; `contains` is
+False and results say so. What it cannot give (an image, limits, no network) it refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bridle.aio import run_shielded
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.proc import EXEC_MARK, KILL_S, SESSION_MARK, Leaders, end_all, members
+from bridle.runtimes.process import Command, run_process
+
+KILL_GRACE_S = 1.0
+STOP_S = 30.0
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where the caller has no PATH."""
+
+
+class LocalRuntime:
+    """One session's folders and processes on this machine; implements `base.Runtime`."""
+
+    contains = False
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        refuse_what_local_cannot(spec)
+        self._spec = spec
+        self._session_id = session_id
+        self._scratch = scratch
+        self._mounts = tuple(mounts)
+        self._home, self._tmp, self._work = scratch / "home", scratch / "tmp", scratch / "work"
+        self.home = str(self._home)
+        self.workdir = str(self._work / (spec.workdir or ""))
+        self._leaders = Leaders()
+        self._execs = 0
+        self._usable = False
+
+    @property
+    def _mark(self) -> bytes:
+        return f"{SESSION_MARK}={self._session_id}".encode()
+
+    async def start(self) -> None:
+        """Make the folders. Raises `RuntimeFailure` (no bash, no disk space, no permission)."""
+        with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
+            for folder in (self._home, self._tmp, Path(self.workdir)):
+                folder.mkdir(parents=True, exist_ok=True)
+                folder.chmod(0o700)
+        for mount in self._mounts:
+            if not mount.source.exists():
+                message = f"what must be mounted does not exist: {mount.source}"
+                raise RuntimeFailure(message)
+        if shutil.which("bash", path=self._environment()["PATH"]) is None:
+            message = "the local runtime needs bash, which is not on PATH"
+            raise RuntimeFailure(message)
+        self._usable = True
+
+    def _environment(self) -> dict[str, str]:
+        """What every process gets; `RuntimeSpec.env` stands over it."""
+        return {
+            "PATH": os.environ.get("PATH", PATH),
+            "HOME": self.home,
+            "TMPDIR": str(self._tmp),
+            "LANG": "C.UTF-8",
+            "LC_ALL": "C.UTF-8",
+            "USER": os.environ.get("USER", "agent"),
+            "LOGNAME": os.environ.get("USER", "agent"),
+            "SHELL": "/bin/bash",
+            "TERM": "dumb",
+            **self._spec.env,
+        }
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        output_limit: int = 1 << 20,
+        log: Path | None = None,
+        error_log: Path | None = None,
+    ) -> ExecResult:
+        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+        self._must_be_usable()
+        self._execs += 1
+        execution = f"{self._session_id}/{self._execs}"
+        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
+        return await run_process(
+            Command(
+                argv=argv,
+                cwd=self._folder(cwd),
+                env={
+                    **self._environment(),
+                    **(env or {}),
+                    SESSION_MARK: self._session_id,
+                    EXEC_MARK: execution,
+                },
+                stdin=stdin,
+                timeout_s=timeout_s,
+                output_limit=output_limit,
+                log=log,
+                error_log=error_log,
+                marks=(self._mark, f"{EXEC_MARK}={execution}".encode()),
+                leaders=self._leaders,
+            )
+        )
+
+    def _folder(self, cwd: str | None) -> str:
+        if cwd is None:
+            with suppress(OSError):
+                Path(self.workdir).mkdir(parents=True, exist_ok=True)
+        return str(Path(self.workdir, cwd or ""))
+
+    async def upload(self, source: Path, target: str) -> None:
+        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        self._must_be_usable()
+        with boundary(RuntimeFailure, f"cannot upload {source} to {target}"):
+            await asyncio.to_thread(_copy_in, source, Path(self.workdir, target))
+
+    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
+        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        self._must_be_usable()
+        with boundary(RuntimeFailure, f"cannot write {target}"):
+            await asyncio.to_thread(_write, Path(self.workdir, target), content, mode)
+
+    async def download(self, source: str, target: Path) -> None:
+        """As `base.Runtime.download`.
+
+        Only regular files and folders of this session come out: a symbolic link to anything else, a
+        socket or a device stays behind; if it is `source` itself, that is a `RuntimeFailure`.
+        """
+        self._must_be_usable()
+        with boundary(RuntimeFailure, f"cannot download {source}"):
+            await asyncio.to_thread(
+                _copy_out, Path(self.workdir, source), target, self._scratch.resolve()
+            )
+
+    def inside(self, path: Path) -> str:
+        """The path itself: nothing is hidden here."""
+        return str(path)
+
+    def gateway_url(self, url: str) -> str:
+        """The URL itself: the network is the machine's."""
+        return url
+
+    async def kill(self) -> None:
+        """As `base.Runtime.kill`; also ends daemons that left their process group."""
+        await run_shielded(
+            end_all(lambda: members((self._mark,), self._leaders), grace_s=KILL_GRACE_S),
+            timeout_s=KILL_GRACE_S + 2 * KILL_S,
+        )
+
+    async def stop(self) -> None:
+        """As `base.Runtime.stop`: afterwards nothing is left but the empty scratch folder."""
+        self._usable = False
+        try:
+            await self.kill()
+        finally:
+            await run_shielded(
+                asyncio.to_thread(_remove, (self._home, self._tmp, self._work)), timeout_s=STOP_S
+            )
+
+    def _must_be_usable(self) -> None:
+        if not self._usable:
+            message = f"the runtime of session {self._session_id} is not started, or was stopped"
+            raise RuntimeFailure(message)
+
+
+def refuse_what_local_cannot(spec: RuntimeSpec) -> None:
+    """Raise `ConfigError` naming what `spec` asks for that only a containing runtime gives."""
+    asked = [
+        name
+        for name in ("image", "cpus", "memory_mb", "storage_mb")
+        if getattr(spec, name) is not None
+    ]
+    if spec.network == "none":
+        asked.append("network = 'none'")
+    if asked:
+        message = f"runtime 'local' cannot give {', '.join(asked)}: it does not contain"
+        raise ConfigError(message)
+    workdir = Path(spec.workdir or ".")
+    if workdir.is_absolute() or ".." in workdir.parts:
+        message = (
+            f"runtime 'local': workdir {spec.workdir!r} must lie inside the session's own folder: "
+            "give a relative path"
+        )
+        raise ConfigError(message)
+    if spec.kwargs:
+        message = f"runtime 'local' takes no kwargs; given: {sorted(spec.kwargs)}"
+        raise ConfigError(message)
+
+
+def _copy_in(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copy2(source, target)
+
+
+def _write(target: Path, content: bytes, mode: int) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.bridle")
+    aside.write_bytes(content)
+    aside.chmod(mode)
+    aside.replace(target)
+
+
+def _copy_out(source: Path, target: Path, allowed: Path) -> None:
+    real = source.resolve(strict=True)
+    if not real.is_relative_to(allowed):
+        message = f"{source} lies outside the session's own folder"
+        raise RuntimeFailure(message)
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def strange(folder: str, names: list[str]) -> set[str]:
+        paths = {name: Path(folder, name) for name in names}
+        return {name for name, path in paths.items() if not _may_leave(path, allowed)}
+
+    if real.is_dir():
+        shutil.copytree(real, target, symlinks=False, dirs_exist_ok=True, ignore=strange)
+    elif _may_leave(real, allowed):
+        shutil.copyfile(real, target)
+    else:
+        message = f"{source} is not a regular file"
+        raise RuntimeFailure(message)
+
+
+def _may_leave(path: Path, allowed: Path) -> bool:
+    """A regular file or folder; a link only to a regular file of the same session."""
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        real = path.resolve()
+        return real.is_relative_to(allowed) and real.is_file()
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Remove folders, also where the harness took its own permissions away."""
+    for folder in folders:
+        if not folder.exists():
+            continue
+        folder.chmod(0o700)
+        for parent, names, _ in os.walk(folder):
+            for name in names:
+                path = Path(parent, name)
+                if not path.is_symlink():
+                    with suppress(OSError):
+                        path.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            message = f"cannot remove {folder}"
+            raise RuntimeFailure(message)

@@ -1,0 +1,112 @@
+import os
+import socket
+
+import pytest
+
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure
+from bridle.runtimes.base import Mount
+from bridle.runtimes.local import LocalRuntime
+
+
+@pytest.fixture
+async def runtime(tmp_path):
+    made = LocalRuntime(RuntimeSpec(env={"FROM": "spec"}, workdir="repo"), "s-1", tmp_path)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"image": "python:3.12"}, "image"),
+        ({"cpus": 1, "memory_mb": 100}, "cpus, memory_mb"),
+        ({"network": "none"}, "network = 'none'"),
+        ({"workdir": "/app"}, "workdir '/app' must lie inside"),
+        ({"workdir": "a/../../b"}, "must lie inside"),
+        ({"kwargs": {"x": 1}}, r"takes no kwargs; given: \['x'\]"),
+    ],
+)
+def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        LocalRuntime(RuntimeSpec(**asked), "s", tmp_path)
+
+
+def test_it_does_not_claim_to_contain(tmp_path):
+    assert LocalRuntime(RuntimeSpec(), "s", tmp_path).contains is False
+
+
+async def test_the_environment_holds_nothing_of_the_callers(runtime):
+    os.environ["OPENAI_API_KEY"] = "sk-caller"
+    try:
+        result = await runtime.exec(["env"])
+    finally:
+        del os.environ["OPENAI_API_KEY"]
+    names = {line.partition("=")[0] for line in result.stdout.decode().splitlines()}
+    assert names == {
+        "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TERM",
+        "FROM", "BRIDLE_SESSION", "BRIDLE_EXEC",
+    }  # fmt: skip
+
+
+async def test_the_workdir_may_be_a_folder_below(runtime, tmp_path):
+    assert runtime.workdir == str(tmp_path / "work" / "repo")
+    assert (await runtime.exec("pwd")).stdout.decode().strip() == runtime.workdir
+
+
+async def test_stop_leaves_an_empty_scratch_folder(tmp_path):
+    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path)
+    await runtime.start()
+    await runtime.exec(
+        "mkdir -p a/b && touch a/b/c ~/x && ln -s /etc link && chmod 000 a && chmod 500 ."
+    )
+    await runtime.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_before_the_start_nothing_works(tmp_path):
+    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path)
+    for work in (runtime.exec("true"), runtime.write("x", b""), runtime.download("x", tmp_path)):
+        with pytest.raises(RuntimeFailure, match="not started"):
+            await work
+
+
+async def test_a_missing_mount_is_named(tmp_path):
+    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path, [Mount(tmp_path / "bundle", "/opt/b")])
+    with pytest.raises(RuntimeFailure, match=r"does not exist: .*/bundle"):
+        await runtime.start()
+
+
+async def test_without_bash_it_does_not_start(tmp_path):
+    runtime = LocalRuntime(RuntimeSpec(env={"PATH": "/nowhere"}), "s", tmp_path)
+    with pytest.raises(RuntimeFailure, match="needs bash"):
+        await runtime.start()
+
+
+async def test_a_scratch_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeFailure, match="cannot make the folders of session s"):
+        await LocalRuntime(RuntimeSpec(), "s", tmp_path / "file").start()
+
+
+async def test_an_upload_of_nothing_is_told(runtime, tmp_path):
+    with pytest.raises(RuntimeFailure, match=r"cannot upload .*/none to here"):
+        await runtime.upload(tmp_path / "none", "here")
+
+
+async def test_a_socket_is_no_file_to_download(runtime, tmp_path):
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"{runtime.workdir}/socket")
+    with pytest.raises(RuntimeFailure, match="is not a regular file"):
+        await runtime.download("socket", tmp_path / "out")
+    listening.close()
+
+
+async def test_a_folder_that_cannot_be_removed_is_told(tmp_path):
+    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path)
+    await runtime.start()
+    (tmp_path / "home").rmdir()
+    (tmp_path / "home").write_text("a file cannot be removed as a folder")
+    with pytest.raises(RuntimeFailure, match=r"cannot remove .*/home"):
+        await runtime.stop()
