@@ -27,10 +27,9 @@ from bridle.types import (
     VersionSpan,
 )
 
-WORDS = (
-    "the file lists every test that failed since last run and path of its log error at line "
-    "value return import assert expected but found when reading config from disk open close"
-).split()
+TEXT = """
+the file lists every test that failed since last run and path of its log error at line value
+return import assert expected but found when reading config from disk open close"""
 
 
 def digest_of(ids):
@@ -66,7 +65,7 @@ class MadeSession:
         return np.asarray(given, dtype=np.int32)
 
     def words(self, tokens):
-        return " ".join(self.random.choice(WORDS, max(1, tokens)))
+        return " ".join(self.random.choice(TEXT.split(), max(1, tokens)))
 
     def full(self, exchange_id):
         """Prompt and output ids of a call."""

@@ -3,9 +3,9 @@
 from contextlib import asynccontextmanager
 
 import pytest
+from tests.conformance.stores import StoreConformance
 
 from bridle.capture.sqlite import SqliteStore
-from tests.conformance.stores import StoreConformance
 
 
 class TestSqliteStore(StoreConformance):

@@ -2,8 +2,9 @@
 
 from contextlib import asynccontextmanager
 
-from bridle.capture.store import MemoryStore
 from tests.conformance.stores import StoreConformance
+
+from bridle.capture.store import MemoryStore
 
 
 class TestMemoryStore(StoreConformance):

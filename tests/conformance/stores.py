@@ -2,14 +2,16 @@
 
 import asyncio
 import dataclasses
+from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 import pytest
+from tests.capture.made import MadeSession
 
 from bridle.capture.records import Delivery, SessionRecord
+from bridle.capture.store import Store
 from bridle.errors import StoreError
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode, VersionSpan
-from tests.capture.made import MadeSession
 
 
 def comparable(exchange):
@@ -25,7 +27,11 @@ def assert_same(read, written):
 
 
 class StoreConformance:
-    """`open_store()` is an async context manager that gives an empty store."""
+    """Subclass it with an `open_store`."""
+
+    def open_store(self) -> AbstractAsyncContextManager[Store]:
+        """An empty store."""
+        raise NotImplementedError
 
     async def test_what_was_written_is_read_back(self):
         made = MadeSession(metadata={"harness": "pi", "train": ["agent"]})

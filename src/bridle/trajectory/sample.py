@@ -44,6 +44,15 @@ class MaskReason(IntEnum):
     """Removed by a length limit of the builder."""
     UNPAIRED = 10
     """No usable logprob belongs to it."""
+    BROKEN = 11
+    """What it was sampled under is not known: a check of token identity failed."""
+    UNRESOLVED = 12
+    """Nothing shows whether a harness received it: no delivery record, no later request."""
+
+    @property
+    def key(self) -> str:
+        """Its name in JSON."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +68,7 @@ class Trace:
     loss_mask: npt.NDArray[np.uint8]
     """1 = trains; shape (R,)."""
     response_logprobs: Logprobs
-    """Logprob of each sampled token, 0.0 elsewhere; shape (R,), float32."""
+    """Logprob of each token that trains, 0.0 elsewhere; shape (R,), float32."""
     versions: npt.NDArray[np.int32]
     """Policy version that sampled each token, -1 elsewhere; shape (R,)."""
     reasons: npt.NDArray[np.uint8]
@@ -96,7 +105,7 @@ class Trajectory:
 
     session_id: str
     status: str
-    """COMPLETED, TIMEOUT, ERROR or CANCELLED."""
+    """COMPLETED, TIMEOUT, ERROR or CANCELLED; RUNNING if the session has no outcome yet."""
     traces: tuple[Trace, ...]
     reward: float | None
     error: str | None

@@ -1,0 +1,237 @@
+"""Builders: which paths of the conversation become traces, and which tokens train in each.
+
+A builder is a function `(graph, marks) -> plans`; it looks at the forest only, in time linear in
+its exchanges. `assemble` then puts each plan's arrays together, once. Law 2 holds by how plans are
+made: every sampled token that may train lies in exactly one plan's `train` range.
+
+- `per_request`: one trace per exchange, its whole prompt and its own output.
+- `prefix_merging`: the paths from a root to each last exchange that trains. A sampled token that
+  lies on several paths trains on the one with the most sampled tokens that may train (ties by the
+  digest of its ids) and is masked context in the others. What follows a path's last such token is
+  not part of the trace, and a path on which nothing would train gives none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from bridle.trajectory.graph import Graph, Node, Piece, order_of, pieces
+from bridle.trajectory.masks import Marks
+from bridle.trajectory.sample import MaskReason, Trace
+from bridle.types import FinishReason
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from bridle.types import Ids
+
+BUILDERS: Mapping[str, str] = {
+    "per_request": "bridle.trajectory.builders:per_request",
+    "prefix_merging": "bridle.trajectory.builders:prefix_merging",
+}
+"""Short name -> builder; `package.module:function` works too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One trace to be: the path to `leaf`, to the end of its output."""
+
+    leaf: Node
+    train: Mapping[str, tuple[int, int]]
+    """Exchange id -> range of its output ids that train here, those marked `TRAINED` in it."""
+    whole_prompt: bool = False
+    """The prompt is all that the leaf was sampled under; else it ends at the first sampled id."""
+
+
+Builder: TypeAlias = Callable[[Graph, Marks], list[Plan]]
+
+
+def per_request(graph: Graph, marks: Marks) -> list[Plan]:
+    """One plan per exchange of which something trains."""
+    return [
+        Plan(node, {exchange_id: (0, len(node.exchange.output_ids))}, whole_prompt=True)
+        for exchange_id, node in graph.nodes.items()
+        if _trained(marks, exchange_id, len(node.exchange.output_ids))
+    ]
+
+
+def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
+    """One plan per path to a last exchange that trains; each token trains in one of them."""
+    counts = {
+        exchange_id: _trained(marks, exchange_id, len(node.exchange.output_ids))
+        for exchange_id, node in graph.nodes.items()
+    }
+    ends = _ends(graph, counts)
+    totals = _path_totals(graph, marks, counts)
+    ends.sort(key=lambda n: (-totals[n.exchange.exchange_id], n.path_digest, order_of(n.exchange)))
+    plans = []
+    done: dict[str, int] = {}
+    """Exchange id -> how many of its first output ids lie on a path that was planned."""
+    for end in ends:
+        train = _claim(end, marks, done)
+        if train:
+            plans.append(Plan(end, train))
+    return plans
+
+
+def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:
+    """How many of an exchange's output ids in a range may train."""
+    reasons = marks.by_token[exchange_id][start:stop]
+    return int(np.count_nonzero(reasons == MaskReason.TRAINED))
+
+
+def _ends(graph: Graph, counts: Mapping[str, int]) -> list[Node]:
+    """Nodes that train and are not wholly on the path to another node that trains."""
+    trains_below: dict[str, bool] = {}
+    found = []
+    for exchange_id, node in reversed(graph.nodes.items()):
+        below = [child for child in node.children if trains_below[child.exchange.exchange_id]]
+        trains_below[exchange_id] = counts[exchange_id] > 0 or bool(below)
+        if counts[exchange_id] > 0 and all(child.kept < node.length for child in below):
+            found.append(node)
+    return found
+
+
+def _path_totals(graph: Graph, marks: Marks, counts: Mapping[str, int]) -> dict[str, int]:
+    """Sampled tokens that may train on the path to the end of each node."""
+    before: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for exchange_id, node in graph.nodes.items():
+        parent = node.parent
+        above = 0
+        if parent is not None:
+            parent_id = parent.exchange.exchange_id
+            above = totals[parent_id]
+            if node.kept < parent.length:
+                above = before[parent_id] + _trained(marks, parent_id, parent.sampled(node.kept))
+        before[exchange_id] = above
+        totals[exchange_id] = above + counts[exchange_id]
+    return totals
+
+
+def _claim(end: Node, marks: Marks, done: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """The ranges on the path to `end` that no path before it had; they are done then.
+
+    Walks up only as far as something is left: a path that has a token has all above it.
+    """
+    train: dict[str, tuple[int, int]] = {}
+    at: Node | None = end
+    take = end.length
+    while at is not None:
+        exchange_id = at.exchange.exchange_id
+        start, stop = done.get(exchange_id, 0), at.sampled(take)
+        if 0 < stop <= start:
+            break
+        if stop > start:
+            done[exchange_id] = stop
+            if _trained(marks, exchange_id, stop, start):
+                train[exchange_id] = (start, stop)
+        take, at = at.kept, at.parent
+    return train
+
+
+def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
+    """A plan's aligned arrays; messages, tools and reward are added by `bridle.trajectory`."""
+    leaf = plan.leaf
+    path = pieces(leaf, leaf.length)
+    runs = [piece.ids for piece in path]
+    ids: Ids = np.concatenate(runs)
+    split = leaf.exchange.prompt_length if plan.whole_prompt else _first_sampled(path)
+    size = len(ids) - split
+    reasons = np.full(size, MaskReason.PROMPT, dtype=np.uint8)
+    logprobs = np.zeros(size, dtype=np.float32)
+    versions = np.full(size, -1, dtype=np.int32)
+    exchange_ids: list[str] = []
+    turn_ends: list[int] = []
+    modes: set[str] = set()
+    at = -split
+    for piece in path:
+        start, at = at, at + len(piece.ids)
+        if start < 0 or not piece.is_output:
+            continue
+        exchange = piece.node.exchange
+        own = _reasons_here(exchange.exchange_id, len(piece.ids), marks, plan.train)
+        reasons[start:at] = own
+        trains = own == MaskReason.TRAINED
+        if trains.any():
+            logprobs[start:at][trains] = exchange.logprobs[: len(piece.ids)][trains]
+            modes.add(exchange.logprob_mode)
+        for span in exchange.versions:
+            versions[start + max(span.start, 0) : min(start + max(span.end, 0), at)] = span.version
+        exchange_ids.append(exchange.exchange_id)
+        turn_ends.append(at)
+    return Trace(
+        trace_id=trace_id,
+        prompt_ids=ids[:split],
+        response_ids=ids[split:],
+        loss_mask=(reasons == MaskReason.TRAINED).astype(np.uint8),
+        response_logprobs=logprobs,
+        versions=versions,
+        reasons=reasons,
+        exchange_ids=tuple(exchange_ids),
+        turn_ends=tuple(turn_ends),
+        finish_reason=leaf.exchange.finish_reason,
+        logprob_mode=modes.pop() if len(modes) == 1 else "mixed",
+    )
+
+
+def _first_sampled(path: Sequence[Piece]) -> int:
+    """Ids before the first sampled one."""
+    return sum(len(p.ids) for p in itertools.takewhile(lambda piece: not piece.is_output, path))
+
+
+def _reasons_here(
+    exchange_id: str, size: int, marks: Marks, train: Mapping[str, tuple[int, int]]
+) -> npt.NDArray[np.uint8]:
+    """Reasons of an exchange's first `size` output ids in a trace that trains `train`."""
+    reasons = marks.by_token[exchange_id][:size].copy()
+    start, stop = train.get(exchange_id, (0, 0))
+    elsewhere = reasons == MaskReason.TRAINED
+    elsewhere[start:stop] = False
+    reasons[elsewhere] = MaskReason.CONTEXT
+    return reasons
+
+
+def shorten(trace: Trace, max_tokens: int) -> Trace | None:
+    """The trace up to the last whole turn with which it has at most `max_tokens` ids.
+
+    The trace itself if it is short enough; `None` if no turn that trains is left.
+    """
+    size = len(trace.prompt_ids) + len(trace.response_ids)
+    if size <= max_tokens:
+        return trace
+    room = max_tokens - len(trace.prompt_ids)
+    starts = (0, *trace.turn_ends)
+    for turn in reversed(range(len(trace.turn_ends))):
+        start, end = starts[turn], trace.turn_ends[turn]
+        if end <= room and trace.loss_mask[start:end].any():
+            return dataclasses.replace(
+                trace,
+                response_ids=trace.response_ids[:end],
+                loss_mask=trace.loss_mask[:end],
+                response_logprobs=trace.response_logprobs[:end],
+                versions=trace.versions[:end],
+                reasons=trace.reasons[:end],
+                exchange_ids=trace.exchange_ids[: turn + 1],
+                turn_ends=trace.turn_ends[: turn + 1],
+                finish_reason=FinishReason.LENGTH,
+            )
+    return None
+
+
+def masked(trace: Trace, reason: MaskReason) -> Trace:
+    """The trace with nothing left to train: its trained tokens get `reason`."""
+    reasons = trace.reasons.copy()
+    reasons[reasons == MaskReason.TRAINED] = reason
+    return dataclasses.replace(
+        trace,
+        reasons=reasons,
+        loss_mask=np.zeros_like(trace.loss_mask),
+        response_logprobs=np.zeros_like(trace.response_logprobs),
+    )

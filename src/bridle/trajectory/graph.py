@@ -1,0 +1,310 @@
+"""The conversation: a session's exchanges as a forest over exact tokens.
+
+An exchange is a node; its parent is the exchange whose ids its prompt extends. Each node owns only
+the ids that are new with it: the suffix of its prompt and its output. What a path spells is put
+together once per trace (`ids`, `pieces`), never kept per node, so a forest costs what its new
+tokens cost (law 9).
+
+Token identity (law 1) is checked here and nowhere else: the digest of each prompt is computed from
+the ids that lead to it, with one running sha256 per path, and compared with the digest of what the
+engine was given. An exchange that fails a check is left out by name and the rest is still built:
+
+- `lost`: its prompt cannot be put together (unknown parent, cycle, parent lost...);
+- `Node.sound` is false: it can, but it is not what the engine was given.
+
+The order in which exchanges are given does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridle.capture.records import Exchange, no_ids
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+    from bridle.types import Ids
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Break:
+    """A place where something that should go on does not."""
+
+    exchange: str
+    position: int
+    """First differing token position, or 0 where no position can be told."""
+    reason: str
+    """A root reason of capture (`tools_changed`...), or one of the checks of `grow`."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One exchange in the forest."""
+
+    exchange: Exchange
+    parent: Node | None
+    """Nearest ancestor of whose own ids (suffix or output) the prompt keeps some; `None` = root."""
+    kept: int
+    """How many ids of (parent's prompt + output) the prompt begins with; 0 at a root."""
+    path_digest: bytes
+    """sha256 of the ids from the root to the end of this output."""
+    sound: bool
+    """Whether the prompt is what the engine was given."""
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Ids from the root to the end of this output."""
+        return self.exchange.prompt_length + len(self.exchange.output_ids)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no child keeps all of it."""
+        return all(child.kept < self.length for child in self.children)
+
+    def sampled(self, take: int) -> int:
+        """How many of its own output ids lie in the first `take` ids of its path."""
+        return max(0, take - self.exchange.prompt_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of ids that one exchange brought, on a path."""
+
+    node: Node
+    is_output: bool
+    ids: Ids
+    """The suffix or the output, or its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A session's forest."""
+
+    nodes: dict[str, Node]
+    """By exchange id; parents before children, else by start time and id."""
+    lost: tuple[tuple[Exchange, str], ...]
+    """Exchanges without a place, with the name of the check that they failed."""
+    breaks: tuple[Break, ...]
+    """What the checks found and where conversations were not extended, sorted."""
+
+    @property
+    def roots(self) -> Iterator[Node]:
+        """Nodes without a parent."""
+        return (node for node in self.nodes.values() if node.parent is None)
+
+
+def order_of(exchange: Exchange) -> tuple[float, str]:
+    """Sort key of exchanges: by time, whatever order they come in."""
+    return exchange.started_at, exchange.exchange_id
+
+
+def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
+    """Build the forest of a session. Any order of `exchanges` gives the same forest."""
+    grower = _Grower()
+    unique = grower.admit(session_id, exchanges)
+    for exchange in _parents_first(unique, grower.lose):
+        grower.place(exchange)
+    grower.note_forks(unique)
+    grower.note_gaps(unique)
+    lost = sorted(grower.lost, key=lambda item: (order_of(item[0]), item[1]))
+    return Graph(grower.nodes, tuple(lost), tuple(sorted(grower.breaks)))
+
+
+def pieces(node: Node, take: int) -> list[Piece]:
+    """The runs of ids that make the first `take` ids of a node's path, root first."""
+    found: list[Piece] = []
+    at: Node | None = node
+    while at is not None and take > 0:
+        exchange = at.exchange
+        if (sampled := at.sampled(take)) > 0:
+            found.append(Piece(at, is_output=True, ids=exchange.output_ids[:sampled]))
+            take = exchange.prompt_length
+        own = take - at.kept
+        if own > 0:
+            found.append(Piece(at, is_output=False, ids=exchange.suffix_ids[:own]))
+            take = at.kept
+        at = at.parent
+    return found[::-1]
+
+
+def ids(node: Node, take: int) -> Ids:
+    """The first `take` ids of a node's path, shape (take,), int32."""
+    runs = [piece.ids for piece in pieces(node, take)]
+    return np.concatenate(runs) if runs else no_ids()
+
+
+def first_difference(one: Ids, two: Ids) -> int:
+    """First position at which two id arrays differ; the shorter's length if neither does."""
+    shared = min(len(one), len(two))
+    different = np.flatnonzero(one[:shared] != two[:shared])
+    return int(different[0]) if len(different) else shared
+
+
+def _needs_parent(exchange: Exchange) -> bool:
+    """Whether its prompt cannot be put together without another exchange."""
+    return exchange.kept > 0
+
+
+def _parents_first(
+    unique: dict[str, Exchange], lose: Callable[[Exchange, str], None]
+) -> Iterator[Exchange]:
+    """Exchanges in an order in which parents come first; what has no such place goes to `lose`."""
+    waiting: dict[str, list[Exchange]] = {}
+    ready: list[Exchange] = []
+    for exchange in unique.values():
+        if not _needs_parent(exchange):
+            ready.append(exchange)
+        elif exchange.parent_id is None:
+            lose(exchange, "no_parent")
+        elif exchange.parent_id not in unique:
+            lose(exchange, "unknown_parent")
+        else:
+            waiting.setdefault(exchange.parent_id, []).append(exchange)
+    while ready:
+        following: list[Exchange] = []
+        for exchange in ready:
+            yield exchange
+            following += waiting.pop(exchange.exchange_id, [])
+        ready = following
+    for children in waiting.values():
+        for exchange in children:
+            lose(exchange, "cycle" if _in_cycle(exchange, unique) else "parent_lost")
+
+
+def _in_cycle(exchange: Exchange, unique: dict[str, Exchange]) -> bool:
+    """Whether following parents from here comes back here."""
+    seen = {exchange.exchange_id}
+    at = exchange
+    while at.parent_id is not None and (above := unique.get(at.parent_id)) is not None:
+        if above is exchange:
+            return True
+        if above.exchange_id in seen:
+            return False
+        seen.add(above.exchange_id)
+        at = above
+    return False
+
+
+class _Grower:
+    """The state of `grow`: running hashes by exchange id, which no finished graph needs."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.lost: list[tuple[Exchange, str]] = []
+        self.breaks: list[Break] = []
+        self._hashes: dict[str, tuple[_Hash, _Hash]] = {}
+        """After the prompt, after the output."""
+
+    def lose(self, exchange: Exchange, reason: str) -> None:
+        """Leave an exchange out."""
+        self.lost.append((exchange, reason))
+        self.breaks.append(Break(exchange.exchange_id, 0, reason))
+
+    def admit(self, session_id: str, exchanges: Iterable[Exchange]) -> dict[str, Exchange]:
+        """The session's exchanges by id, each id once, in the order of `order_of`."""
+        unique: dict[str, Exchange] = {}
+
+        def content(exchange: Exchange) -> tuple[object, ...]:
+            output = exchange.output_ids.tobytes()
+            return order_of(exchange), exchange.index, exchange.prompt_digest, output
+
+        for exchange in sorted(exchanges, key=content):
+            if exchange.session_id != session_id:
+                self.lose(exchange, "foreign_session")
+            elif exchange.exchange_id in unique:
+                self.lose(exchange, "duplicate")
+            else:
+                unique[exchange.exchange_id] = exchange
+        return unique
+
+    def place(self, exchange: Exchange) -> None:
+        """Give an exchange its node, its parent having been tried before."""
+        parent, kept = None, exchange.kept
+        if _needs_parent(exchange):
+            parent = self.nodes.get(exchange.parent_id or "")
+            if parent is None:
+                self.lose(exchange, "parent_lost")
+                return
+            if kept > parent.length:
+                self.lose(exchange, "kept_beyond_parent")
+                return
+        elif exchange.parent_id is not None and exchange.prompt_length > 0:
+            self.breaks.append(Break(exchange.exchange_id, 0, "nothing_kept"))
+        if parent is not None and kept < parent.length:
+            reason = exchange.root_reason or "parent_kept_in_part"
+            self.breaks.append(Break(exchange.exchange_id, kept, reason))
+        state = self._hash_of(parent, kept)
+        state.update(_bytes(exchange.suffix_ids))
+        sound = state.digest() == exchange.prompt_digest or exchange.prompt_length == 0
+        if not sound:
+            self.breaks.append(Break(exchange.exchange_id, 0, "digest_mismatch"))
+        end = state.copy()
+        end.update(_bytes(exchange.output_ids))
+        self._hashes[exchange.exchange_id] = state, end
+        while parent is not None and kept <= parent.kept:
+            parent = parent.parent
+        node = Node(exchange, parent, kept, end.digest(), sound)
+        if parent is not None:
+            parent.children.append(node)
+        self.nodes[exchange.exchange_id] = node
+
+    def _hash_of(self, parent: Node | None, kept: int) -> _Hash:
+        """A running sha256 over the first `kept` ids of the parent's path."""
+        if parent is None:
+            return hashlib.sha256()
+        after_prompt, after_output = self._hashes[parent.exchange.exchange_id]
+        if kept == parent.length:
+            return after_output.copy()
+        if kept == parent.exchange.prompt_length:
+            return after_prompt.copy()
+        return hashlib.sha256(_bytes(ids(parent, kept)))
+
+    def note_forks(self, unique: dict[str, Exchange]) -> None:
+        """Note where the messages went on but the ids could not."""
+        for exchange in unique.values():
+            before = exchange.continues
+            if before is None or exchange.parent_id is not None:
+                continue
+            old, new = self.nodes.get(before), self.nodes.get(exchange.exchange_id)
+            reason = exchange.root_reason or "forked"
+            if before not in unique:
+                self.breaks.append(Break(exchange.exchange_id, 0, "unknown_continues"))
+            elif old is not None and new is not None:
+                prompt = ids(new, exchange.prompt_length)
+                position = first_difference(ids(old, old.length), prompt)
+                self.breaks.append(Break(exchange.exchange_id, position, reason))
+            else:
+                self.breaks.append(Break(exchange.exchange_id, 0, reason))
+
+    def note_gaps(self, unique: dict[str, Exchange]) -> None:
+        """Note where commit numbers are missing: an exchange was committed and is not here."""
+        by_index = sorted(unique.values(), key=lambda e: (e.index, e.exchange_id))
+        expected = 0
+        for exchange in by_index:
+            if exchange.index > expected:
+                self.breaks.append(Break(exchange.exchange_id, 0, "missing_exchange"))
+            expected = exchange.index + 1
+
+
+def _bytes(array: Ids) -> bytes | memoryview:
+    return np.ascontiguousarray(array, dtype="<i4").data
+
+
+def depth_first(graph: Graph) -> Iterator[tuple[int, Node]]:
+    """All nodes with their depth, each before its children, siblings by start time."""
+    stack: list[tuple[int, Node]] = [(0, root) for root in _by_time(graph.roots)][::-1]
+    while stack:
+        depth, node = stack.pop()
+        yield depth, node
+        stack += [(depth + 1, child) for child in _by_time(node.children)][::-1]
+
+
+def _by_time(nodes: Iterable[Node]) -> Sequence[Node]:
+    return sorted(nodes, key=lambda node: order_of(node.exchange))

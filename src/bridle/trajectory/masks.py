@@ -1,0 +1,128 @@
+"""Why a sampled token trains or does not: one reason per exchange, then one per token.
+
+Delivery is decided by the record and by later requests that show the reply (law 4), never guessed:
+
+- a reply that a later request shows was delivered, whatever its record says;
+- a reply that was delivered, asked for again after that, and shown by nothing is `superseded`;
+- a reply without a record and without such a request is `unresolved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridle.capture.records import Delivery, Exchange
+from bridle.trajectory.graph import Graph
+from bridle.trajectory.sample import MaskReason
+from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+LARGEST_LOGPROB = 1e-3
+"""Rounding may lift a logprob a little over 0; what is larger is not a logprob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What becomes of each sampled token of a session before any builder looks at it."""
+
+    by_exchange: Mapping[str, MaskReason]
+    """For every node of the graph; `TRAINED` = it trains, but for tokens without a logprob."""
+    by_token: Mapping[str, npt.NDArray[np.uint8]]
+    """`MaskReason` of each output id of every node, shape (output length,), uint8."""
+    shown: frozenset[str]
+    """Exchanges whose whole reply a later request shows."""
+
+
+def mark(
+    graph: Graph,
+    exchanges: Iterable[Exchange],
+    deliveries: Mapping[str, Delivery],
+    train: Collection[Kind],
+) -> Marks:
+    """Decide for every exchange of `graph`. `exchanges` are all of the session, lost ones too:
+    they still show what was delivered.
+    """
+    records = list(exchanges)
+    shown = frozenset(_shown(records))
+    again = _asked_again(records, deliveries)
+    by_exchange: dict[str, MaskReason] = {}
+    by_token: dict[str, npt.NDArray[np.uint8]] = {}
+    for exchange_id, node in graph.nodes.items():
+        exchange = node.exchange
+        reason = MaskReason.BROKEN if not node.sound else _of_sampling(exchange, train)
+        if reason is MaskReason.TRAINED and exchange_id not in shown:
+            reason = _of_delivery(deliveries.get(exchange_id), again=exchange_id in again)
+        by_exchange[exchange_id] = reason
+        by_token[exchange_id] = _of_tokens(exchange, reason)
+    return Marks(by_exchange, by_token, shown)
+
+
+def _shown(exchanges: list[Exchange]) -> Iterable[str]:
+    """Exchanges that a later request shows whole."""
+    lengths = {e.exchange_id: e.prompt_length + len(e.output_ids) for e in exchanges}
+    for exchange in exchanges:
+        before = exchange.parent_id
+        if before is not None and exchange.kept >= lengths.get(before, exchange.kept + 1):
+            yield before
+        partial = "partial" in (exchange.root_reason, exchange.extra.get("drift"))
+        if exchange.continues is not None and not partial:
+            yield exchange.continues
+
+
+def _asked_again(exchanges: list[Exchange], deliveries: Mapping[str, Delivery]) -> set[str]:
+    """Delivered exchanges whose prompt another exchange began with after the delivery."""
+    last_start: dict[tuple[str, bytes], float] = {}
+    for exchange in exchanges:
+        prompt = exchange.dialect, exchange.prompt_digest
+        last_start[prompt] = max(exchange.started_at, last_start.get(prompt, exchange.started_at))
+    return {
+        exchange.exchange_id
+        for exchange in exchanges
+        if (delivery := deliveries.get(exchange.exchange_id)) is not None
+        and delivery.state is DeliveryState.DELIVERED
+        and last_start[exchange.dialect, exchange.prompt_digest] >= delivery.at
+        and last_start[exchange.dialect, exchange.prompt_digest] > exchange.started_at
+    }
+
+
+def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
+    """What the call itself decides."""
+    if exchange.kind not in train:
+        return MaskReason.KIND
+    if exchange.finish_reason is FinishReason.ABORT:
+        return MaskReason.ABORTED
+    if exchange.logprob_mode is LogprobMode.NONE:
+        return MaskReason.UNPAIRED
+    if exchange.constrained and exchange.logprob_mode is not LogprobMode.PROCESSED:
+        return MaskReason.CONSTRAINED
+    return MaskReason.TRAINED
+
+
+def _of_delivery(delivery: Delivery | None, *, again: bool) -> MaskReason:
+    """What the record says of a reply that no later request shows."""
+    if delivery is None:
+        return MaskReason.UNRESOLVED
+    match delivery.state:
+        case DeliveryState.DELIVERED:
+            return MaskReason.SUPERSEDED if again else MaskReason.TRAINED
+        case DeliveryState.CUT:
+            return MaskReason.CUT
+        case DeliveryState.ABANDONED:
+            return MaskReason.ABANDONED
+        case DeliveryState.SUPERSEDED:
+            return MaskReason.SUPERSEDED
+
+
+def _of_tokens(exchange: Exchange, reason: MaskReason) -> npt.NDArray[np.uint8]:
+    """The exchange's reason for each token; a token without a usable logprob has its own."""
+    reasons = np.full(len(exchange.output_ids), reason, dtype=np.uint8)
+    if reason is MaskReason.TRAINED:
+        usable = np.isfinite(exchange.logprobs) & (exchange.logprobs <= LARGEST_LOGPROB)
+        reasons[~usable] = MaskReason.UNPAIRED
+    return reasons

@@ -1,0 +1,67 @@
+"""Random sessions for the laws: trees with retries, sub-agents, compaction, abandoned calls."""
+
+from hypothesis import strategies as st
+
+from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
+from tests.capture.made import MadeSession
+
+STATES = (DeliveryState.DELIVERED,) * 6 + (
+    DeliveryState.CUT,
+    DeliveryState.ABANDONED,
+    DeliveryState.SUPERSEDED,
+    None,
+)
+KINDS = (Kind.AGENT,) * 5 + (Kind.SUBAGENT, Kind.COMPACTION, Kind.SIDE)
+MOVES = ("extend",) * 6 + ("root", "retry", "branch", "partial", "fork")
+
+
+@st.composite
+def sessions(draw, max_calls=14):
+    """A `MadeSession` of up to `max_calls` exchanges, in order of capture."""
+    made = MadeSession(seed=draw(st.integers(0, 3)), texts=False)
+    for number in range(draw(st.integers(0, max_calls))):
+        _call(draw, made, number)
+    if draw(st.booleans()):
+        made.end(draw(st.sampled_from([0.0, 1.0, None])))
+    return made
+
+
+def _call(draw, made, number):
+    move = draw(st.sampled_from(MOVES)) if number else "root"
+    before = draw(st.sampled_from(made.exchanges)) if number else None
+    fields = {
+        "output": draw(st.integers(0, 6)),
+        "kind": draw(st.sampled_from(KINDS)),
+        "state": draw(st.sampled_from(STATES)),
+        "finish_reason": draw(st.sampled_from([FinishReason.STOP] * 5 + list(FinishReason))),
+        "constrained": draw(st.sampled_from([False] * 5 + [True])),
+        "logprob_mode": draw(st.sampled_from([LogprobMode.PROCESSED] * 3 + [LogprobMode.RAW])),
+    }
+    new = draw(st.integers(1, 5))
+    match move:
+        case "root":
+            made.call(None, new=new, **fields)
+        case "extend":
+            last = made.exchanges[-1].exchange_id
+            made.call(last, new=draw(st.integers(0, 5)), **fields)
+        case "branch":
+            made.call(before.exchange_id, new=new, **fields)
+        case "retry":
+            made.call(
+                before.parent_id,
+                new=before.suffix_ids,
+                kept=before.kept,
+                continues=before.continues,
+                **fields,
+            )
+        case "partial":
+            kept = draw(st.integers(0, len(made.full(before.exchange_id))))
+            made.call(before.exchange_id, new=new, kept=kept, **fields)
+        case "fork":
+            made.call(
+                None,
+                new=new,
+                continues=before.exchange_id,
+                root_reason=draw(st.sampled_from(["history_changed", "partial"])),
+                **fields,
+            )
