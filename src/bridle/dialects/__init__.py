@@ -8,12 +8,26 @@ row in the docs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from bridle.dialects.anthropic import Anthropic
 from bridle.dialects.base import Route, WireFormat
+from bridle.dialects.google import Google
+from bridle.dialects.noise import RULES
 from bridle.dialects.openai_chat import OpenAIChat
+from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.types import Dialect
 
-DIALECTS: dict[Dialect, WireFormat] = {wire.dialect: wire for wire in (OpenAIChat(),)}
-"""Every dialect that the gateway speaks."""
+_FORMATS = (OpenAIChat, OpenAIResponses, Anthropic, Google)
+
+
+def dialects(rules: Collection[str] = RULES) -> dict[Dialect, WireFormat]:
+    """Every wire format, with only these noise rules on."""
+    return {wire.dialect: wire for wire in (form(rules) for form in _FORMATS)}
+
+
+DIALECTS: dict[Dialect, WireFormat] = dialects()
+"""Every dialect that the gateway speaks, with all noise rules on."""
 
 
 def recognise(method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:

@@ -8,6 +8,7 @@ gives it request bodies, and writes what it returns. Adding one = one file + one
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,20 @@ session, so that a request's history is decoded once however often it is sent.""
 def content_digest(raw: bytes) -> bytes:
     """16-byte content address of a raw span or body (sha256, truncated)."""
     return hashlib.sha256(raw).digest()[:16]
+
+
+def retry_headers(error: RequestError) -> dict[str, str]:
+    """Headers of a refusal: its type, and when to come back, or not to.
+
+    `retry-after-ms` and `x-should-retry` are what the OpenAI and Anthropic SDKs obey first.
+    """
+    headers = {"Content-Type": "application/json"}
+    if error.code == "budget_exhausted":
+        headers["x-should-retry"] = "false"
+    elif error.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    return headers
 
 
 class RouteKind(StrEnum):
@@ -117,6 +132,8 @@ class WireFormat(ABC):
     """One provider's wire format."""
 
     dialect: Dialect
+    messages_field: str = "messages"
+    """Name of the request's list of messages or items, whose elements are the spans."""
 
     @abstractmethod
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
@@ -144,6 +161,17 @@ class WireFormat(ABC):
 
         They are what a faithful harness will send back, so their atoms are the exchange's key.
         """
+
+    def body(self, head: bytes, spans: Sequence[bytes], tools: bytes | None) -> bytes:
+        """A request's JSON again, from what capture keeps of it (`ModelRequest.head`,
+        `message_spans`, `tools_span`): `parse` reads it as it read the original.
+        """
+        fields = [b'"%s":[%s]' % (self.messages_field.encode(), b",".join(spans))]
+        if tools is not None:
+            fields.append(b'"tools":' + tools)
+        if inner := head.strip()[1:-1].strip():
+            fields.append(inner)
+        return b"{" + b",".join(fields) + b"}"
 
     @abstractmethod
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:

@@ -13,6 +13,7 @@ import hashlib
 import json
 from typing import Any
 
+from bridle.dialects.ids import standard_base64
 from bridle.types import JSON, MediaPart
 
 VOLATILE = frozenset(
@@ -28,7 +29,7 @@ BLOCK_TYPE = "application/json"
 def data_part(media_type: str, data: str) -> MediaPart:
     """Inline base64 data, standard or URL-safe; text that is no base64 is digested as it is."""
     try:
-        decoded = base64.b64decode(_padded(data), validate=True)
+        decoded = base64.b64decode(standard_base64(data), validate=True)
     except (binascii.Error, ValueError):
         decoded = data.encode()
     source = f"data:{media_type};base64,{data}"
@@ -51,11 +52,6 @@ def block_part(block: JSON) -> MediaPart:
     text = json.dumps(_lasting(block), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     source = json.dumps(block, ensure_ascii=False, separators=(",", ":"))
     return MediaPart(BLOCK_TYPE, hashlib.sha256(text.encode()).hexdigest(), source)
-
-
-def _padded(data: str) -> str:
-    text = data.translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
-    return text + "=" * (-len(text) % 4)
 
 
 def _lasting(value: Any) -> Any:

@@ -8,13 +8,14 @@ parts, null or missing; system may be `developer`; reasoning comes back as `reas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
 from bridle.dialects.media import block_part, data_part, url_part
+from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.openai_chat_stream import ChatStream
-from bridle.dialects.openai_chat_write import finish_reason, tool_call_json, usage_json
+from bridle.dialects.openai_chat_write import finish_reason, models_json, tool_call_json, usage_json
 from bridle.dialects.openai_errors import chat_message, error_response
 from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
 from bridle.dialects.reading import (
@@ -72,7 +73,8 @@ class OpenAIChat(WireFormat):
 
     dialect = Dialect.OPENAI_CHAT
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Collection[str] = RULES) -> None:
+        self._rules = rules
         self._tools = ToolMemo(read_tools)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
@@ -107,6 +109,7 @@ class OpenAIChat(WireFormat):
         stream = flag_at(head, "stream", "") or False
         options = object_at(head, "stream_options", "") or {}
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, legacy)
+        allow_removed(tools.removed, self._rules, legacy)
         messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", read_message)
         return ModelRequest(
             dialect=self.dialect,
@@ -177,19 +180,7 @@ class OpenAIChat(WireFormat):
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
         """A list object, or the one model that the path names."""
-
-        def model(name: str) -> JSON:
-            return {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "bridle",
-                "max_model_len": context_length,
-            }
-
-        if route.kind is RouteKind.MODEL:
-            return encode(model(route.model or ""))
-        return encode({"object": "list", "data": [model(name) for name in names]})
+        return models_json(route, names, context_length)
 
     def token_count(self, count: int) -> bytes:
         """Chat Completions has no such route; this is what vLLM's `/tokenize` says."""
@@ -333,7 +324,7 @@ def read_tools(value: object, path: str) -> ToolList:
             specs.append(_read_function(tool if inner is None else inner, inside))
         else:
             removed.append(kind)
-    dropped = {"server_tools": removed} if removed else {}
+    dropped = {SERVER_TOOLS.name: removed} if removed else {}
     return ToolList(tuple(specs), frozenset(freeform), removed=dropped)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.reading import encode
 from bridle.dialects.tools import freeform_input
 from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
 
@@ -33,3 +35,20 @@ def usage_json(usage: Usage) -> JSON:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def models_json(route: Route, names: Sequence[str], context_length: int) -> bytes:
+    """OpenAI's model list, or the one model that the path names; the length is vLLM's addition."""
+
+    def model(name: str) -> JSON:
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "bridle",
+            "max_model_len": context_length,
+        }
+
+    if route.kind is RouteKind.MODEL:
+        return encode(model(route.model or ""))
+    return encode({"object": "list", "data": [model(name) for name in names]})

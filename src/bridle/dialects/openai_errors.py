@@ -8,8 +8,7 @@ succeed.
 
 from __future__ import annotations
 
-import math
-
+from bridle.dialects.base import retry_headers
 from bridle.dialects.reading import encode
 from bridle.errors import RequestError
 from bridle.types import JSON
@@ -64,14 +63,3 @@ def responses_message(error: RequestError) -> str:
         "Your input exceeds the context window of this model. Please adjust your input and try "
         f"again.{numbers}"
     )
-
-
-def retry_headers(error: RequestError) -> dict[str, str]:
-    """Content type, and when to come back: in whole seconds and, for the SDKs, milliseconds."""
-    headers = {"Content-Type": "application/json"}
-    if error.code == "budget_exhausted":
-        headers["x-should-retry"] = "false"
-    elif error.retry_after_s is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
-    return headers

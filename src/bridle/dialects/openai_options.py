@@ -64,11 +64,14 @@ def _chosen(choice: JSON, key: str) -> str:
             inner = object_at(choice, "allowed_tools", key) or choice
             return text_at(inner, "mode", key) or "auto"
         case "function" | "custom" as kind:
-            inner = choice.get(kind)
-            where = key if inner is None else f"{key}.{kind}"
-            return name_at(choice if inner is None else an_object(inner, where), "name", where)
-        case _:
-            return name_at(choice, "name", key)
+            if (named := choice.get(kind)) is None:
+                return name_at(choice, "name", key)
+            return name_at(an_object(named, f"{key}.{kind}"), "name", f"{key}.{kind}")
+        case kind:
+            # A hosted tool cannot be chosen: it was dropped, or there is none.
+            return text_at(choice, "name", key) or (
+                "auto" if kind else name_at(choice, "type", key)
+            )
 
 
 def read_schema(head: JSON) -> JSON | None:

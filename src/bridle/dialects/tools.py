@@ -30,8 +30,23 @@ class ToolList:
     """Names of freeform tools."""
     wire: Mapping[str, JSON] = field(default_factory=dict)
     """Our name -> how the dialect's own encoder names such a call, where that is another form."""
+    deferred: Mapping[str, ToolSpec] = field(default_factory=dict)
+    """Tools that the model is shown only where a tool result refers to them."""
     removed: Mapping[str, list[str]] = field(default_factory=dict)
     """What rules took away: rule name -> tools."""
+
+    def plus(self, other: ToolList) -> ToolList:
+        """Both lists, this one first."""
+        removed = {name: list(tools) for name, tools in self.removed.items()}
+        for name, tools in other.removed.items():
+            removed.setdefault(name, []).extend(tools)
+        return ToolList(
+            self.specs + other.specs,
+            self.freeform | other.freeform,
+            {**self.wire, **other.wire},
+            {**self.deferred, **other.deferred},
+            removed,
+        )
 
 
 class ToolMemo:

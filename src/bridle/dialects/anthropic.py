@@ -1,0 +1,272 @@
+"""Anthropic Messages: requests in, replies out, as Claude Code and the SDKs speak it.
+
+`system` is the head's message; `role: system` inside `messages` stays where it is. A user message
+with tool results becomes tool messages and user messages in the order of its blocks. Thinking is
+shown only to a request that asked for it. The stream's grammar is in `anthropic_stream`, the
+reading of blocks in `anthropic_blocks`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+
+from bridle.dialects.anthropic_blocks import read_message, read_system
+from bridle.dialects.anthropic_stream import MessagesStream
+from bridle.dialects.anthropic_write import error_body, message_json, status_of
+from bridle.dialects.base import (
+    ReplyHead,
+    Route,
+    RouteKind,
+    SpanMemo,
+    StreamEncoder,
+    WireFormat,
+    retry_headers,
+)
+from bridle.dialects.media import BLOCK_TYPE
+from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
+from bridle.dialects.reading import (
+    an_object,
+    decode,
+    encode,
+    flag_at,
+    missing,
+    name_at,
+    number_at,
+    object_at,
+    objects,
+    read_spans,
+    split_array,
+    split_object,
+    text_at,
+    texts_at,
+    whole_at,
+)
+from bridle.dialects.routes import caller, models_route, tidy
+from bridle.dialects.tools import ToolList, ToolMemo, check_choice, sent
+from bridle.errors import RequestError
+from bridle.types import (
+    JSON,
+    Dialect,
+    MediaPart,
+    Message,
+    ModelRequest,
+    Part,
+    Reply,
+    Role,
+    Sampling,
+    TextPart,
+    ToolSpec,
+    Usage,
+)
+
+_SALT = b"messages:"
+_PROBES = (("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/api/hello"))
+
+
+class Anthropic(WireFormat):
+    """Messages."""
+
+    dialect = Dialect.ANTHROPIC
+
+    def __init__(self, rules: Collection[str] = RULES) -> None:
+        self._rules = rules
+        self._tools = ToolMemo(read_tools)
+
+    def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
+        """`POST .../messages`, its token count, the model list, and Claude Code's probes."""
+        del query
+        words = tidy(path)
+        kind = None
+        if method == "POST" and words.endswith("/messages"):
+            kind = RouteKind.GENERATE
+        elif method == "POST" and words.endswith("/messages/count_tokens"):
+            kind = RouteKind.COUNT_TOKENS
+        elif (method, words) in _PROBES:
+            kind = RouteKind.PROBE
+        if kind is not None:
+            return Route(self.dialect, kind)
+        if "/messages/batches" in words:
+            return Route(self.dialect, RouteKind.UNSUPPORTED, resource="messages/batches")
+        if words.endswith("/files") and caller(path, headers) is self.dialect:
+            return Route(self.dialect, RouteKind.UNSUPPORTED, resource="files")
+        return models_route(self.dialect, method, path, headers)
+
+    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
+        """Normalise a request; each message is one span, `system` is in the head."""
+        del route
+        fields = split_object(body)
+        if (raw_messages := fields.pop("messages", None)) is None:
+            raise missing("messages")
+        spans = split_array(raw_messages, "messages")
+        if not spans:
+            raise RequestError("messages: at least one message is required", param="messages")
+        tools_span = sent(fields.pop("tools", None))
+        head_bytes = encode(fields)
+        head = an_object(decode(head_bytes, ""), "")
+        tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
+        allow_removed(tools.removed, self._rules, "tools")
+        system, removed = read_system(head.get("system"), "system", self._rules)
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", read_message)
+        if tools.deferred:
+            messages = [_with_loaded_tools(message, tools) for message in messages]
+        thinking = object_at(head, "thinking", "") or {}
+        output = object_at(head, "output_config", "") or {}
+        choice = object_at(head, "tool_choice", "") or {}
+        shown = thinking.get("type") in ("enabled", "adaptive")
+        alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
+        return ModelRequest(
+            dialect=self.dialect,
+            model=name_at(head, "model", ""),
+            messages=(*system, *messages),
+            tools=tools.specs,
+            sampling=_read_sampling(head),
+            stream=flag_at(head, "stream", "") or False,
+            tool_choice=_read_choice(choice, tools),
+            response_schema=_read_schema(head, output),
+            thinking=True if shown else False if thinking.get("type") == "disabled" else None,
+            reasoning_effort=text_at(output, "effort", "output_config"),
+            parallel_tool_calls=None if alone is None else not alone,
+            head=head_bytes,
+            message_spans=spans,
+            span_digests=digests,
+            span_lengths=lengths,
+            head_messages=len(system),
+            tools_span=tools_span,
+            extra={
+                "removed": {**tools.removed, **removed},
+                "thinking": _shown(thinking) if shown else None,
+            },
+        )
+
+    def reply_json(
+        self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
+    ) -> bytes:
+        """A `message` object."""
+        return encode(message_json(head, reply, usage, request.extra.get("thinking")))
+
+    def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """The assistant message of a reply."""
+        return read_message(an_object(decode(reply_json, "reply"), "reply"), "reply")
+
+    def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Messages events."""
+        return MessagesStream(head, thinking=request.extra.get("thinking"))
+
+    def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Anthropic's error object."""
+        return status_of(error), retry_headers(error), encode(error_body(error))
+
+    def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """A list object, or the one model that the path names."""
+
+        def model(name: str) -> JSON:
+            return {
+                "type": "model",
+                "id": name,
+                "display_name": name,
+                "created_at": "1970-01-01T00:00:00Z",
+                "max_input_tokens": context_length,
+                "max_tokens": context_length,
+            }
+
+        if route.kind is RouteKind.MODEL:
+            return encode(model(route.model or ""))
+        ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+        listed = {"data": [model(name) for name in names], "has_more": False}
+        return encode({**listed, "first_id": None, "last_id": None, **ends})
+
+    def token_count(self, count: int) -> bytes:
+        """The answer of `count_tokens`."""
+        return encode({"input_tokens": count})
+
+
+def _shown(thinking: JSON) -> str:
+    """How thinking is shown: `text`, or `omitted` (blocks with a signature only)."""
+    return "omitted" if thinking.get("display") == "omitted" else "text"
+
+
+def _read_sampling(head: JSON) -> Sampling:
+    top_k = whole_at(head, "top_k", "", least=-1)
+    return Sampling(
+        temperature=number_at(head, "temperature", "", least=0, most=2),
+        top_p=number_at(head, "top_p", "", least=0, most=1),
+        top_k=-1 if top_k == 0 else top_k,
+        max_tokens=whole_at(head, "max_tokens", "", least=1),
+        stop=texts_at(head, "stop_sequences", ""),
+    )
+
+
+def _read_choice(choice: JSON, tools: ToolList) -> str:
+    match text_at(choice, "type", "tool_choice"):
+        case None | "auto":
+            return "auto"
+        case "none":
+            return "none"
+        case "any":
+            return check_choice("required", tools, "tool_choice")
+        case "tool":
+            name = name_at(choice, "name", "tool_choice")
+            return name if name in tools.deferred else check_choice(name, tools, "tool_choice.name")
+        case other:
+            raise RequestError(f"tool_choice.type: unknown {other!r}", param="tool_choice.type")
+
+
+def _read_schema(head: JSON, output: JSON) -> JSON | None:
+    form = object_at(output, "format", "output_config") or object_at(head, "output_format", "")
+    if form is None or form.get("type") != "json_schema":
+        return None
+    return object_at(form, "schema", "output_config.format") or {}
+
+
+# ---- tools
+
+
+def read_tools(value: object, path: str) -> ToolList:
+    """`tools`: those with a schema of their own; deferred ones wait for a reference to them."""
+    specs: list[ToolSpec] = []
+    deferred: dict[str, ToolSpec] = {}
+    removed: list[str] = []
+    for tool, where in objects(value, path):
+        kind = text_at(tool, "type", where)
+        schema = object_at(tool, "input_schema", where)
+        if schema is None and kind not in (None, "custom"):
+            removed.append(kind)
+            continue
+        spec = ToolSpec(
+            name_at(tool, "name", where),
+            text_at(tool, "description", where),
+            schema,
+            flag_at(tool, "strict", where) or False,
+        )
+        if flag_at(tool, "defer_loading", where):
+            deferred[spec.name] = spec
+        else:
+            specs.append(spec)
+    dropped = {SERVER_TOOLS.name: removed} if removed else {}
+    return ToolList(tuple(specs), deferred=deferred, removed=dropped)
+
+
+def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
+    """A tool result with each reference to a deferred tool replaced by that tool's schema."""
+    if message.role is not Role.TOOL:
+        return message
+    content = tuple(_loaded(part, tools) for part in message.content)
+    if content == message.content:
+        return message
+    return Message(
+        message.role, content, tool_call_id=message.tool_call_id, issued_ids=message.issued_ids
+    )
+
+
+def _loaded(part: Part, tools: ToolList) -> Part:
+    if not isinstance(part, MediaPart) or part.media_type != BLOCK_TYPE:
+        return part
+    block = json.loads(part.source)
+    if block.get("type") != "tool_reference":
+        return part
+    spec = tools.deferred.get(str(block.get("tool_name")))
+    if spec is None:
+        return part
+    shown = {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
+    return TextPart(json.dumps(shown, ensure_ascii=False))

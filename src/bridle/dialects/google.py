@@ -1,0 +1,261 @@
+"""Google generateContent: requests in, replies out, in camelCase and snake_case as they come.
+
+The model and streaming are in the path, with or without a version before `/models/`. Thoughts are
+shown only where `includeThoughts` asks for them. Every call has an id and a signature of ours; a
+reply without calls has its signature on the last text part, as the provider's newer models do.
+Reading of contents is in `google_contents`, the stream in `google_stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
+from bridle.dialects.google_contents import camel, plain_schema, read_content, read_system
+from bridle.dialects.google_stream import ContentStream
+from bridle.dialects.google_write import content_json, error_response
+from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
+from bridle.dialects.reading import (
+    an_object,
+    decode,
+    encode,
+    flag_at,
+    missing,
+    name_at,
+    number_at,
+    object_at,
+    objects,
+    objects_at,
+    read_spans,
+    split_array,
+    split_object,
+    text_at,
+    texts_at,
+    whole_at,
+)
+from bridle.dialects.routes import models_route, tidy
+from bridle.dialects.tools import ToolList, ToolMemo, check_choice, sent
+from bridle.errors import RequestError
+from bridle.types import (
+    JSON,
+    Dialect,
+    Message,
+    ModelRequest,
+    Reply,
+    Sampling,
+    ToolSpec,
+    Usage,
+)
+
+_SALT = b"google:"
+_METHODS = {
+    "generateContent": RouteKind.GENERATE,
+    "streamGenerateContent": RouteKind.GENERATE,
+    "countTokens": RouteKind.COUNT_TOKENS,
+}
+
+
+class Google(WireFormat):
+    """generateContent and streamGenerateContent."""
+
+    dialect = Dialect.GOOGLE
+
+    def __init__(self, rules: Collection[str] = RULES) -> None:
+        self._rules = rules
+        self._tools = ToolMemo(read_tools)
+
+    def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
+        """`POST .../models/NAME:METHOD`, and Google's model list."""
+        _, found, rest = tidy(path).rpartition("/models/")
+        name, colon, verb = rest.rpartition(":")
+        if method != "POST" or not found or not colon:
+            return models_route(self.dialect, method, path, headers)
+        kind = _METHODS.get(verb, RouteKind.UNSUPPORTED)
+        streams = verb == "streamGenerateContent"
+        return Route(
+            self.dialect,
+            kind,
+            model=unquote(name),
+            stream=streams,
+            sse=parse_qs(query).get("alt") == ["sse"],
+            resource=verb if kind is RouteKind.UNSUPPORTED else None,
+        )
+
+    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
+        """Normalise a request; each content is one span, the system instruction is in the head."""
+        fields = split_object(body)
+        inner = fields.get("generateContentRequest") or fields.get("generate_content_request")
+        if inner is not None:  # countTokens takes a whole request, too
+            fields = split_object(bytes(inner))
+        if (raw_contents := fields.pop("contents", None)) is None:
+            raise missing("contents")
+        one = bytes(raw_contents).lstrip().startswith(b"{")
+        spans = (bytes(raw_contents),) if one else split_array(raw_contents, "contents")
+        if not spans:
+            message = "* GenerateContentRequest.contents: contents is not specified"
+            raise RequestError(message, param="contents")
+        tools_span = sent(fields.pop("tools", None))
+        head_bytes = encode(fields)
+        head = camel(an_object(decode(head_bytes, ""), ""))
+        tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
+        allow_removed(tools.removed, self._rules, "tools")
+        system = read_system(head.get("systemInstruction"), "systemInstruction")
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", read_content)
+        config = camel(object_at(head, "generationConfig", "") or {})
+        thinking = camel(object_at(config, "thinkingConfig", "generationConfig") or {})
+        where = "generationConfig.thinkingConfig"
+        shown = flag_at(thinking, "includeThoughts", where) or False
+        level = text_at(thinking, "thinkingLevel", where)
+        return ModelRequest(
+            dialect=self.dialect,
+            model=route.model or name_at(head, "model", ""),
+            messages=(*system, *messages),
+            tools=tools.specs,
+            sampling=_read_sampling(config),
+            stream=route.stream or False,
+            tool_choice=_read_choice(head, tools),
+            response_schema=_read_schema(config),
+            thinking=_read_thinking(thinking, where, shown=shown),
+            reasoning_effort=level.lower() if level else None,
+            head=head_bytes,
+            message_spans=spans,
+            span_digests=digests,
+            span_lengths=lengths,
+            head_messages=len(system),
+            tools_span=tools_span,
+            extra={"removed": dict(tools.removed), "thoughts": shown, "sse": route.sse},
+        )
+
+    def reply_json(
+        self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
+    ) -> bytes:
+        """A `GenerateContentResponse` with one candidate."""
+        shown = bool(request.extra.get("thoughts"))
+        return encode(content_json(head, reply, usage, thoughts=shown))
+
+    def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """The model's messages of a reply."""
+        candidates = objects(decode(reply_json, "reply")["candidates"], "candidates")
+        return tuple(
+            message
+            for candidate, path in candidates
+            for message in read_content(an_object(candidate["content"], path), path)
+        )
+
+    def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Partial responses, as SSE or as one JSON array."""
+        return ContentStream(
+            head,
+            thoughts=bool(request.extra.get("thoughts")),
+            sse=bool(request.extra.get("sse", True)),
+        )
+
+    def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """Google's error object."""
+        return error_response(error)
+
+    def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """A list object, or the one model that the path names."""
+
+        def model(name: str) -> JSON:
+            return {
+                "name": f"models/{name}",
+                "version": "1",
+                "displayName": name,
+                "inputTokenLimit": context_length,
+                "outputTokenLimit": context_length,
+                "supportedGenerationMethods": ["generateContent", "countTokens"],
+            }
+
+        if route.kind is RouteKind.MODEL:
+            return encode(model(route.model or ""))
+        return encode({"models": [model(name) for name in names]})
+
+    def token_count(self, count: int) -> bytes:
+        """The answer of `countTokens`."""
+        return encode({"totalTokens": count})
+
+
+def _read_sampling(config: JSON) -> Sampling:
+    path = "generationConfig"
+    if (count := whole_at(config, "candidateCount", path)) not in (None, 1):
+        message = f"Only one candidate is sampled, not {count}."
+        raise RequestError(message, param=f"{path}.candidateCount")
+    top_k = whole_at(config, "topK", path, least=-1)
+    return Sampling(
+        temperature=number_at(config, "temperature", path, least=0, most=2),
+        top_p=number_at(config, "topP", path, least=0, most=1),
+        top_k=-1 if top_k == 0 else top_k,
+        max_tokens=whole_at(config, "maxOutputTokens", path, least=1),
+        stop=texts_at(config, "stopSequences", path),
+        seed=whole_at(config, "seed", path),
+        presence_penalty=number_at(config, "presencePenalty", path, least=-2, most=2),
+        frequency_penalty=number_at(config, "frequencyPenalty", path, least=-2, most=2),
+    )
+
+
+def _read_choice(head: JSON, tools: ToolList) -> str:
+    config = camel(object_at(head, "toolConfig", "") or {})
+    calling = camel(object_at(config, "functionCallingConfig", "toolConfig") or {})
+    path = "toolConfig.functionCallingConfig"
+    mode = (text_at(calling, "mode", path) or "AUTO").upper()
+    names = texts_at(calling, "allowedFunctionNames", path)
+    match mode:
+        case "NONE":
+            return "none"
+        case "ANY":
+            only = names[0] if len(names) == 1 else "required"
+            return check_choice(only, tools, f"{path}.allowedFunctionNames")
+        case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
+            return "auto"
+        case _:
+            raise RequestError(f"{path}.mode: unknown {mode!r}", param=f"{path}.mode")
+
+
+def _read_schema(config: JSON) -> JSON | None:
+    path = "generationConfig"
+    for key in ("responseJsonSchema", "responseSchema"):
+        if (schema := object_at(config, key, path)) is not None:
+            return plain_schema(schema)
+    kind = text_at(config, "responseMimeType", path)
+    return {} if kind == "application/json" else None
+
+
+def _read_thinking(thinking: JSON, path: str, *, shown: bool) -> bool | None:
+    budget = whole_at(thinking, "thinkingBudget", path, least=-1)
+    if budget == 0:
+        return False
+    return True if shown or (budget or 0) > 0 else None
+
+
+# ---- tools
+
+
+def read_tools(value: object, path: str) -> ToolList:
+    """`tools`: an array of objects with function declarations, or one such object."""
+    specs: list[ToolSpec] = []
+    removed: list[str] = []
+    for tool, where in objects([value] if isinstance(value, dict) else value, path):
+        fields = camel(tool)
+        for declared, place in objects_at(fields, "functionDeclarations", where):
+            specs.append(_read_function(camel(declared), place))
+        removed += [key for key, given in fields.items() if _is_builtin(key, given)]
+    dropped = {SERVER_TOOLS.name: removed} if removed else {}
+    return ToolList(tuple(specs), removed=dropped)
+
+
+def _is_builtin(key: str, given: Any) -> bool:
+    return key != "functionDeclarations" and given is not None
+
+
+def _read_function(value: JSON, path: str) -> ToolSpec:
+    schema = object_at(value, "parametersJsonSchema", path)
+    if schema is None:
+        schema = object_at(value, "parameters", path)
+    return ToolSpec(
+        name_at(value, "name", path),
+        text_at(value, "description", path),
+        None if schema is None else plain_schema(schema),
+    )

@@ -1,0 +1,131 @@
+"""What Google replies and errors are made of, streamed or whole.
+
+Statuses are those of Google's API error model (google.rpc.Code); when to come back is told in a
+`RetryInfo` detail, which Gemini CLI reads, and in `Retry-After`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bridle.dialects.base import ReplyHead, retry_headers
+from bridle.dialects.ids import call_id, signature
+from bridle.dialects.reading import arguments_object, encode
+from bridle.errors import RequestError
+from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
+
+_ERRORS: dict[str, tuple[int, str]] = {
+    "authentication_error": (401, "UNAUTHENTICATED"),
+    "permission_error": (403, "PERMISSION_DENIED"),
+    "not_found": (404, "NOT_FOUND"),
+    "request_too_large": (413, "INVALID_ARGUMENT"),
+    "context_length_exceeded": (400, "INVALID_ARGUMENT"),
+    "rate_limit": (429, "RESOURCE_EXHAUSTED"),
+    "budget_exhausted": (403, "PERMISSION_DENIED"),
+    "overloaded": (503, "UNAVAILABLE"),
+    "paused": (503, "UNAVAILABLE"),
+    "engine_error": (500, "INTERNAL"),
+}
+"""Our code -> status and name as Google says them. Its clients try every 429 again, so a budget
+that is used up is a refusal of permission."""
+
+
+def content_json(head: ReplyHead, reply: Reply, usage: Usage, *, thoughts: bool) -> JSON:
+    """The whole reply."""
+    parts: list[JSON] = []
+    if reply.reasoning and thoughts:
+        parts.append({"text": reply.reasoning, "thought": True})
+    if reply.content:
+        parts.append({"text": reply.content, **_unless(reply.tool_calls, sign(head, 0))})
+    parts += [call_part(head, index, call) for index, call in enumerate(reply.tool_calls)]
+    return response_json(head, parts, finish_reason(reply), usage)
+
+
+def _unless(calls: Any, mark: JSON) -> JSON:
+    return {} if calls else mark
+
+
+def sign(head: ReplyHead, index: int) -> JSON:
+    """The signature member of a part: of call `index`, or of the text where there is no call."""
+    return {"thoughtSignature": signature(head.reply_id, index)}
+
+
+def call_part(head: ReplyHead, index: int, call: ToolCall) -> JSON:
+    """Call `index` of a reply; arguments that are no object are wrapped."""
+    function = {
+        "id": call_id("call", call.id, head.reply_id, index),
+        "name": call.name,
+        "args": msgspec.Raw(arguments_object(call.arguments)),
+    }
+    return {"functionCall": function, **sign(head, index)}
+
+
+def response_json(
+    head: ReplyHead, parts: list[JSON], finish: str | None = None, usage: Usage | None = None
+) -> JSON:
+    """A response, whole or one piece of a stream."""
+    candidate: JSON = {"content": {"parts": parts, "role": "model"}, "index": 0}
+    if finish is not None:
+        candidate["finishReason"] = finish
+    response: JSON = {"candidates": [candidate]}
+    if usage is not None:
+        response["usageMetadata"] = usage_json(usage)
+    return {**response, "modelVersion": head.model, "responseId": head.reply_id}
+
+
+def finish_reason(reply: Reply) -> str:
+    """Google's word for how a reply ended; calls end it like text."""
+    return "STOP" if reply.finish_reason is FinishReason.STOP else "MAX_TOKENS"
+
+
+def usage_json(usage: Usage) -> JSON:
+    """Token counts; thoughts are counted apart from the candidate."""
+    counts = {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
+        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.cached_tokens:
+        counts["cachedContentTokenCount"] = usage.cached_tokens
+    if usage.reasoning_tokens:
+        counts["thoughtsTokenCount"] = usage.reasoning_tokens
+    return counts
+
+
+# ---- errors
+
+
+def error_json(error: RequestError) -> JSON:
+    """The error object, as a body or as a piece of a stream."""
+    status, name = _ERRORS.get(error.code, (error.status, "INVALID_ARGUMENT"))
+    details: list[JSON] = []
+    if error.param is not None:
+        violation = {"field": error.param, "description": str(error)}
+        details.append(
+            {
+                "@type": "type.googleapis.com/google.rpc.BadRequest",
+                "fieldViolations": [violation],
+            }
+        )
+    if error.retry_after_s is not None:
+        kind = "type.googleapis.com/google.rpc.RetryInfo"
+        details.append({"@type": kind, "retryDelay": f"{error.retry_after_s:g}s"})
+    told: JSON = {"code": status, "message": _message(error), "status": name}
+    return {"error": {**told, "details": details} if details else told}
+
+
+def error_response(error: RequestError) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of a refused request."""
+    shown = error_json(error)
+    return shown["error"]["code"], retry_headers(error), encode(shown)
+
+
+def _message(error: RequestError) -> str:
+    if error.code != "context_length_exceeded" or error.context_length is None:
+        return str(error)
+    return (
+        f"The input token count ({error.prompt_tokens}) exceeds the maximum number of tokens "
+        f"allowed ({error.context_length})."
+    )

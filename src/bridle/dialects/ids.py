@@ -1,0 +1,39 @@
+"""Ids in each dialect's customary form, all made from two random values that the gateway gives.
+
+A reply's id and the ids of its calls are random (96 bits); item ids and signatures of one reply are
+its id and a position, so the same reply is always dressed in the same ids. They carry nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+
+_CALL = "call_"
+
+
+def item_id(prefix: str, reply_id: str, index: int) -> str:
+    """The id of output item `index`."""
+    return f"{prefix}_{reply_id}{index:03d}"
+
+
+def call_id(prefix: str, ours: str | None, reply_id: str, index: int) -> str:
+    """A call's id with the dialect's prefix; made from the reply's id where there is none."""
+    if not ours:
+        return item_id(prefix, reply_id, index)
+    return f"{prefix}_{ours.removeprefix(_CALL)}" if ours.startswith(_CALL) else ours
+
+
+def signature(reply_id: str, index: int) -> str:
+    """An opaque value for block `index`: base64 that reads the same in the URL-safe alphabet.
+
+    The base64 of ASCII letters and digits never holds the two characters in which the alphabets
+    differ.
+    """
+    text = f"{reply_id}{index:03d}"
+    return base64.b64encode((text + "0" * (-len(text) % 3)).encode()).decode()
+
+
+def standard_base64(text: str) -> str:
+    """`text` in the standard alphabet, padded: Google's Python clients echo the URL-safe one."""
+    plain = text.translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
+    return plain + "=" * (-len(plain) % 4)

@@ -1,0 +1,176 @@
+"""What a call was for: agent, sub-agent, compaction or side, by headers and shapes.
+
+Rules are tried in order and the first that applies decides; `agent` is the default, and having no
+tools is no rule by itself. They know the marks that harnesses put on the wire (recorded November
+2026); a harness file may name others. They read what noise rules removed from
+`ModelRequest.extra["removed"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from bridle.dialects.noise import BILLING, SERVER_TOOLS
+from bridle.types import Dialect, Kind, ModelRequest, Role
+
+Headers: TypeAlias = Mapping[str, str]
+"""Request headers with lower-case names."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindRule:
+    """One mark by which a kind of call is known."""
+
+    name: str
+    kind: Kind
+    why: str
+    applies: Callable[[Headers, ModelRequest], bool]
+
+
+def _removed(request: ModelRequest, rule: str) -> list[str]:
+    found: list[str] = request.extra.get("removed", {}).get(rule, [])
+    return found
+
+
+def _last_user_text(request: ModelRequest) -> str:
+    """The text of the last message, if the user says it."""
+    last = request.messages[-1]
+    return last.text if last.role is Role.USER else ""
+
+
+def _system_text(request: ModelRequest) -> str:
+    """The text of the first message, if it is the system's."""
+    first = request.messages[0]
+    return first.text if first.role is Role.SYSTEM else ""
+
+
+def _codex_turn(headers: Headers) -> str | None:
+    """`request_kind` in Codex's turn metadata; `None` where there is none or it is no JSON."""
+    try:
+        metadata = msgspec.json.decode(headers.get("x-codex-turn-metadata", "null"))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    found = metadata.get("request_kind") if isinstance(metadata, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _is_codex_compaction(headers: Headers, request: ModelRequest) -> bool:
+    if _codex_turn(headers) == "compaction" or headers.get("x-openai-subagent") == "compact":
+        return True
+    dress = request.extra.get("dress")
+    return bool(getattr(dress, "compacts", False))
+
+
+def _is_summary(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    text = _last_user_text(request)
+    if "CONTEXT CHECKPOINT COMPACTION" in text or "Respond with TEXT ONLY" in text:
+        return True
+    if text.startswith("Please create a detailed summary"):
+        return True
+    system = _system_text(request)
+    if not request.tools and "<state_snapshot>" in system + text:
+        return True
+    return not request.tools and "tasked with summarizing conversations" in system
+
+
+def _is_subagent(headers: Headers, request: ModelRequest) -> bool:
+    del request
+    return any(
+        (
+            "x-claude-code-agent-id" in headers,
+            "x-codex-parent-thread-id" in headers,
+            "x-parent-session-id" in headers,
+            headers.get("x-interaction-type") == "conversation-subagent",
+            headers.get("x-openai-subagent") not in (None, "compact", "review"),
+        )
+    )
+
+
+def _is_billed_subagent(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    billed = "".join(_removed(request, BILLING.name)).replace(" ", "")
+    return "cc_is_subagent" in billed and "cc_is_subagent=false" not in billed
+
+
+def _is_title(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    if request.tools:
+        return False
+    wanted = (request.response_schema or {}).get("properties")
+    if isinstance(wanted, dict) and list(wanted) == ["title"]:
+        return True
+    return _system_text(request).startswith("You are a title generator")
+
+
+def _is_router(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    wanted = (request.response_schema or {}).get("properties")
+    return not request.tools and isinstance(wanted, dict) and "model_choice" in wanted
+
+
+def _is_search(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    return not request.tools and bool(_removed(request, SERVER_TOOLS.name))
+
+
+def _is_probe(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    return (
+        request.dialect is Dialect.ANTHROPIC
+        and request.sampling.max_tokens == 1
+        and not request.tools
+        and len(request.messages) == 1
+    )
+
+
+RULES: tuple[KindRule, ...] = (
+    KindRule(
+        "codex_compaction",
+        Kind.COMPACTION,
+        "Codex says so in its turn metadata, or asks for a compaction item.",
+        _is_codex_compaction,
+    ),
+    KindRule(
+        "summary_request",
+        Kind.COMPACTION,
+        "The last words ask for the summary in which the conversation goes on (Claude Code, Codex, "
+        "Copilot, Gemini CLI and Qwen Code, opencode).",
+        _is_summary,
+    ),
+    KindRule("title", Kind.SIDE, "A title for the session (Claude Code, opencode).", _is_title),
+    KindRule("router", Kind.SIDE, "Gemini CLI chooses a model by one JSON call.", _is_router),
+    KindRule(
+        "search",
+        Kind.SIDE,
+        "The only tool is one that the provider would run: a search as a request of its own "
+        "(Claude Code, Gemini CLI).",
+        _is_search,
+    ),
+    KindRule("quota_probe", Kind.SIDE, "One token of one message without tools.", _is_probe),
+    KindRule(
+        "subagent_header",
+        Kind.SUBAGENT,
+        "A header names the parent or the sub-agent (Claude Code, Codex, opencode, Copilot).",
+        _is_subagent,
+    ),
+    KindRule(
+        "billed_subagent",
+        Kind.SUBAGENT,
+        "Claude Code's billing block marks its sub-agents.",
+        _is_billed_subagent,
+    ),
+)
+"""All rules, in the order in which they are tried."""
+
+
+def kind_of(headers: Headers, request: ModelRequest) -> tuple[Kind, str | None]:
+    """The kind of a call and the rule that decided; `None` = the default."""
+    for rule in RULES:
+        if rule.applies(headers, request):
+            return rule.kind, rule.name
+    return Kind.AGENT, None

@@ -1,0 +1,56 @@
+"""What is taken out of a request before the model sees it, by named and audited rules.
+
+Each rule says what it removes and why that means nothing to the model. What a rule removed stands
+in `ModelRequest.extra["removed"][rule]`, so that the exchange records it and `kinds` can read it;
+the request as it came stays in the record in any case. A rule that is switched off leaves the
+request as it is, or refuses what cannot be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from bridle.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseRule:
+    """One kind of thing that is removed."""
+
+    name: str
+    what: str
+    why: str
+
+
+BILLING = NoiseRule(
+    "claude_billing_header",
+    "the first system block of a Messages request, if its text starts with "
+    "`x-anthropic-billing-header:`",
+    "Claude Code writes its version and a checksum of the prompt there for its provider's "
+    "accounting. It differs between the conversations of one group, says nothing to the model, and "
+    "spoils the shared prefix.",
+)
+SERVER_TOOLS = NoiseRule(
+    "server_tools",
+    "tools that the provider itself would run or define (web search, code execution, computer use, "
+    "Google built-ins), which have no schema",
+    "Only the provider can run them; a model that was shown one would call what nobody answers.",
+)
+RULES: dict[str, NoiseRule] = {rule.name: rule for rule in (BILLING, SERVER_TOOLS)}
+"""Every rule by its name; all are on unless a dialect is built without them."""
+
+
+def split_billing(texts: Sequence[str], rules: Collection[str]) -> tuple[int, dict[str, list[str]]]:
+    """How many leading system blocks to skip, and what that removed."""
+    if BILLING.name in rules and texts and texts[0].startswith("x-anthropic-billing-header:"):
+        return 1, {BILLING.name: [texts[0]]}
+    return 0, {}
+
+
+def allow_removed(removed: Mapping[str, list[str]], rules: Collection[str], path: str) -> None:
+    """Refuse a request whose tools could only be served by a rule that is off."""
+    tools = removed.get(SERVER_TOOLS.name)
+    if tools and SERVER_TOOLS.name not in rules:
+        message = f"Tools that the provider runs are not available here: {', '.join(tools)}."
+        raise RequestError(message, param=path)

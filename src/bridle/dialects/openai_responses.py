@@ -1,0 +1,301 @@
+"""OpenAI Responses: requests in, replies out, as Codex and the SDKs speak it.
+
+Items of one assistant turn (reasoning, message, calls) stand side by side in `input`; those that
+make up one message are one span, joined with commas, so that a span always stands for whole
+messages whatever surrounds it. Hosted tools are dropped by rule; freeform, namespaced, shell and
+patch tools are shown to the model as functions and their calls go out in their own item types.
+
+A request that goes on from `previous_response_id` is first made whole with `continued`; items are
+read in `openai_responses_items`, tools in `openai_responses_tools`, written in
+`openai_responses_write`, streamed in `openai_responses_stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from bridle.dialects.base import (
+    ReplyHead,
+    Route,
+    RouteKind,
+    SpanMemo,
+    StreamEncoder,
+    WireFormat,
+    content_digest,
+)
+from bridle.dialects.noise import RULES, allow_removed
+from bridle.dialects.openai_chat_write import models_json
+from bridle.dialects.openai_errors import error_response, responses_message
+from bridle.dialects.openai_options import read_choice
+from bridle.dialects.openai_responses_items import (
+    COMPACTION_PROMPT,
+    join_turn,
+    read_instructions,
+    read_item,
+)
+from bridle.dialects.openai_responses_stream import ResponsesStream
+from bridle.dialects.openai_responses_tools import read_tools
+from bridle.dialects.openai_responses_write import Dress, response_json
+from bridle.dialects.reading import (
+    an_object,
+    decode,
+    encode,
+    flag_at,
+    missing,
+    name_at,
+    number_at,
+    object_at,
+    read_spans,
+    split_array,
+    split_object,
+    text_at,
+    texts_at,
+    whole_at,
+)
+from bridle.dialects.routes import tidy
+from bridle.dialects.tools import ToolList, ToolMemo, sent
+from bridle.errors import RequestError
+from bridle.types import JSON, Dialect, Message, ModelRequest, Reply, Sampling, Usage
+
+_SALT = b"responses:"
+
+
+class OpenAIResponses(WireFormat):
+    """Responses."""
+
+    dialect = Dialect.OPENAI_RESPONSES
+
+    def __init__(self, rules: Collection[str] = RULES) -> None:
+        self._rules = rules
+        self._tools = ToolMemo(read_tools)
+
+    def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
+        """`POST .../responses`, its token count, stored replies, and websocket upgrades."""
+        del query
+        _, found, rest = (tidy(path) + "/").rpartition("/responses/")
+        if not found:
+            return None
+        words = rest.split("/")[:-1]
+        if headers.get("upgrade", "").lower() == "websocket":
+            return Route(self.dialect, RouteKind.UPGRADE)
+        match method, words:
+            case "POST", []:
+                return Route(self.dialect, RouteKind.GENERATE)
+            case "POST", ["input_tokens"]:
+                return Route(self.dialect, RouteKind.COUNT_TOKENS)
+            case (("GET" | "DELETE"), [stored]):
+                return Route(self.dialect, RouteKind.STORED, resource=stored)
+            case _, [*rest_of_path]:
+                resource = "/".join(["responses", *rest_of_path])
+                return Route(self.dialect, RouteKind.UNSUPPORTED, resource=resource)
+
+    def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
+        """Normalise a request; the items of one message are one span."""
+        del route
+        fields = split_object(body)
+        items = _input_items(fields)
+        tools_span = sent(fields.pop("tools", None))
+        head_bytes = encode(fields)
+        head = an_object(decode(head_bytes, ""), "")
+        _refuse_unserved(head)
+        previous = text_at(head, "previous_response_id", "")
+        if not items and previous is None:
+            raise RequestError("'input' must hold at least one item.", param="input")
+        read, digests, lengths = read_spans(items, memo, _SALT, "input", read_item)
+        tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
+        tools = _with_added_tools(tools, items, lengths, self._tools)
+        allow_removed(tools.removed, self._rules, "tools")
+        system = read_instructions(head.get("instructions"))
+        spans = _Spans(items, digests, lengths, read)
+        form = object_at(object_at(head, "text", "") or {}, "format", "text") or {}
+        reasoning = object_at(head, "reasoning", "") or {}
+        effort = text_at(reasoning, "effort", "reasoning")
+        compacts = bool(read) and read[-1].text == COMPACTION_PROMPT
+        return ModelRequest(
+            dialect=self.dialect,
+            model=name_at(head, "model", ""),
+            messages=(*system, *spans.messages),
+            tools=tools.specs,
+            sampling=_read_sampling(head),
+            stream=flag_at(head, "stream", "") or False,
+            tool_choice="none" if compacts else read_choice(head, tools),
+            response_schema=_read_schema(form),
+            thinking=False if effort == "none" else None,
+            reasoning_effort=effort,
+            parallel_tool_calls=flag_at(head, "parallel_tool_calls", ""),
+            head=head_bytes,
+            message_spans=tuple(spans.spans),
+            span_digests=tuple(spans.digests),
+            span_lengths=tuple(spans.lengths),
+            head_messages=len(system),
+            tools_span=tools_span,
+            extra={
+                "removed": dict(tools.removed),
+                "dress": _dress(head, tools, reasoning, compacts=compacts),
+                "previous_response_id": previous,
+                "store": flag_at(head, "store", "") is not False,
+            },
+        )
+
+    def reply_json(
+        self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
+    ) -> bytes:
+        """A `response` object."""
+        return encode(response_json(head, request.extra.get("dress") or Dress(), reply, usage))
+
+    def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
+        """The assistant messages of a reply's output items."""
+        items = self.output_items(reply_json)
+        read, digests, lengths = read_spans(items, {}, _SALT, "output", read_item)
+        return tuple(_Spans(items, digests, lengths, read).messages)
+
+    def output_items(self, reply_json: bytes) -> tuple[bytes, ...]:
+        """The raw output items of a reply of ours; what goes into the next request's history."""
+        return split_array(split_object(reply_json)["output"], "output")
+
+    def continued(self, body: bytes, history: Sequence[bytes]) -> bytes:
+        """A request with `previous_response_id` as the one with its whole history.
+
+        `history` are the raw items (or spans) of the earlier request's input and of its output. The
+        instructions are the new request's own, as the API defines.
+        """
+        fields = split_object(body)
+        fields.pop("previous_response_id", None)
+        items = [*history, *_input_items(fields)]
+        whole = b"[" + b",".join(items) + b"]"
+        return encode({**fields, "input": msgspec.Raw(whole)})
+
+    def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
+        """Responses events."""
+        return ResponsesStream(head, request.extra.get("dress") or Dress())
+
+    def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
+        """OpenAI's error object."""
+        return error_response(error, responses_message(error))
+
+    def refuses_in_stream(self, error: RequestError) -> bool:
+        """An overflow: Codex reads it from a `response.failed` event; a bare 400 ends its run."""
+        return error.code == "context_length_exceeded"
+
+    def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
+        """OpenAI's list; its route is Chat Completions'."""
+        return models_json(route, names, context_length)
+
+    def token_count(self, count: int) -> bytes:
+        """The answer of `input_tokens`."""
+        return encode({"object": "response.input_tokens", "input_tokens": count})
+
+
+class _Spans:
+    """Items put together into messages: `spans`, `digests` and `lengths` per message or item."""
+
+    def __init__(
+        self,
+        items: Sequence[bytes],
+        digests: Sequence[bytes],
+        lengths: Sequence[int],
+        read: Sequence[Message],
+    ) -> None:
+        self.spans: list[bytes] = []
+        self.digests: list[bytes] = []
+        self.lengths: list[int] = []
+        self.messages: list[Message] = []
+        place = 0
+        for item, digest, length in zip(items, digests, lengths, strict=True):
+            found = read[place : place + length]
+            place += length
+            joined = None
+            if len(found) == 1 and self.lengths and self.lengths[-1] == 1:
+                joined = join_turn(self.messages[-1], found[0])
+            if joined is None:
+                self.spans.append(item)
+                self.digests.append(digest)
+                self.lengths.append(length)
+                self.messages += found
+            else:
+                self.messages[-1] = joined
+                self.spans[-1] += b"," + item
+                self.digests[-1] = content_digest(self.spans[-1])
+
+
+def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:
+    """The raw items of `input`, which is taken out of `fields`; a string is one user message."""
+    raw = fields.pop("input", None)
+    if raw is None:
+        if "previous_response_id" in fields:
+            return ()
+        raise missing("input")
+    text = bytes(raw)
+    if text.startswith(b'"'):
+        return (b'{"role":"user","content":' + text + b"}",)
+    return split_array(raw, "input")
+
+
+def _with_added_tools(
+    tools: ToolList, items: Sequence[bytes], lengths: Sequence[int], memo: ToolMemo
+) -> ToolList:
+    """`tools` and those that come as `additional_tools` items (Codex's code mode)."""
+    for index, (item, length) in enumerate(zip(items, lengths, strict=True)):
+        if length:
+            continue
+        where = f"input[{index}]"
+        value = an_object(decode(item, where), where)
+        if value.get("type") == "additional_tools":
+            tools = tools.plus(memo.read(encode(value.get("tools")), f"{where}.tools"))
+    return tools
+
+
+def _refuse_unserved(head: JSON) -> None:
+    for key in ("background", "conversation", "prompt"):
+        if head.get(key):
+            raise RequestError(f"'{key}' is not available here.", param=key)
+
+
+def _read_sampling(head: JSON) -> Sampling:
+    top_k = whole_at(head, "top_k", "", least=-1)
+    return Sampling(
+        temperature=number_at(head, "temperature", "", least=0, most=2),
+        top_p=number_at(head, "top_p", "", least=0, most=1),
+        top_k=-1 if top_k == 0 else top_k,
+        max_tokens=whole_at(head, "max_output_tokens", "", least=1),
+        stop=texts_at(head, "stop", ""),
+    )
+
+
+def _read_schema(form: JSON) -> JSON | None:
+    match text_at(form, "type", "text.format"):
+        case "json_schema":
+            return object_at(form, "schema", "text.format") or {}
+        case "json_object":
+            return {}
+        case _:
+            return None
+
+
+def _dress(head: JSON, tools: ToolList, reasoning: JSON, *, compacts: bool) -> Dress:
+    include = texts_at(head, "include", "")
+    summary = text_at(reasoning, "summary", "reasoning") or text_at(
+        reasoning, "generate_summary", "reasoning"
+    )
+    return Dress(
+        freeform=tools.freeform,
+        wire=tools.wire,
+        summary=summary not in (None, "none"),
+        encrypted="reasoning.encrypted_content" in include,
+        compacts=compacts,
+        echo={
+            "max_output_tokens": head.get("max_output_tokens"),
+            "metadata": head.get("metadata") or {},
+            "parallel_tool_calls": head.get("parallel_tool_calls") is not False,
+            "previous_response_id": head.get("previous_response_id"),
+            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+            "store": head.get("store") is not False,
+            "temperature": head.get("temperature"),
+            "text": head.get("text") or {"format": {"type": "text"}},
+            "tool_choice": head.get("tool_choice") or "auto",
+            "top_p": head.get("top_p"),
+            "truncation": head.get("truncation") or "disabled",
+        },
+    )

@@ -1,0 +1,138 @@
+"""Responses tools as functions, and calls of those functions as the items that clients expect.
+
+| tool | shown to the model as | its call goes out as |
+|---|---|---|
+| `function` | itself | `function_call` |
+| `custom` | a function with the one text `input` | `custom_tool_call` |
+| `namespace` | its tools, named `NAMESPACE__TOOL` | `function_call` with `namespace` |
+| `local_shell`, `shell`, `apply_patch` | a function with that name | `..._call` |
+| any other | not at all (rule `server_tools`) | |
+"""
+
+from __future__ import annotations
+
+import json
+
+from bridle.dialects.noise import SERVER_TOOLS
+from bridle.dialects.reading import (
+    an_object,
+    arguments_text,
+    flag_at,
+    member,
+    name_at,
+    object_at,
+    objects,
+    objects_at,
+    text_at,
+)
+from bridle.dialects.tools import ToolList, freeform_grammar, freeform_spec
+from bridle.types import JSON, ToolCall, ToolSpec
+
+_TEXT = {"type": "string"}
+_TEXTS = {"type": "array", "items": _TEXT}
+_OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
+    "local_shell": (
+        "action",
+        "Runs a command on the user's machine and returns what it prints.",
+        {
+            "command": {**_TEXTS, "description": "The program and its arguments."},
+            "working_directory": _TEXT,
+            "timeout_ms": {"type": "integer"},
+            "env": {"type": "object", "additionalProperties": _TEXT},
+        },
+        ("command",),
+    ),
+    "shell": (
+        "action",
+        "Runs shell commands on the user's machine and returns what they print.",
+        {
+            "commands": {**_TEXTS, "description": "Command lines, run one after another."},
+            "timeout_ms": {"type": "integer"},
+            "max_output_length": {"type": "integer"},
+        },
+        ("commands",),
+    ),
+    "apply_patch": (
+        "operation",
+        "Creates, changes or deletes one file by a patch in the V4A diff format.",
+        {
+            "type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+            "path": _TEXT,
+            "diff": {**_TEXT, "description": "Not needed to delete a file."},
+        },
+        ("type", "path"),
+    ),
+}
+"""Tools with an item type of their own: where that item holds the arguments, the description, the
+arguments' schema, and which of them there must be."""
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Our name of a tool in a namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def read_tools(value: object, path: str) -> ToolList:
+    """`tools`, or the tools of an `additional_tools` item."""
+    found = ToolList()
+    for tool, where in objects(value, path):
+        found = found.plus(_read_tool(tool, where, None))
+    return found
+
+
+def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
+    kind = name_at(tool, "type", path)
+    description = text_at(tool, "description", path)
+    if kind == "namespace":
+        name = name_at(tool, "name", path)
+        inside = ToolList()
+        for inner, where in objects_at(tool, "tools", path):
+            inside = inside.plus(_read_tool(inner, where, name))
+        return inside
+    if kind in _OWN_TOOLS:
+        _, told, properties, required = _OWN_TOOLS[kind]
+        schema = {"type": "object", "properties": properties, "required": list(required)}
+        return ToolList((ToolSpec(kind, told, schema),), wire={kind: {"type": kind}})
+    if kind not in ("function", "custom"):
+        return ToolList(removed={SERVER_TOOLS.name: [kind]})
+    name = name_at(tool, "name", path)
+    ours = qualified(namespace, name)
+    wire: dict[str, JSON] = {ours: {"namespace": namespace, "name": name}} if namespace else {}
+    if kind == "custom":
+        grammar = freeform_grammar(object_at(tool, "format", path))
+        return ToolList((freeform_spec(ours, description, grammar),), frozenset((ours,)), wire)
+    spec = ToolSpec(
+        ours,
+        description,
+        object_at(tool, "parameters", path),
+        flag_at(tool, "strict", path) or False,
+    )
+    return ToolList((spec,), wire=wire)
+
+
+def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolCall | None:
+    """The call that a `local_shell_call`, `shell_call` or `apply_patch_call` item stands for."""
+    name = kind.removesuffix("_call")
+    if name == kind or name not in _OWN_TOOLS:
+        return None
+    key = _OWN_TOOLS[name][0]
+    given = an_object(item.get(key), member(path, key))
+    if name == "local_shell":
+        given = {inner: value for inner, value in given.items() if inner != "type"}
+    return ToolCall(call_id, name, arguments_text(given))
+
+
+def item_of_call(name: str, arguments: str) -> JSON | None:
+    """The members of the own item type of a call of tool `name`; `None` if they do not fit it."""
+    key, _, _, required = _OWN_TOOLS[name]
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(given, dict) or any(word not in given for word in required):
+        return None
+    if name == "local_shell":
+        given = {"type": "exec", "env": {}, **given}
+    return {"type": f"{name}_call", key: given}
