@@ -84,6 +84,7 @@ class MadeSession:
         started_at=None,
         root_reason=None,
         tools=None,
+        first_message=None,
         **fields,
     ):
         """One exchange after `parent` (an id, or `None` for a root); returns it."""
@@ -95,7 +96,7 @@ class MadeSession:
         prompt = np.concatenate([before[:kept], suffix])
         self.clock += 1.0
         started_at = self.clock if started_at is None else started_at
-        request, bodies = self._request(exchange_id, continues, len(suffix), tools)
+        request, bodies = self._request(exchange_id, continues, len(suffix), tools, first_message)
         values = {
             "dialect": Dialect.OPENAI_CHAT,
             "kind": Kind.AGENT,
@@ -169,13 +170,13 @@ class MadeSession:
         }
         return json.dumps(body).encode()
 
-    def _request(self, exchange_id, continues, tokens, tools):
+    def _request(self, exchange_id, continues, tokens, tools, first_message):
         """Spans as a harness sends them: all it sent before, our reply, then something new."""
         text = self.words(tokens) if self.texts else "go"
         if continues is None or continues not in self.spans:
             spans = (
                 json.dumps({"role": "system", "content": "You fix tests."}).encode(),
-                json.dumps({"role": "user", "content": text}).encode(),
+                json.dumps(first_message or {"role": "user", "content": text}).encode(),
             )
             kept, base, whole = 0, None, spans
         else:

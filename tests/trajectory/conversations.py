@@ -1,9 +1,9 @@
 """Random sessions for the laws: trees with retries, sub-agents, compaction, abandoned calls."""
 
 from hypothesis import strategies as st
+from tests.capture.made import MadeSession
 
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
-from tests.capture.made import MadeSession
 
 STATES = (DeliveryState.DELIVERED,) * 6 + (
     DeliveryState.CUT,

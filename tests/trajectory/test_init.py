@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trajectory.conversations import sessions
 
 from bridle.capture.records import SessionCapture
 from bridle.config import BuilderSpec
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import MaskReason
-from tests.trajectory.conversations import sessions
 
 STRATEGIES = ("per_request", "prefix_merging")
 

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Settings, Task, explain
+from bridle.errors import StoreError
 from bridle.plugins import load
 from bridle.trajectory.builders import BUILDERS, Builder, Plan, assemble, masked, shorten
 from bridle.trajectory.graph import Graph, grow, order_of
@@ -192,13 +193,16 @@ def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Tra
     }
     if transcript is None:
         return dataclasses.replace(trace, metadata=metadata)
-    return dataclasses.replace(
-        trace,
-        prompt_messages=transcript.request(path[0]),
-        response_messages=transcript.after(path),
-        tools=transcript.tools(path[-1]),
-        metadata=metadata,
-    )
+    try:
+        return dataclasses.replace(
+            trace,
+            prompt_messages=transcript.prompt_messages(path[0]),
+            response_messages=transcript.response_messages(path),
+            tools=transcript.tools(path[-1]),
+            metadata=metadata,
+        )
+    except StoreError as error:
+        return dataclasses.replace(trace, metadata=metadata | {"messages_missing": str(error)})
 
 
 def _metadata(

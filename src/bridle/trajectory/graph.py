@@ -18,7 +18,7 @@ The order in which exchanges are given does not matter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -295,16 +295,3 @@ class _Grower:
 
 def _bytes(array: Ids) -> bytes | memoryview:
     return np.ascontiguousarray(array, dtype="<i4").data
-
-
-def depth_first(graph: Graph) -> Iterator[tuple[int, Node]]:
-    """All nodes with their depth, each before its children, siblings by start time."""
-    stack: list[tuple[int, Node]] = [(0, root) for root in _by_time(graph.roots)][::-1]
-    while stack:
-        depth, node = stack.pop()
-        yield depth, node
-        stack += [(depth + 1, child) for child in _by_time(node.children)][::-1]
-
-
-def _by_time(nodes: Iterable[Node]) -> Sequence[Node]:
-    return sorted(nodes, key=lambda node: order_of(node.exchange))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
@@ -54,6 +55,49 @@ def trajectory_json(trajectory: Trajectory) -> JSON:
     }
 
 
+def trajectory_of(value: JSON) -> Trajectory:
+    """A trajectory from its JSON; what Bridle adds to Polar's names may be missing.
+
+    Raises `KeyError` or `ValueError` for what is not a trajectory.
+    """
+    return Trajectory(
+        session_id=value.get("session_id") or "",
+        status=value["status"],
+        traces=tuple(map(_trace_of, value["traces"])),
+        reward=value.get("reward"),
+        error=value.get("error"),
+        metadata=value["metadata"],
+    )
+
+
+def _trace_of(value: JSON) -> Trace:
+    mask = np.asarray(value["loss_mask"], dtype=np.uint8)
+    sampled = np.where(mask == 1, MaskReason.TRAINED, MaskReason.PROMPT)
+    return Trace(
+        trace_id=value.get("trace_id") or "",
+        prompt_ids=np.asarray(value["prompt_ids"], dtype=np.int32),
+        response_ids=np.asarray(value["response_ids"], dtype=np.int32),
+        loss_mask=mask,
+        response_logprobs=_array(value, "response_logprobs", np.zeros(len(mask)), np.float32),
+        versions=_array(value, "versions", np.full(len(mask), -1), np.int32),
+        reasons=_array(value, "reasons", sampled, np.uint8),
+        exchange_ids=tuple(value.get("exchange_ids") or ()),
+        turn_ends=tuple(value.get("turn_ends") or ()),
+        finish_reason=value.get("finish_reason") or "",
+        logprob_mode=value.get("logprob_mode") or "",
+        prompt_messages=value["prompt_messages"],
+        response_messages=value["response_messages"],
+        tools=value.get("tools"),
+        reward=value.get("reward"),
+        metadata=value["metadata"],
+    )
+
+
+def _array(value: JSON, key: str, missing: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any]:
+    given = value.get(key)
+    return np.asarray(missing if given is None else given, dtype=dtype)
+
+
 def session_result_json(
     trajectory: Trajectory,
     *,
@@ -80,22 +124,22 @@ def session_result_json(
     }
 
 
-def encode(value: JSON) -> bytes:
+def encode(value: object) -> bytes:
     """The bytes of what the functions above give, without a line end."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
-        return orjson.dumps(_writable(value), option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(writable(value), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _writable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """The value with lone surrogates, which UTF-8 cannot hold, as backslash escapes."""
+def writable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """The JSON value with lone surrogates, which UTF-8 cannot hold, as backslash escapes."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {_writable(key): _writable(item) for key, item in value.items()}
+        return {writable(key): writable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_writable(item) for item in value]
+        return [writable(item) for item in value]
     return value
 
 

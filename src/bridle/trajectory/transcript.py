@@ -1,137 +1,119 @@
-"""The messages of a trace, in the shape of OpenAI Chat, from stored spans and replies.
+"""The messages of a trace in the form of OpenAI Chat, whatever dialect its harness spoke.
 
-A request is stored as digests of raw spans against an earlier request (`RequestRecord`). A trace's
-messages are those of its first request, then, turn by turn, the reply as it was given and what the
-harness added to it. The harness's own copy of a reply is left out: what was sampled is the fact.
-
-How a dialect's spans, heads and replies read as chat messages is one `ChatShape` per dialect in
-`CHAT_SHAPES`; a dialect without one gives its own JSON unchanged.
+A request is stored as digests of raw spans against an earlier request (`RequestRecord`). It is put
+together again and read by the dialect that read it when it came, so what a trace shows is what the
+model was shown. A trace's messages are those of its first request, then, turn by turn, the reply as
+it was given and what the harness added to it. The harness's own copy of a reply is left out: what
+was sampled is the fact.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import orjson
+from collections.abc import Iterable, Mapping, Sequence
 
 from bridle.capture.records import Exchange
-from bridle.types import JSON, Dialect
-
-
-@dataclass(frozen=True, slots=True)
-class ChatShape:
-    """How one dialect's stored JSON reads as OpenAI Chat messages. All are pure functions."""
-
-    head: Callable[[JSON], list[JSON]]
-    """Messages that stand in a request's head (system prompt, instructions)."""
-    span: Callable[[JSON], list[JSON]]
-    """Messages of one stored span (a message or an item)."""
-    reply: Callable[[JSON], list[JSON]]
-    """Assistant messages of a whole reply."""
-    tools: Callable[[list[JSON]], list[JSON]]
-    """Tool list as Chat has it."""
-
-
-def _chat_reply(reply: JSON) -> list[JSON]:
-    return [choice["message"] for choice in reply.get("choices", [])[:1]]
-
-
-CHAT = ChatShape(lambda _: [], lambda span: [span], _chat_reply, lambda tools: tools)
-"""OpenAI Chat is the shape itself."""
-
-AS_STORED = ChatShape(
-    lambda head: [{"role": "system", "content": head[key]} for key in ("system",) if key in head],
-    lambda span: [span],
-    lambda reply: [{"role": "assistant", "content": reply}],
-    lambda tools: tools,
-)
-"""For a dialect without a shape: its own JSON."""
-
-CHAT_SHAPES: dict[Dialect, ChatShape] = {Dialect.OPENAI_CHAT: CHAT}
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.messages import chat_messages, chat_tools
+from bridle.errors import StoreError, boundary
+from bridle.types import JSON, Message, ModelRequest, Role
 
 
 class Transcript:
-    """Reads the messages of one session's exchanges; every span is decoded once."""
+    """Reads the messages of one session's exchanges; every span is decoded once.
+
+    What cannot be read (a body that the store lacks, a request that its dialect refuses) raises
+    `StoreError` with the exchange's id.
+    """
 
     def __init__(self, exchanges: Iterable[Exchange], bodies: Mapping[bytes, bytes]) -> None:
         self._exchanges = {exchange.exchange_id: exchange for exchange in exchanges}
         self._bodies = bodies
-        self._messages: dict[tuple[Dialect, bytes], list[JSON]] = {}
-        self._replies: dict[str, list[JSON]] = {}
+        self._memo: dict[bytes, tuple[Message, ...]] = {}
+        self._requests: dict[str, ModelRequest] = {}
+        self._replies: dict[str, tuple[Message, ...]] = {}
 
-    def spans(self, exchange: Exchange) -> list[bytes]:
-        """Digests of all spans of an exchange's request, in order.
+    def request(self, exchange: Exchange) -> ModelRequest:
+        """The request as its dialect reads it."""
+        known = self._requests.get(exchange.exchange_id)
+        if known is None:
+            with boundary(StoreError, f"exchange {exchange.exchange_id}: cannot read its request"):
+                wire = DIALECTS[exchange.dialect]
+                tools = exchange.request.tools
+                body = wire.body(
+                    exchange.request.head,
+                    [self._bodies[digest] for digest in self._spans(exchange)],
+                    None if tools is None else self._bodies[tools],
+                )
+                route = Route(exchange.dialect, RouteKind.GENERATE, model="policy")
+                known = wire.parse(route, body, self._memo)
+            self._requests[exchange.exchange_id] = known
+        return known
 
-        Where an earlier request is not there (or bases form a ring), what follows it is given.
-        """
-        runs: list[Sequence[bytes]] = []
-        take = span_count(exchange)
-        seen: set[str] = set()
-        at: Exchange | None = exchange
-        while at is not None and at.exchange_id not in seen and take > 0:
-            seen.add(at.exchange_id)
-            request = at.request
-            runs.append(request.spans[: max(0, take - request.kept_spans)])
-            take = min(take, request.kept_spans)
-            at = self._exchanges.get(request.base) if request.base is not None else None
-        return [digest for run in reversed(runs) for digest in run]
-
-    def request(self, exchange: Exchange) -> list[JSON]:
-        """All messages of a request."""
-        shape = CHAT_SHAPES.get(exchange.dialect, AS_STORED)
-        head = _decode(exchange.request.head)
-        messages = shape.head(head) if isinstance(head, dict) else []
-        return [*messages, *self._of_spans(exchange.dialect, self.spans(exchange))]
-
-    def reply(self, exchange: Exchange) -> list[JSON]:
-        """The assistant messages of a reply; none where nothing was kept."""
+    def reply(self, exchange: Exchange) -> tuple[Message, ...]:
+        """The assistant messages of a reply; none where nothing was kept of it."""
         known = self._replies.get(exchange.exchange_id)
         if known is None:
-            reply = _decode(exchange.reply)
-            shape = CHAT_SHAPES.get(exchange.dialect, AS_STORED)
-            known = shape.reply(reply) if isinstance(reply, dict) else []
+            with boundary(StoreError, f"exchange {exchange.exchange_id}: cannot read its reply"):
+                wire = DIALECTS[exchange.dialect]
+                known = wire.reply_messages(exchange.reply) if exchange.reply else ()
             self._replies[exchange.exchange_id] = known
         return known
 
-    def after(self, path: Sequence[Exchange]) -> list[JSON]:
-        """What follows the first request on a path: each reply and what the harness added to it."""
-        messages = list(self.reply(path[0]))
-        spans = self.spans(path[-1])
-        for before, exchange in itertools.pairwise(path):
-            new = spans[span_count(before) : span_count(exchange)]
-            added = self._of_spans(exchange.dialect, new)
-            echo = len(self.reply(before))
-            while echo > 0 and added and added[0].get("role") == "assistant":
-                added, echo = added[1:], echo - 1
-            messages += added
-            messages += self.reply(exchange)
-        return messages
+    def prompt_messages(self, exchange: Exchange) -> list[JSON]:
+        """All messages of a request as OpenAI Chat has them."""
+        return chat_messages(self.request(exchange).messages)
+
+    def response_messages(self, path: Sequence[Exchange]) -> list[JSON]:
+        """What follows the first request on a path, as OpenAI Chat has it."""
+        said = list(self.reply(path[0]))
+        if len(path) > 1:
+            last = self.request(path[-1])
+            ends = _ends_of_spans(last)
+            for before, exchange in itertools.pairwise(path):
+                start, end = (
+                    ends[min(span_count(each), len(ends) - 1)] for each in (before, exchange)
+                )
+                said += self._added(before, last.messages[start:end])
+                said += self.reply(exchange)
+        return chat_messages(said)
+
+    def added(self, exchange: Exchange) -> tuple[Message, ...]:
+        """Messages that are new with a request: all of a first one, else without our reply."""
+        request = self.request(exchange)
+        base = self._exchanges.get(exchange.request.base or "")
+        if base is None:
+            return request.messages
+        ends = _ends_of_spans(request)
+        new = request.messages[ends[min(exchange.request.kept_spans, len(ends) - 1)] :]
+        return self._added(base, new)
 
     def tools(self, exchange: Exchange) -> list[JSON] | None:
-        """The tool list that a request sent; `None` if it sent none."""
-        digest = exchange.request.tools
-        tools = _decode(self._bodies.get(digest, b"")) if digest is not None else None
-        shape = CHAT_SHAPES.get(exchange.dialect, AS_STORED)
-        return shape.tools(tools) if isinstance(tools, list) else None
+        """The tool list of a request as OpenAI Chat has it; `None` if it sent none."""
+        tools = self.request(exchange).tools
+        return chat_tools(tools) if tools else None
 
-    def _of_spans(self, dialect: Dialect, digests: Iterable[bytes]) -> list[JSON]:
-        return [message for digest in digests for message in self._of_span(dialect, digest)]
+    def _added(self, before: Exchange, new: Sequence[Message]) -> tuple[Message, ...]:
+        """The new messages after an exchange without the harness's copy of its reply."""
+        echo = len(self.reply(before))
+        own = itertools.takewhile(lambda message: message.role is Role.ASSISTANT, new[:echo])
+        return tuple(new[sum(1 for _ in own) :])
 
-    def _of_span(self, dialect: Dialect, digest: bytes) -> list[JSON]:
-        """Messages of a span; one whose body is not in the store says so in its place."""
-        known = self._messages.get((dialect, digest))
-        if known is None:
-            span = _decode(self._bodies.get(digest, b""))
-            if isinstance(span, dict):
-                known = CHAT_SHAPES.get(dialect, AS_STORED).span(span)
-            else:
-                known = [{"role": "user", "content": None, "missing": digest.hex()}]
-            self._messages[dialect, digest] = known
-        return known
+    def _spans(self, exchange: Exchange) -> list[bytes]:
+        """Digests of all spans of an exchange's request, in order. `KeyError` = no such base."""
+        runs: list[Sequence[bytes]] = []
+        take = span_count(exchange)
+        at = exchange
+        seen: set[str] = set()
+        while True:
+            request = at.request
+            runs.append(request.spans[: max(0, take - request.kept_spans)])
+            take = min(take, request.kept_spans)
+            if take == 0 or request.base is None or at.exchange_id in seen:
+                return [digest for run in reversed(runs) for digest in run]
+            seen.add(at.exchange_id)
+            at = self._exchanges[request.base]
 
 
 def span_count(exchange: Exchange) -> int:
@@ -139,13 +121,7 @@ def span_count(exchange: Exchange) -> int:
     return exchange.request.kept_spans + len(exchange.request.spans)
 
 
-def _decode(raw: bytes) -> Any:  # noqa: ANN401 - JSON as decoded
-    """JSON as decoded; `None` where there is none or it is malformed."""
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        pass
-    try:
-        return json.loads(raw)
-    except ValueError:
-        return None
+def _ends_of_spans(request: ModelRequest) -> list[int]:
+    """Index into `messages` after the head and the first 0, 1, 2... spans."""
+    lengths = request.span_lengths
+    return list(itertools.accumulate(lengths, initial=request.head_messages))

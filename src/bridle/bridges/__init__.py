@@ -1,0 +1,4 @@
+"""Bridges: trajectories out, into files and trainers.
+
+`parquet` writes and reads whole runs, `sft` writes accepted trajectories as supervised examples.
+"""

@@ -1,0 +1,237 @@
+"""Trajectories as Parquet: one row per trace, with the names of the JSON.
+
+Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). Columns:
+
+| column | type | meaning |
+|---|---|---|
+| session_id, task_id, status, error | string | of the session; repeated in each of its rows |
+| session_reward | double | reward of the session; null = not known |
+| trajectory_metadata | string | JSON; its `stats` are the law numbers |
+| trace_id | string | session id, builder, position |
+| prompt_ids | list<int32> | ids before the first sampled one |
+| response_ids | list<int32> | all ids after that |
+| loss_mask | list<uint8> | 1 = trains; one per response id |
+| response_logprobs | list<float> | of each id that trains, else 0.0; one per response id |
+| versions | list<int32> | policy version that sampled it, -1 = not sampled; one per response id |
+| reasons | list<uint8> | `MaskReason`; their names are in the file's metadata `mask_reasons` |
+| exchange_ids, turn_ends | list<string>, list<int32> | the path; where its turns end |
+| finish_reason, logprob_mode | string | |
+| prompt_messages, response_messages, tools | string | JSON in the form of OpenAI Chat |
+| reward | double | of the trace |
+| metadata | string | JSON |
+
+A session without any trace has no row; it stands, as its JSON, in the file's metadata under
+`sessions_without_traces`, so that reading gives back every trajectory that was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bridle.errors import BridleError, boundary
+from bridle.trajectory.result import encode, trajectory_json, trajectory_of, writable
+from bridle.trajectory.sample import MaskReason, Trace, Trajectory
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+FORMAT = "1"
+"""Version of these columns, in the file's metadata as `bridle_trajectories`."""
+
+GROUP_TOKENS = 2_000_000
+"""A row group is written when its traces hold this many ids: about 26 MB in memory."""
+
+_ARRAYS = {
+    "prompt_ids": pa.int32(),
+    "response_ids": pa.int32(),
+    "loss_mask": pa.uint8(),
+    "response_logprobs": pa.float32(),
+    "versions": pa.int32(),
+    "reasons": pa.uint8(),
+}
+_OF_SESSION = ("session_id", "task_id", "status", "error")
+_PLAIN = ("trace_id", "finish_reason", "logprob_mode")
+_JSON = ("prompt_messages", "response_messages", "tools", "metadata")
+
+SCHEMA = pa.schema(
+    [(name, pa.string()) for name in _OF_SESSION]
+    + [("session_reward", pa.float64()), ("trajectory_metadata", pa.string())]
+    + [("trace_id", pa.string())]
+    + [(name, pa.list_(kind)) for name, kind in _ARRAYS.items()]
+    + [("exchange_ids", pa.list_(pa.string())), ("turn_ends", pa.list_(pa.int32()))]
+    + [("finish_reason", pa.string()), ("logprob_mode", pa.string())]
+    + [(name, pa.string()) for name in _JSON[:3]]
+    + [("reward", pa.float64()), ("metadata", pa.string())]
+)
+
+
+class TrajectoryWriter:
+    """Writes trajectories as they come. The file appears, whole, when the writer is closed.
+
+    A `with` block that ends by an exception leaves no file. Failures are `BridleError` with the
+    path.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._part = self.path.with_name(self.path.name + ".part")
+        self._rows: list[tuple[Trajectory, Trace]] = []
+        self._tokens = 0
+        self._without_traces: list[JSON] = []
+        with self._writing():
+            self._writer = pq.ParquetWriter(self._part, SCHEMA, compression="zstd")
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Add one trajectory."""
+        if not trajectory.traces:
+            self._without_traces.append(trajectory_json(trajectory))
+        for trace in trajectory.traces:
+            self._rows.append((trajectory, trace))
+            self._tokens += len(trace.prompt_ids) + len(trace.response_ids)
+        if self._tokens >= GROUP_TOKENS:
+            self._write_group()
+
+    def close(self) -> None:
+        """Write what is left and put the file in its place."""
+        self._write_group()
+        with self._writing():
+            self._writer.add_key_value_metadata(
+                {
+                    "bridle_trajectories": FORMAT,
+                    "mask_reasons": encode([reason.key for reason in MaskReason]),
+                    "sessions_without_traces": encode(self._without_traces),
+                }
+            )
+            self._writer.close()
+            self._part.replace(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._writer.close()
+            self._part.unlink(missing_ok=True)
+
+    def _write_group(self) -> None:
+        if self._rows:
+            with self._writing():
+                self._writer.write_table(_table(self._rows))
+            self._rows, self._tokens = [], 0
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return boundary(BridleError, f"{self.path}: cannot write trajectories")
+
+
+def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write all of `trajectories` to one file, in order. Raises `BridleError`."""
+    with TrajectoryWriter(path) as writer:
+        for trajectory in trajectories:
+            writer.write(trajectory)
+
+
+def read_trajectories(path: str | Path) -> list[Trajectory]:
+    """The trajectories of a file, those with traces first, in the order they were written.
+
+    Raises `BridleError` for what is not such a file or has a newer format.
+    """
+    with boundary(BridleError, f"{path}: cannot read trajectories"):
+        file = pq.ParquetFile(path)
+        about = file.metadata.metadata or {}
+        found = about.get(b"bridle_trajectories")
+        if found != FORMAT.encode():
+            message = f"{path}: not trajectories of format {FORMAT}, but {found!r}"
+            raise BridleError(message)
+        whole = list(_grouped(file))
+        empty = orjson.loads(about[b"sessions_without_traces"])
+        return whole + [trajectory_of(value) for value in empty]
+
+
+def _table(rows: Sequence[tuple[Trajectory, Trace]]) -> pa.Table:
+    """Rows as columns; token arrays are laid end to end without a Python object per token."""
+    sessions = [trajectory for trajectory, _ in rows]
+    traces = [trace for _, trace in rows]
+    columns: dict[str, Any] = {
+        "session_id": [t.session_id for t in sessions],
+        "task_id": [t.metadata.get("task_id") for t in sessions],
+        "status": [str(t.status) for t in sessions],
+        "error": [writable(t.error) for t in sessions],
+        "session_reward": [t.reward for t in sessions],
+        "trajectory_metadata": [encode(t.metadata).decode() for t in sessions],
+        "exchange_ids": [list(t.exchange_ids) for t in traces],
+        "turn_ends": [list(t.turn_ends) for t in traces],
+        "reward": [t.reward for t in traces],
+    }
+    for name in _PLAIN:
+        columns[name] = [str(getattr(trace, name)) for trace in traces]
+    for name in _JSON:
+        values = [getattr(trace, name) for trace in traces]
+        columns[name] = [None if value is None else encode(value).decode() for value in values]
+    for name, kind in _ARRAYS.items():
+        columns[name] = _lists([getattr(trace, name) for trace in traces], kind)
+    arrays = [pa.array(columns[field.name], type=field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _lists(arrays: Sequence[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array:
+    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    values = np.concatenate(arrays)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values, type=kind))
+
+
+def _grouped(file: pq.ParquetFile) -> Iterator[Trajectory]:
+    """Neighbouring rows of one session as one trajectory."""
+    session: dict[str, Any] | None = None
+    traces: list[Trace] = []
+    for batch in file.iter_batches():
+        for row in range(batch.num_rows):
+            values = {name: batch.column(name)[row] for name in batch.schema.names}
+            about = {name: values[name].as_py() for name in _OF_SESSION}
+            about["reward"] = values["session_reward"].as_py()
+            about["metadata"] = values["trajectory_metadata"].as_py()
+            if session is not None and session != about:
+                yield _trajectory(session, traces)
+                traces = []
+            session = about
+            traces.append(_trace(values))
+    if session is not None:
+        yield _trajectory(session, traces)
+
+
+def _trajectory(about: dict[str, Any], traces: list[Trace]) -> Trajectory:
+    return Trajectory(
+        session_id=about["session_id"],
+        status=about["status"],
+        traces=tuple(traces),
+        reward=about["reward"],
+        error=about["error"],
+        metadata=orjson.loads(about["metadata"]),
+    )
+
+
+def _trace(values: dict[str, Any]) -> Trace:
+    fields: dict[str, Any] = {
+        name: values[name].values.to_numpy(zero_copy_only=False) for name in _ARRAYS
+    }
+    for name in (*_PLAIN, "reward"):
+        fields[name] = values[name].as_py()
+    for name in _JSON:
+        text = values[name].as_py()
+        fields[name] = None if text is None else orjson.loads(text)
+    for name in ("exchange_ids", "turn_ends"):
+        fields[name] = tuple(values[name].as_py())
+    return Trace(**fields)

@@ -1,0 +1,119 @@
+"""Trajectories come back from Parquet as they went in, and any reader can use the file."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from tests.capture.made import MadeSession
+from tests.trajectory.conversations import sessions
+
+from bridle.bridges.parquet import (
+    GROUP_TOKENS,
+    SCHEMA,
+    TrajectoryWriter,
+    read_trajectories,
+    write_trajectories,
+)
+from bridle.errors import BridleError
+from bridle.trajectory import rebuild
+from bridle.trajectory.result import trajectory_bytes
+from bridle.trajectory.sample import MaskReason
+
+
+def made_trajectory(session_id="s1", turns=3, **fields):
+    made = MadeSession(session_id, **fields)
+    for turn in range(turns):
+        made.call(f"x{turn - 1}" if turn else None)
+    made.end(0.25)
+    return rebuild(made.capture())
+
+
+def test_a_plain_reader_finds_one_row_per_trace_with_the_names_of_the_json(tmp_path):
+    trajectory = made_trajectory()
+    write_trajectories(tmp_path / "t.parquet", [trajectory, made_trajectory("s2")])
+    table = pq.read_table(tmp_path / "t.parquet")
+    assert table.schema.equals(SCHEMA)
+    assert table["session_id"].to_pylist() == ["s1", "s2"]
+    (trace,) = trajectory.traces
+    row = table.to_pylist()[0]
+    for name in ("prompt_ids", "response_ids", "loss_mask", "versions", "reasons"):
+        assert row[name] == getattr(trace, name).tolist()
+    assert np.array_equal(np.float32(row["response_logprobs"]), trace.response_logprobs)
+    assert (row["status"], row["reward"], row["session_reward"]) == ("COMPLETED", 0.25, 0.25)
+    assert json.loads(row["response_messages"]) == trace.response_messages
+    assert json.loads(row["trajectory_metadata"])["stats"]["exchanges"] == 3
+
+
+def test_the_file_says_what_its_mask_reasons_are(tmp_path):
+    write_trajectories(tmp_path / "t.parquet", [made_trajectory()])
+    about = pq.read_metadata(tmp_path / "t.parquet").metadata
+    assert json.loads(about[b"mask_reasons"])[MaskReason.SUPERSEDED] == "superseded"
+
+
+@settings(max_examples=20)
+@given(made=sessions())
+def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, made):
+    path = tmp_path_factory.mktemp("p") / "t.parquet"
+    trajectory = rebuild(made.capture())
+    write_trajectories(path, [trajectory])
+    (read,) = read_trajectories(path)
+    assert trajectory_bytes(read) == trajectory_bytes(trajectory)
+
+
+def test_sessions_without_a_trace_and_without_messages_are_kept(tmp_path):
+    empty = made_trajectory("empty", turns=0)
+    without = rebuild(MadeSession("other").capture())
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, [empty, made_trajectory(), without])
+    read = read_trajectories(path)
+    assert [t.session_id for t in read] == ["s1", "empty", "other"]
+    assert trajectory_bytes(read[1]) == trajectory_bytes(empty)
+    write_trajectories(path, [])
+    assert read_trajectories(path) == []
+    assert pq.read_table(path).num_rows == 0
+
+
+def test_row_groups_bound_what_a_writer_holds(tmp_path):
+    made = MadeSession(texts=False)
+    made.call(None, new=GROUP_TOKENS // 2, output=10)
+    made.end()
+    trajectory = rebuild(made.capture())
+    with TrajectoryWriter(tmp_path / "t.parquet") as writer:
+        for _ in range(4):
+            writer.write(trajectory)
+    assert pq.ParquetFile(tmp_path / "t.parquet").num_row_groups == 2
+
+
+def test_undecodable_text_of_a_harness_is_escaped(tmp_path):
+    made = MadeSession()
+    made.call()
+    made.end(None, status="ERROR", error="bad byte \udcff")
+    write_trajectories(tmp_path / "t.parquet", [rebuild(made.capture())])
+    (read,) = read_trajectories(tmp_path / "t.parquet")
+    assert read.error == "bad byte \\udcff"
+
+
+def test_a_failed_writing_leaves_no_file(tmp_path):
+    path = tmp_path / "t.parquet"
+    with pytest.raises(RuntimeError, match="boom"), TrajectoryWriter(path) as writer:
+        writer.write(made_trajectory())
+        raise RuntimeError("boom")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_or_read_is_named(tmp_path):
+    missing = tmp_path / "no" / "t.parquet"
+    with pytest.raises(BridleError, match=f"{missing}: cannot write"):
+        write_trajectories(missing, [])
+    with pytest.raises(BridleError, match=f"{missing}: cannot read"):
+        read_trajectories(missing)
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"a": [1]}), other)
+    with pytest.raises(BridleError, match="not trajectories of format 1"):
+        read_trajectories(other)
+    other.write_bytes(b"PAR1 no")
+    with pytest.raises(BridleError, match="cannot read"):
+        read_trajectories(other)
