@@ -1,4 +1,47 @@
-"""Inference engines: who samples. The contract is `base`; every other file is one engine.
+"""Inference engines: who samples. The contract is `base`; every other file serves one engine.
 
-An engine is given by a short form (`scripted:FILE`, `embedded:DIR`, `http://...`); see `ENGINES`.
+An engine is given by a short form, `KIND:TARGET`, see `ENGINES`; `open_engine` makes it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridle.errors import ConfigError
+from bridle.plugins import load
+
+if TYPE_CHECKING:
+    from bridle.engines.base import Engine
+
+ENGINES = {
+    "scripted": "bridle.engines.scripted:ScriptedEngine",
+    "embedded": "bridle.engines.embedded:EmbeddedEngine",
+    "http": "bridle.engines.vllm:VllmEngine",
+    "https": "bridle.engines.vllm:VllmEngine",
+}
+"""Kind -> class. It is made by its `open(target, *, tokenizer)`, or called with the target: a
+script file, a model folder, a server's URL."""
+
+
+def open_engine(spec: str, *, tokenizer: str | None = None) -> Engine:
+    """The engine that `spec` names, not started yet.
+
+    `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape), or
+    `package.module:Class:TARGET` for a class of your own. `tokenizer` is a folder or `builtin`, for
+    engines that do not bring one. Raises `ConfigError`.
+    """
+    kind, colon, target = spec.partition(":")
+    name = kind
+    if kind not in ENGINES and "." in kind and ":" in target:
+        attribute, _, target = target.partition(":")
+        name = f"{kind}:{attribute}"
+    if not colon or (kind not in ENGINES and name == kind):
+        known = "scripted:FILE, embedded:DIR, http://HOST:PORT, package.module:Class:TARGET"
+        raise ConfigError(f"unknown engine {spec!r}; known forms: {known}")
+    factory = load(name, ENGINES, what="engine")
+    given = spec if kind in {"http", "https"} else target
+    if not hasattr(factory, "open"):
+        made: Engine = factory(given)
+        return made
+    opened: Engine = factory.open(given, tokenizer=tokenizer)
+    return opened

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
+
+
+RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""HTTP statuses after which the same call may be tried again."""
 
 
 class Prompt(Protocol):
@@ -47,6 +52,8 @@ class GenerateRequest:
     tools: Sequence[JSON] | None = None
     grammar: JSON | None = None
     """`{"json_schema": {...}}` to constrain the samples; `None` = free."""
+    stream: bool = False
+    """Whether the caller wants pieces as they are sampled; an engine may send one piece anyway."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,3 +114,18 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """Release everything; idempotent."""
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """An engine whose policy version can be told from outside, after its weights were changed."""
+
+    async def set_version(self, version: int) -> None:
+        """Tokens sampled from here on carry `version`."""
+
+
+class CutError(EngineError):
+    """The connection to the engine ended in the middle of a reply; what came so far stands."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)

@@ -1,0 +1,228 @@
+"""HTTP to a serving engine: one connection pool, failures told apart, calls that can be ended.
+
+What an adapter for another server shares with the one for vLLM. Every failure leaves here as
+`EngineError`: no answer, an error status, a page that is no JSON, a reply that breaks off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from bridle.engines import wire
+from bridle.engines.base import RETRYABLE, CutError
+from bridle.errors import ContextOverflowError, EngineError
+from bridle.types import JSON
+
+KEEPALIVE_S = 4.0
+"""Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
+
+_OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? (\d+)", re.IGNORECASE)
+_CONNECT_S = 10.0
+_LARGE = 1 << 20
+
+
+class AbortedError(Exception):
+    """The call was ended by `Call.abort`."""
+
+
+class Call:
+    """One call under way. Every wait of it happens inside `waiting`, so `abort` can end it."""
+
+    def __init__(self) -> None:
+        self._aborted = False
+        self._limit: asyncio.Timeout | None = None
+
+    def abort(self) -> None:
+        """End the wait under way, or the next one, with `AbortedError`."""
+        self._aborted = True
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Around one wait on the network; never around a `yield` to the caller."""
+        if self._aborted:
+            raise AbortedError
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                yield
+        except TimeoutError:
+            if self._aborted:
+                raise AbortedError from None
+            raise
+        finally:
+            self._limit = None
+
+
+class EngineClient:
+    """Calls one server. `timeout_s` is how long it may be silent within one call."""
+
+    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._session: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s
+                ),
+            )
+        return self._session
+
+    def _url(self, path: str) -> URL:
+        if path not in self._urls:
+            self._urls[path] = URL(self.base_url + path)
+        return self._urls[path]
+
+    async def aclose(self) -> None:
+        """Close all connections; idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, path: str, *, optional: bool = False) -> JSON:
+        """A JSON object; of an `optional` path that the server does not have, an empty one."""
+        async with self._failures(path), self._opened().get(self._url(path)) as response:
+            body = await response.read()
+        if optional and response.status in {403, 404, 405, 501}:
+            return {}
+        if response.status != 200:
+            raise failure(response.status, body, self._url(path))
+        if not body:
+            return {}
+        return _object(body, self._url(path))
+
+    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
+        """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
+        async with self._failures(path), call.waiting(), await self._posted(path, body) as response:
+            try:
+                answer = await response.read()
+            except TimeoutError:
+                raise
+            except aiohttp.ClientError as error:
+                raise _cut(error) from error
+        if response.status != 200:
+            raise failure(response.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+        if answer[:1] != b"{":
+            raise failure(200, answer, self._url(path))
+        return answer
+
+    async def stream(
+        self, path: str, body: bytes, call: Call, *, prompt_tokens: int
+    ) -> AsyncGenerator[bytes, None]:
+        """Data of each server-sent event, up to `[DONE]` or the end of the connection."""
+        async with self._failures(path), call.waiting():
+            response = await self._posted(path, body)
+        try:
+            if response.status != 200 or response.content_type != "text/event-stream":
+                async with self._failures(path), call.waiting():
+                    answer = await response.read()
+                raise failure(response.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+            async with aclosing(_events(response, call)) as events:
+                async for data in events:
+                    if data == b"[DONE]":
+                        return
+                    yield data
+        finally:
+            response.close()
+
+    async def _posted(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        # aiohttp wants large bodies as files, so that writing one gives way to others.
+        data = io.BytesIO(body) if len(body) >= _LARGE else body
+        return await self._opened().post(self._url(path), data=data)
+
+    @asynccontextmanager
+    async def _failures(self, path: str) -> AsyncIterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise EngineError(
+                f"{self._url(path)} was silent for {self._timeout_s:g} s", retryable=True
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(
+                f"{self._url(path)} cannot be reached: {str(error) or type(error).__name__}",
+                retryable=True,
+            ) from error
+
+
+def failure(status: int, body: bytes, url: URL, *, prompt_tokens: int = 0) -> EngineError:
+    """What an answer other than the expected one means."""
+    if body.lstrip()[:1] == b"<":
+        return EngineError(
+            f"{url} answered {status} with a page, not JSON: is this the engine's address, and is "
+            "a proxy between?",
+            retryable=status in RETRYABLE,
+            status=status,
+        )
+    message = _message(body)
+    overflow = _OVERFLOW.search(message)
+    if status in {400, 413, 422} and overflow is not None:
+        return ContextOverflowError(prompt_tokens, int(overflow[1]), None)
+    hint = "; is the API key right?" if status in {401, 403} else ""
+    return EngineError(
+        f"{url} answered {status}: {message}{hint}", retryable=status in RETRYABLE, status=status
+    )
+
+
+def _message(body: bytes) -> str:
+    try:
+        answer = msgspec.json.decode(body, type=wire.ErrorAnswer)
+    except msgspec.MsgspecError:
+        return body[:300].decode(errors="replace") or "(empty body)"
+    told: Any = answer.error or answer.message or answer.detail
+    if isinstance(told, wire.ErrorDetail):
+        told = told.message
+    return str(told) if told else body[:300].decode(errors="replace")
+
+
+def _object(body: bytes, url: URL) -> JSON:
+    try:
+        return msgspec.json.decode(body, type=JSON)
+    except msgspec.MsgspecError:
+        raise failure(200, body, url) from None
+
+
+def _cut(error: Exception) -> CutError:
+    return CutError(f"the engine's reply broke off: {str(error) or type(error).__name__}")
+
+
+async def _events(response: aiohttp.ClientResponse, call: Call) -> AsyncGenerator[bytes, None]:
+    """Data of each event; lines may be split anywhere and end in any of the allowed ways."""
+    rest, lines = b"", list[bytes]()
+    while True:
+        try:
+            async with call.waiting():
+                piece = await response.content.readany()
+        except TimeoutError:
+            raise CutError("the engine fell silent in the middle of a reply") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _cut(error) from error
+        if not piece:
+            return
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            text = line.removesuffix(b"\r")
+            if text.startswith(b"data:"):
+                lines.append(text[5:].removeprefix(b" "))
+            elif not text and lines:
+                yield b"\n".join(lines)
+                lines.clear()

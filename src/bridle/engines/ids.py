@@ -1,0 +1,161 @@
+"""Token ids as JSON text and as arrays, each made from the other only when somebody asks.
+
+A prompt of 10^5 ids crosses HTTP as text. Here it stays text: its length is a count of commas, its
+last ids are the end of the text, and a whole parse happens once, in C, if an engine wants it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import orjson
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+_LIST = msgspec.json.Decoder(list[int])
+_LARGEST = 2**31 - 1
+
+
+class IdsError(ValueError):
+    """Text that is not a JSON array of token ids; says what is wrong with it."""
+
+
+def ids_json(ids: Ids) -> bytes:
+    """The ids as the text of a JSON array without spaces."""
+    contiguous = np.ascontiguousarray(ids, dtype=np.int32)
+    return orjson.dumps(contiguous, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def compact(text: bytes) -> bytes:
+    """The same JSON array without white space; `text` itself where it has none."""
+    if b" " in text or b"\n" in text:
+        return bytes(text).translate(None, b" \t\r\n")
+    return text
+
+
+def plain_ids(text: bytes) -> bool:
+    """Whether text between brackets is digits and commas only; 15 us for 16,384 ids."""
+    if not text:
+        return True
+    codes = np.frombuffer(text, dtype=np.uint8)
+    if int(codes.min()) < 44 or int(codes.max()) > 57:
+        return False
+    return b"-" not in text and b"." not in text and b"/" not in text
+
+
+def cut_ids(body: bytes, key: bytes) -> tuple[bytes, bytes | None]:
+    """Take the ids under `key` out of JSON text, so that no decoder has to walk through them.
+
+    Returns the text with `null` in their place, and the array's own text; the text unchanged and
+    `None` where `key` does not occur exactly once with an array of plain ids. Inside a JSON string
+    the key's quotes are escaped, so only a real key is ever found. Decoding 16,384 ids as a raw
+    span takes 0.15 ms, this takes 0.03.
+    """
+    mark = b'"' + key + b'":['
+    start = body.find(mark)
+    if start < 0:
+        return body, None
+    first = start + len(mark)
+    end = body.find(b"]", first)
+    if end < 0 or body.find(mark[:-2], end) >= 0 or not plain_ids(inner := body[first:end]):
+        return body, None
+    return b"".join((body[: first - 1], b"null", body[end + 1 :])), b"[" + inner + b"]"
+
+
+def parse_ids(text: bytes) -> Ids:
+    """Ids of a JSON array without spaces, int32, shape (T,). Raises `IdsError`.
+
+    The C parser of numpy is twice as fast as decoding to Python ints (0.28 against 0.59 ms for
+    16,384 ids), but accepts more than JSON: text of any unusual form takes the strict way.
+    """
+    inner = text[1:-1]
+    plain = text[:1] == b"[" and text[-1:] == b"]" and plain_ids(inner)
+    if not plain or not inner or b",," in text or text[1:2] == b"," or text[-2:-1] == b",":
+        return _parse_strictly(text)
+    wide = np.fromstring(inner, dtype=np.int64, sep=",")
+    if len(wide) and (int(wide.max()) > _LARGEST or int(wide.min()) < 0):
+        return _parse_strictly(text)
+    return wide.astype(np.int32)
+
+
+def _parse_strictly(text: bytes) -> Ids:
+    try:
+        values = _LIST.decode(text)
+    except msgspec.MsgspecError as error:
+        raise IdsError(f"not a JSON array of token ids: {error}") from None
+    for position, value in enumerate(values):
+        if not 0 <= value <= _LARGEST:
+            raise IdsError(f"[{position}]: {value} is no token id")
+    return np.array(values, dtype=np.int32)
+
+
+class TextIds:
+    """A prompt that came as JSON text; implements `bridle.engines.base.Prompt`."""
+
+    __slots__ = ("__dict__", "_text")
+
+    def __init__(self, text: bytes) -> None:
+        self._text = compact(text)
+        if self._text[:1] != b"[" or self._text[-1:] != b"]":
+            raise IdsError("not a JSON array of token ids")
+
+    def __len__(self) -> int:
+        return self._length
+
+    @functools.cached_property
+    def _length(self) -> int:
+        if len(self._text) == 2:
+            return 0
+        # 15 times as fast as bytes.count on text this dense in commas.
+        return int(np.count_nonzero(np.frombuffer(self._text, dtype=np.uint8) == 44)) + 1
+
+    @functools.cached_property
+    def _array(self) -> Ids:
+        array = parse_ids(self._text)
+        array.flags.writeable = False
+        return array
+
+    def array(self) -> Ids:
+        """The ids as int32, shape (T,), read-only. Raises `IdsError` for malformed text."""
+        return self._array
+
+    def json(self) -> bytes:
+        """The text itself."""
+        return self._text
+
+    def tail(self, count: int) -> Ids:
+        """The last ids, at most `count`, without a parse of the others."""
+        last = self._text[1:-1].rsplit(b",", count)[-count:]
+        return parse_ids(b"[" + b",".join(last) + b"]")
+
+
+class ArrayIds:
+    """A prompt that is an array already; implements `bridle.engines.base.Prompt`."""
+
+    __slots__ = ("__dict__", "_array")
+
+    def __init__(self, ids: Ids) -> None:
+        self._array = np.ascontiguousarray(ids, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @functools.cached_property
+    def _text(self) -> bytes:
+        return ids_json(self._array)
+
+    def array(self) -> Ids:
+        """The ids."""
+        return self._array
+
+    def json(self) -> bytes:
+        """The ids as the text of a JSON array without spaces."""
+        return self._text
+
+    def tail(self, count: int) -> Ids:
+        """The last ids, at most `count`."""
+        return self._array[-count:]

@@ -1,0 +1,258 @@
+"""Law 8: no blind run. Finds out by asking whether an engine can give what training needs.
+
+Three short calls on the engine's own contract: ids and logprobs of equal length, a prompt taken as
+given, and which distribution the logprobs belong to, by measurement. The mode shows in the best
+token's logprob (top_k 1) at temperature 1 and 2: the same and below zero is the raw model;
+different is after temperature; zero at both is after top-k as well. Every finding says what it
+means and how to mend it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import numpy as np
+
+from bridle.engines.base import Engine, GenerateRequest
+from bridle.engines.ids import ArrayIds, compact
+from bridle.errors import EngineError
+from bridle.types import JSON, LogprobMode, Sampling
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+PROMPT = range(33, 65)
+"""Ids that every vocabulary has; as a prompt they differ from whatever messages go along."""
+
+_TOKENS = 4
+_SAME = 1e-3
+"""Nats; two calls of one prompt differ by less on every engine seen, temperature 2 by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    ok: bool
+    needed: bool
+    """Whether training cannot do without it."""
+    found: str
+    means: str
+    """What follows from it; empty where it is as it should be."""
+    fix: str
+    """How to get it; empty where nothing is to be done."""
+
+
+def _as_needed(what: str, found: str) -> Finding:
+    return Finding(what, ok=True, needed=True, found=found, means="", fix="")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What a probe found."""
+
+    findings: tuple[Finding, ...]
+    logprob_mode: LogprobMode
+    token_in: bool
+    duration_s: float
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """What training needs and the engine does not give."""
+        return tuple(one for one in self.findings if one.needed and not one.ok)
+
+    @property
+    def usable(self) -> bool:
+        """Whether training can use the engine."""
+        return not self.missing
+
+    def rows(self) -> list[JSON]:
+        """The findings as plain objects, for tables and `--json`."""
+        names = Finding.__dataclass_fields__
+        return [{name: getattr(one, name) for name in names} for one in self.findings]
+
+    def require(self, where: str, *, allow_untokenized: bool = False) -> None:
+        """Raise `EngineError` saying what is missing and how to get it, unless text is enough."""
+        if self.usable or allow_untokenized:
+            return
+        lines = [
+            f"- {one.what}: {one.found}. {one.means} {one.fix}".rstrip() for one in self.missing
+        ]
+        raise EngineError(
+            f"{where} cannot give what training needs:\n" + "\n".join(lines) + "\n"
+            "To capture text only, say so with --allow-untokenized."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    ids: Ids
+    logprobs: Logprobs
+    prompt_text: bytes | None
+
+
+async def probe(
+    engine: Engine, *, prompt: Sequence[int] = PROMPT, assume: LogprobMode | None = None
+) -> ProbeReport:
+    """Probe an engine that can be called. Never raises for what the engine lacks.
+
+    `assume` is the logprob mode that its owner vouches for, where measuring cannot tell.
+    """
+    began = time.monotonic()
+    findings: list[Finding] = []
+    mode = LogprobMode.NONE
+    token_in = False
+    try:
+        best = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=1))
+    except EngineError as error:
+        findings.append(_no_answer(error))
+    else:
+        findings += [_ids(best), _logprobs(best), _token_in(best, prompt)]
+        token_in = findings[-1].ok
+        if findings[1].ok:
+            mode, finding = await _mode(engine, prompt, best, assume)
+            findings.append(finding)
+    return ProbeReport(tuple(findings), mode, token_in, time.monotonic() - began)
+
+
+async def _ask(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> _Reply:
+    request = GenerateRequest(
+        request_id=f"probe-{uuid4().hex}",
+        prompt=ArrayIds(np.array(prompt, dtype=np.int32)),
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=1.0,
+            top_k=sampling.top_k,
+            max_tokens=_TOKENS,
+            seed=sampling.seed,
+        ),
+    )
+    chunks = [chunk async for chunk in engine.generate(request)]
+    told = [chunk.prompt_ids_json for chunk in chunks if chunk.prompt_ids_json is not None]
+    return _Reply(
+        np.concatenate([chunk.output_ids for chunk in chunks]),
+        np.concatenate([chunk.logprobs for chunk in chunks]),
+        told[0] if told else None,
+    )
+
+
+def _no_answer(error: EngineError) -> Finding:
+    return Finding(
+        "answer",
+        ok=False,
+        needed=True,
+        found=str(error),
+        means="It cannot sample in this way.",
+        fix="Look at the engine's own log.",
+    )
+
+
+def _ids(reply: _Reply) -> Finding:
+    if len(reply.ids):
+        return _as_needed("sampled ids", f"{len(reply.ids)} ids")
+    return Finding(
+        "sampled ids",
+        ok=False,
+        needed=True,
+        found="none",
+        means="What was sampled would have to be guessed from text.",
+        fix="Use an engine that returns token ids: vLLM with `return_token_ids` (0.10.2 or later), "
+        "and no proxy between that drops fields it does not know.",
+    )
+
+
+def _logprobs(reply: _Reply) -> Finding:
+    count = len(reply.logprobs)
+    if count and count == len(reply.ids):
+        return _as_needed("logprobs", "one for each id")
+    return Finding(
+        "logprobs",
+        ok=False,
+        needed=True,
+        found=f"{count} for {len(reply.ids)} ids",
+        means="The policy's update needs the probability that each token was sampled with.",
+        fix="Start vLLM with --max-logprobs above 0, and no proxy between that drops logprobs.",
+    )
+
+
+def _token_in(reply: _Reply, prompt: Sequence[int]) -> Finding:
+    sent = ArrayIds(np.array(prompt, dtype=np.int32)).json()
+    if reply.prompt_text is not None and compact(reply.prompt_text) == sent:
+        return _as_needed("token in", "the prompt is taken as given")
+    told = "it does not tell its prompt" if reply.prompt_text is None else "it used another prompt"
+    return Finding(
+        "token in",
+        ok=False,
+        needed=True,
+        found=told,
+        means="Each turn would be sampled under a re-rendering of what came before.",
+        fix="Use vLLM 0.32 or later (chat with `kv_transfer_params.prompt_token_ids`), or start it "
+        "with --enable-scale-out for /inference/v1/generate.",
+    )
+
+
+async def _mode(
+    engine: Engine, prompt: Sequence[int], best: _Reply, assume: LogprobMode | None
+) -> tuple[LogprobMode, Finding]:
+    try:
+        hot = await _ask(engine, prompt, Sampling(temperature=2.0, top_k=1))
+        mode = _compared(best, hot)
+        if mode is None:
+            # Zero at both: cut to one token, or so sure that nothing else had a chance.
+            mode = _compared_free(
+                best, await _ask(engine, prompt, Sampling(temperature=1.0, seed=1))
+            )
+    except EngineError:
+        mode = None
+    if mode is not None and assume not in {None, mode}:
+        found = f"{mode} by measurement, {assume} by configuration"
+        return mode, Finding(
+            "logprob mode",
+            ok=False,
+            needed=True,
+            found=found,
+            means="One of the two is wrong, and with it every off-policy ratio.",
+            fix="Drop the setting, or correct it.",
+        )
+    known = mode or assume
+    if known is not None:
+        source = "measured" if mode else "as configured, not measured"
+        return known, _as_needed("logprob mode", f"{known} ({source})")
+    return LogprobMode.NONE, Finding(
+        "logprob mode",
+        ok=False,
+        needed=True,
+        found="could not be measured",
+        means="Whether a logprob is before or after temperature decides every off-policy ratio.",
+        fix="Say which it is in the engine's `logprob_mode` setting (vLLM: --logprobs-mode, "
+        "raw_logprobs unless set).",
+    )
+
+
+def _compared(best: _Reply, hot: _Reply) -> LogprobMode | None:
+    """The mode from the best tokens at temperatures 1 and 2; `None` = all are zero."""
+    same = best.ids[: len(hot.ids)] == hot.ids[: len(best.ids)]
+    count = int(np.argmin(same)) if not same.all() else len(same)
+    cold, warm = best.logprobs[:count], hot.logprobs[:count]
+    if not count or ((cold > -_SAME).all() and (warm > -_SAME).all()):
+        return None
+    return LogprobMode.PROCESSED if (np.abs(cold - warm) > _SAME).any() else LogprobMode.RAW
+
+
+def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
+    """PROCESSED if free sampling shows, on the greedy path, a token that was not certain.
+
+    The first position of both replies has one context: were the greedy logprob of 0 the model's
+    own, its free logprob would be 0 as well, and no other token could be drawn.
+    """
+    for greedy, drawn, logprob in zip(best.ids, free.ids, free.logprobs, strict=False):
+        if logprob < -_SAME:
+            return LogprobMode.PROCESSED
+        if greedy != drawn:
+            return None
+    return None

@@ -1,0 +1,228 @@
+"""A tokenizer folder as an engine needs it: text to ids, ids to text, messages to prompt text.
+
+It stands on the bare `tokenizers` and `jinja2` packages: it loads in milliseconds and brings no
+model code. Only engines and their server use it; what the gateway samples under is rendered by
+`bridle.prompting`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.errors import ConfigError, RenderError
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from bridle.types import Ids
+
+_MARKERS = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+REPLACEMENT = "\ufffd"
+"""What bytes that are no whole character decode to."""
+
+
+class ChatTokenizer:
+    """One tokenizer folder, read. `folder` holds `tokenizer.json` and perhaps a chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{folder}: no tokenizer.json; give the folder of a fast tokenizer")
+        self.folder = folder
+        self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        self._config: JSON = _read_json(folder / "tokenizer_config.json")
+        self._template = self._compile(folder)
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        """Number of ids, added tokens included; ids are below it."""
+        self.end_id = self._end_id()
+        """The token that ends a turn."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._markers_are_special = any(t.special and t.content in _MARKERS for t in added)
+
+    def _end_id(self) -> int:
+        end = self._config.get("eos_token")
+        name = end.get("content") if isinstance(end, dict) else end
+        found = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if found is None:
+            found = self._tokenizer.token_to_id("<|im_end|>")
+        if found is None:
+            raise ConfigError(
+                f"{self.folder}/tokenizer_config.json: eos_token: {name!r} is no token"
+            )
+        return found
+
+    def _compile(self, folder: Path) -> jinja2.Template | None:
+        path = folder / "chat_template.jinja"
+        source = path.read_text() if path.is_file() else self._config.get("chat_template")
+        if not isinstance(source, str):
+            return None
+        try:
+            return _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{folder}: chat template: {error}") from error
+
+    def id_of(self, token: str) -> int | None:
+        """Id of one token by its exact text; `None` = not in the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str) -> Ids:
+        """Ids of text, its special tokens recognised, none added."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def decode(self, ids: Ids | Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of ids, with the special tokens' own text unless told otherwise."""
+        plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        return self._tokenizer.decode(plain, skip_special_tokens=skip_special)
+
+    def visible(self, ids: Ids | Sequence[int]) -> str:
+        """Text as a serving engine shows it: no special tokens, but reasoning and call markers.
+
+        A tokenizer that counts those markers among its special tokens loses only its end token.
+        """
+        if not self._markers_are_special:
+            return self.decode(ids, skip_special=True)
+        return self.decode([one for one in np.asarray(ids).tolist() if one != self.end_id])
+
+    def render(
+        self,
+        messages: Sequence[JSON],
+        tools: Sequence[JSON] | None,
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Prompt text of OpenAI Chat messages by the folder's template. Raises `RenderError`.
+
+        As serving engines do, text parts become one string, argument JSON becomes an object where
+        it is one, and `reasoning` is offered to the template under both of its names.
+        """
+        if self._template is None:
+            raise RenderError(f"{self.folder} has no chat template; send token ids")
+        try:
+            return self._template.render(
+                messages=[_for_template(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **(arguments or {}),
+            )
+        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+            raise RenderError(f"the chat template refuses these messages: {error}") from error
+
+
+class TextStream:
+    """Visible text of ids that come in pieces; characters are given out whole."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []
+
+    def feed(self, ids: Ids) -> str:
+        """The text that became certain."""
+        self._pending += ids.tolist()
+        text = self._tokenizer.visible(self._pending)
+        if text.endswith(REPLACEMENT):
+            return ""
+        self._pending.clear()
+        return text
+
+    def finish(self) -> str:
+        """What is left, broken characters replaced."""
+        text = self._tokenizer.visible(self._pending)
+        self._pending.clear()
+        return text
+
+
+def load_tokenizer(source: str | None) -> ChatTokenizer:
+    """The tokenizer at folder `source`; `None` and `builtin` are the one shipped in the package."""
+    folder = builtin_tokenizer_dir() if source in (None, "builtin") else Path(str(source))
+    if not folder.is_dir():
+        raise ConfigError(f"tokenizer {source!r}: no such folder; give a folder or 'builtin'")
+    return ChatTokenizer(folder)
+
+
+def text_of(content: object) -> str:
+    """Text of a message's content: a string, or the text parts of a list, joined with nothing."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = [p for p in content if isinstance(p, dict) and isinstance(p.get("text"), str)]
+        return "".join(part["text"] for part in parts)
+    return ""
+
+
+def _for_template(message: JSON) -> JSON:
+    shaped = dict(message)
+    content = shaped.get("content")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
+        shaped["content"] = text_of(content)
+    if shaped.get("role") == "developer":
+        shaped["role"] = "system"
+    reasoning = shaped.get("reasoning") or shaped.get("reasoning_content")
+    if isinstance(reasoning, str):
+        shaped["reasoning"] = shaped["reasoning_content"] = reasoning
+    if calls := shaped.get("tool_calls"):
+        shaped["tool_calls"] = [_call_for_template(call) for call in calls]
+    return shaped
+
+
+def _call_for_template(call: JSON) -> JSON:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except json.JSONDecodeError:
+            parsed = arguments
+        function["arguments"] = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": function}
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The template dialect of Hugging Face's `apply_chat_template` (transformers 5)."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _read_json(path: Path) -> JSON:
+    if not path.is_file():
+        return {}
+    try:
+        read = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path}: a JSON object is expected")
+    return read

@@ -1,0 +1,332 @@
+"""An engine that is a vLLM server, or anything that answers in its shape.
+
+`start` asks the server what it is and probes it (law 8); `generate` gives it ids and reads back
+ids, logprobs and versions. Nothing is asked of the server beyond stock vLLM. The three routes
+differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.control import as_version
+from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.probe import Finding, ProbeReport, probe
+from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
+from bridle.errors import ContextOverflowError, EngineError
+from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+
+ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
+"""The order in which routes are tried where none is asked for."""
+
+
+class VllmEngine:
+    """Talks to one vLLM server; implements `bridle.engines.base.Engine` and `Versioned`.
+
+    `route` None takes the first of `ROUTES` that gives all that training needs. `logprob_mode` is
+    what the server's owner vouches for, where the probe cannot measure it. `allow_untokenized`
+    takes a server that gives text only (messages must then come with each request).
+    `engine_parses` leaves reasoning and tool calls to the server's parsers. `timeout_s` is how long
+    the server may be silent within one call. `report` is the last probe's.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        route: Route | None = None,
+        logprob_mode: LogprobMode | None = None,
+        allow_untokenized: bool = False,
+        engine_parses: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
+        self._wanted_model = model
+        self._wanted_route = route
+        self._assumed_mode = logprob_mode
+        self._allow_untokenized = allow_untokenized
+        self._engine_parses = engine_parses
+        self._calls: dict[str, Call] = {}
+        self._model = model or ""
+        self._context_length = 0
+        self._route = route or Route.CHAT
+        self._token_in = True
+        self._strict = False
+        """Whether a reply without ids or logprobs is an error; off while the probe looks."""
+        self._paired: bool | None = None
+        self.version = 0
+        """Policy version of the server's weights, where replies do not tell it."""
+        self.server_version: str | None = None
+        self.report: ProbeReport | None = None
+        self._info: EngineInfo | None = None
+
+    @classmethod
+    def open(cls, target: str, *, tokenizer: str | None = None) -> Self:  # noqa: ARG003
+        """An adapter for the server at URL `target`; its tokenizer is its own affair."""
+        return cls(target)
+
+    # ---- life
+
+    async def start(self) -> EngineInfo:
+        """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
+        if self._info is None:
+            self._info = await self._connect()
+        return self._with_version(self._info)
+
+    async def _connect(self) -> EngineInfo:
+        model = await self._choose_model()
+        self._model = model["id"]
+        length = model.get("max_model_len")
+        if not isinstance(length, int):
+            raise EngineError(
+                f"{self._client.base_url}/v1/models does not tell max_model_len; is this vLLM?"
+            )
+        self._context_length = length
+        self.server_version = (await self._client.get("/version", optional=True)).get("version")
+        weights = await self._client.get("/weight_info", optional=True)
+        if "weight_version" in weights:
+            self.version = as_version(weights["weight_version"])
+        self.report = await self._probe_routes()
+        self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
+        self._strict = not self._allow_untokenized or self.report.usable
+        self._token_in = self.report.token_in
+        folder = _tokenizer_dir(model.get("root"))
+        return EngineInfo(
+            model=self._model,
+            context_length=length,
+            logprob_mode=self.report.logprob_mode,
+            token_in=self._token_in,
+            version=self.version,
+            eos_token_ids=_end_ids(folder),
+            tokenizer_dir=None if folder is None else str(folder),
+        )
+
+    def _with_version(self, info: EngineInfo) -> EngineInfo:
+        return EngineInfo(
+            info.model,
+            info.context_length,
+            info.logprob_mode,
+            info.token_in,
+            self.version,
+            info.eos_token_ids,
+            info.tokenizer_dir,
+        )
+
+    async def _choose_model(self) -> JSON:
+        listed = (await self._client.get("/v1/models")).get("data") or []
+        models = [one for one in listed if isinstance(one, dict) and isinstance(one.get("id"), str)]
+        names = [one["id"] for one in models]
+        if not models:
+            raise EngineError(f"{self._client.base_url}/v1/models lists no model")
+        if self._wanted_model is None:
+            return models[0]
+        if self._wanted_model not in names:
+            raise EngineError(f"the engine has no model {self._wanted_model!r}; it has: {names}")
+        return models[names.index(self._wanted_model)]
+
+    async def _probe_routes(self) -> ProbeReport:
+        """Probe the wanted route, or each until one is usable; if none is, the first's report."""
+        reports: dict[Route, ProbeReport] = {}
+        for route in (self._wanted_route,) if self._wanted_route else ROUTES:
+            self._route, self._paired = route, None
+            report = await probe(self, assume=self._assumed_mode)
+            extra = (*self._server_findings(), *report.findings)
+            reports[route] = ProbeReport(
+                extra, report.logprob_mode, report.token_in, report.duration_s
+            )
+            if report.usable:
+                return reports[route]
+        self._route = next(iter(reports))
+        return reports[self._route]
+
+    def _server_findings(self) -> tuple[Finding, ...]:
+        context = Finding(
+            "context length",
+            ok=True,
+            needed=True,
+            found=str(self._context_length),
+            means="",
+            fix="",
+        )
+        route = Finding("route", ok=True, needed=False, found=self._route.path, means="", fix="")
+        paired = Finding(
+            "pairing",
+            ok=bool(self._paired),
+            needed=False,
+            found="logprobs name their ids" if self._paired else "logprobs do not name their ids",
+            means="" if self._paired else "A shift between ids and logprobs could not be seen.",
+            fix="" if self._paired else "Use a vLLM that knows `return_tokens_as_token_ids`.",
+        )
+        return route, context, paired
+
+    async def set_version(self, version: int) -> None:
+        """Tokens from here on carry `version`, where replies do not tell their own."""
+        self.version = version
+
+    async def health(self) -> None:
+        """Ask the server whether it can sample; raises `EngineError`."""
+        await self._client.get("/health")
+
+    async def aclose(self) -> None:
+        """End all calls and close all connections."""
+        for call in list(self._calls.values()):
+            call.abort()
+        await self._client.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """End a call by closing its connection, at which vLLM stops sampling.
+
+        What a streamed call has given out stands; of a whole reply nothing arrives.
+        """
+        if request_id in self._calls:
+            self._calls[request_id].abort()
+
+    # ---- sampling
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Sample one reply; in one chunk unless asked to stream.
+
+        Raises `EngineError` (retryable or not by the kind of failure), `CutError` for a reply that
+        breaks off, `ContextOverflowError` for a prompt that leaves no room.
+        """
+        if 0 < self._context_length <= len(request.prompt):
+            raise ContextOverflowError(
+                len(request.prompt), self._context_length, request.sampling.max_tokens
+            )
+        call = self._calls[request.request_id] = Call()
+        state = _Progress(self, request)
+        try:
+            async with aclosing(self._answers(request, call)) as answers:
+                async for answer in answers:
+                    if (chunk := state.next(read_answer(answer))) is not None:
+                        yield chunk
+            yield state.last()
+        except AbortedError:
+            yield state.aborted()
+        finally:
+            del self._calls[request.request_id]
+
+    async def _answers(self, request: GenerateRequest, call: Call) -> AsyncGenerator[bytes, None]:
+        """The reply's JSON, or that of each stream chunk."""
+        room = self._context_length - len(request.prompt)
+        body = call_body(self._route, request, self._model, room=room, token_in=self._token_in)
+        path = self._route.path
+        if not request.stream:
+            yield await self._client.post(path, body, call, prompt_tokens=len(request.prompt))
+            return
+        stream = self._client.stream(path, body, call, prompt_tokens=len(request.prompt))
+        async with aclosing(stream) as events:
+            async for data in events:
+                yield data
+
+    @property
+    def gives_text(self) -> bool:
+        """Whether replies carry what the server parsed itself."""
+        return self._engine_parses or (self._info is not None and not self._strict)
+
+    def check(self, read: Read) -> None:
+        """Note whether ids and logprobs were paired; refuse a reply that lacks either."""
+        if read.paired is not None:
+            self._paired = read.paired
+        chunk = read.chunk
+        if not self._strict or chunk is None:
+            return
+        if len(chunk.logprobs) != len(chunk.output_ids):
+            raise EngineError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
+        if chunk.finish_reason is FinishReason.STOP and not read.ids_told:
+            raise EngineError("the engine's reply has no token ids")
+
+
+class _Progress:
+    """Turns what was read of one reply into chunks: the last one is held until all is known."""
+
+    def __init__(self, engine: VllmEngine, request: GenerateRequest) -> None:
+        self._engine = engine
+        self._count = 0
+        self._cached = 0
+        self._spans: tuple[VersionSpan, ...] | None = None
+        self._held: GenerateChunk | None = None
+        self._parsed = MessageText() if engine.gives_text else None
+        self._length = len(request.prompt)
+
+    def next(self, read: Read) -> GenerateChunk | None:
+        """A chunk to give out; `None` where nothing is to be told yet."""
+        self._cached = max(self._cached, read.cached_tokens)
+        self._spans = read.spans or self._spans
+        if read.chunk is None:
+            return None
+        self._engine.check(read)
+        if self._parsed is not None:
+            self._parsed.add(read)
+        self._count += len(read.chunk.output_ids)
+        if read.chunk.finish_reason is not None:
+            self._held = read.chunk
+            return None
+        chunk = read.chunk
+        return chunk if len(chunk.output_ids) or chunk.prompt_ids_json is not None else None
+
+    def last(self) -> GenerateChunk:
+        """The last chunk. Raises `CutError` if the reply broke off before it."""
+        held = self._held
+        if held is None or held.finish_reason is None:
+            raise CutError("the engine's reply broke off before its end")
+        parsed = self._parsed
+        return GenerateChunk(
+            output_ids=held.output_ids,
+            logprobs=held.logprobs,
+            finish_reason=held.finish_reason,
+            stop_text=held.stop_text,
+            versions=self._versions(),
+            prompt_ids_json=held.prompt_ids_json,
+            cached_tokens=self._cached,
+            reply=None if parsed is None else parsed.reply(held.finish_reason),
+            extra=held.extra,
+        )
+
+    def aborted(self) -> GenerateChunk:
+        """The last chunk of a call that was ended from here."""
+        return GenerateChunk(
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            finish_reason=FinishReason.ABORT,
+            versions=self._versions(),
+            cached_tokens=self._cached,
+        )
+
+    def _versions(self) -> tuple[VersionSpan, ...]:
+        if self._spans is not None:
+            return self._spans
+        version = self._engine.version
+        return (VersionSpan(version, 0, self._count),) if self._count else ()
+
+
+def _tokenizer_dir(root: object) -> Path | None:
+    """The model's folder, where the server names one that is on this machine."""
+    folder = Path(root) if isinstance(root, str) else None
+    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
+
+
+def _end_ids(folder: Path | None) -> tuple[int, ...]:
+    """End tokens by the model's own files; empty where they are not to be had."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name if folder is not None else None
+        if path is None or not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError):
+            continue
+        if isinstance(found, int):
+            return (found,)
+        if isinstance(found, list):
+            return tuple(one for one in found if isinstance(one, int))
+    return ()

@@ -1,0 +1,293 @@
+"""The three routes by which vLLM samples: how a call is written on each, and its replies read.
+
+A body is put together from bytes: the prompt's own JSON text is spliced in, never encoded again. A
+reply's prompt ids are cut out before it is decoded, so only what was sampled is ever parsed. Field
+names are in `bridle.engines.wire`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from bridle.engines import wire
+from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.control import as_version
+from bridle.engines.ids import IdsError, cut_ids, parse_ids
+from bridle.errors import EngineError
+from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from bridle.types import Ids, Logprobs
+
+_ENCODER = msgspec.json.Encoder()
+_ANSWER = msgspec.json.Decoder(wire.Answer)
+_MISSING = -9998.0
+"""vLLM writes -9999.0 for a logprob that it does not have."""
+
+
+class Route(StrEnum):
+    """A way to sample."""
+
+    CHAT = "chat"
+    """Chat completions with `kv_transfer_params.prompt_token_ids`."""
+    GENERATE = "generate"
+    """`/inference/v1/generate`: reports policy versions per token; needs --enable-scale-out."""
+    COMPLETIONS = "completions"
+    """Completions with ids for a prompt; every vLLM has it."""
+
+    @property
+    def path(self) -> str:
+        """The path below the base URL."""
+        paths = {Route.CHAT: wire.CHAT, Route.GENERATE: wire.GENERATE}
+        return paths.get(self, wire.COMPLETIONS)
+
+
+def call_body(
+    route: Route, request: GenerateRequest, model: str, *, room: int, token_in: bool
+) -> bytes:
+    """The JSON of a call. `token_in` false leaves the ids out: messages alone make the prompt.
+
+    `room` is what the context leaves to sample; two routes would take 16 tokens for no budget.
+    """
+    stream: JSON = {}
+    if request.stream:
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+    head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
+    head |= {"return_token_ids": True}
+    fields = _sampling_fields(request.sampling)
+    if route is not Route.CHAT:
+        fields.setdefault("max_tokens", room)
+    if route is Route.GENERATE:
+        if request.grammar is not None:
+            fields["structured_outputs"] = {"json": request.grammar.get("json_schema", {})}
+        head["sampling_params"] = {**fields, "logprobs": 0}
+        return _with_ids(head, b'"token_ids":', request.prompt.json())
+    head |= {**fields, "return_tokens_as_token_ids": True, "return_weight_versions": True}
+    if request.session_id is not None:
+        head["session_id"] = request.session_id
+    if request.grammar is not None:
+        head["response_format"] = _response_format(request.grammar)
+    if route is Route.COMPLETIONS:
+        head["logprobs"] = 0
+        return _with_ids(head, b'"prompt":', request.prompt.json())
+    # Hidden reasoning would hide ids and logprobs with it.
+    head |= {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
+    head["messages"] = request.messages or [{"role": "user", "content": "."}]
+    if request.tools:
+        head["tools"] = request.tools
+    if not token_in:
+        return _ENCODER.encode(head)
+    ids = b'{"prompt_token_ids":' + request.prompt.json() + b"}"
+    return _with_ids(head, b'"kv_transfer_params":', ids)
+
+
+def _with_ids(head: JSON, key: bytes, text: bytes) -> bytes:
+    return b"".join((_ENCODER.encode(head)[:-1], b",", key, text, b"}"))
+
+
+def _sampling_fields(sampling: Sampling) -> JSON:
+    fields: JSON = {}
+    for name in _SAMPLING_NAMES:
+        value = getattr(sampling, name)
+        if value is not None and value != ():
+            fields[name] = value
+    return fields
+
+
+_SAMPLING_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _response_format(grammar: JSON) -> JSON:
+    schema = grammar.get("json_schema", {})
+    if not schema:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
+
+
+# ---- replies
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One reply or stream chunk, read."""
+
+    chunk: GenerateChunk | None
+    """`None` for a chunk without a choice (usage at the end of a stream)."""
+    cached_tokens: int
+    spans: tuple[VersionSpan, ...] | None
+    """As the engine tells them; `None` = it does not."""
+    paired: bool | None
+    """Whether the logprobs name the ids they belong to; `None` = nothing was there to pair."""
+    message: wire.ReplyMessage | None
+    text: str | None
+    ids_told: bool
+    """Whether the reply has a field for sampled ids; they may still be none."""
+
+
+def read_answer(body: bytes) -> Read:
+    """Read a whole reply or one stream chunk of any route.
+
+    Raises `EngineError` for what cannot be used: no JSON, another number of logprobs than of ids,
+    logprobs of other ids, a missing logprob, an error told in a stream.
+    """
+    text, prompt_text = cut_ids(body, b"prompt_token_ids")
+    try:
+        return _read(_ANSWER.decode(text), prompt_text)
+    except (msgspec.MsgspecError, IdsError) as error:
+        raise EngineError(f"the engine's reply cannot be read: {error}: {_start(body)}") from None
+
+
+def _read(answer: wire.Answer, prompt_text: bytes | None) -> Read:
+    if wire.given(answer.error):
+        raise EngineError(f"the engine failed in mid-reply: {_start(answer.error)}", retryable=True)
+    usage = answer.usage
+    details = usage.prompt_tokens_details if usage is not None else None
+    cached = (details.cached_tokens or 0) if details is not None else 0
+    if not answer.choices:
+        return Read(None, cached, None, None, None, None, ids_told=False)
+    choice = answer.choices[0]
+    ids = parse_ids(bytes(choice.token_ids)) if wire.given(choice.token_ids) else _NO_IDS
+    logprobs, paired = _logprobs(choice.logprobs, ids)
+    chunk = GenerateChunk(
+        output_ids=ids,
+        logprobs=logprobs,
+        finish_reason=_finish(choice.finish_reason),
+        stop_text=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
+        prompt_ids_json=_prompt_text(prompt_text, answer, choice),
+        cached_tokens=cached,
+        extra=_extra(choice),
+    )
+    message = choice.message or choice.delta
+    told = wire.given(choice.token_ids)
+    return Read(chunk, cached, _spans(choice), paired, message, choice.text, told)
+
+
+_NO_IDS: Ids = np.empty(0, np.int32)
+_NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
+
+
+def _prompt_text(cut: bytes | None, answer: wire.Answer, choice: wire.Choice) -> bytes | None:
+    if cut is not None:
+        return cut
+    for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
+        if wire.given(raw):
+            return bytes(raw)
+    return None
+
+
+def _logprobs(given: wire.Logprobs | None, ids: Ids) -> tuple[Logprobs, bool | None]:
+    """Logprobs of `ids`, and whether they were seen to belong to them."""
+    if given is None:
+        return _NO_LOGPROBS, None
+    if given.content is not None:
+        values = [entry.logprob for entry in given.content]
+        names = [entry.token for entry in given.content]
+        numbers = [entry.token_id for entry in given.content]
+    else:
+        values, names = list(given.token_logprobs or ()), given.tokens or []
+        numbers = []
+    if len(values) != len(ids) and len(ids):
+        raise EngineError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
+    if not len(ids):
+        return _NO_LOGPROBS, None
+    paired = _paired(names, numbers, ids)
+    array = np.array(values, dtype=np.float64).astype(np.float32)
+    if not bool((array > _MISSING).all()):
+        raise EngineError(
+            f"the engine gave no logprob for token {int(np.argmin(array))} of a reply"
+        )
+    return array, paired
+
+
+def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
+    """Whether the entries name `ids`; `None` where they name texts. Raises if they name others."""
+    told: npt.NDArray[np.integer]
+    if numbers and None not in numbers:
+        told = np.array(numbers, dtype=np.int64)
+    elif names and all(name.startswith("token_id:") for name in names):
+        told = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
+    else:
+        return None
+    if not np.array_equal(told, ids):
+        wrong = int(np.argmin(told == ids))
+        raise EngineError(
+            f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
+            f"and gives the logprob of {int(told[wrong])}"
+        )
+    return True
+
+
+def _finish(reason: str | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    if reason not in wire.FINISH:
+        raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
+    return wire.FINISH[reason]
+
+
+def _spans(choice: wire.Choice) -> tuple[VersionSpan, ...] | None:
+    if not choice.weight_versions:
+        return None
+    given = choice.weight_versions
+    return tuple(VersionSpan(as_version(span.version), span.start, span.end) for span in given)
+
+
+def _extra(choice: wire.Choice) -> JSON:
+    extra: JSON = {}
+    if choice.routed_experts is not None:
+        extra["routed_experts"] = choice.routed_experts
+    if wire.given(choice.sampling_mask):
+        extra["sampling_mask"] = msgspec.json.decode(choice.sampling_mask)
+    return extra
+
+
+def _start(body: bytes | msgspec.Raw) -> str:
+    text = bytes(body)[:200].decode(errors="replace")
+    return repr(text)
+
+
+@dataclass(slots=True)
+class MessageText:
+    """Collects what an engine parsed itself, over the pieces of a reply."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    """Index -> id, name, arguments."""
+
+    def add(self, read: Read) -> None:
+        """Add one piece."""
+        self.content += read.text or ""
+        if read.message is None:
+            return
+        self.content += read.message.content or ""
+        self.reasoning += read.message.reasoning or ""
+        for position, call in enumerate(read.message.tool_calls or ()):
+            entry = self.calls.setdefault(max(call.index, position), ["", "", ""])
+            entry[0] = call.id or entry[0]
+            if call.function is not None:
+                entry[1] += call.function.name or ""
+                entry[2] += call.function.arguments or ""
+
+    def reply(self, finish: FinishReason) -> Reply:
+        """The whole turn."""
+        calls = [ToolCall(id_ or None, name, text) for id_, name, text in self.calls.values()]
+        return Reply(self.content, self.reasoning or None, tuple(calls), finish)

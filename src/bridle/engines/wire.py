@@ -1,0 +1,281 @@
+"""vLLM's HTTP shapes, as far as Bridle's server reads and its adapter writes them.
+
+Source: vLLM 0.33.0, `entrypoints/openai/{chat_completion,completion}/protocol.py` and
+`entrypoints/scale_out/token_in_token_out/protocol.py`. Prompt ids are `msgspec.Raw`: they stay the
+bytes that came. Unknown fields are passed over, as vLLM does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from bridle.types import JSON, FinishReason, Sampling
+
+EMPTY = Raw(b"")
+"""A raw field that was not sent."""
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+
+
+def given(raw: Raw) -> bool:
+    """Whether a raw field was sent with a value other than null."""
+    return memoryview(raw).nbytes > 4 or bytes(raw) not in {b"", b"null"}
+
+
+# ---- requests
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`."""
+
+    include_usage: bool = False
+
+
+class TransferParams(msgspec.Struct):
+    """`kv_transfer_params`: the ids under which a chat call is to be sampled."""
+
+    prompt_token_ids: Raw = EMPTY
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Sampling fields as all three routes name them."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def sampling(self, max_tokens: int | None) -> Sampling:
+        """As Bridle names them."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )
+
+
+class CommonFields(SamplingFields, kw_only=True):
+    """What chat and completions share beside sampling."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    response_format: JSON | None = None
+    structured_outputs: JSON | None = None
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(CommonFields, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Raw
+    tools: Raw = EMPTY
+    tool_choice: str | JSON | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    include_reasoning: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: JSON | None = None
+    echo: bool = False
+    kv_transfer_params: TransferParams | None = None
+
+
+class CompletionRequest(CommonFields, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Raw
+    logprobs: int | None = None
+    echo: bool = False
+
+
+class TokenSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of the token route."""
+
+    n: int | None = None
+    logprobs: int | None = None
+    structured_outputs: JSON | None = None
+
+
+class TokenRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /inference/v1/generate`."""
+
+    token_ids: Raw
+    sampling_params: TokenSampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /tokenize`: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[JSON] | None = None
+    tools: list[JSON] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: JSON | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: Raw
+
+
+class VersionRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /update_weight_version`."""
+
+    new_version: int | str
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /abort_requests`; no ids means all calls."""
+
+    request_ids: list[str] | None = None
+
+
+# ---- replies, as the adapter reads them
+
+
+class TokenLogprob(msgspec.Struct):
+    """One sampled token's logprob. Which id it belongs to stands in `token` or `token_id`."""
+
+    logprob: float | None = None
+    token: str = ""
+    token_id: int | None = None
+
+
+class Logprobs(msgspec.Struct):
+    """Chat and token routes have `content`; completions have parallel lists."""
+
+    content: list[TokenLogprob] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+
+
+class Span(msgspec.Struct):
+    """A version span; vLLM's versions are texts."""
+
+    version: int | str
+    start: int
+    end: int
+
+
+class CalledFunction(msgspec.Struct):
+    """The function of a tool call."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class Called(msgspec.Struct):
+    """A tool call of a message or delta."""
+
+    index: int = 0
+    id: str | None = None
+    function: CalledFunction | None = None
+
+
+class ReplyMessage(msgspec.Struct):
+    """A message, or the delta of a streamed one."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Called] | None = None
+
+
+class Choice(msgspec.Struct):
+    """The one choice of a reply or stream chunk, of any of the three routes."""
+
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: Raw = EMPTY
+    prompt_token_ids: Raw = EMPTY
+    """Completions only; chat and token routes have it at the top."""
+    logprobs: Logprobs | None = None
+    message: ReplyMessage | None = None
+    delta: ReplyMessage | None = None
+    text: str | None = None
+    weight_versions: list[Span] | None = None
+    routed_experts: str | None = None
+    sampling_mask: Raw = EMPTY
+
+
+class PromptDetails(msgspec.Struct):
+    """`usage.prompt_tokens_details`."""
+
+    cached_tokens: int | None = None
+
+
+class ReplyUsage(msgspec.Struct):
+    """`usage`."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Answer(msgspec.Struct):
+    """A whole reply or one stream chunk, of any of the three routes."""
+
+    choices: list[Choice] = []
+    prompt_token_ids: Raw = EMPTY
+    usage: ReplyUsage | None = None
+    error: Raw = EMPTY
+    """A stream tells a late failure in an event of this kind."""
+
+
+class ErrorDetail(msgspec.Struct):
+    """What an engine says went wrong."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """An error body: vLLM nests it under `error`; FastAPI's own has `detail`."""
+
+    error: ErrorDetail | str | None = None
+    message: str | None = None
+    detail: Any = None
+
+
+FINISH = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+"""A reply's `finish_reason` as Bridle names it; `error` and anything else is a failed call."""
