@@ -61,6 +61,7 @@ class Google(WireFormat):
     """generateContent and streamGenerateContent."""
 
     dialect = Dialect.GOOGLE
+    messages_field = "contents"
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules

@@ -66,6 +66,7 @@ class OpenAIResponses(WireFormat):
     """Responses."""
 
     dialect = Dialect.OPENAI_RESPONSES
+    messages_field = "input"
 
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules

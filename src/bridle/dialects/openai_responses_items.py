@@ -35,6 +35,9 @@ COMPACTION_PROMPT = (
 )
 """What the model is asked where a client leaves the wording to the provider."""
 
+_ENVELOPE = ("type", "id", "call_id", "output")
+"""Keys of a result item that say what it is, not what came out."""
+
 _SUMMARY = "A summary of the conversation so far:\n\n"
 _COMPACTED = "bridle1."
 
@@ -176,13 +179,12 @@ def _own(item: JSON) -> str | None:
 
 
 def _read_output(item: JSON, kind: str, path: str) -> Iterator[Part]:
+    """What a call gave: its content, or an object as JSON; of an item without output, the rest."""
     output = item.get("output")
-    if kind == "shell_call_output" and isinstance(output, list):
+    if output is None and kind not in ("function_call_output", "custom_tool_call_output"):
+        output = {key: value for key, value in item.items() if key not in _ENVELOPE}
+    if isinstance(output, dict) or (kind == "shell_call_output" and isinstance(output, list)):
         yield TextPart(encode(output).decode())
-    elif isinstance(output, dict):
-        yield TextPart(arguments_text(output))
-    elif output is None and kind not in ("function_call_output", "custom_tool_call_output"):
-        yield block_part(item)
     else:
         yield from read_parts(output, member(path, "output"))
 
