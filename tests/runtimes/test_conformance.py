@@ -4,47 +4,42 @@ from dataclasses import replace
 
 import pytest
 
-from bridle.config import RuntimeSpec
-from bridle.runtimes.conformance import CHECKS, bench, run_conformance
+from bridle.errors import RuntimeFailure
+from bridle.runtimes import conformance
+from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check
 from bridle.runtimes.local import LocalRuntime
 
 
-def local(session_id, scratch, mounts):
-    return LocalRuntime(RuntimeSpec(), session_id, scratch, mounts)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-async def test_local_conforms(name, tmp_path):
-    async with bench(local, tmp_path / "bench") as place:
-        await CHECKS[name](place)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_local_conforms(check, tmp_path):
+    await run_check(check, LocalRuntime, tmp_path)
 
 
 class Lying(LocalRuntime):
-    """Says that everything went well, and forgets to kill."""
+    """Says that everything went well, and keeps working when it was stopped."""
 
     async def exec(self, command, **options):
+        self._usable = True
         result = await super().exec(command, **options)
         return replace(result, exit_code=0)
 
-    async def kill(self):
-        pass
-
 
 async def test_a_runtime_that_lies_about_exit_codes_is_found(tmp_path):
-    def lying(session_id, scratch, mounts):
-        return Lying(RuntimeSpec(), session_id, scratch, mounts)
+    with pytest.raises(Nonconformity, match=r"ExecResult\(exit_code=0"):
+        await run_check(conformance.exit_codes_are_true, Lying, tmp_path / "codes")
+    await run_check(conformance.folders_come_out, Lying, tmp_path / "folders")
 
-    names = ("exit_codes_are_true", "a_pipeline_fails_with_any_of_its_parts", "folders_come_out")
-    kept = dict(CHECKS)
-    try:
-        for name in set(CHECKS) - set(names):
-            del CHECKS[name]
-        results = [result async for result in run_conformance(lying, tmp_path)]
-    finally:
-        CHECKS.update(kept)
-    assert [(result.name, result.error is None) for result in results] == [
-        (names[0], False),
-        (names[1], False),
-        (names[2], True),
-    ]
-    assert "ExecResult(exit_code=0" in str(results[0].error)
+
+async def test_a_runtime_that_goes_on_after_its_stop_is_found(tmp_path):
+    with pytest.raises(Nonconformity, match="no RuntimeFailure but ExecResult"):
+        await run_check(conformance.stop_can_be_repeated_and_is_the_end, Lying, tmp_path)
+
+
+class Broken(LocalRuntime):
+    async def start(self):
+        raise RuntimeFailure("no such image")
+
+
+async def test_a_runtime_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(RuntimeFailure, match="no such image"):
+        await run_check(conformance.exit_codes_are_true, Broken, tmp_path)

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from bridle.types import JSON, Cause, Dialect
+from pydantic import ValidationError
+
+from bridle.config import AgentSpec, Settings, explain
+from bridle.errors import ConfigError
+from bridle.types import Cause, Dialect
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,9 @@ class LaunchContext:
     """The installed bundle as seen inside; empty for a harness without one."""
     session_id: str
     context_length: int
-    settings: JSON = field(default_factory=dict)
-    command: str | None = None
+    """Tokens that the model takes in and gives out together."""
+    task_id: str = ""
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,18 @@ class Launch:
     """Beside the runtime's own minimal environment; never holds a control token."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Absolute path inside -> content, written before the start (configuration in the home)."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Absolute path inside -> host folder that is copied there before the start (skills)."""
     stdin: bytes | None = None
     logs: tuple[str, ...] = ()
     """Paths inside that are worth keeping after the run."""
 
 
 class Harness(Protocol):
-    """One agent program."""
+    """One agent program, with one task's `AgentSpec`: its class is called with that.
+
+    The constructor raises `ConfigError` where the spec asks for what the program does not have.
+    """
 
     name: str
     version: str
@@ -72,3 +82,31 @@ class Harness(Protocol):
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         """What an ending means for this program; `None` = a true success."""
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def parse_settings(agent: AgentSpec, kind: type[SettingsT]) -> SettingsT:
+    """`AgentSpec.settings` as a harness's own settings; `ConfigError` names the wrong field."""
+    try:
+        return kind.model_validate(agent.settings)
+    except ValidationError as error:
+        raise explain(error, f"agent.settings of harness {agent.harness!r}") from None
+
+
+def refuse_unpinned(agent: AgentSpec, version: str) -> None:
+    """Raise `ConfigError` if another version than the packaged one, or a command, is asked for."""
+    if agent.version not in (None, version):
+        message = (
+            f"agent.version: {agent.harness!r} is packaged as {version}, not {agent.version!r}"
+        )
+        raise ConfigError(message)
+    if agent.command is not None:
+        message = f"agent.command: only harness 'command' takes one, not {agent.harness!r}"
+        raise ConfigError(message)
+
+
+def crash(exit_code: int | None, signal: int | None) -> Cause | None:
+    """The cause of an ending where exit codes tell the truth; `None` = a true success."""
+    return None if exit_code == 0 and signal is None else Cause.HARNESS_CRASH

@@ -15,12 +15,13 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bridle.errors import BridleError, RuntimeFailure
-from bridle.runtimes.base import Mount, Runtime
+from bridle.config import RuntimeSpec
+from bridle.errors import RuntimeFailure
+from bridle.runtimes.base import Mount, Runtime, RuntimeFactory
 
 BEAT = "while true; do echo x >> {file}; sleep 0.02; done"
 """A process that shows in a file that it lives."""
@@ -44,17 +45,14 @@ class Bench:
     """A host folder with the file `given` (text `mounted`), mounted in `runtime`."""
 
 
-Make = Callable[[str, Path, tuple[Mount, ...]], Runtime]
-"""(session id, scratch folder, mounts) -> a runtime that is not started."""
-
 Check = Callable[[Bench], Awaitable[None]]
 
-CHECKS: dict[str, Check] = {}
-"""All checks, in order, by name."""
+CHECKS: list[Check] = []
+"""All checks, in order; the name of each is its truth."""
 
 
 def _check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
+    CHECKS.append(function)
     return function
 
 
@@ -64,28 +62,22 @@ def expect(truth: object, seen: object) -> None:
         raise Nonconformity(str(seen))
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """How one check went."""
-
-    name: str
-    error: str | None
-    """What was seen instead; `None` = it holds."""
-    seconds: float = field(compare=False)
-
-
 @asynccontextmanager
-async def bench(make: Make, folder: Path) -> AsyncIterator[Bench]:
+async def bench(
+    factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
+) -> AsyncIterator[Bench]:
     """A started runtime and its surroundings; all of it is stopped at the end."""
     mount = Mount(folder / "bundle", "/opt/bundle")
     mount.source.mkdir(parents=True)
+    spec = spec or RuntimeSpec()
     (mount.source / "given").write_text("mounted")
     async with AsyncExitStack() as stack:
 
         async def started(name: str, mounts: tuple[Mount, ...] = ()) -> Runtime:
             scratch = folder / name
             scratch.mkdir()
-            runtime = make(f"conformance-{name}-{os.getpid()}-{time.time_ns()}", scratch, mounts)
+            session_id = f"conformance-{name}-{os.getpid()}-{time.time_ns()}"
+            runtime = factory(spec, session_id, scratch, mounts)
             stack.push_async_callback(runtime.stop)
             await runtime.start()
             return runtime
@@ -96,17 +88,16 @@ async def bench(make: Make, folder: Path) -> AsyncIterator[Bench]:
         yield Bench(runtime, lambda: started("second"), host, mount)
 
 
-async def run_conformance(make: Make, folder: Path) -> AsyncIterator[CheckResult]:
-    """Run every check, each with a fresh runtime, and tell how it went as soon as it is known."""
-    for name, check in CHECKS.items():
-        began = time.monotonic()
-        error = None
-        try:
-            async with bench(make, folder / name) as place:
-                await check(place)
-        except (Nonconformity, BridleError, OSError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        yield CheckResult(name, error, time.monotonic() - began)
+async def run_check(
+    check: Check, factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
+) -> None:
+    """Hold one check against a fresh runtime that `factory` makes from `spec` (its defaults).
+
+    `folder` is an empty host folder of its own. Raises `Nonconformity` if the check does not
+    hold, `BridleError` if the runtime fails altogether.
+    """
+    async with bench(factory, folder, spec) as place:
+        await check(place)
 
 
 # ---- endings

@@ -1,0 +1,37 @@
+"""Harnesses: unmodified agent programs, and how each is installed, started and read.
+
+The contract is `base`; `command` runs any command line; every other harness is one file that knows
+one program. `bundles` and `installers` put programs on this machine, once.
+"""
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
+from bridle.harnesses.base import Harness
+from bridle.plugins import load
+
+HARNESSES = {
+    "command": "bridle.harnesses.command:CommandHarness",
+    "mini_swe_agent": "bridle.harnesses.mini_swe_agent:MiniSweAgent",
+    "pi": "bridle.harnesses.pi:Pi",
+}
+"""Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
+
+
+def open_harness(agent: AgentSpec | str) -> Harness:
+    """The harness that a task names, or the one of that short name with its defaults.
+
+    Raises `ConfigError` naming the field that is wrong: an unknown name, a version that is not
+    packaged, a setting that this harness does not have, a missing command line.
+    """
+    if isinstance(agent, str):
+        agent = AgentSpec(harness=agent, command="true" if agent == "command" else None)
+    if (agent.harness is None) == (agent.import_path is None):
+        message = "agent: give exactly one of 'harness' and 'import_path'"
+        raise ConfigError(message)
+    name = agent.harness or agent.import_path or ""
+    if agent.harness is not None and agent.harness not in HARNESSES:
+        known = ", ".join(sorted(HARNESSES))
+        message = f"unknown harness {name!r}; known: {known}; or 'import_path' for your own"
+        raise ConfigError(message)
+    harness: Harness = load(name, HARNESSES, what="harness")(agent)
+    return harness

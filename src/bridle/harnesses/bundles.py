@@ -1,0 +1,205 @@
+"""Bundles: each harness version is installed once per machine, whole or not at all.
+
+A bundle is a folder `<name>-<version>-<hash>`; the hash covers its lock files, its interpreter and
+this machine's kind. It is built aside and renamed into place with a marker file in it, so a folder
+with the marker is whole, whatever was killed when. A lock file keeps two builders of the same
+bundle apart. Sessions read bundles; only `ensure` writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bridle.config import cache_dir
+from bridle.errors import HarnessError, RuntimeFailure
+from bridle.runtimes.process import Command, run_process
+
+MARKER = "bridle-bundle.json"
+LOCK_POLL_S = 0.2
+STEP_TIMEOUT_S = 1800.0
+FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "NODE_OPTIONS")
+"""Variables of the caller that would lead an installer astray."""
+
+Report = Callable[[str], None]
+
+
+def bundles_dir() -> Path:
+    """Where bundles are kept: `$BRIDLE_CACHE/bundles`, by default `~/.cache/bridle/bundles`."""
+    return cache_dir() / "bundles"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a bundle is made of, and how."""
+
+    name: str
+    version: str
+    inputs: tuple[str, ...]
+    """Everything that its content depends on: lock files, interpreter version."""
+    needs: str
+    """Path in the bundle without which it is not usable (its interpreter)."""
+    size_mb: int
+    """About how much disk it takes."""
+    build: Callable[[Builder], Awaitable[None]]
+
+    @property
+    def folder_name(self) -> str:
+        """`<name>-<version>-<hash>`."""
+        kind = (platform.system(), platform.machine(), *platform.libc_ver())
+        text = json.dumps([self.name, self.version, *kind, *self.inputs])
+        return f"{self.name}-{self.version}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass(slots=True)
+class Builder:
+    """What a recipe builds with."""
+
+    folder: Path
+    """The bundle in the making; it is renamed later, so nothing in it may name it."""
+    report: Report
+    label: str
+    _log: list[str] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        """Report one step."""
+        self.report(f"{self.label}: {line}")
+
+    async def run(
+        self, argv: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> bytes:
+        """Run an installer's command; returns its stdout.
+
+        It gets our own environment (proxies, package indexes), less what is Bridle's and what leads
+        installers astray. Raises `HarnessError` with the end of what it said.
+        """
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in FOREIGN and not name.startswith("BRIDLE_")
+        }
+        try:
+            result = await run_process(
+                Command(
+                    argv,
+                    cwd=str(cwd or self.folder),
+                    env={**inherited, **(env or {})},
+                    timeout_s=STEP_TIMEOUT_S,
+                )
+            )
+        except RuntimeFailure as error:
+            raise HarnessError(f"{self.label}: {error}") from error
+        if not result.ok:
+            said = (result.stderr or result.stdout).decode(errors="replace").strip()
+            how = f"exit code {result.exit_code}" if not result.timed_out else "timed out"
+            tail = "\n".join(said.splitlines()[-15:])
+            raise HarnessError(
+                f"{self.label}: {' '.join(argv[:6])} ... failed ({how}); is the network or the "
+                f"package index reachable, and is there room in {self.folder.parent}?\n{tail}"
+            )
+        return result.stdout
+
+
+async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
+    """The whole bundle's folder, built now if it is not there.
+
+    Safe when several processes ask at once: one builds, the others wait. Raises `HarnessError`.
+    """
+    final = bundles / recipe.folder_name
+    if _is_whole(final, recipe):
+        return final
+    label = f"{recipe.name} {recipe.version}"
+    try:
+        free_mb = await asyncio.to_thread(_free_mb, bundles)
+    except OSError as error:
+        raise HarnessError(f"{label}: cannot use the bundle folder {bundles}: {error}") from error
+    async with _locked(bundles / f".{recipe.folder_name}.lock", report, label):
+        if _is_whole(final, recipe):
+            return final
+        await asyncio.to_thread(_remove_ruins, bundles, recipe.folder_name)
+        if free_mb < recipe.size_mb * 1.1:
+            raise HarnessError(
+                f"{label}: needs about {recipe.size_mb} MB in {bundles}, where {free_mb} MB are "
+                "free; make room or set BRIDLE_CACHE to another folder"
+            )
+        await _build(recipe, final, Builder(_aside(final), report, label))
+    return final
+
+
+def _free_mb(bundles: Path) -> int:
+    bundles.mkdir(parents=True, exist_ok=True)
+    return shutil.disk_usage(bundles).free >> 20
+
+
+async def _build(recipe: Recipe, final: Path, builder: Builder) -> None:
+    began = time.monotonic()
+    try:
+        builder.folder.mkdir()
+        await recipe.build(builder)
+        if not (builder.folder / recipe.needs).exists():
+            raise HarnessError(f"{builder.label}: the installer left no {recipe.needs}")
+        size_mb = await asyncio.to_thread(_size_mb, builder.folder)
+        took_s = round(time.monotonic() - began, 1)
+        facts = {"name": recipe.name, "version": recipe.version, "size_mb": size_mb}
+        (builder.folder / MARKER).write_text(json.dumps({**facts, "built_in_s": took_s}))
+        builder.folder.rename(final)
+    except OSError as error:
+        raise HarnessError(f"{builder.label}: cannot build in {final.parent}: {error}") from error
+    finally:
+        # Not awaited: also when cancelled, nothing half-built stays.
+        shutil.rmtree(builder.folder, ignore_errors=True)
+    builder.say(f"ready: {size_mb} MB in {took_s} s")
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.building-{secrets.token_hex(4)}")
+
+
+def _is_whole(folder: Path, recipe: Recipe) -> bool:
+    # `needs` is looked at too: a venv is dead when the Python it was made with has gone.
+    return (folder / MARKER).is_file() and (folder / recipe.needs).exists()
+
+
+def _remove_ruins(bundles: Path, name: str) -> None:
+    """Remove a broken bundle and what killed builders left; the lock must be held."""
+    for ruin in (bundles / name, *bundles.glob(f".{name}.building-*")):
+        shutil.rmtree(ruin, ignore_errors=True)
+
+
+def _size_mb(folder: Path) -> int:
+    sizes = (path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    return sum(sizes) >> 20
+
+
+@asynccontextmanager
+async def _locked(path: Path, report: Report, label: str) -> AsyncIterator[None]:
+    """Hold the lock file; the system lets it go when this process dies."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        told = False
+        while not _try_lock(file):
+            if not told:
+                report(f"{label}: another process is building it; waiting")
+                told = True
+            await asyncio.sleep(LOCK_POLL_S)
+        yield
+    finally:
+        os.close(file)
+
+
+def _try_lock(file: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

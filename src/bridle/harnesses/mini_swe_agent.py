@@ -1,0 +1,104 @@
+"""mini-swe-agent, unmodified, from PyPI: one tool (bash), Chat Completions, never streams.
+
+Facts: HARNESSES notes of version 2.4.6. It ends on `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`.
+Its configuration comes in one file of the private home (no argument limit, no instruction in the
+process list), the endpoint and the key through the environment, because it writes its configuration
+into its log. Three unusable replies in a row end it with exit code 0: that is the policy's failure
+and not the program's, so the session completes and the evaluator says what it was worth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.installers import PYTHON, python_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "2.4.6"
+BASE_CONFIG = "mini.yaml"
+
+
+class MiniSettings(Settings):
+    """Settings of harness `mini_swe_agent`."""
+
+    config: JSON = Field(default_factory=dict)
+    """Merged over the program's own `mini.yaml`, e.g. `{"agent": {"step_limit": 20}}`."""
+    model_attempts: int = Field(default=4, ge=1)
+    """Tries of one model call, 4 to 60 s apart, before it gives up (its own default is 10)."""
+
+
+class MiniSweAgent:
+    """mini-swe-agent; implements `base.Harness`."""
+
+    name = "mini_swe_agent"
+    version = VERSION
+    dialect = Dialect.OPENAI_CHAT
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        self._settings = parse_settings(agent, MiniSettings)
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """A virtual environment of 735 MB, most of it what litellm brings."""
+        recipe = python_recipe(
+            self.name,
+            VERSION,
+            size_mb=740,
+            # A bare `mini.yaml` is looked for in the work folder first.
+            links=((BASE_CONFIG, "minisweagent/config/mini.yaml"),),
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`mini -c mini.yaml -c <ours> --yolo --exit-immediately`, with its files in the home."""
+        config = f"{context.home}/.config/mini-swe-agent/bridle.yaml"
+        log = f"{context.home}/trajectory.traj.json"
+        own = {
+            "run": {"task": context.instruction},
+            "model": {"model_name": f"openai/{context.model_name}"},
+        }
+        command = (
+            f"{context.bundle}/{PYTHON}",
+            *("-m", "minisweagent.run.mini"),
+            *("-c", f"{context.bundle}/{BASE_CONFIG}", "-c", config),
+            *("--yolo", "--exit-immediately", "--cost-limit", "0", "-o", log),
+        )
+        env = {
+            "OPENAI_BASE_URL": context.base_urls["openai"],
+            "OPENAI_API_KEY": context.key,
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_SILENT_STARTUP": "1",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_GLOBAL_CONFIG_DIR": f"{context.home}/.config/mini-swe-agent",
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": str(self._settings.model_attempts),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_TELEMETRY": "False",
+        }
+        # JSON is YAML.
+        text = json.dumps(_merged(self._settings.config, own)).encode()
+        return Launch(command, env, files={config: text}, logs=(log,))
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the exit code is believed
+    ) -> Cause | None:
+        """Exit code 1 is a traceback of its own, most often a model call that kept failing."""
+        return crash(exit_code, signal)
+
+
+def _merged(under: JSON, over: JSON) -> JSON:
+    """`over` laid over `under`, objects member by member."""
+    both = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], dict) and isinstance(over[name], dict):
+            both[name] = _merged(under[name], over[name])
+    return both

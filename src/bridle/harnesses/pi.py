@@ -1,0 +1,125 @@
+"""pi, unmodified, from npm: four tools, Chat Completions, streams.
+
+Facts: HARNESSES notes of version 0.87.1 and its own documentation (models, environment variables,
+JSON event stream). Exit codes lie: it exits 0 after API errors, so its event stream is read. It
+looks nothing up on the network when told so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from bridle.config import AgentSpec, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.installers import NODE, node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "0.87.1"
+CLI = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
+PROVIDER = "gw"
+
+
+class PiSettings(Settings):
+    """Settings of harness `pi`."""
+
+    thinking: Literal["off", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Reasoning effort that it asks for; `None` = its own default."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools it may use (`read`, `bash`, `edit`, `write`...); `None` = its default."""
+    context_files: bool = True
+    """Whether it reads AGENTS.md and CLAUDE.md in the work folder."""
+    max_output_tokens: int = 16384
+    """Output budget that it asks for in each call, at most half of the model's context."""
+
+
+class Pi:
+    """pi; implements `base.Harness`."""
+
+    name = "pi"
+    version = VERSION
+    dialect = Dialect.OPENAI_CHAT
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        self._settings = parse_settings(agent, PiSettings)
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """345 MB: the program and its own node 22."""
+        return await ensure(node_recipe(self.name, VERSION, size_mb=350), bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`pi -p --mode json --provider gw --model <model> <instruction>`, files in the home."""
+        folder = f"{context.home}/.pi/agent"
+        settings = self._settings
+        command = [
+            f"{context.bundle}/{NODE}",
+            f"{context.bundle}/{CLI}",
+            *("-p", "--mode", "json", "--provider", PROVIDER, "--model", context.model_name),
+        ]
+        if settings.thinking is not None:
+            command += "--thinking", settings.thinking
+        if settings.tools is not None:
+            command += "--tools", ",".join(settings.tools)
+        if not settings.context_files:
+            command.append("--no-context-files")
+        env = {
+            "PI_CODING_AGENT_DIR": folder,
+            "PI_OFFLINE": "1",
+            "PI_SKIP_VERSION_CHECK": "1",
+            "PI_TELEMETRY": "0",
+        }
+        files = {
+            f"{folder}/models.json": json.dumps(self._models(context)).encode(),
+            f"{folder}/settings.json": b'{"enableInstallTelemetry": false, "quietStartup": true}',
+        }
+        # From stdin: an argument has a size limit, and one that begins with @ or - means another.
+        return Launch(tuple(command), env, files, stdin=context.instruction.encode())
+
+    def _models(self, context: LaunchContext) -> JSON:
+        model = {
+            "id": context.model_name,
+            "reasoning": True,
+            "contextWindow": context.context_length,
+            "maxTokens": min(self._settings.max_output_tokens, context.context_length // 2),
+        }
+        provider = {
+            "baseUrl": context.base_urls["openai"],
+            "api": "openai-completions",
+            "apiKey": context.key,
+            "models": [model],
+        }
+        return {"providers": {PROVIDER: provider}}
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Exit code 0 counts only if its last assistant message is not an error."""
+        if (cause := crash(exit_code, signal)) is not None:
+            return cause
+        if _last_stop_reason(stdout) in ("error", "aborted"):
+            return Cause.HARNESS_MODEL_ERROR
+        return None
+
+
+def _last_stop_reason(stdout: bytes) -> str | None:
+    """`stopReason` of the last assistant message in the event stream; `None` = none was found."""
+    for event in _events_backwards(stdout):
+        message = event.get("message")
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            reason = message.get("stopReason")
+            return reason if isinstance(reason, str) else None
+    return None
+
+
+def _events_backwards(stdout: bytes) -> Iterator[JSON]:
+    """The stream's `message_end` events, last first; lines that the limit cut are skipped."""
+    for line in reversed(stdout.split(b"\n")):
+        if line.startswith(b'{"type":"message_end"'):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event

@@ -1,0 +1,56 @@
+"""What the tests of this room share: contexts, and wheels made by hand."""
+
+import base64
+import hashlib
+import zipfile
+
+from bridle.harnesses.base import LaunchContext
+
+
+def context(**changes):
+    """A launch context with one session's made-up values."""
+    values = {
+        "instruction": "do it",
+        "base_urls": {
+            "openai": "http://gw/s/x/v1",
+            "anthropic": "http://gw/s/x",
+            "google": "http://gw/s/x",
+        },
+        "key": "key-1",
+        "model_name": "bridle-policy",
+        "workdir": "/w",
+        "home": "/h",
+        "bundle": "/b",
+        "session_id": "s-1",
+        "context_length": 32768,
+        "task_id": "t-1",
+        "sample_index": 3,
+    }
+    return LaunchContext(**{**values, **changes})
+
+
+def wheel(folder, name, files):
+    """A wheel in `folder` with `files` (path -> text; executable if it begins with #!).
+
+    Returns the requirement line with its hash.
+    """
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    everything = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},{_digest(text)},{len(text)}\n" for file, text in everything.items())
+    everything[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in everything.items():
+            entry = zipfile.ZipInfo(file)
+            entry.external_attr = (0o100755 if text.startswith("#!") else 0o100644) << 16
+            archive.writestr(entry, text)
+    return f"{name} @ file://{path} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+def _digest(text):
+    raw = hashlib.sha256(text.encode()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(raw).rstrip(b"=").decode()

@@ -1,0 +1,49 @@
+import pytest
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
+from bridle.harnesses import HARNESSES, open_harness
+
+
+@pytest.mark.parametrize("name", sorted(HARNESSES))
+def test_every_name_in_the_table_opens_a_harness_of_that_name(name):
+    harness = open_harness(name)
+    assert harness.name == name
+    assert harness.version
+
+
+def test_an_unknown_harness_is_named_with_those_that_are_known():
+    with pytest.raises(
+        ConfigError, match=r"unknown harness 'mini'; known: command, mini_swe_agent"
+    ):
+        open_harness("mini")
+
+
+def test_a_harness_of_ones_own_is_found_by_its_path():
+    path = "bridle.harnesses.command:CommandHarness"
+    assert open_harness(AgentSpec(import_path=path, command="true")).name == "command"
+
+
+@pytest.mark.parametrize("agent", [AgentSpec(), AgentSpec(harness="pi", import_path="a:B")])
+def test_exactly_one_way_of_naming_it(agent):
+    with pytest.raises(ConfigError, match="exactly one of 'harness' and 'import_path'"):
+        open_harness(agent)
+
+
+@pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
+def test_a_version_that_is_not_packaged_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"'{name}' is packaged as .*, not '0\.0\.1'"):
+        open_harness(AgentSpec(harness=name, version="0.0.1"))
+
+
+@pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
+def test_only_the_command_harness_takes_a_command(name):
+    with pytest.raises(ConfigError, match=r"agent\.command: only harness 'command'"):
+        open_harness(AgentSpec(harness=name, command="true"))
+
+
+@pytest.mark.parametrize("name", sorted(HARNESSES))
+def test_a_setting_that_it_does_not_have_is_named(name):
+    agent = AgentSpec(harness=name, command=None, settings={"thinkin": "high"})
+    with pytest.raises(ConfigError, match=rf"agent\.settings of harness '{name}': thinkin"):
+        open_harness(agent)

@@ -1,0 +1,51 @@
+import json
+
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.harnesses.mini_swe_agent import MiniSweAgent
+from bridle.types import Cause
+
+
+def mini(**settings):
+    return MiniSweAgent(AgentSpec(harness="mini_swe_agent", settings=settings))
+
+
+def test_the_launch_line_is_the_documented_one():
+    launch = mini().launch(context())
+    assert launch.command == (
+        "/b/bin/python", "-m", "minisweagent.run.mini",
+        "-c", "/b/mini.yaml", "-c", "/h/.config/mini-swe-agent/bridle.yaml",
+        "--yolo", "--exit-immediately", "--cost-limit", "0", "-o", "/h/trajectory.traj.json",
+    )  # fmt: skip
+    assert launch.env["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
+    assert launch.env["MSWEA_COST_TRACKING"] == "ignore_errors"
+    assert launch.logs == ("/h/trajectory.traj.json",)
+
+
+def test_neither_instruction_nor_key_stands_on_the_command_line_and_no_key_in_its_configuration():
+    launch = mini().launch(context(instruction="secret plan"))
+    assert "secret plan" not in " ".join(launch.command)
+    (config,) = launch.files.values()
+    assert json.loads(config) == {
+        "run": {"task": "secret plan"},
+        "model": {"model_name": "openai/bridle-policy"},
+    }
+    assert launch.env["OPENAI_API_KEY"] == "key-1"
+
+
+def test_its_own_configuration_is_merged_under_ours():
+    settings = {"agent": {"step_limit": 5}, "model": {"model_name": "x", "model_kwargs": {"n": 1}}}
+    launch = mini(config=settings, model_attempts=2).launch(context())
+    (config,) = launch.files.values()
+    assert json.loads(config) == {
+        "agent": {"step_limit": 5},
+        "model": {"model_name": "openai/bridle-policy", "model_kwargs": {"n": 1}},
+        "run": {"task": "do it"},
+    }
+    assert launch.env["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] == "2"
+
+
+def test_a_traceback_is_a_crash():
+    assert mini().exit_cause(1, None, b"") is Cause.HARNESS_CRASH
+    assert mini().exit_cause(0, None, b"") is None
