@@ -48,14 +48,14 @@ class MadeSession:
         self.record = SessionRecord(session_id, 1000.0, "task-1", metadata or {})
         self.random = np.random.default_rng(seed)
         self.texts = texts
-        self.exchanges = []
+        self.exchanges: list[Exchange] = []
         self.deliveries = {}
         self.bodies = {}
         self.new_bodies = {}
         self.prompts = {}
         self.outputs = {}
         self.spans = {}
-        self.outcome = None
+        self.outcome: Outcome | None = None
         self.clock = 1000.0
 
     def ids(self, given):

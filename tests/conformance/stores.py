@@ -129,7 +129,7 @@ class StoreConformance:
 
     async def test_an_unknown_session_is_empty_to_read_and_an_error_to_write(self):
         made = MadeSession()
-        exchange = made.call()
+        exchange, outcome = made.call(), made.end()
         async with self.open_store() as store:
             assert list(store.exchanges("s1")) == []
             assert dict(store.deliveries("s1")) == {}
@@ -138,7 +138,7 @@ class StoreConformance:
             for attempt in (
                 store.commit(exchange, {}),
                 store.deliver(made.deliveries["x0"]),
-                store.close_session(made.end()),
+                store.close_session(outcome),
             ):
                 with pytest.raises(StoreError, match="'s1' was never opened"):
                     await attempt
@@ -148,7 +148,7 @@ class StoreConformance:
     async def test_nothing_is_recorded_twice(self):
         made = MadeSession()
         made.call()
-        made.end()
+        outcome = made.end()
         async with self.open_store() as store:
             await made.write(store)
             with pytest.raises(StoreError, match="'s1' is recorded already"):
@@ -156,7 +156,7 @@ class StoreConformance:
             with pytest.raises(StoreError, match="'x0' is recorded already"):
                 await store.commit(made.exchanges[0], {})
             with pytest.raises(StoreError, match="'s1' has an outcome already"):
-                await store.close_session(made.outcome)
+                await store.close_session(outcome)
             assert_same(store.exchanges("s1"), made.exchanges)
             assert list(store.sessions()) == [made.record]
 

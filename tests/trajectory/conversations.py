@@ -28,7 +28,6 @@ def sessions(draw, max_calls=14):
 
 def _call(draw, made, number):
     move = draw(st.sampled_from(MOVES)) if number else "root"
-    before = draw(st.sampled_from(made.exchanges)) if number else None
     fields = {
         "output": draw(st.integers(0, 6)),
         "kind": draw(st.sampled_from(KINDS)),
@@ -38,9 +37,11 @@ def _call(draw, made, number):
         "logprob_mode": draw(st.sampled_from([LogprobMode.PROCESSED] * 3 + [LogprobMode.RAW])),
     }
     new = draw(st.integers(1, 5))
+    if move == "root":
+        made.call(None, new=new, **fields)
+        return
+    before = draw(st.sampled_from(made.exchanges))
     match move:
-        case "root":
-            made.call(None, new=new, **fields)
         case "extend":
             last = made.exchanges[-1].exchange_id
             made.call(last, new=draw(st.integers(0, 5)), **fields)

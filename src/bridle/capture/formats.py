@@ -10,9 +10,9 @@ packed in one blob per exchange, because each has exactly one exchange that brou
                               | 16-byte digest | u32 length | bytes
 
 A file says what it is by SQLite's `application_id` and which version by `user_version`. A newer
-version is refused by name. An older one is brought forward by `CONVERTERS`, one function per step,
-in place when it is opened for writing and in memory when it is only read; one file of every
-version stays in `tests/capture/files`.
+version is refused by name. An older one is brought forward by a converter per step, in
+place when it is opened for writing and in memory when it is only read; one file of every version
+stays in `tests/capture/files`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 
 APPLICATION_ID = 0x42524431
 """`BRD1` in ASCII: marks the file as a Bridle capture."""
-
-VERSION = 1
-"""Format version that this code writes."""
 
 PAGE_BYTES = 4096
 """8 and 16 KiB pages fill better (by 10 %) but cost a short session's file 25 to 75 KiB more."""
@@ -98,8 +95,20 @@ INSERT_EXCHANGE = (
 )
 """Takes an `exchange_row`."""
 
-CONVERTERS: Mapping[int, Callable[[sqlite3.Connection], None]] = {}
-"""Format version -> what turns a file of it into the next version. Empty: there is only one."""
+Converter = Callable[[sqlite3.Connection], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    """What this code writes, and from which older versions it can come forward."""
+
+    version: int
+    converters: Mapping[int, Converter]
+    """Version -> what turns a file of it into the next version, inside a transaction."""
+
+
+CURRENT = Format(version=1, converters={})
+"""There is one version; the next one adds its converter from 1."""
 
 Bodies = dict[bytes, bytes]
 """Content digest -> raw bytes."""
@@ -120,7 +129,7 @@ _ENTRY = struct.Struct("<B16sI")
 # ---- files
 
 
-def open_for_writing(path: Path, *, fsync: bool) -> sqlite3.Connection:
+def open_for_writing(path: Path, *, fsync: bool, form: Format = CURRENT) -> sqlite3.Connection:
     """Open or make the file at `path`; an older version is converted in place.
 
     The connection may be used from any one thread at a time. `fsync` makes every transaction
@@ -132,20 +141,20 @@ def open_for_writing(path: Path, *, fsync: bool) -> sqlite3.Connection:
         try:
             connection.execute("PRAGMA busy_timeout = 5000")
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            if _begin_version(connection, path) == 0:
-                _create(connection)
+            if _version_of(connection, path, form) is None:
+                _create(connection, form)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
             connection.execute("PRAGMA wal_autocheckpoint = 0")
-            _bring_forward(connection)
+            _bring_forward(connection, form)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Open an existing file without writing to it, also while another process writes.
+def open_for_reading(path: Path, form: Format = CURRENT) -> sqlite3.Connection:
+    """Open an existing file without changing what it holds, also while another process writes.
 
     An older version is converted in a copy in memory. Raises `StoreError`.
     """
@@ -155,16 +164,16 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             raise StoreError(message)
         connection = _connect_to_read(path)
         try:
-            version = _begin_version(connection, path)
-            if version == 0:
+            version = _version_of(connection, path, form)
+            if version is None:
                 message = f"{path}: not a Bridle capture file: it is empty"
                 raise StoreError(message)
-            if version < VERSION:
+            if version < form.version:
                 copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
                 connection.backup(copy)
                 connection.close()
                 connection = copy
-                _bring_forward(connection)
+                _bring_forward(connection, form)
         except BaseException:
             connection.close()
             raise
@@ -172,15 +181,17 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A read-only connection, also in a folder that cannot be written.
+    """A connection that changes nothing, also in a folder that cannot be written.
 
-    There SQLite cannot make the shared-memory file that WAL readers use; a file without pending
-    WAL can then be read as immutable.
+    Where the folder can be written it is a full connection with queries only, so that the last one
+    to close tidies the WAL away. Where it cannot, SQLite cannot make the shared-memory file that
+    WAL readers use; a file without pending WAL can then be read as immutable.
     """
     uri = path.absolute().as_uri()
     connection = sqlite3.connect(
-        f"{uri}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+        f"{uri}?mode=rw", uri=True, isolation_level=None, check_same_thread=False
     )
+    connection.execute("PRAGMA query_only = ON")
     connection.execute("PRAGMA busy_timeout = 5000")
     try:
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -195,38 +206,39 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _begin_version(connection: sqlite3.Connection, path: Path) -> int:
-    """Format version of the file, 0 for an empty one; refuses what is not ours or is newer."""
+def _version_of(connection: sqlite3.Connection, path: Path, form: Format) -> int | None:
+    """Format version of the file, `None` for an empty one; refuses what is not ours or is newer."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if tables == 0 and application == 0:
-        return 0
+        return None
     if application != APPLICATION_ID:
         message = f"{path}: not a Bridle capture file (application id {application:#x})"
         raise StoreError(message)
-    if version > VERSION:
+    if version > form.version:
         message = (
-            f"{path}: written by a newer Bridle (format {version}; this one knows up to {VERSION})"
+            f"{path}: written by a newer Bridle"
+            f" (format {version}; this one knows up to {form.version})"
         )
         raise StoreError(message)
     return int(version)
 
 
-def _create(connection: sqlite3.Connection) -> None:
+def _create(connection: sqlite3.Connection, form: Format) -> None:
     """Make the tables of the current version, all or none."""
     connection.executescript(
         f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
-        f" PRAGMA user_version = {VERSION}; COMMIT;"
+        f" PRAGMA user_version = {form.version}; COMMIT;"
     )
 
 
-def _bring_forward(connection: sqlite3.Connection) -> None:
+def _bring_forward(connection: sqlite3.Connection, form: Format) -> None:
     """Convert step by step to the current version, each step all or nothing."""
-    while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < VERSION:
+    while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < form.version:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            CONVERTERS[version](connection)
+            form.converters[version](connection)
             connection.execute(f"PRAGMA user_version = {version + 1}")
         except BaseException:
             connection.execute("ROLLBACK")

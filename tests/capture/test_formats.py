@@ -1,0 +1,142 @@
+"""Files of every version load, steps forward are all or nothing, texts pack and unpack."""
+
+import dataclasses
+import json
+import shutil
+import sqlite3
+import struct
+import zlib
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.capture.made import MadeSession
+
+from bridle.capture.formats import (
+    CURRENT,
+    Entry,
+    Format,
+    open_for_reading,
+    open_for_writing,
+    pack,
+    unpack,
+)
+from bridle.capture.sqlite import SqliteReader, SqliteStore
+from bridle.errors import StoreError
+
+FILES = Path(__file__).parent / "files"
+
+
+def plain(value):
+    """A record as JSON values: bytes as hex, arrays as hex with their type."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if hasattr(value, "tobytes"):
+        return f"{value.dtype}:{value.tobytes().hex()}"
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("version", range(1, CURRENT.version + 1))
+async def test_a_file_of_every_version_loads(version, tmp_path):
+    """`files/vN.sqlite` was written by the code of version N, `vN.json` is what it holds."""
+    expected = json.loads((FILES / f"v{version}.json").read_text())
+    copy = tmp_path / "capture.sqlite"
+    shutil.copy(FILES / f"v{version}.sqlite", copy)
+    with SqliteReader(copy) as reader:
+        assert [s.session_id for s in reader.sessions()] == list(expected)
+        for session_id, facts in expected.items():
+            assert json.loads(json.dumps(plain(reader.read(session_id)))) == facts
+    made = MadeSession("new")
+    made.call()
+    async with await SqliteStore.open(copy) as store:
+        await made.write(store)
+        assert len(store.exchanges("new")) == 1
+        for session_id, facts in expected.items():
+            assert json.loads(json.dumps(plain(store.read(session_id)))) == facts
+
+
+def add_column(connection):
+    connection.execute("ALTER TABLE sessions ADD COLUMN more TEXT")
+
+
+NEXT = Format(CURRENT.version + 1, {CURRENT.version: add_column})
+
+
+def column_names(connection):
+    return [row[1] for row in connection.execute("PRAGMA table_info(sessions)")]
+
+
+async def test_an_older_file_is_converted_in_place_to_write_and_in_memory_to_read(tmp_path):
+    path = tmp_path / "capture.sqlite"
+    open_for_writing(path, fsync=False).close()
+    before = path.read_bytes()
+    with closing(open_for_reading(path, NEXT)) as connection:
+        assert "more" in column_names(connection)
+    assert path.read_bytes() == before
+    open_for_writing(path, fsync=False, form=NEXT).close()
+    with closing(open_for_reading(path, NEXT)) as connection:
+        assert "more" in column_names(connection)
+    with pytest.raises(StoreError, match="newer"):
+        open_for_reading(path)
+
+
+async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "capture.sqlite"
+    open_for_writing(path, fsync=False).close()
+
+    def fails(connection):
+        connection.execute("DROP TABLE outcomes")
+        raise RuntimeError("half way")
+
+    form = Format(CURRENT.version + 1, {CURRENT.version: fails})
+    with pytest.raises(StoreError, match="half way"):
+        open_for_writing(path, fsync=False, form=form)
+    with closing(open_for_reading(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM outcomes").fetchone() == (0,)
+
+
+async def test_a_version_without_a_way_forward_is_refused(tmp_path):
+    path = tmp_path / "capture.sqlite"
+    open_for_writing(path, fsync=False).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 0")
+    with pytest.raises(StoreError, match=str(path)):
+        open_for_writing(path, fsync=False)
+
+
+# ---- texts
+
+entries = st.lists(
+    st.builds(
+        Entry,
+        st.integers(0, 2),
+        st.binary(min_size=16, max_size=16),
+        st.one_of(st.binary(max_size=50), st.binary(max_size=20).map(lambda text: text * 40)),
+    )
+)
+
+
+@given(entries)
+def test_texts_come_back_as_they_were_packed(given_entries):
+    assert list(unpack(pack(given_entries))) == given_entries
+
+
+def test_texts_are_compressed_only_where_it_pays():
+    text = b'{"role": "user", "content": "again and again"}' * 20
+    assert len(pack([Entry(0, bytes(16), text)])) < len(text) / 4
+    noise = zlib.compress(bytes(range(256)) * 8, 9) * 3
+    assert pack([Entry(0, bytes(16), noise[:150])])[:1] == b"\x00"
+
+
+@given(st.binary(max_size=60))
+def test_a_damaged_blob_raises_one_of_three_errors(blob):
+    with suppress(ValueError, zlib.error, struct.error):
+        list(unpack(blob))
