@@ -1,0 +1,50 @@
+"""Finds runs and sessions by what a person types: a folder, a capture file, a session id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bridle.capture.records import SessionCapture
+from bridle.capture.sqlite import SqliteReader
+from bridle.errors import ConfigError
+
+CAPTURE = "capture.sqlite"
+
+
+def capture_file(target: Path) -> Path:
+    """The capture file of a run folder, or the file itself. `ConfigError` if there is none."""
+    path = target / CAPTURE if target.is_dir() else target
+    if not path.is_file():
+        raise ConfigError(f"{target} is no run: there is no {path}")
+    return path
+
+
+def sessions(target: Path) -> Iterator[SessionCapture]:
+    """All sessions of a run, in the order they were opened, read one at a time."""
+    with SqliteReader(capture_file(target)) as reader:
+        for session in reader.sessions():
+            yield reader.read(session.session_id)
+
+
+def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
+    """The one session whose id begins with `name`, in a run folder or in the folders under it.
+
+    Returns its capture file with it. `ConfigError` if there is none, or more than one.
+    """
+    files = [runs / CAPTURE] if (runs / CAPTURE).is_file() else sorted(runs.glob(f"*/{CAPTURE}"))
+    found: list[tuple[Path, str]] = []
+    for path in files:
+        with SqliteReader(path) as reader:
+            ids = [session.session_id for session in reader.sessions()]
+        exact = [session_id for session_id in ids if session_id == name]
+        found += [(path, i) for i in exact or (i for i in ids if i.startswith(name))]
+    if not found:
+        where = ", ".join(str(path.parent) for path in files) or f"{runs} (no run there)"
+        raise ConfigError(f"no session {name!r}; looked in {where}")
+    if len(found) > 1:
+        names = ", ".join(session_id for _, session_id in found[:5])
+        raise ConfigError(f"{name!r} is the beginning of {len(found)} sessions: {names}...")
+    path, session_id = found[0]
+    with SqliteReader(path) as reader:
+        return path, reader.read(session_id)

@@ -1,0 +1,141 @@
+"""`bridle doctor`: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bridle.cli.output import console, print_json, table
+from bridle.errors import BridleError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    ok: bool
+    """False = something that Bridle offers will not work."""
+    found: str
+    advice: str = ""
+    """What to do; empty when all is well."""
+
+
+def doctor(
+    engine: Annotated[
+        str | None, typer.Option(help="Probe this engine: URL, scripted:FILE or embedded:DIR.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder or 'builtin'.")] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="Run the runtime conformance suite on this backend.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at this machine, an engine or a runtime, and say what is missing."""
+    if engine is not None:
+        findings = asyncio.run(_probe(engine, tokenizer))
+    elif runtime is not None:
+        findings = asyncio.run(_conformance(runtime))
+    else:
+        findings = machine()
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        rows = ((("ok" if f.ok else "MISSING"), f.what, f.found, f.advice) for f in findings)
+        console.print(table("doctor", ("", "what", "found", "what to do"), rows))
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def machine() -> list[Finding]:
+    """Everything about this machine that a run may need."""
+    return [
+        _python(),
+        _program("git", "the demo tasks and most agents use it: install git"),
+        _program("npm", "harnesses from npm (pi) need it: install node with npm"),
+        _program("bash", "runtimes run commands with it: install bash"),
+        _torch(),
+        _cache(),
+    ]
+
+
+def _python() -> Finding:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    return Finding("python", sys.version_info >= (3, 11), version, "Python 3.11 or newer is needed")
+
+
+def _program(name: str, advice: str) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(name, ok=False, found="not on PATH", advice=advice)
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, check=False, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(name, ok=False, found=f"does not start: {error}", advice=advice)
+    first = (answer.stdout or answer.stderr).strip().splitlines()[:1]
+    return Finding(name, ok=answer.returncode == 0, found=first[0] if first else path)
+
+
+def _torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        advice = "the embedded engine and training need it: pip install 'bridle[embedded]'"
+        return Finding("torch", ok=False, found="not installed", advice=advice)
+    from importlib.metadata import version
+
+    return Finding("torch", ok=True, found=version("torch"))
+
+
+def _cache() -> Finding:
+    from bridle.config import cache_dir
+
+    folder = cache_dir()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    found = f"{folder}, {free_gib:.0f} GiB free"
+    if not os.access(existing, os.W_OK):
+        return Finding("cache", ok=False, found=found, advice="not writable: set BRIDLE_CACHE")
+    return Finding(
+        "cache", ok=free_gib >= 4, found=found, advice="" if free_gib >= 4 else "4 GiB are needed"
+    )
+
+
+async def _probe(spec: str, tokenizer: str | None) -> list[Finding]:
+    from bridle.engines import open_engine
+    from bridle.engines.probe import probe
+
+    engine = open_engine(spec, tokenizer=tokenizer)
+    try:
+        report = await probe(engine)
+    finally:
+        await engine.aclose()
+    return [Finding(f.what, f.ok, f.found, f.advice) for f in report.findings]
+
+
+async def _conformance(backend: str) -> list[Finding]:
+    import tempfile
+
+    from bridle.plugins import load
+    from bridle.runtimes import RUNTIMES
+    from bridle.runtimes.conformance import CHECKS, run_check
+
+    factory = load(backend, RUNTIMES, what="runtime")
+    findings = []
+    for check in CHECKS:
+        with tempfile.TemporaryDirectory(prefix="bridle-doctor-") as scratch:
+            try:
+                await run_check(check, factory, Path(scratch))
+            except (BridleError, AssertionError) as error:
+                findings.append(Finding(check.__name__, ok=False, found=str(error)))
+            else:
+                findings.append(Finding(check.__name__, ok=True, found="holds"))
+    return findings

@@ -1,0 +1,54 @@
+"""What every verb prints with: tables, progress and JSON, to a terminal or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+console = Console(highlight=False)
+"""Results go here."""
+
+notes = Console(stderr=True, highlight=False)
+"""Progress and remarks go here, so that a pipe gets results only."""
+
+
+def print_json(value: object) -> None:
+    """Print `value` as one JSON document on stdout."""
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table; columns whose name begins with `#` are numbers, aligned right."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in columns:
+        made.add_column(
+            column.lstrip("#"),
+            justify="right" if column.startswith("#") else "left",
+            overflow="fold",
+        )
+    for row in rows:
+        made.add_row(*("" if cell is None else str(cell) for cell in row))
+    return made
+
+
+def progress() -> Progress:
+    """A progress display on stderr; silent lines where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=notes,
+        transient=False,
+    )
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for a table; `None` is a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,129 @@
+"""`bridle show`: what happened in a run or a session, without opening a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bridle.cli.output import console, print_json, table
+from bridle.errors import ConfigError
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.capture.records import SessionCapture
+    from bridle.trajectory.sample import Trajectory
+
+COLUMNS = (
+    "session", "harness", "status", "#reward", "#calls", "#captured", "#trained", "#excluded",
+    "#merge", "#traces",
+)  # fmt: skip
+
+
+def show(
+    target: Annotated[str, typer.Argument(help="A run folder, or the beginning of a session id.")],
+    run: Annotated[
+        Path, typer.Option(help="Where to look for a session: a run, or a folder of runs.")
+    ] = Path("runs"),
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(help="Explain why exchange B does not extend A.")
+    ] = None,
+    as_script: Annotated[
+        bool, typer.Option("--as-script", help="Print the session as a scripted engine's script.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a run as a table, or a session as its conversation tree and law numbers."""
+    path = Path(target)
+    if path.is_dir() or path.is_file():
+        _show_run(path, json=json)
+        return
+    from bridle.cli.captured import find_session
+
+    _, capture = find_session(target, run)
+    if diff is not None:
+        from bridle.trajectory.tree import explain_fork
+
+        console.print("\n".join(explain_fork(capture, *diff)), markup=False)
+    elif as_script:
+        from bridle.cli.replay import script_of
+
+        print_json(script_of(capture))
+    else:
+        _show_session(capture, json=json)
+
+
+def summary(capture: SessionCapture, trajectory: Trajectory) -> JSON:
+    """One session's line of `summary.json` and of the table."""
+    stats = trajectory.metadata["stats"]
+    metadata = capture.session.metadata
+    return {
+        "session_id": trajectory.session_id,
+        "task_id": capture.session.task_id,
+        "harness": metadata.get("harness"),
+        "status": str(trajectory.status),
+        "cause": capture.outcome.cause if capture.outcome else None,
+        "reward": trajectory.reward,
+        "calls": stats["exchanges"],
+        "tokens_captured": stats["tokens_captured"],
+        "tokens_trained": stats["tokens_trained"],
+        "tokens_excluded": stats["tokens_excluded"],
+        "merge_ratio": stats["merge_ratio"],
+        "traces": stats["traces"],
+    }
+
+
+def row(line: JSON) -> tuple[object, ...]:
+    """A summary line as a row under `COLUMNS`."""
+    excluded = line["tokens_excluded"]
+    why = ", ".join(f"{count} {reason}" for reason, count in excluded.items()) or "0"
+    status = line["status"] if not line["cause"] else f"{line['status']} ({line['cause']})"
+    reward = "-" if line["reward"] is None else f"{line['reward']:g}"
+    return (
+        line["session_id"], line["harness"], status, reward, line["calls"],
+        line["tokens_captured"], line["tokens_trained"], why, f"{line['merge_ratio']:.2f}",
+        line["traces"],
+    )  # fmt: skip
+
+
+def _show_run(target: Path, *, json: bool) -> None:
+    from bridle.cli.captured import sessions
+    from bridle.trajectory import rebuild
+
+    lines = [summary(capture, rebuild(capture)) for capture in sessions(target)]
+    if json:
+        print_json(lines)
+        return
+    console.print(table(f"{target}: {len(lines)} sessions", COLUMNS, map(row, lines)))
+    captured = sum(line["tokens_captured"] for line in lines)
+    trained = sum(line["tokens_trained"] for line in lines)
+    excluded = sum(sum(line["tokens_excluded"].values()) for line in lines)
+    holds = "holds" if captured == trained + excluded else "DOES NOT HOLD"
+    console.print(f"captured {captured} = trained {trained} + excluded {excluded}: {holds}")
+
+
+def _show_session(capture: SessionCapture, *, json: bool) -> None:
+    from bridle.trajectory import rebuild
+    from bridle.trajectory.tree import draw
+    from bridle.types import Kind
+
+    trajectory = rebuild(capture)
+    if json:
+        print_json({**summary(capture, trajectory), "stats": trajectory.metadata["stats"]})
+        return
+    train = [Kind(kind) for kind in trajectory.metadata["train"]]
+    console.print(table("session", COLUMNS, [row(summary(capture, trajectory))]))
+    for depth, text in draw(capture, train):
+        console.print("  " * depth + text, markup=False, soft_wrap=True)
+    if trajectory.error:
+        console.print(f"error: {trajectory.error}", markup=False)
+    if capture.outcome is None:
+        console.print("this session has no outcome: it still runs, or its process was killed")
+
+
+def check_exclusive(**given: object) -> None:
+    """`ConfigError` if more than one of the named options was given."""
+    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} cannot be given together")
