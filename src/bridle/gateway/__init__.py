@@ -1,0 +1,14 @@
+"""The model API that harnesses call: every model call passes here, is captured, and is answered.
+
+One request goes through these files in order:
+
+- `routing`   whose session a path and a key name, and which dialect the rest of the path speaks;
+- `exchange`  place it, prompt the engine, sample, commit: the states of one `call`;
+- `retries`   who waits for a call, who joins one, what became of its reply;
+- `relay`     the reply on the wire, streaming or not, with keep-alives;
+- `registry`  sessions with their keys, limits and facts; `restore` brings them back after a crash;
+- `control`   the routes for those who run sessions, with a token of their own.
+
+The one entry is `bridle.gateway.app.Gateway`. Everything runs on one event loop, so there are no
+locks: between two awaits nobody else acts.
+"""

@@ -1,0 +1,274 @@
+"""The gateway: one entry to everything in this room.
+
+`async with Gateway(...)` starts the engine, checks that it can give what training needs (law 8),
+brings old sessions' keys back from the store, and listens. Leaving it cancels what is in flight,
+writes down what became of every reply, and closes the engine; the store stays its owner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from contextlib import AsyncExitStack
+from typing import Final, Self
+
+import structlog
+from aiohttp import web
+
+from bridle.aio import Nursery
+from bridle.capture.records import SessionRecord
+from bridle.capture.store import Store
+from bridle.config import Limits, SamplingPolicy
+from bridle.engines.base import Engine, EngineInfo
+from bridle.errors import EngineError
+from bridle.gateway.call import Stage
+from bridle.gateway.control import ControlPlane, control_token
+from bridle.gateway.data import DataPlane
+from bridle.gateway.exchange import Exchanges
+from bridle.gateway.keys import key_digest, mint_key
+from bridle.gateway.listener import Handler, Listener
+from bridle.gateway.metrics import Metrics
+from bridle.gateway.registry import (
+    STORED_AS,
+    Registry,
+    Session,
+    SessionFacts,
+    SessionHandle,
+    stored_settings,
+)
+from bridle.gateway.relay import Relay
+from bridle.gateway.restore import Restorer, register_stored
+from bridle.gateway.retries import Deliveries
+from bridle.gateway.routing import split_target
+from bridle.gateway.settings import GatewaySettings
+from bridle.prompting.renderer import PromptRenderer
+from bridle.types import JSON, LogprobMode
+
+log = structlog.get_logger()
+
+REPLYING_S: Final = 1.0
+"""How long a seal waits for replies that are just being written."""
+
+
+class Gateway:
+    """The model API that harnesses call. Use it as an async context manager, once."""
+
+    def __init__(
+        self, *, engine: Engine, renderer: PromptRenderer, store: Store, settings: GatewaySettings
+    ) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._store = store
+        self._settings = settings
+        self._registry = Registry()
+        self._metrics = Metrics()
+        self._stack = AsyncExitStack()
+        self.url = ""
+        """`http://host:port` of the data routes, as harnesses reach it; known when entered."""
+        self.control_url: str | None = None
+        """`http://host:port` of the control routes; known when entered."""
+        self.control_token = ""
+        """What the control routes ask for."""
+        self.info: EngineInfo
+        """What the engine can do; known when entered."""
+
+    # ---- lifecycle
+
+    async def __aenter__(self) -> Self:
+        """Start.
+
+        `EngineError` if the engine cannot give what training needs; `ConfigError` if a port or the
+        control token's file cannot be had.
+        """
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._engine.aclose)
+            self.info = await self._engine.start()
+            check_engine(self.info, allow_untokenized=self._settings.allow_untokenized)
+            nursery = await stack.enter_async_context(Nursery(_log_lost))
+            self._assemble(nursery)
+            register_stored(self._registry, self._store)
+            stack.push_async_callback(self._end_sessions)
+            await self._listen(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop; nothing is left behind."""
+        await self._stack.aclose()
+
+    def _assemble(self, nursery: Nursery) -> None:
+        settings, metrics = self._settings, self._metrics
+        deliveries = Deliveries(
+            store=self._store,
+            nursery=nursery,
+            retry_grace_s=settings.retry_grace_s,
+            metrics=metrics,
+        )
+        self._deliveries = deliveries
+        self._exchanges = Exchanges(
+            engine=self._engine,
+            info=self.info,
+            renderer=self._renderer,
+            store=self._store,
+            settings=settings,
+            nursery=nursery,
+            deliveries=deliveries,
+            metrics=metrics,
+        )
+        self._restorer = Restorer(self._store, self._renderer)
+        self._data = DataPlane(
+            registry=self._registry,
+            exchanges=self._exchanges,
+            relay=Relay(settings, deliveries),
+            info=self.info,
+            settings=settings,
+            metrics=metrics,
+            restore=self._restorer.restore,
+        )
+        self.control_token = control_token(settings)
+        self._control = ControlPlane(
+            sessions=self,
+            store=self._store,
+            engine=self._engine,
+            info=self.info,
+            policy=self._exchanges.policy,
+            token=self.control_token,
+            metrics=metrics,
+        )
+
+    async def _listen(self, stack: AsyncExitStack) -> None:
+        data = await stack.enter_async_context(self._listener(self._on_data, self._settings.port))
+        self.url = (self._settings.public_url or data.url).rstrip("/")
+        self.control_url = data.url
+        if self._settings.control_port is not None:
+            listener = self._listener(self._on_control, self._settings.control_port)
+            control = await stack.enter_async_context(listener)
+            self.control_url = control.url
+
+    def _listener(self, handler: Handler, port: int) -> Listener:
+        return Listener(
+            handler,
+            host=self._settings.host,
+            port=port,
+            max_body_bytes=self._settings.max_body_bytes,
+            head_timeout_s=self._settings.head_timeout_s,
+        )
+
+    async def _on_data(self, http: web.BaseRequest) -> web.StreamResponse:
+        target = split_target(http.raw_path)
+        if target.is_control and (self._settings.control_port is None or target.path == "/health"):
+            return await self._control.handle(http, target)
+        return await self._data.handle(http, target)
+
+    async def _on_control(self, http: web.BaseRequest) -> web.StreamResponse:
+        return await self._control.handle(http, split_target(http.raw_path))
+
+    async def _end_sessions(self) -> None:
+        """Cancel what is in flight, and write down what became of every reply."""
+        self._exchanges.closing = True
+        for session in self._registry:
+            await self._quiesce(session)
+        await self._store.flush()
+
+    # ---- sessions
+
+    async def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        task_id: str | None = None,
+        metadata: JSON | None = None,
+        sampling: SamplingPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> SessionHandle:
+        """Open a session; the handle has the only copy of its key.
+
+        `session_id` `None` = one is made. `ConfigError` if the id is taken or cannot be one,
+        `StoreError` if the session cannot be recorded.
+        """
+        session_id = session_id or f"s-{secrets.token_hex(8)}"
+        self._registry.check_new_id(session_id)
+        sampling, limits = sampling or SamplingPolicy(), limits or Limits()
+        key = mint_key()
+        digest = key_digest(key)
+        record = SessionRecord(
+            session_id=session_id,
+            opened_at=time.time(),
+            task_id=task_id,
+            metadata={**(metadata or {}), STORED_AS: stored_settings(digest, sampling, limits)},
+        )
+        session = Session(record, sampling=sampling, limits=limits)
+        self._registry.add(session, digest)
+        await self._store.open_session(record)
+        self._metrics.sessions.inc()
+        base = f"{self.url}/s/{session_id}"
+        base_urls = {"anthropic": base, "openai": f"{base}/v1", "google": base}
+        return SessionHandle(session_id, key, base_urls)
+
+    async def seal(self, session_id: str) -> SessionFacts:
+        """End a session: its key is dead at once, calls in flight are cancelled, commits awaited.
+
+        Idempotent. `KeyError` if there is no such session.
+        """
+        session = self._known(session_id)
+        if not session.sealed:
+            session.sealed = True
+            self._metrics.sessions.dec()
+            await self._quiesce(session)
+            session.forget_conversation()
+        return session.facts()
+
+    async def _quiesce(self, session: Session) -> None:
+        """Wait until nothing of the session is under way, having cancelled what can be."""
+        for call in session.calls.values():
+            if call.task is not None and call.stage in {Stage.PLACED, Stage.SAMPLING}:
+                call.task.cancel()
+        if running := [call.task for call in session.calls.values() if call.task is not None]:
+            await asyncio.wait(running)
+        writing = [task for task, call in session.replying.items() if call.stage is Stage.COMMITTED]
+        if writing:
+            await asyncio.wait(writing, timeout=REPLYING_S)
+        for call in session.calls.values():
+            self._deliveries.close(session, call)
+        if session.writing:
+            await asyncio.wait(session.writing)
+
+    def facts(self, session_id: str) -> SessionFacts:
+        """What has come of a session so far. `KeyError` if there is none of that id."""
+        session = self._known(session_id)
+        self._restorer.restore(session)
+        return session.facts()
+
+    def session_ids(self) -> list[str]:
+        """All sessions, those of earlier processes on this store included, oldest first."""
+        return [session.session_id for session in self._registry]
+
+    def _known(self, session_id: str) -> Session:
+        session = self._registry.get(session_id)
+        if session is None:
+            raise KeyError(session_id)
+        return session
+
+
+def check_engine(info: EngineInfo, *, allow_untokenized: bool) -> None:
+    """Refuse an engine that cannot give what training needs (law 8).
+
+    `EngineError` says what is missing and how to get it.
+    """
+    missing = []
+    if not info.token_in:
+        missing.append("it does not sample under token ids that it is given")
+    if info.logprob_mode is LogprobMode.NONE:
+        missing.append("it gives no logprobs of the sampled tokens")
+    if missing and not allow_untokenized:
+        raise EngineError(
+            f"engine {info.model!r} cannot be trained on: {'; '.join(missing)}. Use an engine that "
+            "gives token ids and logprobs (vLLM, SGLang, `embedded:DIR`), or pass "
+            "--allow-untokenized to capture text only"
+        )
+
+
+def _log_lost(error: BaseException) -> None:
+    """A record of a delivery could not be written; the exchange itself is durable."""
+    log.error("delivery_not_recorded", error=f"{type(error).__name__}: {error}")

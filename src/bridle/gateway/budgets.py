@@ -1,0 +1,115 @@
+"""How a call samples and how much it may: the task's policy, the session's limits, the room left.
+
+Pure: what was asked and what is set go in, effective values come out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Final
+
+from bridle.config import FieldPolicy, Limits, SamplingPolicy
+from bridle.errors import RequestError
+from bridle.gateway import faults
+from bridle.types import Sampling
+
+FIELDS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+"""The sampling fields that a policy decides one by one."""
+
+
+class SamplingPlan:
+    """A task's sampling policy, made ready once per session."""
+
+    def __init__(self, policy: SamplingPolicy) -> None:
+        self.max_output_tokens = policy.max_output_tokens
+        self._fields: tuple[tuple[str, FieldPolicy], ...] = tuple(
+            (name, getattr(policy, name)) for name in FIELDS
+        )
+
+    def effective(
+        self, asked: Sampling, *, budget: int, stop_token_ids: tuple[int, ...], salt: str
+    ) -> Sampling:
+        """What the engine is told: per field ours, ours unless asked, or as asked.
+
+        `budget` becomes `max_tokens`; stop strings stay as asked; `stop_token_ids` (the model's
+        own) are added to those asked for. `salt` (session and call) makes a seed of ours another
+        one for each call, so that a group is not copies of one run.
+        """
+        decided = {name: _decide(field, getattr(asked, name)) for name, field in self._fields}
+        if decided["seed"] is not None and decided["seed"] != asked.seed:
+            decided["seed"] = derived_seed(int(decided["seed"]), salt)
+        return replace(
+            asked,
+            **decided,  # type: ignore[arg-type]  # each is the field's own type or None
+            max_tokens=budget,
+            min_tokens=None if asked.min_tokens is None else min(asked.min_tokens, budget),
+            stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *asked.stop_token_ids))),
+        )
+
+
+def _decide(field: FieldPolicy, asked: float | None) -> float | None:
+    match field.mode:
+        case "override":
+            return field.value
+        case "default":
+            return field.value if asked is None else asked
+        case "respect":
+            return asked
+
+
+def derived_seed(seed: int, salt: str) -> int:
+    """A seed of 31 bits that is a fixed function of `seed` and `salt`."""
+    digest = hashlib.sha256(f"{seed}:{salt}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+
+def output_budget(
+    *,
+    prompt_tokens: int,
+    context_length: int,
+    asked: int | None,
+    task: int | None,
+    session_left: int | None,
+    minimum: int,
+) -> int:
+    """The most tokens that a call may sample: the least of what each party allows, at least 1.
+
+    Raises the context overflow when fewer than `minimum` tokens of the context are left.
+    """
+    left = context_length - prompt_tokens
+    if left < minimum:
+        raise faults.overflow(prompt_tokens, context_length)
+    allowed = [amount for amount in (asked, task, session_left) if amount is not None]
+    return max(1, min(left, *allowed)) if allowed else left
+
+
+def reached_limit(limits: Limits, *, turns: int, tokens: int) -> str | None:
+    """Which limit of the session a further call would exceed: `turns`, `tokens` or `None`.
+
+    `turns` counts committed calls and those in flight; `tokens` counts committed ones.
+    """
+    if limits.max_turns is not None and turns >= limits.max_turns:
+        return "turns"
+    if limits.max_tokens is not None and tokens >= limits.max_tokens:
+        return "tokens"
+    return None
+
+
+def too_many_in_flight(limits: Limits, in_flight: int) -> RequestError | None:
+    """The refusal of a call beyond `max_calls_in_flight`; it passes by itself."""
+    if limits.max_calls_in_flight is None or in_flight < limits.max_calls_in_flight:
+        return None
+    return RequestError(
+        f"the session already has {in_flight} calls in flight",
+        status=429,
+        code="rate_limit",
+        retry_after_s=faults.RETRY_AFTER_S,
+    )

@@ -1,0 +1,233 @@
+"""One model call from its request to its delivery, as a state machine.
+
+A `Call` does not do anything: `exchange` moves it through its stages, `retries` attaches and
+detaches the clients that wait for it, `relay` reads its reply. What only an unanswered call needs
+(request, reply) is dropped once it is delivered; what its children need (prompt, sampled ids)
+stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from bridle.capture.records import RequestRecord
+from bridle.dialects.base import ReplyHead, WireFormat
+from bridle.errors import RequestError
+from bridle.prompting.canonical import Canonical
+from bridle.prompting.conversation import Placement
+from bridle.prompting.prompt import PromptIds
+from bridle.types import DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+
+class Stage(StrEnum):
+    """How far a call has come."""
+
+    PLACED = "placed"
+    """Its place in the conversation is known; the prompt is not made yet."""
+    SAMPLING = "sampling"
+    """The engine has the prompt."""
+    COMMITTING = "committing"
+    """The reply is whole and is being written to the store."""
+    COMMITTED = "committed"
+    """Durable: the reply may leave."""
+    FAILED = "failed"
+    """Nothing was captured; `Call.error` says why."""
+
+
+NEXT: Final[dict[Stage, frozenset[Stage]]] = {
+    Stage.PLACED: frozenset({Stage.SAMPLING, Stage.FAILED}),
+    Stage.SAMPLING: frozenset({Stage.COMMITTING, Stage.FAILED}),
+    Stage.COMMITTING: frozenset({Stage.COMMITTED, Stage.FAILED}),
+    Stage.COMMITTED: frozenset(),
+    Stage.FAILED: frozenset(),
+}
+"""The transitions there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request says about itself beside its body."""
+
+    retry_count: int = 0
+    """`x-stainless-retry-count`; above 0 is proof of a retry, 0 proves nothing."""
+    idempotency_key: str | None = None
+    kind: Kind = Kind.AGENT
+    kind_rule: str | None = None
+    """The rule that decided the kind; `None` = the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a call needs only until its reply is delivered."""
+
+    request: ModelRequest
+    wire: WireFormat
+    canonical: Canonical
+    placement: Placement
+    template_args: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A committed reply, ready to be dressed for whoever waits."""
+
+    reply: Reply
+    usage: Usage
+    body: bytes
+    """The reply's JSON in the dialect's non-streamed shape."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One exchange in the making, and what its children need of it afterwards."""
+
+    exchange_id: str
+    session_id: str
+    started_at: float
+    """Unix time, seconds."""
+    clock_start: float
+    """The same moment on the loop's clock."""
+    tools_digest: bytes
+    asked: Asked = field(default_factory=Asked)
+    stage: Stage = Stage.PLACED
+    question: Question | None = None
+    """`None` once the reply is delivered, and for calls that were read back from the store."""
+    answer: Answer | None = None
+    error: RequestError | None = None
+    head: ReplyHead | None = None
+    """Its `prompt_tokens` are 0 until the prompt is made."""
+    prompt: PromptIds | None = None
+    output_ids: Ids | None = None
+    finish: FinishReason = FinishReason.STOP
+    reasoned: bool = False
+    """Whether its reply has reasoning."""
+    spans: SpanList | None = None
+    """Digests of the request's raw messages; set when the call is admitted."""
+    continues: str | None = None
+    """The exchange whose messages it continues."""
+    base_id: str | None = None
+    """The exchange that `spans` is a delta on."""
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at the first sampled token, and at every end."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the stage is COMMITTED or FAILED."""
+    task: asyncio.Task[None] | None = None
+    # Who waits, and what became of the reply; kept by `retries`.
+    clients: int = 0
+    """Live connections that wait for the reply or receive it."""
+    idempotency_keys: set[str] = field(default_factory=set)
+    delivery: DeliveryState | None = None
+    """The last delivery record; `None` = none yet."""
+    partly_written: bool = False
+    """Whether some client got a part of the reply and then went."""
+    continued: bool = False
+    """Whether a later request shows this reply."""
+    grace: asyncio.TimerHandle | None = None
+    """Runs while nobody waits for an undelivered call."""
+
+    def enter(self, stage: Stage) -> None:
+        """Go to `stage`; only along `NEXT`."""
+        assert stage in NEXT[self.stage], f"{self.exchange_id}: {self.stage} -> {stage}"
+        self.stage = stage
+        if stage in {Stage.COMMITTED, Stage.FAILED}:
+            self.began.set()
+            self.done.set()
+
+    @property
+    def in_flight(self) -> bool:
+        """Neither committed nor failed."""
+        return not self.done.is_set()
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the reply is known to have reached the harness."""
+        return self.delivery in {DeliveryState.DELIVERED, DeliveryState.SUPERSEDED}
+
+    def posed(self) -> Question:
+        """The question; only before the reply is delivered."""
+        assert self.question is not None, f"{self.exchange_id} is already delivered"
+        return self.question
+
+    def answered(self) -> Answer:
+        """The committed reply, until it is delivered."""
+        assert self.answer is not None, f"{self.exchange_id} has no reply to give"
+        return self.answer
+
+    def reply_head(self) -> ReplyHead:
+        """What all forms of the reply share; only of calls of this process."""
+        assert self.head is not None, f"{self.exchange_id} was not asked here"
+        return self.head
+
+    def span_list(self) -> SpanList:
+        """Digests of the request's raw messages."""
+        assert self.spans is not None, f"{self.exchange_id} is not admitted yet"
+        return self.spans
+
+    def sampled(self) -> tuple[PromptIds, Ids]:
+        """Prompt and sampled ids; only of a committed call."""
+        assert self.prompt is not None, f"{self.exchange_id} has no prompt"
+        assert self.output_ids is not None, f"{self.exchange_id} has no output"
+        return self.prompt, self.output_ids
+
+    def release(self) -> None:
+        """Drop what nobody can ask for any more."""
+        self.question = None
+        self.answer = None
+
+
+class SpanList:
+    """The content digests of a request's raw messages, kept as a delta on the request before.
+
+    The whole list lives only at the tip of a conversation; when a child takes it over, the parent
+    keeps its delta. A later branch builds the list again by walking back. Memory is thus linear in
+    new messages (law 9).
+    """
+
+    __slots__ = ("_whole", "base", "kept", "new")
+
+    def __init__(self, base: SpanList | None, digests: tuple[bytes, ...]) -> None:
+        self.kept = 0 if base is None else common_prefix(base.whole(), digests)
+        self.base = base = base if self.kept else None
+        self.new = digests[self.kept :]
+        self._whole: tuple[bytes, ...] | None = digests
+        if base is not None and base.base is not None:
+            base._whole = None  # noqa: SLF001 - another instance of this class
+
+    def whole(self) -> tuple[bytes, ...]:
+        """All digests, in order."""
+        chain: list[SpanList] = []
+        node: SpanList | None = self
+        while node is not None and node._whole is None:  # noqa: SLF001 - see above
+            chain.append(node)
+            node = node.base
+        digests = () if node is None else node._whole or ()  # noqa: SLF001 - see above
+        for span_list in reversed(chain):
+            digests = (*digests[: span_list.kept], *span_list.new)
+        return digests
+
+    def record(self, head: bytes, base_id: str | None, tools: bytes | None) -> RequestRecord:
+        """The request as capture keeps it; `base_id` is the exchange of `base`."""
+        return RequestRecord(
+            head=head,
+            base=base_id if self.kept else None,
+            kept_spans=self.kept,
+            spans=self.new,
+            tools=tools,
+        )
+
+
+def common_prefix(left: tuple[bytes, ...], right: tuple[bytes, ...]) -> int:
+    """How many leading digests are the same."""
+    if left == right[: len(left)]:
+        return len(left)
+    for position, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return position
+    return min(len(left), len(right))

@@ -1,0 +1,324 @@
+"""The control routes: for those who run sessions, never for a sandbox.
+
+They take the control token, never a session key. `GET /health` is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias, TypeVar
+from urllib.parse import parse_qs
+
+import structlog
+from aiohttp import web
+from pydantic import Field, ValidationError
+
+from bridle.capture.records import Outcome, SessionCapture
+from bridle.capture.store import Store
+from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
+from bridle.engines.base import Engine, EngineInfo, Versioned
+from bridle.errors import BridleError, ConfigError, EngineError
+from bridle.gateway.exchange import Policy
+from bridle.gateway.metrics import Metrics
+from bridle.gateway.registry import SessionFacts, SessionHandle
+from bridle.gateway.relay import JSON_TYPE
+from bridle.gateway.routing import Target
+from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.views import encode, exchanges_json
+from bridle.trajectory import build
+from bridle.trajectory.result import trajectory_json
+from bridle.types import JSON, Kind, SessionStatus
+
+log = structlog.get_logger()
+
+TOKEN_ENV: Final = "BRIDLE_CONTROL_TOKEN"  # noqa: S105 - the name of a variable
+TOKEN_FILE: Final = "control.token"  # noqa: S105 - the name of a file
+HEALTH_TIMEOUT_S: Final = 5.0
+BODY_TIMEOUT_S: Final = 20.0
+MAX_BODY_BYTES: Final = 1 << 20
+ModelT = TypeVar("ModelT", bound=Settings)
+ID: Final = "{id}"
+TRAINED: Final = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
+
+
+class OpenSession(Settings):
+    """Body of `POST /sessions`; `{}` will do."""
+
+    session_id: str | None = None
+    """`None` = one is made."""
+    task_id: str | None = None
+    metadata: JSON = Field(default_factory=dict)
+    sampling: SamplingPolicy = SamplingPolicy()
+    limits: Limits = Limits()
+
+
+class SetPolicy(Settings):
+    """Body of `POST /policy`; what is absent stays."""
+
+    version: int | None = None
+    """Policy version of tokens whose engine does not tell it."""
+    paused: bool | None = None
+    """New calls are refused while paused; those in flight go on."""
+
+
+class Sessions(Protocol):
+    """What the control routes need of a gateway."""
+
+    async def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        task_id: str | None = None,
+        metadata: JSON | None = None,
+        sampling: SamplingPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> SessionHandle:
+        """Open a session."""
+
+    async def seal(self, session_id: str) -> SessionFacts:
+        """End a session."""
+
+    def facts(self, session_id: str) -> SessionFacts:
+        """What has come of it."""
+
+    def session_ids(self) -> list[str]:
+        """All sessions, oldest first."""
+
+
+def control_token(settings: GatewaySettings) -> str:
+    """The token of the control routes: given, from the environment, kept in `data_dir`, or new.
+
+    A new one is written to `data_dir/control.token` with mode 0600. `ConfigError` when that file
+    cannot be read or written.
+    """
+    if given := settings.control_token or os.environ.get(TOKEN_ENV):
+        return given
+    if settings.data_dir is None:
+        return secrets.token_urlsafe(32)
+    return _kept_token(settings.data_dir / TOKEN_FILE)
+
+
+def _kept_token(path: Path) -> str:
+    try:
+        if path.exists():
+            return path.read_text().strip()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        token = secrets.token_urlsafe(32)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    return token
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A control request, past its token."""
+
+    http: web.BaseRequest
+    session_id: str
+    """Where the path names one."""
+    query: str
+
+
+Answer: TypeAlias = Callable[[Asked], Awaitable[web.StreamResponse]]
+
+
+class Refusal(Exception):
+    """A control request is answered with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ControlPlane:
+    """Answers those who run sessions."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        store: Store,
+        engine: Engine,
+        info: EngineInfo,
+        policy: Policy,
+        token: str,
+        metrics: Metrics,
+    ) -> None:
+        self._sessions = sessions
+        self._store = store
+        self._engine = engine
+        self._info = info
+        self._policy = policy
+        self._token = token.encode()
+        self._metrics = metrics
+        self._routes: dict[tuple[str, ...], Answer] = {
+            ("GET", "metrics"): self._show_metrics,
+            ("GET", "policy"): self._show_policy,
+            ("POST", "policy"): self._set_policy,
+            ("GET", "sessions"): self._list,
+            ("POST", "sessions"): self._open,
+            ("GET", "sessions", ID): self._show,
+            ("DELETE", "sessions", ID): self._delete,
+            ("GET", "sessions", ID, "exchanges"): self._exchanges,
+            ("GET", "sessions", ID, "trajectory"): self._trajectory,
+        }
+
+    async def handle(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
+        """Serve one control request; errors are `{"error": {"message"}}`."""
+        try:
+            return await self._serve(http, target)
+        except Refusal as refusal:
+            return _error(refusal.status, str(refusal))
+        except ConfigError as error:
+            return _error(400, str(error))
+        except ConnectionError:
+            raise
+        except BridleError as error:
+            return _error(500, str(error))
+        except Exception as error:
+            log.exception("control_request_failed", error=type(error).__name__)
+            return _error(500, "internal error of the gateway")
+
+    async def _serve(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
+        words = target.path.strip("/").split("/")
+        if words == ["health"] and http.method in {"GET", "HEAD"}:
+            return await self._health()
+        self._check_token(http)
+        pattern = tuple(ID if i == 1 and words[0] == "sessions" else w for i, w in enumerate(words))
+        answer = self._routes.get((http.method, *pattern))
+        if answer is None:
+            raise Refusal(404, f"no such route: {http.method} /{'/'.join(words)}")
+        return await answer(Asked(http, words[1] if len(words) > 1 else "", target.query))
+
+    def _check_token(self, http: web.BaseRequest) -> None:
+        scheme, _, given = http.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(), self._token
+        ):
+            raise Refusal(401, "the control token is missing or wrong")
+
+    async def _health(self) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._engine.health()
+        except (EngineError, TimeoutError) as error:
+            return _json({"status": "engine_unavailable", "detail": type(error).__name__}, 503)
+        return _json({"status": "ok"})
+
+    async def _show_metrics(self, _: Asked) -> web.StreamResponse:
+        return web.Response(
+            body=self._metrics.render(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _show_policy(self, _: Asked) -> web.StreamResponse:
+        return _json(
+            {
+                "version": self._policy.version,
+                "paused": self._policy.paused,
+                "model": self._info.model,
+            }
+        )
+
+    async def _set_policy(self, asked: Asked) -> web.StreamResponse:
+        wanted = await _body(asked.http, SetPolicy)
+        if wanted.version is not None:
+            self._policy.version = wanted.version
+            if isinstance(self._engine, Versioned):
+                await self._engine.set_version(wanted.version)
+        if wanted.paused is not None:
+            self._policy.paused = wanted.paused
+        return await self._show_policy(asked)
+
+    async def _list(self, _: Asked) -> web.StreamResponse:
+        ids = self._sessions.session_ids()
+        return _json({"sessions": [asdict(self._facts(session_id)) for session_id in ids]})
+
+    async def _open(self, asked: Asked) -> web.StreamResponse:
+        wanted = await _body(asked.http, OpenSession)
+        if wanted.session_id is not None and wanted.session_id in self._sessions.session_ids():
+            raise Refusal(409, f"session {wanted.session_id!r} exists already")
+        handle = await self._sessions.open_session(
+            wanted.session_id,
+            task_id=wanted.task_id,
+            metadata=wanted.metadata,
+            sampling=wanted.sampling,
+            limits=wanted.limits,
+        )
+        return _json(asdict(handle), 201)
+
+    def _facts(self, session_id: str) -> SessionFacts:
+        try:
+            return self._sessions.facts(session_id)
+        except KeyError:
+            raise Refusal(404, f"no session {session_id!r}") from None
+
+    async def _show(self, asked: Asked) -> web.StreamResponse:
+        facts = asdict(self._facts(asked.session_id))
+        outcome = self._store.outcome(asked.session_id)
+        return _json({**facts, "outcome": None if outcome is None else asdict(outcome)})
+
+    async def _delete(self, asked: Asked) -> web.StreamResponse:
+        self._facts(asked.session_id)
+        facts = await self._sessions.seal(asked.session_id)
+        if self._store.outcome(asked.session_id) is None:
+            outcome = Outcome(
+                session_id=asked.session_id,
+                status=SessionStatus.COMPLETED.value,
+                ended_at=time.time(),
+                reward=None,
+                metadata={"ended_by": "DELETE"},
+            )
+            await self._store.close_session(outcome)
+        return _json(asdict(facts))
+
+    def _capture(self, session_id: str) -> SessionCapture:
+        self._facts(session_id)
+        return self._store.read(session_id)
+
+    async def _exchanges(self, asked: Asked) -> web.StreamResponse:
+        capture = self._capture(asked.session_id)
+        return _json({"exchanges": exchanges_json(capture.exchanges, capture.deliveries)})
+
+    async def _trajectory(self, asked: Asked) -> web.StreamResponse:
+        strategy = parse_qs(asked.query).get("builder", [BuilderSpec().strategy])[-1]
+        capture = self._capture(asked.session_id)
+        trajectory = build(
+            capture.session,
+            capture.exchanges,
+            capture.deliveries,
+            capture.outcome,
+            builder=BuilderSpec(strategy=strategy),
+            train=TRAINED,
+        )
+        return _json(trajectory_json(trajectory))
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=encode(value), status=status, headers={"Content-Type": JSON_TYPE})
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message}}, status)
+
+
+async def _body(http: web.BaseRequest, model: type[ModelT]) -> ModelT:
+    """The request's JSON as `model`; an empty body is `{}`. `ConfigError` names what is wrong."""
+    if (http.content_length or 0) > MAX_BODY_BYTES:
+        raise Refusal(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+    async with asyncio.timeout(BODY_TIMEOUT_S):
+        body = await http.read()
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise explain(error, "the request's body") from error

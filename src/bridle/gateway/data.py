@@ -1,0 +1,162 @@
+"""The data routes: everything that a harness may ask, in any provider's dialect.
+
+What can be refused is refused before any header of a reply, in the provider's own shape. The only
+broad `except` of the room's edge is here, at the top of a served request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from bridle.dialects import DIALECTS, recognise
+from bridle.dialects.base import Route, RouteKind, WireFormat
+from bridle.engines.base import EngineInfo
+from bridle.errors import BridleError, RequestError
+from bridle.gateway import faults
+from bridle.gateway.exchange import Exchanges
+from bridle.gateway.keys import presented_keys
+from bridle.gateway.metrics import Metrics
+from bridle.gateway.registry import Registry, Session
+from bridle.gateway.relay import Relay, json_response, refusal
+from bridle.gateway.routing import Target, asked
+from bridle.gateway.settings import GatewaySettings
+from bridle.types import Dialect
+
+log = structlog.get_logger()
+
+
+class DataPlane:
+    """Answers harnesses."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        exchanges: Exchanges,
+        relay: Relay,
+        info: EngineInfo,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        restore: Callable[[Session], None],
+    ) -> None:
+        self._registry = registry
+        self._exchanges = exchanges
+        self._relay = relay
+        self._info = info
+        self._settings = settings
+        self._metrics = metrics
+        self._restore = restore
+
+    async def handle(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
+        """Serve one request; whatever goes wrong is told in the dialect's shape."""
+        headers = {name.lower(): value for name, value in http.headers.items()}
+        route = recognise(http.method, target.path, target.query, headers)
+        wire = DIALECTS[Dialect.OPENAI_CHAT if route is None else route.dialect]
+        try:
+            response = await self._serve(http, target, headers, route, wire)
+        except RequestError as error:
+            response = refusal(wire, error)
+        except ConnectionError:
+            raise
+        except BridleError as error:
+            log.warning("request_failed", error=f"{type(error).__name__}: {error}")
+            response = refusal(wire, faults.request_error(error))
+        except Exception as error:
+            log.exception("request_failed", error=type(error).__name__)
+            response = refusal(wire, faults.request_error(error))
+        what = "unknown" if route is None else route.kind.value
+        self._metrics.requests.labels(wire.dialect.value, what, str(response.status)).inc()
+        return response
+
+    async def _serve(
+        self,
+        http: web.BaseRequest,
+        target: Target,
+        headers: dict[str, str],
+        route: Route | None,
+        wire: WireFormat,
+    ) -> web.StreamResponse:
+        if route is None:
+            raise RequestError(f"no such route: {http.method}", status=404, code="not_found")
+        match route.kind:
+            case RouteKind.PROBE:
+                return web.Response()
+            case RouteKind.UPGRADE:
+                return _upgrade_refused()
+            case RouteKind.UNSUPPORTED | RouteKind.STORED:
+                what = route.resource or target.path
+                raise RequestError(f"{what!r} is not served here", status=404, code="not_found")
+            case RouteKind.MODELS | RouteKind.MODEL:
+                self._registry.authenticate(target.token, presented_keys(headers, target.query))
+                names = [self._info.model]
+                return json_response(wire.models(route, names, self._info.context_length))
+            case RouteKind.COUNT_TOKENS | RouteKind.GENERATE:
+                keys = presented_keys(headers, target.query)
+                session = self._registry.authenticate(target.token, keys)
+                self._restore(session)
+                if route.kind is RouteKind.COUNT_TOKENS:
+                    return await self._count(http, session, route, wire)
+                return await self._generate(http, session, headers, route, wire)
+
+    async def _count(
+        self, http: web.BaseRequest, session: Session, route: Route, wire: WireFormat
+    ) -> web.StreamResponse:
+        request = wire.parse(route, await self._body(http), session.messages)
+        return json_response(wire.token_count(self._exchanges.count(session, wire, request)))
+
+    async def _generate(
+        self,
+        http: web.BaseRequest,
+        session: Session,
+        headers: dict[str, str],
+        route: Route,
+        wire: WireFormat,
+    ) -> web.StreamResponse:
+        session.requests += 1
+        try:
+            body = await self._body(http)
+            request = wire.parse(route, body, session.messages)
+            if session.sealed:  # sealed while the body arrived
+                raise faults.session_ended()
+            if (previous := request.extra.get("previous_response_id")) is not None:
+                raise RequestError(
+                    f"Previous response with id {previous!r} not found.",
+                    status=404,
+                    code="not_found",
+                    param="previous_response_id",
+                )
+            call = self._exchanges.admit(session, wire, request, asked(headers, request))
+        except BridleError as error:
+            session.told_error(str(faults.request_error(error)))
+            raise
+        return await self._relay.answer(http, session, call, request, route, wire)
+
+    async def _body(self, http: web.BaseRequest) -> bytes:
+        """The whole body, within the limits of size and time."""
+        length, most = http.content_length, self._settings.max_body_bytes
+        if length is not None and length > most:
+            raise _too_large(most)
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                return await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise _too_large(most) from None
+        except TimeoutError:
+            raise RequestError("the request's body did not arrive in time", status=408) from None
+        except (web.RequestPayloadError, HttpProcessingError, ValueError) as error:
+            raise RequestError(f"the request's body cannot be read: {error}") from error
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(
+        f"the request is larger than {most} bytes", status=413, code="request_too_large"
+    )
+
+
+def _upgrade_refused() -> web.Response:
+    return web.Response(status=426, headers={"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})

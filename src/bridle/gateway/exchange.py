@@ -1,0 +1,384 @@
+"""A model call from its normalised request to its commit.
+
+`admit` places the request and begins a call (or joins one); `_run` is the call's life: prompt,
+sample, parse, commit. It goes on when its client has gone; `retries` decides for how long. Whatever
+fails here ends as `Call.error`, which `relay` tells in the dialect's shape.
+
+Earlier ids are never parsed, compared one by one, or copied: a prompt is a chain node that adds its
+own suffix, and capture gets only that suffix (law 9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from bridle.aio import Nursery
+from bridle.capture.store import Store
+from bridle.dialects.base import ReplyHead, WireFormat
+from bridle.engines.base import Engine, EngineInfo, GenerateRequest
+from bridle.errors import RenderError, RequestError, boundary
+from bridle.gateway import budgets, faults, retries
+from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
+from bridle.gateway.metrics import Metrics
+from bridle.gateway.recording import (
+    Finished,
+    Prompted,
+    exchange_record,
+    issued_ids,
+    new_bodies,
+    sampled_under,
+)
+from bridle.gateway.registry import Session
+from bridle.gateway.retries import Deliveries
+from bridle.gateway.sampling import Sample, Sampler
+from bridle.gateway.settings import GatewaySettings
+from bridle.prompting.canonical import answer_atoms, canonical
+from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.prompting.prompt import PromptIds
+from bridle.prompting.renderer import PromptRenderer
+from bridle.types import Message, ModelRequest, Reply, Sampling, Usage
+
+log = structlog.get_logger()
+
+PROMPT_TAIL: Final = 64
+"""Last prompt ids that a parser may need (whether reasoning is open where the reply begins)."""
+
+
+@dataclass(slots=True)
+class Policy:
+    """Which weights sample now, and whether they may."""
+
+    version: int
+    paused: bool = False
+
+
+class Exchanges:
+    """Runs the calls of all sessions of one gateway."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        info: EngineInfo,
+        renderer: PromptRenderer,
+        store: Store,
+        settings: GatewaySettings,
+        nursery: Nursery,
+        deliveries: Deliveries,
+        metrics: Metrics,
+    ) -> None:
+        self._info = info
+        self._renderer = renderer
+        self._store = store
+        self._settings = settings
+        self._nursery = nursery
+        self._deliveries = deliveries
+        self._metrics = metrics
+        self.policy = Policy(info.version)
+        self._sampler = Sampler(engine, mode=info.logprob_mode, version=lambda: self.policy.version)
+        self.closing = False
+        """Whether the gateway is going down."""
+
+    # ---- beginning
+
+    def admit(
+        self, session: Session, wire: WireFormat, request: ModelRequest, asked: Asked
+    ) -> Call:
+        """Begin a call, or join the one that this request repeats; the client is attached.
+
+        Raises `RequestError` when the request is refused: paused, or a limit of the session.
+        """
+        question = self._place(session, wire, request)
+        placement = question.placement
+        repeats = [call for id_ in placement.repeats if (call := session.calls.get(id_))]
+        tools_digest = question.canonical.tools_digest
+        joined = retries.joinable(repeats, request, tools_digest, asked)
+        if joined is not None:
+            self._metrics.joined.inc()
+            self._deliveries.attach(joined, asked)
+            return joined
+        self._refuse_if_spent(session)
+        call = Call(
+            exchange_id=secrets.token_hex(12),
+            session_id=session.session_id,
+            started_at=time.time(),
+            clock_start=time.perf_counter(),
+            tools_digest=tools_digest,
+            asked=asked,
+            question=question,
+        )
+        call.head = ReplyHead(secrets.token_hex(12), request.model, int(call.started_at))
+        self._deliveries.asked_again(session, repeats, call.exchange_id)
+        session.conversation.begin(call.exchange_id, question.canonical)
+        session.calls[call.exchange_id] = call
+        session.begun += 1
+        self._deliveries.attach(call, asked)
+        call.task = self._nursery.start(self._run(session, call), name="call")
+        return call
+
+    def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
+        """How many prompt tokens `request` would be sampled under; nothing is sampled."""
+        question = self._place(session, wire, request)
+        return len(self._prompted(session, question).prompt)
+
+    def _place(self, session: Session, wire: WireFormat, request: ModelRequest) -> Question:
+        key = canonical(request, session.atoms)
+        template_args = self._renderer.template_args(request)
+        placement = session.conversation.place(request, key, template_args=template_args)
+        return Question(request, wire, key, placement, template_args)
+
+    def _refuse_if_spent(self, session: Session) -> None:
+        """Raise if the policy is paused or the session's limits leave no call."""
+        if self.policy.paused:
+            raise faults.paused()
+        in_flight = session.in_flight()
+        limit = budgets.reached_limit(
+            session.limits, turns=session.turns + in_flight, tokens=session.tokens
+        )
+        if limit is not None:
+            session.limit = limit
+            raise faults.spent(limit)
+        if (refusal := budgets.too_many_in_flight(session.limits, in_flight)) is not None:
+            raise refusal
+
+    # ---- the life of a call
+
+    async def _run(self, session: Session, call: Call) -> None:
+        """Take a call from its placement to its commit or its failure."""
+        self._metrics.in_flight.inc()
+        try:
+            await self._exchange(session, call)
+        except asyncio.CancelledError:
+            self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
+            raise
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            self._log_failure(call, error)
+            self._fail(session, call, faults.request_error(error), outcome="failed")
+        else:
+            self._metrics.calls.labels("committed").inc()
+            self._deliveries.committed(session, call)
+        finally:
+            self._metrics.in_flight.dec()
+
+    def _fail(self, session: Session, call: Call, error: RequestError, *, outcome: str) -> None:
+        session.conversation.forget(call.exchange_id)
+        session.calls.pop(call.exchange_id, None)
+        call.error = error
+        call.enter(Stage.FAILED)
+        self._metrics.calls.labels(outcome).inc()
+
+    def _why_cancelled(self, session: Session) -> RequestError:
+        if session.sealed:
+            return faults.session_ended()
+        return faults.shutting_down() if self.closing else faults.client_left()
+
+    def _log_failure(self, call: Call, error: Exception) -> None:
+        if isinstance(error, RequestError):
+            return  # the harness's own doing; it is told
+        log.warning(
+            "call_failed",
+            session=call.session_id,
+            exchange=call.exchange_id,
+            stage=call.stage.value,
+            error=f"{type(error).__name__}: {error}",
+        )
+
+    async def _exchange(self, session: Session, call: Call) -> None:
+        await self._settle(session, call)
+        question = call.posed()
+        with boundary(RenderError, "rendering the prompt"):
+            prompted = self._prompted(session, question)
+        effective = self._effective(session, question.request, len(prompted.prompt))
+        call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
+        call.enter(Stage.SAMPLING)
+        first_token_s: float | None = None
+
+        def began() -> None:
+            nonlocal first_token_s
+            first_token_s = time.perf_counter() - call.clock_start
+            call.began.set()
+
+        grammar = question.request.response_schema
+        sampled = await self._sampler.sample(
+            GenerateRequest(
+                request_id=call.exchange_id,
+                prompt=prompted.prompt,
+                sampling=effective,
+                session_id=session.session_id,
+                grammar=None if grammar is None else {"json_schema": grammar},
+                stream=question.request.stream,
+            ),
+            prompted.prompt,
+            began=began,
+        )
+        await self._finish(session, call, prompted, effective, sampled, first_token_s)
+
+    async def _settle(self, session: Session, call: Call) -> None:
+        """Fix the call's place; one whose parent's commit is under way waits for it first."""
+        question = call.posed()
+        parent = _parent(session, question.placement)
+        if parent is not None and parent.in_flight:
+            await parent.done.wait()
+            if parent.stage is Stage.FAILED:
+                session.conversation.forget(call.exchange_id)
+                question = self._place(session, question.wire, question.request)
+                session.conversation.begin(call.exchange_id, question.canonical)
+                call.question = question
+        self._link(session, call, question)
+
+    def _link(self, session: Session, call: Call, question: Question) -> None:
+        """Tie the call to what it continues: that reply is shown, its messages are stored."""
+        placement = question.placement
+        parent = _parent(session, placement)
+        if parent is not None and placement.kind is not PlacementKind.PARTIAL:
+            self._deliveries.shown(session, parent, call.exchange_id)
+        call.continues = None if parent is None else parent.exchange_id
+        base = parent
+        if base is None and placement.repeats:
+            base = session.calls.get(placement.repeats[0])
+        base = None if base is call or base is None or base.spans is None else base
+        call.spans = SpanList(base.spans if base else None, question.request.span_digests)
+        call.base_id = base.exchange_id if base else None
+        self._metrics.placements.labels(placement.kind.value, str(placement.extend)).inc()
+
+    def _prompted(self, session: Session, question: Question) -> Prompted:
+        """The ids to sample under: the parent's extended, else rendered anew.
+
+        Raises `RenderError`.
+        """
+        placement, request = question.placement, question.request
+        reason = placement.reason
+        parent = _parent(session, placement)
+        if placement.extend and parent is not None and parent.prompt is not None:
+            before, output_ids = parent.sampled()
+            suffix = self._renderer.extend(
+                before,
+                output_ids,
+                parent.finish,
+                request.messages[placement.new_from :],
+                request.tools,
+                thinking=request.thinking,
+            )
+            if suffix is not None:
+                return Prompted(before.extend(output_ids, suffix), parent, None)
+            reason = "unbridged"
+        ids = self._renderer.render(request.messages, request.tools, thinking=request.thinking)
+        return Prompted(PromptIds.root(ids), None, reason or "first")
+
+    def _effective(self, session: Session, request: ModelRequest, prompt_tokens: int) -> Sampling:
+        """The sampling in effect; the context overflow when there is no room left."""
+        limit = session.limits.max_tokens
+        budget = budgets.output_budget(
+            prompt_tokens=prompt_tokens,
+            context_length=self._info.context_length,
+            asked=request.sampling.max_tokens,
+            task=session.plan.max_output_tokens,
+            session_left=None if limit is None else limit - session.tokens,
+            minimum=self._settings.min_output_tokens,
+        )
+        return session.plan.effective(
+            request.sampling,
+            budget=budget,
+            stop_token_ids=self._renderer.stop_token_ids,
+            salt=f"{session.session_id}:{session.begun}",
+        )
+
+    # ---- the end
+
+    async def _finish(
+        self,
+        session: Session,
+        call: Call,
+        prompted: Prompted,
+        effective: Sampling,
+        sampled: Sample,
+        first_token_s: float | None,
+    ) -> None:
+        """Parse the reply, index it, make it durable; then the call is COMMITTED."""
+        question = call.posed()
+        request, wire = question.request, question.wire
+        prompt, _ = sampled_under(prompted, sampled)
+        reply = self._parse(request, prompt, sampled)
+        usage = Usage(
+            prompt_tokens=len(prompt),
+            completion_tokens=len(sampled.output_ids),
+            cached_tokens=sampled.last.cached_tokens,
+        )
+        body = wire.reply_json(request, call.reply_head(), reply, usage)
+        finished = Finished(
+            call=call,
+            question=question,
+            prompted=prompted,
+            sample=sampled,
+            effective=effective,
+            reply=reply,
+            body=body,
+            first_token_s=first_token_s,
+            logprob_mode=self._info.logprob_mode,
+        )
+        call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
+        call.reasoned = bool(reply.reasoning)
+        call.enter(Stage.COMMITTING)
+        await self._commit(session, finished, wire.reply_messages(body))
+        call.answer = Answer(reply, usage, body)
+        self._count(session, finished, usage)
+        call.enter(Stage.COMMITTED)
+
+    async def _commit(
+        self, session: Session, finished: Finished, shown: tuple[Message, ...]
+    ) -> None:
+        """Index the exchange and make it durable.
+
+        It is indexed first: a child that comes meanwhile finds it and waits for its `done`.
+        """
+        question = finished.question
+        session.conversation.commit(
+            finished.call.exchange_id,
+            question.canonical,
+            answer_atoms(shown, question.request.tools),
+            issued_ids(shown),
+            template_args=question.template_args,
+        )
+        exchange = exchange_record(finished, session.next_index)
+        bodies = new_bodies(finished, session.stored)
+        session.next_index += 1
+        session.stored.update(bodies)
+        try:
+            await self._store.commit(exchange, bodies)
+        except BaseException:
+            session.stored.difference_update(bodies)
+            raise
+
+    def _count(self, session: Session, finished: Finished, usage: Usage) -> None:
+        session.turns += 1
+        session.tokens += usage.completion_tokens
+        self.policy.version = finished.sample.versions[-1].version
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.sampled_tokens.inc(usage.completion_tokens)
+        self._metrics.duration.observe(time.perf_counter() - finished.call.clock_start)
+        if finished.sample.break_position is not None:
+            self._metrics.breaks.inc()
+
+    def _parse(self, request: ModelRequest, prompt: PromptIds, sampled: Sample) -> Reply:
+        """The reply that the sampled ids say; the engine's own parse where it made one."""
+        if sampled.last.reply is not None:
+            return sampled.last.reply
+        with boundary(RenderError, "parsing the reply"):
+            return self._renderer.parse(
+                sampled.output_ids,
+                tools=request.tools,
+                prompt_tail=prompt.tail(PROMPT_TAIL),
+                finish=sampled.finish,
+                stop_text=sampled.last.stop_text,
+            )
+
+
+def _parent(session: Session, placement: Placement) -> Call | None:
+    """The call that a placement continues; `None` = none, or its commit failed."""
+    return None if placement.parent is None else session.calls.get(placement.parent)

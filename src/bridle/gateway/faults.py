@@ -1,0 +1,84 @@
+"""What went wrong, as a harness may know it.
+
+Errors from behind the gateway (engine, renderer, store, our own bugs) become a `RequestError` of
+the kind whose meaning the client acts on: back off, compact, stop. What the engine said stays in
+our log and never reaches a harness.
+"""
+
+from __future__ import annotations
+
+from bridle.errors import ContextOverflowError, EngineError, RenderError, RequestError
+
+RETRY_AFTER_S = 1.0
+"""What a client is told to wait after a refusal that passes by itself."""
+
+
+def request_error(error: BaseException) -> RequestError:
+    """The refusal that a harness is told for `error`; a `RequestError` is returned as it is."""
+    match error:
+        case RequestError():
+            return error
+        case ContextOverflowError():
+            return overflow(error.prompt_tokens, error.context_length)
+        case EngineError():
+            return _engine_failed(error)
+        case RenderError():
+            return RequestError(f"the messages cannot be shown to this model: {error}")
+        case _:
+            return RequestError("internal error of the gateway", status=500, code="engine_error")
+
+
+def _engine_failed(error: EngineError) -> RequestError:
+    if error.status == 429:
+        return _passing("the model is busy; try again later", 429, "rate_limit")
+    if error.retryable:
+        return _passing("the model is overloaded; try again later", 503, "overloaded")
+    return RequestError("the model failed to answer", status=500, code="engine_error")
+
+
+def _passing(message: str, status: int, code: str) -> RequestError:
+    return RequestError(message, status=status, code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def overflow(prompt_tokens: int, context_length: int) -> RequestError:
+    """The prompt leaves no room to sample; the text has both numbers, as some clients read it."""
+    return RequestError(
+        f"prompt is too long: {prompt_tokens} tokens > {context_length} maximum "
+        f"(this model's maximum context length is {context_length} tokens)",
+        code="context_length_exceeded",
+        param="messages",
+        prompt_tokens=prompt_tokens,
+        context_length=context_length,
+    )
+
+
+def unauthorized(message: str = "unknown or missing session key") -> RequestError:
+    """The key is not one of a living session."""
+    return RequestError(message, status=401, code="authentication_error")
+
+
+def session_ended() -> RequestError:
+    """The session is sealed; its key is dead."""
+    return unauthorized("this session has ended; its key is no longer valid")
+
+
+def spent(limit: str) -> RequestError:
+    """A limit of the session is reached; it does not pass by itself."""
+    return RequestError(
+        f"the session's budget of {limit} is used up", status=429, code="budget_exhausted"
+    )
+
+
+def paused() -> RequestError:
+    """Whoever updates the weights has paused sampling; it passes by itself."""
+    return _passing("the model is paused; try again later", 503, "paused")
+
+
+def shutting_down() -> RequestError:
+    """The gateway ends; another one may take over."""
+    return RequestError("the gateway is shutting down", status=503, code="overloaded")
+
+
+def client_left() -> RequestError:
+    """What a call ends with that nobody waits for; no client ever reads it."""
+    return RequestError("nobody waits for this call", status=499, code="engine_error")

@@ -1,0 +1,158 @@
+"""A finished call as the facts that capture keeps: only what is new against its parent (law 9)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bridle.capture.records import Exchange
+from bridle.dialects.base import content_digest
+from bridle.gateway.call import Call, Question
+from bridle.gateway.sampling import Sample
+from bridle.prompting.prompt import PromptIds
+from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A prompt and how it came to be."""
+
+    prompt: PromptIds
+    parent: Call | None
+    """The call whose ids it extends; `None` at a root."""
+    root_reason: str | None
+    """Why it is a root; `None` where it extends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All that is known of a call when its reply is whole."""
+
+    call: Call
+    question: Question
+    prompted: Prompted
+    sample: Sample
+    effective: Sampling
+    reply: Reply
+    body: bytes
+    """The reply's JSON."""
+    first_token_s: float | None
+    logprob_mode: LogprobMode
+
+
+def issued_ids(messages: tuple[Message, ...]) -> list[str]:
+    """Every id and opaque value of a reply that only we can have made."""
+    return [
+        issued
+        for message in messages
+        for issued in (
+            *(call.id for call in message.tool_calls if call.id is not None),
+            *message.issued_ids,
+        )
+    ]
+
+
+def exchange_record(finished: Finished, index: int) -> Exchange:
+    """The exchange of a finished call; `index` is its place in the order of commit."""
+    call, sample = finished.call, finished.sample
+    request = finished.question.request
+    prompt, parent = sampled_under(finished.prompted, sample)
+    tools = request.tools_span
+    span_list = call.span_list()
+    return Exchange(
+        exchange_id=call.exchange_id,
+        session_id=call.session_id,
+        index=index,
+        dialect=request.dialect,
+        kind=call.asked.kind,
+        parent_id=None if parent is None else parent.exchange_id,
+        continues=call.continues,
+        root_reason=_root_reason(finished, extended=parent is not None),
+        kept=0 if parent is None else prompt.kept,
+        suffix_ids=prompt.array() if parent is None else prompt.suffix,
+        output_ids=sample.output_ids,
+        logprobs=sample.logprobs,
+        logprob_mode=finished.logprob_mode,
+        versions=sample.versions,
+        finish_reason=sample.finish,
+        sampling=finished.effective,
+        constrained=request.response_schema is not None,
+        prompt_length=len(prompt),
+        prompt_digest=prompt.digest,
+        request=span_list.record(
+            request.head, call.base_id, None if tools is None else content_digest(tools)
+        ),
+        reply=finished.body,
+        started_at=call.started_at,
+        first_token_s=finished.first_token_s,
+        duration_s=time.perf_counter() - call.clock_start,
+        extra=_extra(finished),
+    )
+
+
+def sampled_under(prompted: Prompted, sample: Sample) -> tuple[PromptIds, Call | None]:
+    """The prompt that the engine really used, and the call whose ids it extends."""
+    if sample.engine_prompt is not None:
+        return sample.engine_prompt, None
+    return prompted.prompt, prompted.parent
+
+
+def _root_reason(finished: Finished, *, extended: bool) -> str | None:
+    if extended:
+        return None
+    if finished.sample.engine_prompt is not None:
+        return "engine_prompt"
+    return finished.prompted.root_reason
+
+
+def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
+    """The raw messages and tools whose digests are not in `stored`."""
+    request, span_list = finished.question.request, finished.call.span_list()
+    new = dict(zip(span_list.new, request.message_spans[span_list.kept :], strict=True))
+    if request.tools_span is not None:
+        new[content_digest(request.tools_span)] = request.tools_span
+    return {digest: body for digest, body in new.items() if digest not in stored}
+
+
+def _extra(finished: Finished) -> JSON:
+    """What else is worth keeping; absent keys mean no, none or exact."""
+    question, sample, reply = finished.question, finished.sample, finished.reply
+    placement, request = question.placement, question.request
+    asked = finished.call.asked
+    told: JSON = {
+        "placement": placement.kind.value,
+        "model": request.model,
+        "kind_rule": asked.kind_rule,
+        "retry_count": asked.retry_count,
+        "drift": placement.drift,
+        "tie": placement.tie,
+        "repeats": list(placement.repeats),
+        "break": _break(sample),
+        "resumed": sample.resumed,
+        "tokens_unseen": reply.tokens_unseen,
+        "reasoning_restored": reasoning_restored(finished),
+        "removed": request.extra.get("removed"),
+        "cached_tokens": sample.last.cached_tokens,
+        "engine": sample.last.extra,
+    }
+    return {name: value for name, value in told.items() if value}
+
+
+def _break(sample: Sample) -> JSON | None:
+    if sample.break_position is None:
+        return None
+    return {"position": sample.break_position, "reason": "engine_prompt"}
+
+
+def reasoning_restored(finished: Finished) -> bool:
+    """Whether the prompt holds reasoning of the parent that the harness did not send back."""
+    parent = finished.prompted.parent
+    if parent is None or not parent.reasoned:
+        return False
+    new_from = finished.question.placement.new_from
+    echoed = finished.question.request.messages[max(0, new_from - 1) : new_from]
+    return not any(message.reasoning for message in echoed)

@@ -1,0 +1,209 @@
+"""The sessions of a gateway: who may call, how much, and what has come of it.
+
+A session is opened with a key of its own and ends by being sealed: from that moment its key is
+dead. Of the key only the hash is kept, also in the store, so that a session goes on after its
+gateway was killed and started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from bridle.capture.records import SessionRecord
+from bridle.config import Limits, SamplingPolicy
+from bridle.errors import ConfigError
+from bridle.gateway import faults
+from bridle.gateway.budgets import SamplingPlan
+from bridle.gateway.call import Call
+from bridle.gateway.keys import PREFIX, key_digest
+from bridle.prompting.canonical import AtomMemo
+from bridle.prompting.conversation import Conversation
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.types import Message
+
+SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+
+STORED_AS: Final = "gateway"
+"""Key of a session record's metadata under which the gateway keeps what it needs after a crash."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    """What an opener gets: the only time that the key is shown."""
+
+    session_id: str
+    key: str
+    base_urls: dict[str, str]
+    """Base URL per family of clients: `anthropic`, `openai`, `google`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What has come of a session's calls so far."""
+
+    session_id: str
+    calls: int
+    """Generation requests that were answered or refused, joined retries included."""
+    turns: int
+    """Committed exchanges."""
+    delivered: int
+    """Exchanges whose reply the harness received."""
+    failed_last: bool
+    """Whether the last word that the harness heard from the model was an error."""
+    limit: str | None
+    """The session limit that a call was refused for (`turns`, `tokens`); `None` = none."""
+    tokens: int
+    """Sampled tokens, committed."""
+    last_error: str | None
+    """Text of the last error that the harness was told; `None` = none."""
+    sealed: bool
+
+
+class Session:
+    """One session: its conversation, its calls, its counters. Lives on the gateway's loop."""
+
+    def __init__(self, record: SessionRecord, *, sampling: SamplingPolicy, limits: Limits) -> None:
+        self.record = record
+        self.limits = limits
+        self.plan = SamplingPlan(sampling)
+        self.conversation = Conversation()
+        self.atoms = AtomMemo()
+        """Memo of `canonical`."""
+        self.messages: dict[bytes, tuple[Message, ...]] = {}
+        """Memo of the dialects: each raw message is decoded once."""
+        self.stored: set[bytes] = set()
+        """Digests of the bodies that the store has."""
+        self.calls: dict[str, Call] = {}
+        """Calls in flight and committed, by exchange id; failed ones are not kept."""
+        self.replying: dict[asyncio.Task[Any], Call] = {}
+        """Handlers that wait for a call or write its reply."""
+        self.writing: set[asyncio.Task[None]] = set()
+        """Deliveries on their way to the store."""
+        self.restored = True
+        """False until an old session's exchanges are read back."""
+        self.sealed = False
+        self.requests = 0
+        self.begun = 0
+        """Calls that were given to the engine; salts the seeds."""
+        self.next_index = 0
+        """Order of commit of the next exchange."""
+        self.turns = 0
+        self.tokens = 0
+        self.delivered = 0
+        self.failed_last = False
+        self.limit: str | None = None
+        self.last_error: str | None = None
+
+    @property
+    def session_id(self) -> str:
+        """The session's id."""
+        return self.record.session_id
+
+    def in_flight(self) -> int:
+        """Calls that are neither committed nor failed."""
+        return sum(call.in_flight for call in self.calls.values())
+
+    def facts(self) -> SessionFacts:
+        """A snapshot of the counters."""
+        return SessionFacts(
+            session_id=self.session_id,
+            calls=self.requests,
+            turns=self.turns,
+            delivered=self.delivered,
+            failed_last=self.failed_last,
+            limit=self.limit,
+            tokens=self.tokens,
+            last_error=self.last_error,
+            sealed=self.sealed,
+        )
+
+    def told_error(self, message: str) -> None:
+        """Note that the last word the harness heard is an error."""
+        self.failed_last = True
+        self.last_error = message
+
+    def forget_conversation(self) -> None:
+        """Free what only a living session needs."""
+        self.conversation = Conversation()
+        self.calls.clear()
+        self.atoms = AtomMemo()
+        self.messages.clear()
+        self.stored.clear()
+
+
+class Registry:
+    """All sessions of a gateway, by id and by the hash of their key."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[bytes, tuple[bytes, Session]] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, session: Session, digest: bytes) -> None:
+        """Make a session known under the hash of its key."""
+        self._by_id[session.session_id] = session
+        self._by_key[digest] = (digest, session)
+
+    def get(self, session_id: str) -> Session | None:
+        """The session of that id, sealed or not; `None` if there is none."""
+        return self._by_id.get(session_id)
+
+    def check_new_id(self, session_id: str) -> None:
+        """Raise `ConfigError` if a new session cannot have this id."""
+        if session_id in self._by_id:
+            raise ConfigError(f"session {session_id!r} exists already")
+        if not SESSION_ID.fullmatch(session_id) or session_id.startswith(PREFIX):
+            raise ConfigError(
+                f"session id {session_id!r}: letters, digits and . _ : - only, at most 200, "
+                f"not beginning with {PREFIX!r}"
+            )
+
+    def _of_key(self, key: str) -> Session | None:
+        digest = key_digest(key)
+        known = self._by_key.get(digest)
+        if known is None or not hmac.compare_digest(known[0], digest):
+            return None
+        return known[1]
+
+    def authenticate(self, path_token: str | None, keys: Sequence[str]) -> Session:
+        """The living session that the path and the keys name.
+
+        `path_token` is what follows `/s/`: a session id, or a key; `None` = no such prefix. Keys
+        beside a key in the path may be anything that names no other session (clients that want one
+        get a dummy). Raises a 401 `RequestError` when nothing, or more than one session, is named.
+        """
+        if path_token is not None and path_token.startswith(PREFIX):
+            keys = (path_token, *keys)
+            path_token = None
+            if self._of_key(keys[0]) is None:
+                raise faults.unauthorized()
+        named = {session.session_id: session for key in keys if (session := self._of_key(key))}
+        if len(named) != 1:
+            raise faults.unauthorized()
+        (session,) = named.values()
+        if path_token is not None and path_token != session.session_id:
+            raise faults.unauthorized("the key is not this session's")
+        if session.sealed:
+            raise faults.session_ended()
+        return session
+
+
+def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> JSON:
+    """What a session record keeps for the gateway, under `STORED_AS`."""
+    return {
+        "key_sha256": digest.hex(),
+        "sampling": sampling.model_dump(mode="json"),
+        "limits": limits.model_dump(mode="json"),
+    }

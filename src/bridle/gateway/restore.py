@@ -1,0 +1,185 @@
+"""Old sessions brought back after their gateway was killed: from the store to a live conversation.
+
+At start-up only keys and settings are read. A session's exchanges are read when its key is used or
+its facts are asked for: each is put together again from what capture kept of it, parsed by the
+dialect that read it the first time, and indexed as if it had just been committed. Its prompt is a
+chain node of stored ids; nothing is rendered and nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import structlog
+
+from bridle.capture.records import Exchange, SessionCapture
+from bridle.capture.store import Store
+from bridle.config import Limits, SamplingPolicy
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat
+from bridle.errors import StoreError, boundary
+from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
+from bridle.gateway.recording import issued_ids
+from bridle.gateway.registry import STORED_AS, Registry, Session
+from bridle.prompting.canonical import answer_atoms, canonical
+from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.prompting.prompt import PromptIds
+from bridle.prompting.renderer import PromptRenderer
+from bridle.types import DeliveryState, Message, ModelRequest, Reply, ToolCall, Usage
+
+log = structlog.get_logger()
+
+
+def register_stored(registry: Registry, store: Store) -> None:
+    """Make every session that a gateway opened in `store` known again; ended ones stay sealed."""
+    for record in store.sessions():
+        kept = record.metadata.get(STORED_AS)
+        if kept is None:
+            continue
+        session = Session(
+            record,
+            sampling=SamplingPolicy.model_validate(kept["sampling"]),
+            limits=Limits.model_validate(kept["limits"]),
+        )
+        session.restored = False
+        session.sealed = store.outcome(record.session_id) is not None
+        registry.add(session, bytes.fromhex(kept["key_sha256"]))
+
+
+class Restorer:
+    """Reads sessions back when they are needed."""
+
+    def __init__(self, store: Store, renderer: PromptRenderer) -> None:
+        self._store = store
+        self._renderer = renderer
+
+    def restore(self, session: Session) -> None:
+        """Bring the session's exchanges back; nothing if they are there. `StoreError`."""
+        if session.restored:
+            return
+        session.restored = True
+        capture = self._store.read(session.session_id)
+        session.turns = session.requests = session.begun = len(capture.exchanges)
+        session.next_index = 1 + max((exchange.index for exchange in capture.exchanges), default=-1)
+        session.tokens = sum(len(exchange.output_ids) for exchange in capture.exchanges)
+        session.delivered = sum(
+            delivery.state is DeliveryState.DELIVERED for delivery in capture.deliveries.values()
+        )
+        if session.sealed:
+            return
+        session.stored.update(capture.bodies)
+        with boundary(StoreError, f"reading session {session.session_id} back"):
+            for exchange in capture.exchanges:
+                self._bring_back(session, capture, exchange)
+        log.info("session_restored", session=session.session_id, exchanges=len(capture.exchanges))
+
+    def _bring_back(self, session: Session, capture: SessionCapture, exchange: Exchange) -> None:
+        wire = DIALECTS[exchange.dialect]
+        spans = self._spans(session, exchange)
+        request = self._request(session, capture, exchange, wire, spans.whole())
+        key = canonical(request, session.atoms)
+        template_args = self._renderer.template_args(request)
+        shown = wire.reply_messages(exchange.reply)
+        session.conversation.begin(exchange.exchange_id, key)
+        session.conversation.commit(
+            exchange.exchange_id,
+            key,
+            answer_atoms(shown, request.tools),
+            issued_ids(shown),
+            template_args=template_args,
+        )
+        call = Call(
+            exchange_id=exchange.exchange_id,
+            session_id=session.session_id,
+            started_at=exchange.started_at,
+            clock_start=0.0,
+            tools_digest=key.tools_digest,
+            asked=Asked(kind=exchange.kind),
+            prompt=self._prompt(session, exchange),
+            output_ids=exchange.output_ids,
+            finish=exchange.finish_reason,
+            reasoned=any(message.reasoning for message in shown),
+            spans=spans,
+            continues=exchange.continues,
+            base_id=exchange.request.base,
+        )
+        for stage in (Stage.SAMPLING, Stage.COMMITTING, Stage.COMMITTED):
+            call.enter(stage)
+        session.calls[exchange.exchange_id] = call
+        if exchange.continues in session.calls:
+            session.calls[exchange.continues].continued = True
+        delivery = capture.deliveries.get(exchange.exchange_id)
+        if delivery is not None:
+            call.delivery = delivery.state
+            session.conversation.mark(exchange.exchange_id, delivery.state)
+        if not call.delivered:
+            question = Question(request, wire, key, _placed_again(exchange), template_args)
+            _keep_for_a_retry(call, exchange, question, shown)
+
+    def _spans(self, session: Session, exchange: Exchange) -> SpanList:
+        """The digests of the request's raw messages, as a delta on those of its base."""
+        kept = exchange.request
+        base = session.calls[kept.base].span_list() if kept.base is not None else None
+        before = base.whole()[: kept.kept_spans] if base is not None else ()
+        return SpanList(base, (*before, *kept.spans))
+
+    def _request(
+        self,
+        session: Session,
+        capture: SessionCapture,
+        exchange: Exchange,
+        wire: WireFormat,
+        digests: tuple[bytes, ...],
+    ) -> ModelRequest:
+        """The request, parsed again from its stored parts."""
+        kept = exchange.request
+        body = wire.body(
+            kept.head,
+            [capture.bodies[digest] for digest in digests],
+            None if kept.tools is None else capture.bodies[kept.tools],
+        )
+        route = Route(
+            exchange.dialect, RouteKind.GENERATE, model=exchange.extra.get("model"), stream=False
+        )
+        return wire.parse(route, body, session.messages)
+
+    def _prompt(self, session: Session, exchange: Exchange) -> PromptIds:
+        """The chain node of the prompt that was sampled under."""
+        if exchange.parent_id is None:
+            return PromptIds.root(exchange.suffix_ids)
+        before, output_ids = session.calls[exchange.parent_id].sampled()
+        if exchange.kept == len(before) + len(output_ids):
+            return before.extend(output_ids, exchange.suffix_ids)
+        whole = np.concatenate((before.array(), output_ids))[: exchange.kept]
+        return PromptIds.root(np.concatenate((whole, exchange.suffix_ids)))
+
+
+def _placed_again(exchange: Exchange) -> Placement:
+    return Placement(
+        kind=PlacementKind(exchange.extra["placement"]),
+        parent=exchange.continues,
+        reason=exchange.root_reason,
+        drift=exchange.extra.get("drift"),
+        extend=exchange.parent_id is not None,
+    )
+
+
+def _keep_for_a_retry(
+    call: Call, exchange: Exchange, question: Question, shown: tuple[Message, ...]
+) -> None:
+    """Keep what a client needs that asks again for a reply it never got."""
+    call.question = question
+    call.head = ReplyHead(
+        reply_id=exchange.exchange_id,
+        model=question.request.model,
+        created=int(exchange.started_at),
+        prompt_tokens=exchange.prompt_length,
+    )
+    tool_calls: list[ToolCall] = [made for message in shown for made in message.tool_calls]
+    reply = Reply(
+        content="".join(message.text for message in shown),
+        reasoning="".join(message.reasoning or "" for message in shown) or None,
+        tool_calls=tuple(tool_calls),
+        finish_reason=exchange.finish_reason,
+    )
+    usage = Usage(exchange.prompt_length, len(exchange.output_ids))
+    call.answer = Answer(reply, usage, exchange.reply)

@@ -1,0 +1,63 @@
+"""Whose session and which dialect: what a path and its headers say before a body is read.
+
+`/s/<session_id>/...` and `/s/<key>/...` are prefixes of ours; what follows is the provider's own
+path. A key in a path or a query is never logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from bridle.dialects.kinds import kind_of
+from bridle.gateway.call import Asked
+from bridle.types import ModelRequest
+
+CONTROL_ROUTES: Final = frozenset({"sessions", "policy", "metrics", "health"})
+"""First words of the paths that belong to those who run sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A request's target, taken apart."""
+
+    token: str | None
+    """What follows `/s/`: a session id or a key; `None` = no such prefix."""
+    path: str
+    """The provider's path, decoded, beginning with `/`."""
+    query: str
+    """As it came, without `?`; may be empty."""
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is one of `CONTROL_ROUTES`."""
+        return self.token is None and self.path.split("/", 2)[1] in CONTROL_ROUTES
+
+
+def split_target(raw: str) -> Target:
+    """Take a raw request target apart; an absolute one (as proxies send) loses its host."""
+    if not raw.startswith("/"):
+        parts = urlsplit(raw)
+        raw = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        raw = raw if raw.startswith("/") else f"/{raw}"
+    path, _, query = raw.partition("?")
+    if "%" in path:
+        path = unquote(path)
+    if not path.startswith("/s/"):
+        return Target(None, path, query)
+    token, _, rest = path[3:].partition("/")
+    return Target(token, f"/{rest}", query)
+
+
+def asked(headers: Mapping[str, str], request: ModelRequest) -> Asked:
+    """What a request says of itself beside its messages; `headers` have lower-case names."""
+    count = headers.get("x-stainless-retry-count", "0")
+    kind, rule = kind_of(headers, request)
+    return Asked(
+        retry_count=int(count) if count.isascii() and count.isdigit() else 0,
+        idempotency_key=headers.get("idempotency-key") or None,
+        kind=kind,
+        kind_rule=rule,
+    )

@@ -1,0 +1,190 @@
+"""One reply from the engine: chunks in, one sample out, with its prompt verified.
+
+The engine tells which prompt ids it used; they are compared as bytes with those sent. Another
+prompt is a break: the sample then belongs to the engine's ids, not to ours (law 1).
+
+A call that the engine gave up (a weight update, a dead replica) is resumed from the tokens so far;
+the harness sees one reply, and each token knows the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+import numpy as np
+import orjson
+
+from bridle.capture.records import no_ids
+from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest
+from bridle.errors import EngineError, boundary
+from bridle.prompting.prompt import PromptIds
+from bridle.types import FinishReason, LogprobMode, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from bridle.types import Ids, Logprobs
+
+Array = TypeVar("Array", bound="npt.NDArray[np.generic]")
+
+FRUITLESS: Final = 3
+"""Tries in a row that gave no token before a call counts as failed."""
+
+BACKOFF_S: Final = 0.05
+"""Wait before a fruitless try is repeated; doubles."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One whole reply as the engine gave it."""
+
+    output_ids: Ids
+    """Shape (T,), int32."""
+    logprobs: Logprobs
+    """Shape (T,), float32; empty where the engine gives none."""
+    finish: FinishReason
+    versions: tuple[VersionSpan, ...]
+    """Over all output ids."""
+    last: GenerateChunk
+    """The chunk that ended it."""
+    engine_prompt: PromptIds | None
+    """The prompt that the engine used, if it is not the one that was sent."""
+    break_position: int | None
+    """First position where the two prompts differ; `None` = they do not."""
+    resumed: int
+    """How often the engine gave the call up."""
+
+
+@dataclass(slots=True)
+class _Sofar:
+    """What the tries of one call gave."""
+
+    ids: list[Ids] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    tokens: int = 0
+    tries: int = 0
+    fruitless: int = 0
+    told_prompt: bytes | None = None
+
+    def add(self, chunk: GenerateChunk) -> None:
+        if not self.ids and self.told_prompt is None:
+            self.told_prompt = chunk.prompt_ids_json
+        self.ids.append(chunk.output_ids)
+        self.logprobs.append(chunk.logprobs)
+
+    def end_try(self, told: tuple[VersionSpan, ...], version: int) -> None:
+        """Close one try: its spans count from its own first token; `version` if it told none."""
+        start, self.tokens = self.tokens, sum(map(len, self.ids))
+        spans = told or (VersionSpan(version, 0, self.tokens - start),)
+        self.versions += [
+            VersionSpan(span.version, start + span.start, start + span.end) for span in spans
+        ]
+        self.tries += 1
+        self.fruitless = 0 if self.tokens > start else self.fruitless + 1
+
+
+class Sampler:
+    """Samples replies of one engine."""
+
+    def __init__(self, engine: Engine, *, mode: LogprobMode, version: Callable[[], int]) -> None:
+        self._engine = engine
+        self._mode = mode
+        self._version = version
+
+    async def sample(
+        self, request: GenerateRequest, prompt: PromptIds, *, began: Callable[[], None]
+    ) -> Sample:
+        """Sample one reply under `prompt`; `began` is called when its first token is there.
+
+        Cancelling aborts the call. `EngineError` when the engine failed, gave the call up for
+        good, or answered what cannot be used.
+        """
+        sofar = _Sofar()
+        while True:
+            last = await self._try(_rest(request, prompt, sofar), sofar, began)
+            if last is not None:
+                return self._whole(request, sofar, last)
+            if sofar.fruitless >= FRUITLESS:
+                raise EngineError("the engine gave the call up", retryable=True)
+            if sofar.fruitless:
+                await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
+
+    async def _try(
+        self, request: GenerateRequest, sofar: _Sofar, began: Callable[[], None]
+    ) -> GenerateChunk | None:
+        """One call to the engine; its last chunk, or `None` if it was given up."""
+        last: GenerateChunk | None = None
+        with boundary(EngineError, "sampling"):
+            stream = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+            try:
+                async with aclosing(stream):
+                    async for last in stream:
+                        if not sofar.ids:
+                            began()
+                        sofar.add(last)
+            except CutError:
+                sofar.end_try((), self._version())
+                return None
+        if last is None or last.finish_reason is None:
+            raise EngineError("the engine's reply has no end", retryable=True)
+        sofar.end_try(last.versions, self._version())
+        return None if last.finish_reason is FinishReason.ABORT else last
+
+    def _whole(self, request: GenerateRequest, sofar: _Sofar, last: GenerateChunk) -> Sample:
+        assert last.finish_reason is not None
+        output_ids, logprobs = _joined(sofar.ids), _joined(sofar.logprobs)
+        if self._mode is not LogprobMode.NONE and len(output_ids) != len(logprobs):
+            raise EngineError(f"{len(output_ids)} sampled ids but {len(logprobs)} logprobs")
+        engine_prompt, position = another_prompt(request, sofar.told_prompt)
+        return Sample(
+            output_ids=output_ids,
+            logprobs=logprobs,
+            finish=last.finish_reason,
+            versions=tuple(sofar.versions),
+            last=last if sofar.tries == 1 else replace(last, reply=None),
+            engine_prompt=engine_prompt,
+            break_position=position,
+            resumed=sofar.tries - 1,
+        )
+
+
+def _rest(request: GenerateRequest, prompt: PromptIds, sofar: _Sofar) -> GenerateRequest:
+    """What is still to be sampled: the same call, its prompt going on with the tokens so far."""
+    if not sofar.tokens:
+        return request
+    most = request.sampling.max_tokens
+    left = None if most is None else max(1, most - sofar.tokens)
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{sofar.tries}",
+        prompt=prompt.extend(_joined(sofar.ids), no_ids()),
+        sampling=replace(request.sampling, max_tokens=left),
+    )
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else cast("Array", np.concatenate(arrays))
+
+
+def another_prompt(
+    request: GenerateRequest, told: bytes | None
+) -> tuple[PromptIds | None, int | None]:
+    """The engine's own prompt and where it leaves ours; `(None, None)` if it used ours.
+
+    `told` is the JSON text of the ids it used; `None` = it does not say, which counts as ours.
+    """
+    if told is None or told == request.prompt.json():
+        return None, None
+    with boundary(EngineError, "reading the engine's prompt ids"):
+        used = np.array(orjson.loads(told), dtype=np.int32)
+    sent = request.prompt.array()
+    shorter = min(len(used), len(sent))
+    differing = np.flatnonzero(used[:shorter] != sent[:shorter])
+    if not len(differing) and len(used) == len(sent):
+        return None, None
+    return PromptIds.root(used), int(differing[0]) if len(differing) else shorter

@@ -1,0 +1,46 @@
+"""What can be set about a gateway; the same names in TOML, flags and environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import Settings
+
+
+class GatewaySettings(Settings):
+    """Where the gateway listens, what it takes, and how long it waits. Times are seconds."""
+
+    host: str = "127.0.0.1"
+    """Address of both listeners; loopback unless a sandbox must reach it from elsewhere."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the data routes; 0 = any free one."""
+    control_port: int | None = Field(None, ge=0, le=65535)
+    """Port of the control routes; `None` = the same listener as the data routes."""
+    public_url: str | None = None
+    """What harnesses are told instead of `http://host:port` (another name of the same listener,
+    as seen from inside a sandbox)."""
+    data_dir: Path | None = None
+    """Folder of `control.token`; `None` = a made token lives in memory only."""
+    control_token: str | None = Field(None, min_length=16, repr=False)
+    """`None` = `BRIDLE_CONTROL_TOKEN`, else the one kept in `data_dir`, else a new one."""
+    retry_grace_s: float = Field(10, ge=0)
+    """How long a call whose client has gone is kept for a retry; 0 cancels it at once."""
+    headers_after_s: float = Field(10, gt=0)
+    """A stream's headers leave after this even if nothing is sampled yet (one client gives up
+    after 60 s without headers)."""
+    keepalive_s: float = Field(15, gt=0)
+    """Longest silence in a started stream."""
+    max_body_bytes: int = Field(1 << 30, gt=0)
+    """Larger requests are refused with 413."""
+    head_timeout_s: float = Field(20, gt=0)
+    """How long a begun request may take to its last header line."""
+    body_timeout_s: float = Field(60, gt=0)
+    """How long a request's body may take to arrive."""
+    write_timeout_s: float = Field(300, gt=0)
+    """How long a client may take to accept a reply before it counts as gone."""
+    min_output_tokens: int = Field(64, ge=1)
+    """Less room than this in the model's context is a context overflow."""
+    allow_untokenized: bool = False
+    """Serve an engine that gives no ids or logprobs: captures text only, nothing can be trained."""

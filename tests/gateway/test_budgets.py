@@ -1,0 +1,111 @@
+"""How a call samples and how much it may."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.config import FieldPolicy, Limits, SamplingPolicy
+from bridle.errors import RequestError
+from bridle.gateway.budgets import (
+    SamplingPlan,
+    derived_seed,
+    output_budget,
+    reached_limit,
+    too_many_in_flight,
+)
+from bridle.types import Sampling
+
+
+def effective(policy, asked, budget=100):
+    return SamplingPlan(policy).effective(asked, budget=budget, stop_token_ids=(7,), salt="s:1")
+
+
+def test_the_default_policy_gives_the_full_support_whatever_is_asked():
+    asked = Sampling(temperature=0.0, top_p=0.5, top_k=3, presence_penalty=1.0, seed=5)
+    used = effective(SamplingPolicy(), asked)
+    assert (used.temperature, used.top_p, used.top_k) == (1.0, 1.0, -1)
+    assert (used.presence_penalty, used.frequency_penalty, used.seed) == (None, None, None)
+
+
+def test_stop_strings_are_respected_and_the_models_own_stop_tokens_added():
+    used = effective(SamplingPolicy(), Sampling(stop=("END",), stop_token_ids=(9, 7)))
+    assert used.stop == ("END",)
+    assert used.stop_token_ids == (7, 9)
+
+
+def test_a_default_is_ours_unless_asked_and_respect_is_as_asked():
+    policy = SamplingPolicy(
+        temperature=FieldPolicy(mode="default", value=0.7), top_p=FieldPolicy(mode="respect")
+    )
+    assert effective(policy, Sampling()).temperature == 0.7
+    assert effective(policy, Sampling(temperature=0.2, top_p=0.9)).temperature == 0.2
+    assert effective(policy, Sampling(temperature=0.2, top_p=0.9)).top_p == 0.9
+    assert effective(policy, Sampling()).top_p is None
+
+
+def test_a_seed_of_ours_differs_per_call_and_one_asked_for_stays():
+    ours = SamplingPlan(SamplingPolicy(seed=FieldPolicy(mode="override", value=3)))
+    seeds = {
+        ours.effective(Sampling(), budget=1, stop_token_ids=(), salt=f"s:{call}").seed
+        for call in range(20)
+    }
+    assert len(seeds) == 20
+    assert derived_seed(3, "s:0") in seeds
+    asked = effective(SamplingPolicy(seed=FieldPolicy(mode="respect")), Sampling(seed=11))
+    assert asked.seed == 11
+
+
+def test_min_tokens_never_exceed_the_budget():
+    assert effective(SamplingPolicy(), Sampling(min_tokens=500)).min_tokens == 100
+    assert effective(SamplingPolicy(), Sampling(min_tokens=500)).max_tokens == 100
+
+
+amounts = st.none() | st.integers(1, 10_000)
+
+
+@given(prompt=st.integers(0, 9_000), asked=amounts, task=amounts, session=amounts)
+def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task, session):
+    room = 8_192 - prompt
+    allowed = [amount for amount in (asked, task, session) if amount is not None]
+
+    def budget():
+        return output_budget(
+            prompt_tokens=prompt,
+            context_length=8_192,
+            asked=asked,
+            task=task,
+            session_left=session,
+            minimum=64,
+        )
+
+    if room < 64:
+        with pytest.raises(RequestError, match="prompt is too long") as refused:
+            budget()
+        assert refused.value.code == "context_length_exceeded"
+        assert (refused.value.prompt_tokens, refused.value.context_length) == (prompt, 8_192)
+    else:
+        assert budget() == min([room, *allowed])
+
+
+def test_a_session_that_overshot_its_tokens_is_still_given_one():
+    budget = output_budget(
+        prompt_tokens=1, context_length=100, asked=None, task=None, session_left=-5, minimum=64
+    )
+    assert budget == 1
+
+
+def test_a_limit_is_named_when_it_is_reached():
+    limits = Limits(max_turns=2, max_tokens=10)
+    assert reached_limit(limits, turns=1, tokens=9) is None
+    assert reached_limit(limits, turns=2, tokens=0) == "turns"
+    assert reached_limit(limits, turns=0, tokens=10) == "tokens"
+    assert reached_limit(Limits(), turns=10**6, tokens=10**9) is None
+
+
+def test_too_many_calls_in_flight_pass_by_themselves():
+    assert too_many_in_flight(Limits(), 99) is None
+    assert too_many_in_flight(Limits(max_calls_in_flight=2), 1) is None
+    refusal = too_many_in_flight(Limits(max_calls_in_flight=2), 2)
+    assert refusal is not None
+    assert refusal.status == 429
+    assert refusal.retry_after_s is not None

@@ -1,0 +1,61 @@
+"""What a harness is told of a failure: the kind that it acts on, and nothing of the engine."""
+
+import pytest
+
+from bridle.errors import (
+    BridleError,
+    ContextOverflowError,
+    EngineError,
+    RenderError,
+    RequestError,
+    StoreError,
+)
+from bridle.gateway import faults
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineError("secret", retryable=True, status=429), 429, "rate_limit"),
+        (EngineError("secret", retryable=True), 503, "overloaded"),
+        (EngineError("secret", status=500), 500, "engine_error"),
+        (ContextOverflowError(90, 80, 5), 400, "context_length_exceeded"),
+        (StoreError("secret"), 500, "engine_error"),
+        (BridleError("secret"), 500, "engine_error"),
+        (ValueError("secret"), 500, "engine_error"),
+    ],
+)
+def test_an_error_behind_the_gateway_is_mapped_and_not_leaked(error, status, code):
+    told = faults.request_error(error)
+    assert (told.status, told.code) == (status, code)
+    assert "secret" not in str(told)
+
+
+def test_what_passes_by_itself_says_when_to_come_back():
+    for error in (EngineError("x", retryable=True), EngineError("x", status=429)):
+        assert faults.request_error(error).retry_after_s == faults.RETRY_AFTER_S
+    assert faults.request_error(EngineError("x")).retry_after_s is None
+    assert faults.paused().retry_after_s is not None
+
+
+def test_a_refusal_of_ours_is_told_as_it_is():
+    error = RequestError("no", status=404)
+    assert faults.request_error(error) is error
+
+
+def test_messages_that_a_model_cannot_be_shown_are_the_harness_s_to_mend():
+    told = faults.request_error(RenderError("two systems"))
+    assert told.status == 400
+    assert "two systems" in str(told)
+
+
+def test_an_overflow_names_both_numbers():
+    told = faults.overflow(9_000, 8_192)
+    assert "9000" in str(told)
+    assert "8192" in str(told)
+    assert (told.prompt_tokens, told.context_length) == (9_000, 8_192)
+
+
+def test_a_dead_key_and_an_unknown_one_are_both_unauthorised():
+    for error in (faults.unauthorized(), faults.session_ended()):
+        assert (error.status, error.code) == (401, "authentication_error")

@@ -1,0 +1,135 @@
+"""Connections: opened, limited in size and time, closed without a trace."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from bridle.errors import ConfigError
+from bridle.gateway.listener import Listener
+
+
+async def echo(http: web.BaseRequest) -> web.StreamResponse:
+    return web.Response(body=await http.read())
+
+
+@asynccontextmanager
+async def listening(handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0):
+    listener = Listener(
+        handler, host="127.0.0.1", port=port, max_body_bytes=most, head_timeout_s=head_timeout_s
+    )
+    async with listener:
+        yield listener
+
+
+def address(listener: Listener) -> tuple[str, int]:
+    host, _, port = listener.url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+async def test_any_free_port_is_found_and_told():
+    async with (
+        listening() as listener,
+        aiohttp.ClientSession() as client,
+        client.post(listener.url, data=b"hello") as response,
+    ):
+        assert await response.read() == b"hello"
+
+
+async def test_a_port_in_use_is_a_clear_error():
+    async with listening() as listener:
+        _, port = address(listener)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the port is in use"):
+            async with listening(port=port):
+                pass
+
+
+async def test_an_address_that_is_not_ours_is_a_clear_error():
+    listener = Listener(echo, host="203.0.113.1", port=0, max_body_bytes=1, head_timeout_s=1)
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:0"):
+        async with listener:
+            pass
+
+
+async def test_a_closed_listener_accepts_nobody():
+    async with listening() as listener:
+        host, port = address(listener)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection(host, port)
+
+
+async def test_half_a_head_is_closed_after_its_time():
+    async with listening(head_timeout_s=0.1) as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n")
+        async with asyncio.timeout(3):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_an_idle_connection_stays_open_longer_than_half_a_head():
+    async with listening(head_timeout_s=0.05) as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"200 OK" in head
+            assert await reader.readexactly(2) == b"ok"
+            await asyncio.sleep(0.15)
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_handler_is_cancelled_when_its_client_goes():
+    gone = asyncio.Event()
+    arrived = asyncio.Event()
+
+    async def wait(_: web.BaseRequest) -> web.StreamResponse:
+        arrived.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        raise AssertionError
+
+    async with listening(wait) as listener:
+        _, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(3):
+            await arrived.wait()
+            writer.close()
+            await gone.wait()
+
+
+async def test_headers_of_many_kilobytes_are_taken():
+    headers = {"x-state": "a" * 40_000}
+    async with (
+        listening() as listener,
+        aiohttp.ClientSession() as client,
+        client.post(listener.url, data=b"ok", headers=headers) as response,
+    ):
+        assert response.status == 200
+
+
+async def test_what_is_not_http_is_refused():
+    async with listening() as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"\x16\x03\x01 not http\r\n\r\n")
+        async with asyncio.timeout(3):
+            assert b"400" in await reader.readline()
+        writer.close()
+
+
+async def test_an_ipv6_address_is_written_in_brackets():
+    if not socket.has_ipv6:
+        return
+    listener = Listener(echo, host="::1", port=0, max_body_bytes=1, head_timeout_s=1)
+    try:
+        async with listener:
+            assert listener.url.startswith("http://[::1]:")
+    except ConfigError:
+        assert listener.url == ""  # a machine without an IPv6 loopback

@@ -1,0 +1,248 @@
+"""Who joins a call, and what is recorded of its reply."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bridle.aio import Nursery
+from bridle.capture.records import SessionRecord
+from bridle.capture.store import MemoryStore
+from bridle.config import Limits, SamplingPolicy
+from bridle.dialects import DIALECTS
+from bridle.gateway.call import Asked, Call, Question, Stage
+from bridle.gateway.metrics import Metrics
+from bridle.gateway.registry import Session
+from bridle.gateway.retries import Deliveries, joinable
+from bridle.prompting.canonical import canonical
+from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.types import (
+    DeliveryState,
+    Dialect,
+    Message,
+    ModelRequest,
+    Role,
+    Sampling,
+    TextPart,
+)
+
+REQUEST = ModelRequest(
+    dialect=Dialect.OPENAI_CHAT,
+    model="m",
+    messages=(Message(Role.USER, (TextPart("go"),)),),
+    tools=(),
+    sampling=Sampling(),
+    stream=False,
+)
+KEY = canonical(REQUEST, {})
+RETRY, FRESH = Asked(retry_count=1), Asked()
+
+
+def a_call(exchange_id="e1", stage=Stage.SAMPLING, clients=0, **fields) -> Call:
+    question = Question(
+        REQUEST, DIALECTS[Dialect.OPENAI_CHAT], KEY, Placement(PlacementKind.ROOT), None
+    )
+    call = Call(exchange_id, "s", 0.0, 0.0, KEY.tools_digest, question=question, clients=clients)
+    for name, value in fields.items():
+        setattr(call, name, value)
+    for step in (Stage.SAMPLING, Stage.COMMITTING, Stage.COMMITTED):
+        if call.stage is not stage:
+            call.enter(step)
+    return call
+
+
+def joined(calls, asked=FRESH, request=REQUEST, tools=KEY.tools_digest):
+    found = joinable(calls, request, tools, asked)
+    return None if found is None else found.exchange_id
+
+
+def test_a_repeat_joins_a_call_that_nobody_waits_for():
+    assert joined([a_call(clients=0)]) == "e1"
+    assert joined([a_call(stage=Stage.COMMITTED)]) == "e1"
+
+
+def test_identical_requests_whose_clients_still_wait_are_separate_samples():
+    assert joined([a_call(clients=1)]) is None
+    assert joined([a_call(stage=Stage.COMMITTED, clients=1)]) is None
+
+
+def test_a_request_that_says_it_is_a_retry_joins_even_so():
+    assert joined([a_call(clients=1)], RETRY) == "e1"
+
+
+def test_the_same_idempotency_key_joins_and_another_does_not():
+    call = a_call(clients=1, idempotency_keys={"k"})
+    assert joined([call], Asked(idempotency_key="k")) == "e1"
+    assert joined([call], Asked(idempotency_key="other", retry_count=1)) is None
+
+
+def test_a_delivered_reply_is_never_joined():
+    for state in (DeliveryState.DELIVERED, DeliveryState.SUPERSEDED):
+        assert joined([a_call(stage=Stage.COMMITTED, delivery=state)], RETRY) is None
+    for state in (DeliveryState.CUT, DeliveryState.ABANDONED):
+        assert joined([a_call(stage=Stage.COMMITTED, delivery=state)]) == "e1"
+
+
+def test_of_several_the_newest_without_a_client_is_joined():
+    calls = [a_call("old"), a_call("new"), a_call("live", clients=1)]
+    assert joined(calls, RETRY) == "new"
+
+
+def test_what_must_be_answered_otherwise_is_not_joined():
+    calls = [a_call()]
+    assert joined(calls, tools=b"other") is None
+    for change in (
+        {"tool_choice": "required"},
+        {"response_schema": {}},
+        {"thinking": True},
+    ):
+        changed = ModelRequest(
+            Dialect.OPENAI_CHAT, "m", REQUEST.messages, (), Sampling(), stream=False, **change
+        )
+        assert joined(calls, request=changed) is None
+
+
+# ---- records
+
+
+class Room:
+    """A session, its store, and the deliveries of its calls."""
+
+    def __init__(self, nursery: Nursery, store: MemoryStore, grace_s: float) -> None:
+        record = SessionRecord("s", 0.0)
+        self.session = Session(record, sampling=SamplingPolicy(), limits=Limits())
+        self.store = store
+        self.nursery = nursery
+        self.deliveries = Deliveries(
+            store=store, nursery=nursery, retry_grace_s=grace_s, metrics=Metrics()
+        )
+
+    def add(self, call: Call, *clients: Asked) -> Call:
+        self.session.calls[call.exchange_id] = call
+        for asked in clients:
+            self.deliveries.attach(call, asked)
+        return call
+
+    async def recorded(self, call: Call) -> DeliveryState | None:
+        while self.session.writing:
+            await asyncio.wait(self.session.writing)
+        record = self.store.deliveries("s").get(call.exchange_id)
+        assert (None if record is None else record.state) is call.delivery
+        return call.delivery
+
+
+@asynccontextmanager
+async def a_room(grace_s=10.0):
+    store = MemoryStore()
+    await store.open_session(SessionRecord("s", 0.0))
+    errors: list[BaseException] = []
+    async with Nursery(errors.append) as nursery:
+        yield Room(nursery, store, grace_s)
+    assert errors == []
+
+
+async def test_a_whole_reply_is_delivered_and_its_question_forgotten():
+    async with a_room() as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        room.session.failed_last = True
+        room.deliveries.received(room.session, call)
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+        assert call.question is None
+        assert (room.session.delivered, room.session.failed_last) == (1, False)
+
+
+async def test_a_client_that_went_may_come_back_within_the_grace():
+    async with a_room() as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        room.deliveries.left(room.session, call, partly=False)
+        assert call.grace is not None
+        room.deliveries.attach(call, RETRY)
+        assert call.grace is None
+        room.deliveries.received(room.session, call)
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+
+
+@pytest.mark.parametrize(
+    ("partly", "state"), [(False, DeliveryState.ABANDONED), (True, DeliveryState.CUT)]
+)
+async def test_an_unclaimed_reply_is_abandoned_or_cut(partly, state):
+    async with a_room(grace_s=0.01) as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        room.deliveries.left(room.session, call, partly=partly)
+        assert await room.recorded(call) is None
+        await asyncio.sleep(0.05)
+        assert await room.recorded(call) is state
+        assert call.question is not None  # a late retry still gets it
+
+
+async def test_an_unclaimed_call_in_flight_is_cancelled_at_once_without_grace():
+    async with a_room(grace_s=0) as room:
+        call = room.add(a_call(), FRESH)
+        call.task = room.nursery.start(asyncio.sleep(30), name="call")
+        room.deliveries.left(room.session, call, partly=False)
+        await asyncio.wait([call.task])
+        assert call.task.cancelled()
+        assert await room.recorded(call) is None
+
+
+async def test_a_call_whose_grace_ran_out_while_it_was_committed_is_abandoned_then():
+    async with a_room(grace_s=0) as room:
+        call = room.add(a_call(stage=Stage.COMMITTING), FRESH)
+        room.deliveries.left(room.session, call, partly=False)
+        assert await room.recorded(call) is None
+        call.enter(Stage.COMMITTED)
+        room.deliveries.committed(room.session, call)
+        assert await room.recorded(call) is DeliveryState.ABANDONED
+
+
+async def test_a_call_that_another_client_waits_for_is_kept():
+    async with a_room(grace_s=0) as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH, RETRY)
+        room.deliveries.left(room.session, call, partly=True)
+        assert await room.recorded(call) is None
+        room.deliveries.received(room.session, call)
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+
+
+async def test_a_later_request_that_shows_a_reply_proves_its_delivery():
+    async with a_room(grace_s=0) as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        room.deliveries.left(room.session, call, partly=True)
+        assert await room.recorded(call) is DeliveryState.CUT
+        room.deliveries.shown(room.session, call, "e2")
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+        assert room.session.delivered == 1
+
+
+async def test_a_delivered_reply_that_is_asked_for_again_is_superseded_until_it_is_continued():
+    async with a_room() as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        room.deliveries.received(room.session, call)
+        room.deliveries.asked_again(room.session, [call], "e2")
+        assert await room.recorded(call) is DeliveryState.SUPERSEDED
+        room.deliveries.shown(room.session, call, "e3")
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+        room.deliveries.asked_again(room.session, [call], "e4")
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+        assert room.session.delivered == 1
+
+
+async def test_a_refused_client_hears_the_last_word():
+    async with a_room() as room:
+        call = room.add(a_call(), FRESH)
+        room.deliveries.refused(room.session, call, "overloaded")
+        assert (call.clients, room.session.last_error) == (0, "overloaded")
+        assert room.session.failed_last
+
+
+async def test_the_end_of_a_session_settles_every_reply():
+    async with a_room() as room:
+        calls = {
+            DeliveryState.ABANDONED: a_call("a", Stage.COMMITTED),
+            DeliveryState.CUT: a_call("c", Stage.COMMITTED, partly_written=True),
+            DeliveryState.DELIVERED: a_call("d", Stage.COMMITTED, delivery=DeliveryState.DELIVERED),
+        }
+        for call in calls.values():
+            room.add(call)
+            room.deliveries.close(room.session, call)
+        assert [call.delivery for call in calls.values()] == list(calls)

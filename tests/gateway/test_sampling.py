@@ -1,0 +1,153 @@
+"""One reply from the engine, whatever pieces and interruptions it comes in."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from bridle.engines.base import CutError, GenerateChunk, GenerateRequest
+from bridle.errors import EngineError
+from bridle.gateway.sampling import FRUITLESS, Sampler, another_prompt
+from bridle.prompting.prompt import PromptIds
+from bridle.types import FinishReason, LogprobMode, Reply, Sampling, VersionSpan
+
+STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+
+
+def chunk(ids, finish=None, **more) -> GenerateChunk:
+    array = np.array(ids, dtype=np.int32)
+    return GenerateChunk(array, -array.astype(np.float32), finish, **more)
+
+
+class Pieces:
+    """An engine that gives each call its own list of chunks and errors."""
+
+    def __init__(self, *tries):
+        self.tries = list(tries)
+        self.requests: list[GenerateRequest] = []
+        self.closed = 0
+
+    async def generate(self, request) -> AsyncIterator[GenerateChunk]:
+        self.requests.append(request)
+        try:
+            for piece in self.tries.pop(0):
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece == "hang":
+                    await asyncio.sleep(30)
+                else:
+                    yield piece
+        finally:
+            self.closed += 1
+
+
+PROMPT = PromptIds.root(np.arange(5, dtype=np.int32))
+
+
+async def sampled(engine, *, most=None, mode=LogprobMode.RAW, began=lambda: None):
+    sampler = Sampler(engine, mode=mode, version=lambda: 7)
+    request = GenerateRequest("r", PROMPT, Sampling(max_tokens=most))
+    return await sampler.sample(request, PROMPT, began=began)
+
+
+async def test_pieces_become_one_sample():
+    began = []
+    engine = Pieces([chunk([1, 2]), chunk([]), chunk([3], STOP, stop_text="x", cached_tokens=4)])
+    sample = await sampled(engine, began=lambda: began.append(1))
+    assert sample.output_ids.tolist() == [1, 2, 3]
+    assert sample.logprobs.tolist() == [-1, -2, -3]
+    assert (sample.finish, sample.last.stop_text, sample.last.cached_tokens) == (STOP, "x", 4)
+    assert sample.versions == (VersionSpan(7, 0, 3),)
+    assert (sample.resumed, began) == (0, [1])
+
+
+async def test_an_engine_that_tells_versions_is_believed():
+    spans = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
+    assert (await sampled(Pieces([chunk([1, 2], STOP, versions=spans)]))).versions == spans
+
+
+async def test_a_call_that_the_engine_gave_up_is_resumed_from_the_tokens_so_far():
+    engine = Pieces(
+        [chunk([1, 2]), chunk([3], ABORT, versions=(VersionSpan(1, 0, 3),))],
+        [chunk([4, 5], LENGTH, versions=(VersionSpan(2, 0, 2),), reply=Reply("", None, (), STOP))],
+    )
+    sample = await sampled(engine, most=5)
+    assert sample.output_ids.tolist() == [1, 2, 3, 4, 5]
+    assert sample.versions == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
+    assert sample.resumed == 1
+    assert sample.last.reply is None  # the engine parsed only the second half
+    resumed = engine.requests[1]
+    assert resumed.prompt.array().tolist() == [0, 1, 2, 3, 4, 1, 2, 3]
+    assert resumed.sampling.max_tokens == 2
+    assert resumed.request_id != engine.requests[0].request_id
+
+
+async def test_a_cut_connection_is_resumed_too():
+    engine = Pieces([chunk([1]), CutError("cut")], [CutError("again")], [chunk([2], STOP)])
+    sample = await sampled(engine)
+    assert sample.output_ids.tolist() == [1, 2]
+    assert sample.versions[-1].end == 2
+    assert engine.closed == 3
+
+
+async def test_an_engine_that_only_gives_up_fails_retryably():
+    engine = Pieces(*([chunk([], ABORT)] for _ in range(FRUITLESS)))
+    with pytest.raises(EngineError, match="gave the call up") as failed:
+        await sampled(engine)
+    assert failed.value.retryable
+
+
+@pytest.mark.parametrize("pieces", [[], [chunk([1])]])
+async def test_a_reply_without_an_end_is_no_reply(pieces):
+    with pytest.raises(EngineError, match="has no end"):
+        await sampled(Pieces(pieces))
+
+
+async def test_ids_without_their_logprobs_cannot_be_used():
+    bad = GenerateChunk(np.arange(3, dtype=np.int32), np.zeros(2, np.float32), STOP)
+    with pytest.raises(EngineError, match="3 sampled ids but 2 logprobs"):
+        await sampled(Pieces([bad]))
+    none = GenerateChunk(np.arange(3, dtype=np.int32), np.zeros(0, np.float32), STOP)
+    assert len((await sampled(Pieces([none]), mode=LogprobMode.NONE)).output_ids) == 3
+
+
+async def test_any_other_fault_of_an_engine_is_an_engine_error():
+    with pytest.raises(EngineError, match="sampling: KeyError"):
+        await sampled(Pieces([KeyError("x")]))
+    with pytest.raises(EngineError, match="full") as failed:
+        await sampled(Pieces([EngineError("full", status=429)]))
+    assert failed.value.status == 429
+
+
+async def test_cancelling_closes_the_engine_s_call():
+    engine = Pieces([chunk([1]), "hang"])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await sampled(engine)
+    assert engine.closed == 1
+
+
+def request_for(ids):
+    prompt = PromptIds.root(np.array(ids, dtype=np.int32))
+    return GenerateRequest("r", prompt, Sampling())
+
+
+@pytest.mark.parametrize("told", [None, b"[1,2,3]", b"[1, 2, 3]"])
+def test_the_prompt_that_was_sent_is_no_break_however_it_is_spelled(told):
+    assert another_prompt(request_for([1, 2, 3]), told) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "position"), [(b"[1,9,3]", 1), (b"[1,2,3,4]", 3), (b"[1,2]", 2), (b"[]", 0)]
+)
+def test_another_prompt_is_a_break_at_the_first_difference(told, position):
+    prompt, found = another_prompt(request_for([1, 2, 3]), told)
+    assert found == position
+    assert prompt is not None
+    assert prompt.json() == told
+
+
+def test_prompt_ids_that_cannot_be_read_are_an_engine_error():
+    with pytest.raises(EngineError, match="prompt ids"):
+        another_prompt(request_for([1]), b"[1,")
