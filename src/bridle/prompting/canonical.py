@@ -1,0 +1,427 @@
+"""A request as a flat list of atoms and a chain of digests over them. Pure.
+
+Message and item borders are not part of the key: a turn may be one message or five items, in any
+dialect, and its atoms are the same. What the model must see is in an atom (system, user, media,
+assistant text, call, result); what harnesses change without meaning it is not (ids, status, cache
+marks, signatures, reasoning, argument spacing). The rules are R1 to R8 of the matching document;
+R1 and R7 are the dialects' work, which give us named fields only, R9 is their noise rules'.
+
+`chain[i]` covers the first `i` atoms, so two requests with one `chain[i]` begin alike. Tools, model
+and sampling are not in the chain: tools are guarded by `tools_digest`, the others do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+
+from bridle.prompting.arguments import (
+    Defaults,
+    canonical_arguments,
+    canonical_json,
+    schema_defaults,
+    text_bytes,
+)
+from bridle.types import (
+    Dialect,
+    MediaPart,
+    Message,
+    ModelRequest,
+    Part,
+    Role,
+    TextPart,
+    ToolCall,
+    ToolSpec,
+)
+
+
+class AtomKind(StrEnum):
+    """What an atom is."""
+
+    SYSTEM = "S"
+    USER = "U"
+    MEDIA = "I"
+    TEXT = "A"
+    """Text of the assistant."""
+    CALL = "C"
+    RESULT = "T"
+    OTHER = "X"
+    """Part of the context, but none of the above."""
+    EVIDENCE = "E"
+    """Not an atom of the chain: ids and reasoning of an assistant message, beside its atoms."""
+
+
+ASSISTANT = frozenset({AtomKind.TEXT, AtomKind.CALL})
+"""The kinds that a model's turn is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One thing that the model sees, or evidence about it."""
+
+    kind: AtomKind
+    digest: bytes
+    """16 bytes over the canonical payload; empty for EVIDENCE."""
+    ids: tuple[str, ...] = ()
+    """CALL, RESULT: the call's id. EVIDENCE: the message's other ids and signatures."""
+    text: str | None = None
+    """TEXT: the text, stripped. CALL: the tool's name. Else `None`."""
+    reasoning: bytes | None = None
+    """EVIDENCE: digest of the message's reasoning, stripped; `None` = it carried none."""
+    offset: int = 0
+    """Which message of its span it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Evidence as it lies beside a request's atoms."""
+
+    position: int
+    """How many atoms stand before it; it belongs to those that follow in its message."""
+    message: int
+    """Index into the request's messages."""
+    ids: tuple[str, ...]
+    reasoning: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A request's atoms and the chain over them."""
+
+    atoms: tuple[Atom, ...]
+    chain: tuple[bytes, ...]
+    """`len(atoms) + 1` digests of 16 bytes; the first is the dialect's seed."""
+    message_of: tuple[int, ...]
+    """For each atom, the index of its message in the request."""
+    tools_digest: bytes
+    """16 bytes over the tools that the prompt shows."""
+    hints: tuple[Hint, ...] = ()
+    """Evidence, in order."""
+
+
+class AtomMemo(dict[bytes, tuple[Atom, ...]]):
+    """What one session's requests were made of, so that a known span costs a look-up.
+
+    Maps (tools digest + span digest) to the span's atoms, and a raw tool list to its digest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: dict[bytes, bytes] = {}
+        """(link + atom digest) -> next link of the chain."""
+        self.defaults: dict[bytes, Defaults] = {}
+        """Tools digest -> defaults of their arguments."""
+
+
+def digest(kind: str, *fields: bytes) -> bytes:
+    """16 bytes over kind, number of fields, and each field with its length before it."""
+    lengths = b"".join(len(field).to_bytes(8, "little") for field in fields)
+    head = f"{kind}:{len(fields)}:".encode() + lengths
+    return sha256(b"".join((head, *fields))).digest()[:16]
+
+
+SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
+"""Where each dialect's chain begins."""
+
+
+def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Canonical:
+    """The request's atoms and chain.
+
+    `memo` belongs to one session (an `AtomMemo`; a plain dict works, hashing the chain anew each
+    time): only spans not seen before are normalised.
+    """
+    tools = _tools_digest_of(request, memo)
+    walk = _Walk(request, tools, memo if isinstance(memo, AtomMemo) else AtomMemo())
+    position = request.head_messages
+    for index in range(position):
+        walk.add(message_atoms(request.messages[index], request.dialect), index, 1)
+    if sum(request.span_lengths) + position != len(request.messages):  # no spans given
+        messages = request.messages[position:]
+        walk.add(walk.span_atoms(messages), position, len(messages))
+    else:
+        known = memo.get
+        for span, length in zip(request.span_digests, request.span_lengths, strict=True):
+            key = tools + span
+            atoms = known(key)
+            if atoms is None:
+                messages = request.messages[position : position + length]
+                atoms = memo[key] = walk.span_atoms(messages)
+            walk.add(atoms, position, length)
+            position += length
+    return walk.finish()
+
+
+def chain_after(link: bytes, atoms: Iterable[Atom]) -> bytes:
+    """The chain's digest after more atoms."""
+    for atom in atoms:
+        link = sha256(link + atom.digest).digest()[:16]
+    return link
+
+
+def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Atom, ...]:
+    """The atoms of a delivered answer, as a faithful harness will send them back.
+
+    `messages` are the assistant messages of the reply in its dialect's own shape. EVIDENCE stands
+    beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
+    the chain.
+    """
+    return _span_atoms(messages, Dialect.OPENAI_CHAT, schema_defaults(tools))
+
+
+def tools_digest(tools: Iterable[ToolSpec]) -> bytes:
+    """16 bytes over the ordered tools: name, description, schema. No tools give `NO_TOOLS`.
+
+    Tools whose loading is deferred are not among a request's tools (the dialects see to it), so
+    they may come and go.
+    """
+    fields: list[bytes] = []
+    for tool in tools:
+        fields.append(text_bytes(tool.name))
+        fields.append(text_bytes(tool.description or ""))
+        fields.append(canonical_json(tool.parameters or {}))
+    return digest("tools", *fields)
+
+
+NO_TOOLS = digest("tools")
+"""`tools_digest` of an empty list."""
+
+
+def message_atoms(
+    message: Message, dialect: Dialect, defaults: Defaults | None = None, offset: int = 0
+) -> tuple[Atom, ...]:
+    """One message's atoms, in order. `defaults` are those of the request's tools."""
+    match message.role:
+        case Role.TOOL:
+            ids = () if message.tool_call_id is None else (message.tool_call_id,)
+            payload = _result_digest(message.content, dialect)
+            return (Atom(AtomKind.RESULT, payload, ids, offset=offset),)
+        case Role.ASSISTANT:
+            return _assistant_atoms(message, defaults or {}, offset)
+        case Role.SYSTEM:
+            return _part_atoms(message.content, AtomKind.SYSTEM, offset)
+        case Role.USER:
+            return _part_atoms(message.content, AtomKind.USER, offset)
+
+
+def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with each run of tool results in the order of the calls that they answer (R8).
+
+    A template without ids shows results by position only. A run is left as it came unless the id
+    of every result in it is known from the assistant messages right before.
+    """
+    ordered = list(messages)
+    start = 0
+    while start < len(ordered):
+        end = start
+        while end < len(ordered) and ordered[end].role is Role.TOOL:
+            end += 1
+        if end - start > 1:
+            ids = [message.tool_call_id for message in ordered[start:end]]
+            ranks = _ranks(_call_ids_before(ordered, start), ids)
+            if ranks is not None:
+                run = zip(ranks, ordered[start:end], strict=True)
+                ordered[start:end] = [m for _, m in sorted(run, key=lambda pair: pair[0])]
+        start = max(end, start + 1)
+    return tuple(ordered)
+
+
+class _Walk:
+    """Collects the atoms of one request and closes the chain over them."""
+
+    def __init__(self, request: ModelRequest, tools: bytes, memo: AtomMemo) -> None:
+        self._request = request
+        self._tools = tools
+        self._memo = memo
+        self._atoms: list[Atom] = []
+        self._message_of: list[int] = []
+        self._hints: list[Hint] = []
+
+    def span_atoms(self, messages: Sequence[Message]) -> tuple[Atom, ...]:
+        """The atoms of a span not seen before."""
+        defaults = self._memo.defaults.get(self._tools)
+        if defaults is None:
+            defaults = self._memo.defaults[self._tools] = schema_defaults(self._request.tools)
+        return _span_atoms(messages, self._request.dialect, defaults)
+
+    def add(self, atoms: tuple[Atom, ...], position: int, length: int) -> None:
+        """Append a span of `length` messages, the first of them the request's `position`-th."""
+        if length == 1 and atoms:  # most spans; evidence stands first in its message
+            if atoms[0].kind is AtomKind.EVIDENCE:
+                self._hint(atoms[0], position)
+                atoms = atoms[1:]
+            self._atoms += atoms
+            self._message_of += [position] * len(atoms)
+            return
+        for atom in atoms:
+            if atom.kind is AtomKind.EVIDENCE:
+                self._hint(atom, position + atom.offset)
+            else:
+                self._atoms.append(atom)
+                self._message_of.append(position + atom.offset)
+
+    def _hint(self, atom: Atom, message: int) -> None:
+        self._hints.append(Hint(len(self._atoms), message, atom.ids, atom.reasoning))
+
+    def finish(self) -> Canonical:
+        """Order the results and close the chain."""
+        self._order_results()
+        links = self._memo.links
+        link = SEEDS[self._request.dialect]
+        chain = [link]
+        for atom in self._atoms:
+            pair = link + atom.digest
+            link = links.get(pair) or links.setdefault(pair, sha256(pair).digest()[:16])
+            chain.append(link)
+        return Canonical(
+            atoms=tuple(self._atoms),
+            chain=tuple(chain),
+            message_of=tuple(self._message_of),
+            tools_digest=self._tools,
+            hints=tuple(self._hints),
+        )
+
+    def _order_results(self) -> None:
+        """R8 on atoms: each run of results in the order of the calls right before it."""
+        kinds = [atom.kind is AtomKind.RESULT for atom in self._atoms]
+        start = 0
+        while True:
+            try:
+                start = kinds.index(True, start)
+            except ValueError:
+                return
+            end = start + 1
+            while end < len(kinds) and kinds[end]:
+                end += 1
+            if end - start > 1:
+                self._order_run(start, end)
+            start = end
+
+    def _order_run(self, start: int, end: int) -> None:
+        calls: list[str | None] = []
+        first = start
+        while first and self._atoms[first - 1].kind in ASSISTANT:
+            first -= 1
+            if self._atoms[first].kind is AtomKind.CALL:
+                calls.insert(0, _only(self._atoms[first].ids))
+        ranks = _ranks(calls, [_only(atom.ids) for atom in self._atoms[start:end]])
+        if ranks is None or ranks == sorted(ranks):
+            return
+        order = sorted(range(end - start), key=ranks.__getitem__)
+        self._atoms[start:end] = [self._atoms[start + index] for index in order]
+        self._message_of[start:end] = [self._message_of[start + index] for index in order]
+
+
+def _span_atoms(
+    messages: Sequence[Message], dialect: Dialect, defaults: Defaults
+) -> tuple[Atom, ...]:
+    return tuple(
+        atom
+        for offset, message in enumerate(messages)
+        for atom in message_atoms(message, dialect, defaults, offset)
+    )
+
+
+def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple[Atom, ...]:
+    """Evidence first, then text (R6: stripped) and media in place, then calls."""
+    atoms: list[Atom] = []
+    thought = (message.reasoning or "").strip()
+    if thought or message.issued_ids:
+        key = digest("reasoning", text_bytes(thought)) if thought else None
+        atoms.append(Atom(AtomKind.EVIDENCE, b"", message.issued_ids, reasoning=key, offset=offset))
+    for part in _joined(message.content):
+        if isinstance(part, MediaPart):
+            atoms.append(_media_atom(part, offset))
+        elif text := part.strip():
+            payload = digest(AtomKind.TEXT, text_bytes(text))
+            atoms.append(Atom(AtomKind.TEXT, payload, text=text, offset=offset))
+    atoms.extend(_call_atom(call, defaults, offset) for call in message.tool_calls)
+    return tuple(atoms)
+
+
+def _call_atom(call: ToolCall, defaults: Defaults, offset: int) -> Atom:
+    """R4 on the arguments; a freeform tool's input is text."""
+    if call.custom:
+        arguments = b"c" + text_bytes(call.arguments)
+    else:
+        arguments = canonical_arguments(call.arguments, defaults.get(call.name))
+    payload = digest(AtomKind.CALL, text_bytes(call.name), arguments)
+    ids = () if call.id is None else (call.id,)
+    return Atom(AtomKind.CALL, payload, ids, text=call.name, offset=offset)
+
+
+def _part_atoms(content: Iterable[Part], kind: AtomKind, offset: int) -> tuple[Atom, ...]:
+    return tuple(
+        _media_atom(part, offset)
+        if isinstance(part, MediaPart)
+        else Atom(kind, digest(kind, text_bytes(part)), offset=offset)
+        for part in _joined(content)
+    )
+
+
+def _media_atom(part: MediaPart, offset: int) -> Atom:
+    kind = AtomKind.OTHER if part.media_type == "application/json" else AtomKind.MEDIA
+    payload = digest(kind, part.media_type.encode(), part.digest.encode())
+    return Atom(kind, payload, offset=offset)
+
+
+def _result_digest(content: Iterable[Part], dialect: Dialect) -> bytes:
+    """A result's parts; Google's are JSON objects, compared by value."""
+    fields: list[bytes] = []
+    for part in _joined(content):
+        if isinstance(part, MediaPart):
+            fields += (b"media", part.media_type.encode(), part.digest.encode())
+        elif dialect is Dialect.GOOGLE and part.lstrip().startswith("{"):
+            fields += (b"json", canonical_arguments(part))
+        else:
+            fields += (b"text", text_bytes(part))
+    return digest(AtomKind.RESULT, *fields)
+
+
+def _joined(content: Iterable[Part]) -> list[MediaPart | str]:
+    """R2, R3: adjacent texts as one, empty ones gone."""
+    joined: list[MediaPart | str] = []
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, TextPart):
+            texts.append(part.text)
+            continue
+        if text := "".join(texts):
+            joined.append(text)
+        texts = []
+        joined.append(part)
+    if text := "".join(texts):
+        joined.append(text)
+    return joined
+
+
+def _tools_digest_of(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> bytes:
+    """The tools' digest, computed once per distinct raw tool list."""
+    if not request.tools or request.tools_span is None:
+        return tools_digest(request.tools)
+    key = b"tools:" + request.tools_span
+    known = memo.get(key)
+    if known is None:
+        known = memo[key] = (Atom(AtomKind.OTHER, tools_digest(request.tools)),)
+    return known[0].digest
+
+
+def _call_ids_before(messages: Sequence[Message], start: int) -> list[str | None]:
+    """Ids of the calls in the assistant messages that end right before `start`."""
+    first = start
+    while first and messages[first - 1].role is Role.ASSISTANT:
+        first -= 1
+    return [call.id for message in messages[first:start] for call in message.tool_calls]
+
+
+def _ranks(calls: Sequence[str | None], results: Sequence[str | None]) -> list[int] | None:
+    """For each result the index of its call; `None` unless all are known, each once."""
+    index = {call: rank for rank, call in enumerate(calls) if call is not None}
+    ranks = [index[result] for result in results if result in index]
+    whole = len(ranks) == len(results) == len(set(ranks))
+    return ranks if whole else None
+
+
+def _only(ids: tuple[str, ...]) -> str | None:
+    return ids[0] if ids else None

@@ -1,0 +1,381 @@
+"""The conversation tree of one session: which exchange does a request continue? Pure.
+
+`index` holds what exchanges are found by. The chain says that the history is unchanged, an id says
+which turn it is; only both together, or the chain alone where no id contradicts it, make a child.
+Extending the parent's ids is a second decision with its own guards. The specification, tested on
+recorded traffic of 15 harnesses, is the project's matching document; its cases' names are used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from bridle.prompting.canonical import (
+    ASSISTANT,
+    NO_TOOLS,
+    Atom,
+    AtomKind,
+    Canonical,
+    Hint,
+)
+from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
+from bridle.prompting.index import Index, Indexed
+from bridle.types import DeliveryState, Message, ModelRequest, Role
+
+_ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
+"""What may be an id of ours inside text; looked up, so a wrong guess costs nothing."""
+
+
+class PlacementKind(StrEnum):
+    """How a request relates to the exchanges before it."""
+
+    ROOT = "root"
+    """It continues nothing of ours."""
+    CHILD = "child"
+    """It continues an exchange exactly."""
+    REWRITTEN = "rewritten"
+    """It continues an exchange whose answer the harness changed; `drift` says how."""
+    PARTIAL = "partial"
+    """It continues an exchange of whose cut answer it kept a part."""
+    FORK = "fork"
+    """It holds turns of ours, but under another history or beside unknown turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request stands in its session's conversation."""
+
+    kind: PlacementKind
+    parent: str | None = None
+    """The exchange whose messages it continues; `None` at a root."""
+    reason: str | None = None
+    """Why it is not extended, or is no child: `first`, `foreign`, `history_changed`,
+    `unknown_turn`, `tools_changed`, `tools_removed`, `template_args_changed`, `parent_abandoned`,
+    or a drift that forks. `None` = extend it."""
+    drift: str | None = None
+    """A `Drift`; `None` = the turn came back as it was delivered."""
+    extend: bool = False
+    """Whether the parent's ids may be extended; the renderer may still refuse."""
+    new_from: int = 0
+    """Index into the request's messages of the first one after the parent's answer."""
+    repeats: tuple[str, ...] = ()
+    """Exchanges, in flight or committed, with exactly this prompt key; oldest first."""
+    tie: str | None = None
+    """What decided between several equal candidates: `id`, `reasoning`, `delivery`, `childless`,
+    `newest`; `None` = there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the search came to, before the guards."""
+
+    kind: PlacementKind
+    exchange: Indexed | None = None
+    reason: str | None = None
+    drift: Drift | None = None
+    new_from: int = 0
+    tie: str | None = None
+
+
+_RANK: dict[DeliveryState | None, int] = {
+    DeliveryState.DELIVERED: 0,
+    None: 1,
+    DeliveryState.SUPERSEDED: 2,
+    DeliveryState.CUT: 3,
+    DeliveryState.ABANDONED: 4,
+}
+"""Who is more likely to have been read."""
+
+
+class Conversation:
+    """The exchanges of one session and the search among them. Not shared between sessions."""
+
+    def __init__(self, *, on_rewrite: Literal["extend", "fork"] = "extend") -> None:
+        self._on_rewrite = on_rewrite
+        """Whether a turn that the harness rewrote within `EXTENDABLE` is extended."""
+        self._index = Index()
+        self._continued: dict[bytes, Indexed] = {}
+        """What the request last placed under this prompt key continues, until it begins."""
+
+    def place(
+        self, request: ModelRequest, canonical: Canonical, *, template_args: Hashable = None
+    ) -> Placement:
+        """Find what `request` continues, and whether the parent's ids may be extended.
+
+        `template_args` are what beside messages and tools shapes the prompt; a parent's must equal
+        them.
+        """
+        found = _Search(self._index, request.messages, canonical).run()
+        key, reason = canonical.chain[-1], found.reason
+        if found.exchange is None:
+            self._continued.pop(key, None)
+        else:
+            self._continued[key] = found.exchange
+            if found.drift is not None and self._on_rewrite == "fork":
+                reason = reason or found.drift.value
+            if reason is None or reason == "unknown_turn":
+                reason = _guard(found.exchange, canonical, template_args) or reason
+        return Placement(
+            kind=found.kind,
+            parent=None if found.exchange is None else found.exchange.exchange_id,
+            reason=reason,
+            drift=None if found.drift is None else found.drift.value,
+            extend=found.exchange is not None and reason in {None, "unknown_turn"},
+            new_from=found.new_from,
+            repeats=tuple(exchange.exchange_id for exchange in self._index.prompts_at(key)),
+            tie=found.tie,
+        )
+
+    def begin(self, exchange_id: str, canonical: Canonical) -> None:
+        """An exchange is in flight: visible to `repeats`, and its parent has one child more."""
+        continued = self._continued.pop(canonical.chain[-1], None)
+        if continued is not None:
+            continued.children += 1
+        self._index.begin(exchange_id, canonical)
+
+    def commit(
+        self,
+        exchange_id: str,
+        canonical: Canonical,
+        answer: Sequence[Atom],
+        issued: Iterable[str],
+        *,
+        template_args: Hashable = None,
+    ) -> None:
+        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids."""
+        self._index.commit(exchange_id, canonical, answer, issued, template_args=template_args)
+
+    def forget(self, exchange_id: str) -> None:
+        """An exchange in flight failed: nothing was captured of it."""
+        self._index.forget(exchange_id)
+
+    def mark(
+        self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
+    ) -> None:
+        """Note what became of a reply.
+
+        `delivered` are the atoms that were written before the connection went, where that is
+        known: only they can come back, so only they are found. Unknown exchanges are ignored.
+        """
+        self._index.mark(exchange_id, state, delivered=delivered)
+
+
+class _Search:
+    """One search: the last turn exactly, else by its ids, else by its text, else what is before."""
+
+    def __init__(self, index: Index, messages: Sequence[Message], canonical: Canonical) -> None:
+        self._index = index
+        self._messages = messages
+        self._atoms = canonical.atoms
+        self._chain = canonical.chain
+        self._message_of = canonical.message_of
+        self._hints = canonical.hints
+
+    def run(self) -> _Found:
+        last = self._last_assistant(len(self._atoms))
+        silent = self._silent_turn(last)
+        if silent is not None:
+            return silent
+        if last < 0:
+            return _Found(PlacementKind.ROOT, reason="first")
+        return self._exact(last) or self._changed(last)
+
+    # ---- the last turn came back as it was delivered
+
+    def _exact(self, last: int) -> _Found | None:
+        """The last turn's exchange by the chain; `None` = no such, or an id contradicts."""
+        candidates = self._index.turns_at(self._chain[last + 1])
+        if not candidates:
+            return None
+        chosen, tie = self._decide(candidates, last)
+        if chosen is None:
+            if tie == "id":
+                return None
+            abandoned = candidates[-1]
+            return self._found(PlacementKind.FORK, abandoned, last, reason="parent_abandoned")
+        if [a.digest for a in chosen.shown] == [a.digest for a in chosen.answer]:
+            return self._found(PlacementKind.CHILD, chosen, last, tie=tie)
+        return self._found(
+            PlacementKind.PARTIAL, chosen, last, reason=Drift.PARTIAL.value, drift=Drift.PARTIAL
+        )
+
+    def _decide(
+        self, candidates: Sequence[Indexed], last: int
+    ) -> tuple[Indexed | None, str | None]:
+        """One of several exchanges with one visible form, and what decided.
+
+        (`None`, "id") = the turn's id belongs to none of them; (`None`, `None`) = all abandoned.
+        """
+        first = last + 1 - max(len(exchange.shown) for exchange in candidates)
+        owner = self._owner(max(first, 0), last)
+        if owner is not None:
+            known = owner in candidates
+            return (owner if known else None), ("id" if len(candidates) > 1 or not known else None)
+        left = [exchange for exchange in candidates if exchange.usable]
+        if not left:
+            return None, None
+        thoughts = {h.reasoning for h in self._hints if first <= h.position <= last and h.reasoning}
+        best = min(_RANK[exchange.state] for exchange in left)
+        tie = None
+        for name, kept in (
+            ("reasoning", [e for e in left if e.reasoning & thoughts]),
+            ("delivery", [e for e in left if _RANK[e.state] == best]),
+            ("childless", [e for e in left if not e.children]),
+            ("newest", [max(left, key=lambda exchange: exchange.order)]),
+        ):
+            if len(left) == 1:
+                break
+            narrowed = [exchange for exchange in left if exchange in kept]
+            if narrowed and len(narrowed) < len(left):
+                left, tie = narrowed, name
+        return left[0], tie
+
+    def _silent_turn(self, last: int) -> _Found | None:
+        """A turn without atoms (reasoning only) after the last visible one, by its ids."""
+        for hint in reversed(self._hints):
+            if hint.position <= last:
+                return None
+            for value in reversed(hint.ids):
+                owner = self._index.owner_of(value)
+                if owner is not None and not owner.answer:
+                    if owner.prompt_key != self._chain[hint.position]:
+                        return None
+                    after = self._after(hint.message)
+                    return _Found(PlacementKind.CHILD, owner, new_from=after)
+        return None
+
+    # ---- it did not
+
+    def _changed(self, last: int) -> _Found:
+        """The last run of assistant atoms was not sampled like that, or not under this history."""
+        start = self._run_start(last)
+        before, end, tie = self._before(last)
+        owner = self._owner(start, last)
+        if owner is not None and (before is not owner or end < start):
+            if self._same_prompt(owner, start, last):
+                return self._rewritten(owner, owner.prompt_atoms, last)
+            return self._found(PlacementKind.FORK, owner, last, reason="history_changed")
+        if owner is None:
+            told = self._by_text(start, last)
+            if told is not None:
+                return told
+        if before is not None:
+            return self._found(PlacementKind.FORK, before, end, reason="unknown_turn", tie=tie)
+        return _Found(PlacementKind.ROOT, reason="foreign")
+
+    def _before(self, last: int) -> tuple[Indexed | None, int, str | None]:
+        """The latest earlier turn that the chain knows, the index of its last atom, its tie."""
+        index = self._last_assistant(last)
+        while index >= 0:
+            candidates = self._index.turns_at(self._chain[index + 1])
+            if candidates:
+                chosen, tie = self._decide(candidates, index)
+                if chosen is not None and len(chosen.shown) == len(chosen.answer):
+                    return chosen, index, tie
+            index = self._last_assistant(index)
+        return None, -1, None
+
+    def _same_prompt(self, owner: Indexed, start: int, last: int) -> bool:
+        """Whether the turn begins within the run, under the very prompt of `owner`."""
+        begins = owner.prompt_atoms
+        return start <= begins <= last and self._chain[begins] == owner.prompt_key
+
+    def _rewritten(self, owner: Indexed, begins: int, last: int) -> _Found:
+        """A turn that is `owner`'s under an equal prompt, and how it was changed."""
+        echo = self._atoms[begins : last + 1]
+        if [atom.digest for atom in echo] == [atom.digest for atom in owner.answer]:
+            return self._found(PlacementKind.CHILD, owner, last)
+        drift = drift_of(echo, owner.answer)
+        kind = PlacementKind.PARTIAL if drift is Drift.PARTIAL else PlacementKind.REWRITTEN
+        reason = None if drift in EXTENDABLE else drift.value
+        return self._found(kind, owner, last, reason=reason, drift=drift)
+
+    def _by_text(self, start: int, last: int) -> _Found | None:
+        """No id came back: an id inside the text, a cut turn's beginning, or the text itself."""
+        echo = self._atoms[start : last + 1]
+        for value in _ids_in_text(echo):
+            owner = self._index.owner_of(value)
+            if owner is not None and self._same_prompt(owner, start, last):
+                return self._rewritten(owner, owner.prompt_atoms, last)
+        told = [e for e in self._index.prompts_at(self._chain[start]) if e.usable]
+        told.sort(key=lambda e: (_RANK[e.state], e.children > 0, -e.order))
+        for exchange in told:
+            if exchange.state in {DeliveryState.CUT, None} and is_beginning(echo, exchange.answer):
+                return self._rewritten(exchange, start, last)
+        drifts = [drift_of(echo, e.answer) if has_text(e.answer) else None for e in told]
+        for weak in WEAK:
+            if weak in drifts:
+                return self._rewritten(told[drifts.index(weak)], start, last)
+        return None
+
+    # ---- along the atoms
+
+    def _last_assistant(self, end: int) -> int:
+        """Index of the last assistant atom before `end`; -1 = none."""
+        for index in range(end - 1, -1, -1):
+            if self._atoms[index].kind in ASSISTANT:
+                return index
+        return -1
+
+    def _run_start(self, last: int) -> int:
+        while last and self._atoms[last - 1].kind in ASSISTANT:
+            last -= 1
+        return last
+
+    def _owner(self, first: int, last: int) -> Indexed | None:
+        """The exchange of the last id of ours among these atoms and the evidence beside them."""
+        for value in self._ids_backwards(first, last):
+            owner = self._index.owner_of(value)
+            if owner is not None:
+                return owner
+        return None
+
+    def _ids_backwards(self, first: int, last: int) -> Iterator[str]:
+        hints: list[Hint] = [h for h in self._hints if first <= h.position <= last]
+        for index in range(last, first - 1, -1):
+            yield from reversed(self._atoms[index].ids)
+            while hints and hints[-1].position == index:
+                yield from reversed(hints.pop().ids)
+
+    def _after(self, message: int) -> int:
+        """The first message after this one that is not a silent rest of the same turn."""
+        index = message + 1
+        while (
+            index < len(self._messages)
+            and self._messages[index].role is Role.ASSISTANT
+            and index not in self._message_of
+        ):
+            index += 1
+        return index
+
+    def _found(
+        self,
+        kind: PlacementKind,
+        exchange: Indexed,
+        last: int,
+        *,
+        reason: str | None = None,
+        drift: Drift | None = None,
+        tie: str | None = None,
+    ) -> _Found:
+        new_from = self._after(self._message_of[last])
+        return _Found(kind, exchange, reason, drift, new_from, tie)
+
+
+def _ids_in_text(atoms: Iterable[Atom]) -> Iterator[str]:
+    for atom in atoms:
+        if atom.kind is AtomKind.TEXT:
+            yield from _ID_IN_TEXT.findall(atom.text or "")
+
+
+def _guard(exchange: Indexed, canonical: Canonical, template_args: Hashable) -> str | None:
+    """Why this parent's ids may not be extended; `None` = they may."""
+    if exchange.tools_digest != canonical.tools_digest:
+        return "tools_removed" if canonical.tools_digest == NO_TOOLS else "tools_changed"
+    if exchange.template_args != template_args:
+        return "template_args_changed"
+    return None

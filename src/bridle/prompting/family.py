@@ -1,0 +1,190 @@
+"""Which renderer of the `renderers` package speaks a tokenizer's wire format.
+
+That package knows models by their exact names; fine-tunes and tokenizers of one's own have none. So
+each family is tried: one whose tokens are all there, and which renders a fixed set of conversations
+to the very ids of the folder's own chat template, is the right one. None is no error: the template
+itself renders then (`template`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+from bridle.errors import RenderError, boundary
+from bridle.prompting.template import ChatTemplate, tool_parser_of
+from bridle.prompting.tokenizer import PromptTokenizer
+from bridle.types import JSON
+
+History: TypeAlias = Literal["exact", "template"]
+
+
+class ParsedCall(Protocol):
+    """One attempt at a call, as `renderers.base.ParsedToolCall` has it."""
+
+    raw: str
+    """Text of the block, without its markers in most formats."""
+    name: str | None
+    arguments: Any
+    token_span: tuple[int, int] | None
+    """Half-open, into the ids before the end token."""
+    status: StrEnum
+
+
+class Parsed(Protocol):
+    """A reply as `renderers.base.ParsedResponse` has it."""
+
+    content: str
+    reasoning_content: str | None
+    tool_calls: list[ParsedCall]
+
+
+class Bridged(Protocol):
+    """What a bridge gives: previous ids and suffix."""
+
+    token_ids: list[int]
+
+
+class Family(Protocol):
+    """A renderer of the `renderers` package, as far as it is used here (it ships no types)."""
+
+    def render_ids(
+        self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
+    ) -> list[int]:
+        """Ids of a whole conversation."""
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[JSON],
+        *,
+        tools: list[JSON] | None,
+    ) -> Bridged | None:
+        """The next prompt on top of these very ids; `None` = it refuses."""
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
+    ) -> Parsed:
+        """What a sampled turn says."""
+
+    def get_stop_token_ids(self) -> Sequence[int]:
+        """Ids that end a turn."""
+
+
+_TOOLS: list[JSON] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at a file <here>.",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}},
+                "required": ["path"],
+            },
+        },
+    }
+]
+_SYSTEM: JSON = {"role": "system", "content": "Be brief."}
+_USER: JSON = {"role": "user", "content": "Hello there"}
+_TOLD: JSON = {"role": "assistant", "content": "Hi."}
+_CALLED: JSON = {
+    "role": "assistant",
+    "content": "I look.",
+    "tool_calls": [
+        {
+            "type": "function",
+            "id": "call_1",
+            "function": {"name": "look", "arguments": {"path": "a.txt"}},
+        }
+    ],
+}
+_RESULT: JSON = {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "text"}
+
+PROBES: tuple[tuple[str, list[JSON], list[JSON] | None], ...] = (
+    ("user", [_USER], None),
+    ("system", [_SYSTEM, _USER], None),
+    ("turns", [_SYSTEM, _USER, _TOLD, _USER], None),
+    ("tools", [_SYSTEM, _USER], _TOOLS),
+    ("tools without system", [_USER], _TOOLS),
+    ("call and result", [_SYSTEM, _USER, _CALLED, _RESULT], _TOOLS),
+    ("parallel results", [_USER, _CALLED, _RESULT, _RESULT, _USER], _TOOLS),
+)
+"""Conversations that every family and template should agree on: name, messages, tools."""
+
+
+def family_names() -> list[str]:
+    """The families that can be asked for by name."""
+    from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-untyped]
+
+    return list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
+
+
+def make_family(
+    name: str, tokenizer: PromptTokenizer, *, thinking: bool | None, history: History
+) -> Family:
+    """A family's renderer for this tokenizer. `RenderError` if its tokens are not there.
+
+    With `history="exact"` it extends over user messages too, keeping all reasoning.
+    """
+    if name not in family_names():
+        raise RenderError(f"unknown family {name!r}; known: {', '.join(family_names())}")
+    with boundary(RenderError, f"the tokenizer is not of the family {name!r}"):
+        from renderers.base import create_renderer
+        from renderers.configs import config_from_name  # type: ignore[import-untyped]
+
+        default = config_from_name(name)
+        settings: JSON = {}
+        if history == "exact":
+            settings["thinking_retention"] = "all"
+        if thinking is not None and "enable_thinking" in type(default).model_fields:
+            settings["enable_thinking"] = thinking
+        return cast("Family", create_renderer(tokenizer, type(default)(**settings)))
+
+
+def find_family(tokenizer: PromptTokenizer, template: ChatTemplate) -> str | None:
+    """The first family that renders every probe as the template does; `None` = no such."""
+    for name in family_names():
+        try:
+            family = make_family(name, tokenizer, thinking=None, history="exact")
+        except RenderError:
+            continue
+        if not any(differences(family, template)):
+            return name
+    return None
+
+
+def differences(family: Family, template: ChatTemplate) -> Iterator[str]:
+    """Names of the probes that the family renders otherwise than the template.
+
+    A probe that the template refuses is no difference.
+    """
+    for name, messages, tools in PROBES:
+        try:
+            wanted = template.render(messages, tools, thinking=None)
+        except RenderError:
+            continue
+        try:
+            with boundary(RenderError, f"rendering {name!r}"):
+                ids = family.render_ids(messages, tools=tools, add_generation_prompt=True)
+        except RenderError:
+            ids = []
+        if ids != wanted:
+            yield name
+
+
+def plain_parser(tokenizer: PromptTokenizer) -> Family:
+    """A parser for a template of no known family, chosen by the markup that the template names."""
+    from renderers import (  # type: ignore[import-untyped]
+        DefaultRenderer,
+        DefaultRendererConfig,
+    )
+
+    source = str(tokenizer.fast.chat_template or "")
+    config = DefaultRendererConfig(
+        tool_parser=tool_parser_of(source),
+        reasoning_parser="think" if "</think>" in source else None,
+    )
+    return cast("Family", DefaultRenderer(tokenizer, config))

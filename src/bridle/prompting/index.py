@@ -1,0 +1,157 @@
+"""What a session's exchanges are found by: chain keys and the ids that we issued. Pure.
+
+`by_turn`, chain after an answer -> exchanges: the exact parent. `by_prompt`, chain after a request
+-> exchanges, those in flight included: repeats, rewritten turns, siblings. `by_id`, every id that
+we issued -> exchange: proof of a turn, ties, lineage. An exchange enters the first and the last
+when it commits, with only what a client can have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bridle.prompting.canonical import Atom, AtomKind, Canonical, chain_after
+from bridle.types import DeliveryState
+
+_URL_SAFE = str.maketrans("-_", "+/")
+
+
+@dataclass(slots=True, eq=False)
+class Indexed:
+    """One exchange, as the indexes know it."""
+
+    exchange_id: str
+    order: int
+    """Order of begin; after commit, order of commit."""
+    prompt_key: bytes
+    prompt_atoms: int
+    tools_digest: bytes
+    committed: bool = False
+    answer: tuple[Atom, ...] = ()
+    """Its answer's atoms; TEXT, CALL and the like, no EVIDENCE."""
+    shown: tuple[Atom, ...] = ()
+    """What of it a client can have seen; `by_turn` holds the key after these."""
+    reasoning: frozenset[bytes] = frozenset()
+    template_args: Hashable = None
+    state: DeliveryState | None = None
+    """`None` = not known yet: its last event has left or is about to."""
+    children: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be a parent without an id that says so."""
+        return self.committed and self.state is not DeliveryState.ABANDONED
+
+
+class Index:
+    """The exchanges of one session by what a later request shows of them."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[str, Indexed] = {}
+        self._by_turn: dict[bytes, list[Indexed]] = {}
+        self._by_prompt: dict[bytes, list[Indexed]] = {}
+        self._by_id: dict[str, Indexed] = {}
+        self._clock = 0
+
+    def begin(self, exchange_id: str, canonical: Canonical) -> None:
+        """An exchange is in flight."""
+        exchange = Indexed(
+            exchange_id=exchange_id,
+            order=self._next(),
+            prompt_key=canonical.chain[-1],
+            prompt_atoms=len(canonical.atoms),
+            tools_digest=canonical.tools_digest,
+        )
+        self._exchanges[exchange_id] = exchange
+        self._by_prompt.setdefault(exchange.prompt_key, []).append(exchange)
+
+    def commit(
+        self,
+        exchange_id: str,
+        canonical: Canonical,
+        answer: Sequence[Atom],
+        issued: Iterable[str],
+        *,
+        template_args: Hashable = None,
+    ) -> None:
+        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids."""
+        if exchange_id not in self._exchanges:
+            self.begin(exchange_id, canonical)
+        exchange = self._exchanges[exchange_id]
+        exchange.order = self._next()
+        exchange.committed = True
+        exchange.template_args = template_args
+        exchange.answer = tuple(atom for atom in answer if atom.kind is not AtomKind.EVIDENCE)
+        exchange.reasoning = frozenset(atom.reasoning for atom in answer if atom.reasoning)
+        self._index_turn(exchange, exchange.answer)
+        for value in issued:
+            self._by_id[id_key(value)] = exchange
+
+    def forget(self, exchange_id: str) -> None:
+        """An exchange in flight failed: nothing was captured of it."""
+        exchange = self._exchanges.pop(exchange_id, None)
+        if exchange is not None:
+            _take_out(self._by_prompt, exchange.prompt_key, exchange)
+
+    def mark(
+        self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None
+    ) -> None:
+        """Note what became of a reply.
+
+        `delivered` are the atoms that were written before the connection went, where that is
+        known: only they can come back, so only they are indexed. Unknown exchanges are ignored.
+        """
+        exchange = self._exchanges.get(exchange_id)
+        if exchange is None or not exchange.committed:
+            return
+        exchange.state = state
+        if state is DeliveryState.DELIVERED:
+            self._index_turn(exchange, exchange.answer)
+        elif delivered is not None:
+            seen = tuple(atom for atom in delivered if atom.kind is not AtomKind.EVIDENCE)
+            self._index_turn(exchange, seen)
+
+    def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
+        """Put the exchange into `by_turn` under the key after the atoms that can come back."""
+        if exchange.shown:
+            _take_out(self._by_turn, _turn_key(exchange), exchange)
+        exchange.shown = shown
+        if shown:
+            self._by_turn.setdefault(_turn_key(exchange), []).append(exchange)
+
+    def _next(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # ---- looking up
+
+    def turns_at(self, key: bytes) -> list[Indexed]:
+        """Exchanges whose answer ends at this point of a chain."""
+        return self._by_turn.get(key, [])
+
+    def prompts_at(self, key: bytes) -> list[Indexed]:
+        """Exchanges, those in flight included, whose request ends at this point; oldest first."""
+        return self._by_prompt.get(key, [])
+
+    def owner_of(self, value: str) -> Indexed | None:
+        """The exchange that issued an id."""
+        return self._by_id.get(id_key(value))
+
+
+def id_key(value: str) -> str:
+    """An id as it is looked up: Google's Python clients return base64 in its URL-safe form."""
+    return value.translate(_URL_SAFE).rstrip("=")
+
+
+def _turn_key(exchange: Indexed) -> bytes:
+    return chain_after(exchange.prompt_key, exchange.shown)
+
+
+def _take_out(index: dict[bytes, list[Indexed]], key: bytes, exchange: Indexed) -> None:
+    """Remove one exchange from an index; its key goes with its last one."""
+    left = [other for other in index.get(key, ()) if other is not exchange]
+    if left:
+        index[key] = left
+    else:
+        index.pop(key, None)

@@ -1,0 +1,124 @@
+"""Internal messages as chat templates take them: OpenAI Chat shape, every text escaped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from bridle.errors import RenderError
+from bridle.types import JSON, MediaPart, Message, Role, ToolCall, ToolSpec
+
+Escape: TypeAlias = Callable[[str], str]
+
+
+def chat_messages(messages: Sequence[Message], escape: Escape) -> list[JSON]:
+    """The messages for a template. `RenderError` names a part that is not text.
+
+    Assistant messages that are one turn in pieces (some dialects give reasoning, text and calls as
+    items) become one message, in their order.
+    """
+    chat: list[JSON] = []
+    for index, message in enumerate(messages):
+        text = escape(_text_of(index, message))
+        if message.role is Role.ASSISTANT:
+            turn = _assistant(message, text, escape)
+            if chat and chat[-1]["role"] == "assistant" and _continues(chat[-1], turn):
+                _merge(chat[-1], turn)
+            else:
+                chat.append(turn)
+        elif message.role is Role.TOOL:
+            chat.append(_result(message, text, escape))
+        else:
+            chat.append({"role": message.role.value, "content": text})
+    return chat
+
+
+def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
+    """The tools for a template; `None` if there are none. Without `escape`, for parsing only."""
+    listed = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+    if not listed:
+        return None
+    return listed if escape is None else [_escaped(tool, escape) for tool in listed]
+
+
+def _text_of(index: int, message: Message) -> str:
+    for position, part in enumerate(message.content):
+        if isinstance(part, MediaPart):
+            raise RenderError(
+                f"{message.role.value} message {index} holds {part.media_type} "
+                f"(part {position}); prompts of this tokenizer are text only"
+            )
+    return message.text
+
+
+def _assistant(message: Message, text: str, escape: Escape) -> JSON:
+    turn: JSON = {"role": "assistant", "content": text}
+    if message.reasoning:
+        turn["reasoning_content"] = escape(message.reasoning)
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call, escape) for call in message.tool_calls]
+    return turn
+
+
+def _call(call: ToolCall, escape: Escape) -> JSON:
+    function = {"name": escape(call.name), "arguments": _arguments(call, escape)}
+    return {"type": "function", "id": escape(call.id or ""), "function": function}
+
+
+def _arguments(call: ToolCall, escape: Escape) -> JSON | str:
+    """An object where the text is one (as serving engines do), else the text itself."""
+    if call.custom:  # the model was shown a function with the one argument `input`
+        return {"input": escape(call.arguments)}
+    try:
+        value = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return escape(call.arguments)
+    if value is None:
+        return {}
+    return _escaped(value, escape) if isinstance(value, dict) else escape(call.arguments)
+
+
+def _result(message: Message, text: str, escape: Escape) -> JSON:
+    result: JSON = {"role": "tool", "content": text}
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = escape(message.tool_call_id)
+    if message.name is not None:
+        result["name"] = escape(message.name)
+    return result
+
+
+def _continues(turn: JSON, piece: JSON) -> bool:
+    """Whether a piece is the rest of a turn: reasoning comes first, then text, then calls."""
+    if "tool_calls" in turn:
+        return set(piece) == {"role", "content", "tool_calls"} and not piece["content"]
+    return not turn["content"] or not (piece["content"] or "reasoning_content" in piece)
+
+
+def _merge(turn: JSON, piece: JSON) -> None:
+    turn["content"] += piece["content"]
+    if "reasoning_content" in piece:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + piece["reasoning_content"]
+    if "tool_calls" in piece:
+        turn["tool_calls"] = turn.get("tool_calls", []) + piece["tool_calls"]
+
+
+def _escaped(value: Any, escape: Escape) -> Any:  # noqa: ANN401 - any JSON value
+    """The same JSON value with every string in it escaped, keys too."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {escape(key): _escaped(item, escape) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item, escape) for item in value]
+    return value

@@ -1,0 +1,137 @@
+"""Prompt ids as a chain: a child is its parent, the parent's output, and a suffix of its own.
+
+No earlier id is parsed, copied one by one, or hashed again: each segment keeps its ids and their
+JSON text, the digest goes on from the parent's. Only `array()` and `json()` touch the whole prompt,
+as one copy of bytes each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+import orjson
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+    from bridle.types import Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Link:
+    """What one prompt adds to the one before it."""
+
+    before: _Link | None
+    segments: tuple[Ids, ...]
+    texts: tuple[bytes, ...]
+    """JSON text of each segment, without brackets."""
+    hashed: _Hash
+    """sha256 over all ids so far."""
+    length: int
+    """Number of all ids so far."""
+
+
+class PromptIds:
+    """The ids of one prompt; an `engines.base.Prompt`. Immutable.
+
+    The whole array and the whole JSON text are kept only until a child is made of this prompt, so
+    that a conversation holds one of each, not one per turn.
+    """
+
+    __slots__ = ("_array", "_json", "_link")
+
+    def __init__(self, link: _Link) -> None:
+        """Use `root` and `extend`."""
+        self._link = link
+        self._array: Ids | None = None
+        self._json: bytes | None = None
+
+    @classmethod
+    def root(cls, ids: Ids) -> PromptIds:
+        """A prompt that extends nothing. `ids`: int32, shape (T,)."""
+        return cls(_link(None, (_frozen(ids),)))
+
+    def extend(self, output_ids: Ids, suffix: Ids) -> PromptIds:
+        """The prompt of a child: this one, what was sampled under it, and new ids."""
+        self._array = self._json = None
+        return PromptIds(_link(self._link, (_frozen(output_ids), _frozen(suffix))))
+
+    def __len__(self) -> int:
+        return self._link.length
+
+    @property
+    def suffix(self) -> Ids:
+        """The ids after the first `kept`; all of them at a root."""
+        return self._link.segments[-1]
+
+    @property
+    def kept(self) -> int:
+        """How many ids are the parent's prompt and output; 0 at a root."""
+        return self._link.length - len(self.suffix)
+
+    @property
+    def digest(self) -> bytes:
+        """sha256 over all ids as little-endian int32, 32 bytes."""
+        return self._link.hashed.digest()
+
+    def array(self) -> Ids:
+        """All ids, int32, shape (T,). Read-only."""
+        if self._array is None:
+            segments = [segment for link in _chain(self._link) for segment in link.segments]
+            self._array = _frozen(np.concatenate(segments))
+        return self._array
+
+    def json(self) -> bytes:
+        """All ids as the text of a JSON array without spaces."""
+        if self._json is None:
+            texts = [text for link in _chain(self._link) for text in link.texts if text]
+            self._json = b"[" + b",".join(texts) + b"]"
+        return self._json
+
+    def tail(self, count: int) -> Ids:
+        """The last `count` ids, or all if there are fewer. Read-only."""
+        pieces: list[Ids] = []
+        link: _Link | None = self._link
+        while link is not None and count > 0:
+            for segment in reversed(link.segments):
+                pieces.append(segment[max(0, len(segment) - count) :])
+                count -= len(pieces[-1])
+            link = link.before
+        pieces.reverse()
+        return _frozen(np.concatenate(pieces)) if pieces else self.suffix[:0]
+
+
+def _link(before: _Link | None, segments: tuple[Ids, ...]) -> _Link:
+    hashed = sha256() if before is None else before.hashed.copy()
+    for segment in segments:
+        hashed.update(segment.astype("<i4", copy=False).data)
+    length = (0 if before is None else before.length) + sum(map(len, segments))
+    return _Link(before, segments, tuple(map(_text, segments)), hashed, length)
+
+
+def _chain(last: _Link) -> list[_Link]:
+    """The links from the root to this one."""
+    links: list[_Link] = []
+    link: _Link | None = last
+    while link is not None:
+        links.append(link)
+        link = link.before
+    links.reverse()
+    return links
+
+
+def _frozen(ids: Ids) -> Ids:
+    """The same ids as a read-only, contiguous int32 array that nobody else writes to."""
+    if not ids.flags.writeable and ids.dtype == np.int32 and ids.flags.c_contiguous:
+        return ids
+    copied = np.array(ids, dtype=np.int32)
+    copied.flags.writeable = False
+    return copied
+
+
+def _text(ids: Ids) -> bytes:
+    """The ids as comma-separated text."""
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]

@@ -1,0 +1,279 @@
+"""Messages to exact prompt ids and sampled ids to a reply, for one tokenizer folder.
+
+A whole prompt is rendered once, at a root; after that a prompt is the parent's ids, the sampled ids
+as they are, and a suffix for the new messages. Suffixes come from the family's bridge in the
+`renderers` package, given only the parent's last ids, so that their cost does not grow with the
+context; what it refuses is extended by the difference of two renderings of the folder's own
+template. Where neither can, `extend` says so and the caller renders anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.errors import RenderError, boundary
+from bridle.prompting.canonical import results_in_call_order
+from bridle.prompting.family import (
+    Family,
+    History,
+    differences,
+    family_names,
+    find_family,
+    make_family,
+    plain_parser,
+)
+from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.prompt import PromptIds
+from bridle.prompting.reply import parse_reply
+from bridle.prompting.template import ChatTemplate
+from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
+from bridle.types import FinishReason, Message, ModelRequest, Reply, Role, ToolSpec
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+TAIL = 128
+"""How many of the parent's last ids a bridge is given. It looks for what the generation prompt
+opened (a few ids); `test_a_suffix_depends_on_the_parents_tail_only` proves that it looks no
+further."""
+
+
+class PromptRenderer(Protocol):
+    """Renders, extends and parses for one tokenizer."""
+
+    stop_token_ids: tuple[int, ...]
+    """Ids that end a turn."""
+    vocab_size: int
+    """Ids are below it."""
+    tokenizer: Any
+    """The transformers fast tokenizer."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
+    ) -> Ids:
+        """Ids of a whole prompt, ready to sample; int32, shape (T,).
+
+        `thinking` `None` = the renderer's own setting. `RenderError` says what is wrong.
+        """
+
+    def extend(
+        self,
+        parent: PromptIds,
+        output_ids: Ids,
+        finish: FinishReason,
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool | None,
+    ) -> Ids | None:
+        """The ids that follow `parent` and `output_ids`; `None` = render anew."""
+
+    def parse(
+        self,
+        output_ids: Ids,
+        *,
+        tools: Sequence[ToolSpec],
+        prompt_tail: Ids,
+        finish: FinishReason,
+        stop_text: str | None,
+    ) -> Reply:
+        """The reply that sampled ids say. Never raises; `prompt_tail` as `PromptIds.tail` gives."""
+
+    def decode(self, ids: Ids) -> str:
+        """Text of ids, control tokens shown."""
+
+    def template_args(self, request: ModelRequest) -> Hashable:
+        """What beside messages and tools shapes the prompt of this request."""
+
+
+def load_renderer(
+    source: str,
+    *,
+    thinking: bool | None = None,
+    history: Literal["exact", "template"] = "exact",
+    family: str | None = None,
+    new_call_id: Callable[[], str] | None = None,
+) -> PromptRenderer:
+    """The renderer of a tokenizer folder, or of the one shipped in the package.
+
+    Args:
+        source: A folder with a fast tokenizer and a chat template, or `builtin`.
+        thinking: Whether thinking is on where a request does not say; `None` = the template's way.
+        history: `exact` keeps sampled tokens in context for the whole conversation; `template`
+            re-renders where the model's template drops reasoning.
+        family: A family's name, where it shall not be found by itself.
+        new_call_id: Makes ids of tool calls; the default is `call_` and 96 random bits in hex.
+
+    Raises:
+        RenderError: Naming the folder, what is wrong there, and what to do.
+    """
+    folder = builtin_tokenizer_dir() if source == "builtin" else Path(source)
+    tokenizer = load_tokenizer(folder)
+    if not tokenizer.fast.chat_template and family is None:
+        raise RenderError(
+            f"{folder}: the tokenizer has no chat template; put a chat_template.jinja there, "
+            f"or name its family ({', '.join(family_names())})"
+        )
+    stop_ids = stop_ids_of(folder, tokenizer)
+    template = ChatTemplate(tokenizer, stop_ids)
+    found = family or find_family(tokenizer, template)
+    try:
+        return TokenRenderer(
+            tokenizer,
+            template,
+            family=found,
+            stop_ids=stop_ids,
+            thinking=thinking,
+            history=history,
+            new_call_id=new_call_id or _random_call_id,
+        )
+    except RenderError as error:
+        raise RenderError(f"{folder}: {error}") from error
+
+
+class TokenRenderer:
+    """The one implementation of `PromptRenderer`."""
+
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        template: ChatTemplate,
+        *,
+        family: str | None,
+        stop_ids: Sequence[int],
+        thinking: bool | None,
+        history: History,
+        new_call_id: Callable[[], str],
+    ) -> None:
+        self.family = family
+        """Name of the family that renders; `None` = the template does."""
+        self._tokens = tokenizer
+        self._template = template
+        self._thinking = thinking
+        self._history: History = history
+        self._new_call_id = new_call_id
+        self._families: dict[bool | None, Family] = {}
+        self._parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
+        named = [*self._parser.get_stop_token_ids(), *stop_ids]
+        self.stop_token_ids = tuple(dict.fromkeys(named))
+        self.vocab_size = len(tokenizer)
+        self.tokenizer = tokenizer.fast
+
+    @property
+    def differences(self) -> list[str]:
+        """Names of the fixed conversations that the family renders otherwise than the template."""
+        family = self._family_for(thinking=None)
+        if family is None or not self._tokens.fast.chat_template:
+            return []
+        return list(differences(family, self._template))
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
+    ) -> Ids:
+        """See `PromptRenderer.render`."""
+        escape = self._tokens.escape
+        chat = chat_messages(results_in_call_order(messages), escape)
+        listed = chat_tools(tools, escape)
+        on = self._effective(thinking=thinking)
+        family = self._family_for(thinking=on)
+        if family is None:
+            return _array(self._template.render(chat, listed, thinking=on))
+        with boundary(RenderError, f"rendering as {self.family!r}"):
+            ids = family.render_ids(
+                chat,
+                tools=listed,
+                add_generation_prompt=True,
+            )
+        return _array(ids)
+
+    def extend(
+        self,
+        parent: PromptIds,
+        output_ids: Ids,
+        finish: FinishReason,  # noqa: ARG002 - the ids say whether the turn is closed
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool | None,
+    ) -> Ids | None:
+        """See `PromptRenderer.extend`. `RenderError` names a part that is not text."""
+        on = self._effective(thinking=thinking)
+        family = self._family_for(thinking=on)
+        chat = chat_messages(new_messages, self._tokens.escape)
+        listed = chat_tools(tools)
+        sampled: list[int] = output_ids.tolist()
+        if family is not None and not any(m.role is Role.ASSISTANT for m in new_messages):
+            tail: list[int] = parent.tail(TAIL).tolist()
+            with boundary(RenderError, f"extending as {self.family!r}"):
+                bridged = family.bridge_to_next_turn(
+                    tail,
+                    sampled,
+                    chat,
+                    tools=listed,
+                )
+            kept = len(tail) + len(sampled)
+            if bridged is not None and bridged.token_ids[:kept] == tail + sampled:
+                return _array(bridged.token_ids[kept:])
+        if self._history == "template":
+            return None
+        closed = bool(sampled) and sampled[-1] in self.stop_token_ids
+        ids = self._template.extend(
+            chat, chat_tools(tools, self._tokens.escape), closed=closed, thinking=on
+        )
+        return None if ids is None else _array(ids)
+
+    def parse(
+        self,
+        output_ids: Ids,
+        *,
+        tools: Sequence[ToolSpec],
+        prompt_tail: Ids,
+        finish: FinishReason,
+        stop_text: str | None,
+    ) -> Reply:
+        """See `PromptRenderer.parse`."""
+        return parse_reply(
+            self._parser,
+            self._tokens,
+            output_ids.tolist(),
+            tools=chat_tools(tools),
+            prompt_tail=prompt_tail.tolist(),
+            finish=finish,
+            stop_text=stop_text,
+            new_id=self._new_call_id,
+        )
+
+    def decode(self, ids: Ids) -> str:
+        """See `PromptRenderer.decode`."""
+        return self._tokens.decode(ids.tolist())
+
+    def template_args(self, request: ModelRequest) -> Hashable:
+        """See `PromptRenderer.template_args`: whether thinking is on."""
+        return self._effective(thinking=request.thinking)
+
+    def _effective(self, *, thinking: bool | None) -> bool | None:
+        return self._thinking if thinking is None else thinking
+
+    def _family_for(self, *, thinking: bool | None) -> Family | None:
+        """The family's renderer with thinking on, off, or as the family has it."""
+        if self.family is None:
+            return None
+        if thinking not in self._families:
+            self._families[thinking] = make_family(
+                self.family, self._tokens, thinking=thinking, history=self._history
+            )
+        return self._families[thinking]
+
+
+def _array(ids: list[int]) -> Ids:
+    return np.array(ids, dtype=np.int32)
+
+
+def _random_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

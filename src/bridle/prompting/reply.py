@@ -1,0 +1,151 @@
+"""Sampled ids as a reply: what a parser of the `renderers` package found, with nothing lost.
+
+Arguments come back as the very text that was sampled where it can be found in the call's own block.
+A call that does not parse stays in the text, as the model wrote it; text that a parser drops is
+counted. An odd sample never raises: at worst all of it is text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from json.decoder import WHITESPACE  # type: ignore[attr-defined]
+from typing import Any
+
+from bridle.errors import RenderError, boundary
+from bridle.prompting.family import Family, Parsed, ParsedCall
+from bridle.prompting.tokenizer import PromptTokenizer
+from bridle.types import JSON, FinishReason, Reply, ToolCall
+
+_PARSED = frozenset({"ok", "unknown_tool", "invalid_json"})
+"""Statuses of calls that have a name and arguments; `invalid_json` also marks XML arguments that
+are plain strings, and those have both."""
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+def parse_reply(
+    family: Family,
+    tokenizer: PromptTokenizer,
+    output_ids: list[int],
+    *,
+    tools: list[JSON] | None,
+    prompt_tail: list[int],
+    finish: FinishReason,
+    stop_text: str | None,
+    new_id: Callable[[], str],
+) -> Reply:
+    """Parse one reply; never raises.
+
+    Args:
+        family: What parses.
+        tokenizer: Decodes.
+        output_ids: As sampled, end token included.
+        tools: The request's tools; XML formats need their schemas.
+        prompt_tail: The prompt's last ids: they say whether reasoning is open already.
+        finish: Why sampling ended.
+        stop_text: The stop string that ended it; it and what follows is not shown.
+        new_id: Makes the ids of calls.
+    """
+    stop_ids = set(family.get_stop_token_ids())
+    end = next((i for i, id_ in enumerate(output_ids) if id_ in stop_ids), len(output_ids))
+    try:
+        with boundary(RenderError, "parsing"):
+            parsed = family.parse_response(output_ids, tools=tools, prompt_ids=prompt_tail)
+    except RenderError:  # e.g. nesting that no JSON parser takes
+        text = tokenizer.decode(output_ids[:end])
+        return Reply(_until(text, stop_text), None, (), finish, stop_text=stop_text)
+    spans = [call.token_span for call in parsed.tool_calls if call.token_span is not None]
+    calls = [call for call in parsed.tool_calls if _is_whole(call)]
+    content = _content(tokenizer, parsed, output_ids[:end])
+    reasoning = parsed.reasoning_content or None
+    if stop_text and stop_text not in content and reasoning:
+        reasoning = _until(reasoning, stop_text) or None
+    return Reply(
+        content=_until(content, stop_text),
+        reasoning=reasoning,
+        tool_calls=tuple(
+            ToolCall(new_id(), str(call.name), argument_text(call.raw, call.arguments))
+            for call in calls
+        ),
+        finish_reason=finish,
+        tokens_unseen=_unseen(tokenizer, spans, output_ids, end),
+        stop_text=stop_text,
+    )
+
+
+def argument_text(raw: str, arguments: object) -> str:
+    """The arguments as sampled: their own text inside `raw`, else JSON of the parsed value."""
+    if isinstance(arguments, str):
+        return arguments
+    for key in _ARGUMENT_KEYS:
+        text = member_text(raw, key)
+        if text is not None and _loads(text) == arguments:
+            return text
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+
+
+def member_text(raw: str, key: str) -> str | None:
+    """The exact text of a member's value in the text of a JSON object; `None` = no such."""
+    decoder = json.JSONDecoder()
+    found: str | None = None
+    try:
+        at = _skip(raw, 0)
+        if raw[at] != "{":
+            return None
+        at = _skip(raw, at + 1)
+        while raw[at] != "}":
+            name, at = decoder.raw_decode(raw, at)
+            at = _skip(raw, _skip(raw, at) + 1)  # the colon
+            _, end = decoder.raw_decode(raw, at)
+            if name == key:
+                found = raw[at:end]
+            at = _skip(raw, end)
+            at = _skip(raw, at + 1) if raw[at] == "," else at
+    except (ValueError, IndexError, RecursionError):
+        return None
+    return found
+
+
+def _is_whole(call: ParsedCall) -> bool:
+    named = isinstance(call.name, str) and bool(call.name)
+    return named and call.arguments is not None and call.status.value in _PARSED
+
+
+def _content(tokenizer: PromptTokenizer, parsed: Parsed, ids: Sequence[int]) -> str:
+    """Visible text, with the blocks of calls that did not parse put back behind it."""
+    pieces = [parsed.content]
+    for call in parsed.tool_calls:
+        if not _is_whole(call):
+            span = call.token_span
+            block = call.raw if span is None else tokenizer.decode(ids[span[0] : span[1]])
+            pieces.append(block.strip())
+    return "\n".join(piece for piece in pieces if piece)
+
+
+def _unseen(
+    tokenizer: PromptTokenizer, spans: list[tuple[int, int]], ids: Sequence[int], end: int
+) -> int:
+    """Sampled ids that no part of the reply shows: words beside calls, and all after the end."""
+    unseen = max(0, len(ids) - end - 1)
+    ends = [*(span[0] for span in spans[1:]), end]
+    for (_, left), right in zip(spans, ends if spans else (), strict=True):
+        between = [id_ for id_ in ids[left:right] if id_ not in tokenizer.control_ids]
+        if between and tokenizer.decode(between).strip():
+            unseen += len(between)
+    return unseen
+
+
+def _until(text: str, stop_text: str | None) -> str:
+    return text.partition(stop_text)[0] if stop_text else text
+
+
+def _loads(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _skip(text: str, at: int) -> int:
+    return int(WHITESPACE.match(text, at).end())

@@ -1,0 +1,134 @@
+"""The tokenizer that prompts are made with: scaffold may hold control tokens, message text may not.
+
+A chat template mixes its own control tokens with the harness's words in one string. If those words
+hold `<|im_end|>`, a plain tokenizer would end the turn there. So every text of a message is escaped
+before it is rendered: a mark after the first character of whatever looks like an added token. The
+mark survives JSON and stripping, and `encode` takes it out again behind the match, so that marked
+text becomes ordinary tokens and everything else is tokenised as always.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridle.errors import RenderError, boundary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MARK = "\x7f"
+"""The escape character (DEL): `json.dumps` leaves it alone and `str.strip` too."""
+
+_MARKED, _LITERAL = MARK + "1", MARK + "0"
+
+
+class PromptTokenizer:
+    """A fast tokenizer with escaping, in the shape that the `renderers` package asks for.
+
+    It has no `__call__` on purpose: without offsets `renderers` encodes once, in half the time.
+    """
+
+    def __init__(self, fast: Any) -> None:  # noqa: ANN401 - a transformers fast tokenizer
+        from tokenizers import Tokenizer
+
+        self.fast = fast
+        """The transformers tokenizer itself."""
+        backend: Tokenizer = fast.backend_tokenizer
+        self._backend = backend
+        # The model is shared, not copied; only the added tokens stay behind.
+        self._bare = Tokenizer(backend.model)
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if getattr(backend, part) is not None:
+                setattr(self._bare, part, getattr(backend, part))
+        added = backend.get_added_tokens_decoder()
+        self.added = {token.content: id_ for id_, token in added.items()}
+        """Every added token and its id."""
+        self.control_ids = frozenset(self.added.values())
+        names = sorted(self.added, key=len, reverse=True)
+        self._to_escape = re.compile("|".join([re.escape(MARK), *map(re.escape, names)]))
+        spaced = [
+            (r"\s*" if added[self.added[name]].lstrip else "")
+            + re.escape(name)
+            + (r"\s*" if added[self.added[name]].rstrip else "")
+            for name in names
+        ]
+        self._to_split = re.compile("(" + "|".join(spaced) + ")") if names else None
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the tokenizer has
+        if name == "__call__":
+            raise AttributeError(name)
+        return getattr(self.fast, name)
+
+    def __len__(self) -> int:
+        return len(self.fast)
+
+    def escape(self, text: str) -> str:
+        """Text of a message, made so that `encode` finds no control token in it.
+
+        Lone surrogates, which no tokenizer takes, become U+FFFD.
+        """
+        if self._to_escape.search(text):
+            text = self._to_escape.sub(_escaped, text)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:  # noqa: FBT001, FBT002 - the shape that is asked for
+        """Ids of rendered text; its escaped parts become ordinary tokens."""
+        if MARK not in text:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = []
+        for piece in self._to_split.split(text) if self._to_split else [text]:
+            known = self.added.get(piece, self.added.get(piece.strip()))
+            if known is not None:
+                ids.append(known)
+            elif piece:
+                plain = piece.replace(_MARKED, "").replace(_LITERAL, MARK)
+                ids += self._bare.encode(plain, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
+        """Text of ids, control tokens shown unless told otherwise."""
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:  # noqa: ANN401 - the shape that is asked for
+        """Id of a token, or ids of a list; unknown ones give the unknown token's id or `None`."""
+        if isinstance(tokens, str):
+            known = self._backend.token_to_id(tokens)
+            return self.fast.unk_token_id if known is None else known
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+
+def load_tokenizer(folder: Path) -> PromptTokenizer:
+    """The tokenizer in `folder`. `RenderError` says what is missing."""
+    if not (folder / "tokenizer.json").is_file():
+        raise RenderError(
+            f"{folder}: no tokenizer.json; give a folder with a fast tokenizer "
+            "(tokenizer.json, tokenizer_config.json and a chat template), or 'builtin'"
+        )
+    with boundary(RenderError, f"{folder}: loading the tokenizer"):
+        from transformers import AutoTokenizer
+
+        return PromptTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+
+
+def stop_ids_of(folder: Path, tokenizer: PromptTokenizer) -> list[int]:
+    """End tokens that the folder itself names: the tokenizer's and the generation config's."""
+    found = [] if tokenizer.fast.eos_token_id is None else [int(tokenizer.fast.eos_token_id)]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        with boundary(RenderError, f"{path}"):
+            named = json.loads(path.read_text()).get("eos_token_id")
+        found += [named] if isinstance(named, int) else list(named or [])
+    return list(dict.fromkeys(found))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    found = match.group()
+    return _LITERAL if found == MARK else found[0] + _MARKED + found[1:]
