@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from bridle.config import Task
+from pydantic import ValidationError
+
+from bridle.config import Settings, Task, explain
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
@@ -30,6 +32,9 @@ class EvaluationContext:
     """Host folder for what the evaluator wants kept."""
     task_dir: Path
     """Folder of the task file, for relative paths."""
+    session_runtime: Runtime | None = None
+    """Where the harness ran, if `runtime` is a fresh one (what it left can be taken from here);
+    `None` = `runtime` itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,25 @@ class Evaluation:
 
 
 class Evaluator(Protocol):
-    """Scores sessions. Built from `EvaluatorSpec.config` by `from_config`."""
+    """Scores sessions. Built from `EvaluatorSpec.config` by `EvaluatorClass.from_config`."""
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Score one session; may run commands in `context.runtime`."""
+
+
+class EvaluatorClass(Protocol):
+    """What `EVALUATORS` entries are: classes with this class method."""
+
+    def from_config(self, config: JSON) -> Evaluator:
+        """Raises `ConfigError` naming the field of `config` that is wrong."""
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def parse_config(config: JSON, kind: type[SettingsT], name: str) -> SettingsT:
+    """`EvaluatorSpec.config` as an evaluator's own settings; `ConfigError` names the field."""
+    try:
+        return kind.model_validate(config)
+    except ValidationError as error:
+        raise explain(error, f"evaluator.config of {name!r}") from None

@@ -1,0 +1,119 @@
+"""The `command` evaluator: a command in the runtime says what the session was worth.
+
+Exit code 0 is reward 1.0, any other is 0.0; or, with `reward_file`, the command writes a number or
+`{"reward": ..., ...}` there. The file is removed first, so a harness cannot leave its own. What
+says nothing about the session is the evaluator's failure, not a reward: exit codes 126 and 127 (the
+checker could not be run), a signal, a timeout, an unreadable reward. Checkers belong in
+`runtime.eval_prepare`, which uploads them when the harness is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field
+
+from bridle.config import Settings
+from bridle.errors import EvaluatorError, RuntimeFailure
+from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.runtimes.base import ExecResult
+from bridle.types import JSON
+
+TAIL_CHARS = 2000
+
+
+class CommandSettings(Settings):
+    """Config of evaluator `command`."""
+
+    command: str = Field(min_length=1)
+    """Bash line, run in the work folder."""
+    cwd: str | None = None
+    """Relative to the work folder."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """`None` = the task's evaluate budget."""
+    reward_file: str | None = None
+    """Relative to the work folder; `None` = the exit code decides."""
+    failure_codes: tuple[int, ...] = (126, 127)
+    """Exit codes that mean that the checker itself could not be run."""
+
+
+class CommandEvaluator:
+    """Implements `base.Evaluator`."""
+
+    def __init__(self, settings: CommandSettings) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_config(cls, config: JSON) -> Self:
+        """Config as `CommandSettings`; raises `ConfigError`."""
+        return cls(parse_config(config, CommandSettings, "command"))
+
+    async def evaluate(self, context: EvaluationContext) -> Evaluation:
+        """Run the command; its output goes to `evaluator.log`. Raises `EvaluatorError`."""
+        settings = self._settings
+        if settings.reward_file is not None:
+            await context.runtime.exec(["rm", "-rf", "--", settings.reward_file])
+        result = await context.runtime.exec(
+            settings.command,
+            env=context.task.evaluator.env,
+            cwd=settings.cwd,
+            timeout_s=settings.timeout_s,
+            log=context.logs / "evaluator.log",
+        )
+        self._refuse_unusable(result)
+        said = {"exit_code": result.exit_code, "output": _tail(result)}
+        if settings.reward_file is None:
+            return Evaluation(1.0 if result.exit_code == 0 else 0.0, metadata=said)
+        reward, more = await self._read_reward(context, settings.reward_file)
+        return Evaluation(reward, metadata={**more, **said})
+
+    def _refuse_unusable(self, result: ExecResult) -> None:
+        if result.timed_out:
+            how = f"did not end within {self._settings.timeout_s} s"
+        elif result.exit_code is None:
+            how = f"was ended by signal {result.signal}"
+        elif result.exit_code in self._settings.failure_codes:
+            how = f"could not be run (exit code {result.exit_code})"
+        else:
+            return
+        raise EvaluatorError(f"evaluator command {how}: {_tail(result)}")
+
+    async def _read_reward(self, context: EvaluationContext, name: str) -> tuple[float, JSON]:
+        with tempfile.TemporaryDirectory(prefix="bridle-reward-") as folder:
+            copy = Path(folder, "reward")
+            try:
+                await context.runtime.download(name, copy)
+                text = await asyncio.to_thread(copy.read_text)
+            except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
+                raise EvaluatorError(f"evaluator command left no {name}: {error}") from error
+        return parse_reward(text, name)
+
+
+def parse_reward(text: str, name: str) -> tuple[float, JSON]:
+    """Reward and metadata of a reward file: a number, or an object with `reward`.
+
+    Raises `EvaluatorError` quoting what stands there instead.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    more: JSON = {}
+    if isinstance(given, dict):
+        more = {key: value for key, value in given.items() if key != "reward"}
+        given = given.get("reward")
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise EvaluatorError(
+            f"{name}: must hold a finite number or {{'reward': number}}, not {text[:80]!r}"
+        )
+    return float(given), more
+
+
+def _tail(result: ExecResult) -> str:
+    """The end of what the command said, for people."""
+    return (result.stdout + result.stderr).decode(errors="replace").strip()[-TAIL_CHARS:]

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.evaluators.made import evaluation
+
+from bridle.errors import EvaluatorError
+from bridle.evaluators.command import CommandEvaluator, parse_reward
+
+
+def evaluator(command, **config):
+    return CommandEvaluator.from_config({"command": command, **config})
+
+
+@pytest.mark.parametrize(("command", "reward"), [("true", 1.0), ("exit 1", 0.0), ("exit 5", 0.0)])
+async def test_the_exit_code_decides(tmp_path, command, reward):
+    async with evaluation(tmp_path) as context:
+        found = await evaluator(f"echo said; {command}").evaluate(context)
+    assert found.reward == reward
+    assert found.metadata["output"] == "said"
+    assert (tmp_path / "logs" / "evaluator.log").read_text() == "said\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "why"),
+    [
+        ("no-such-checker", {}, r"could not be run \(exit code 127\): .*no-such-checker"),
+        ("exit 9", {"failure_codes": [9]}, r"could not be run \(exit code 9\)"),
+        ("kill -9 $$", {}, "was ended by signal 9"),
+        ("sleep 60", {"timeout_s": 0.1}, r"did not end within 0\.1 s"),
+    ],
+)
+async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, command, config, why):
+    async with evaluation(tmp_path) as context:
+        with pytest.raises(EvaluatorError, match=why):
+            await evaluator(command, **config).evaluate(context)
+
+
+async def test_a_reward_file_gives_the_reward_and_more(tmp_path):
+    command = """printf '{"reward": 0.25, "passed": 1}' > out.json; exit 1"""
+    async with evaluation(tmp_path) as context:
+        found = await evaluator(command, reward_file="out.json").evaluate(context)
+    assert (found.reward, found.metadata["passed"], found.metadata["exit_code"]) == (0.25, 1, 1)
+
+
+async def test_a_harness_cannot_leave_its_own_reward(tmp_path):
+    async with evaluation(tmp_path) as context:
+        await context.runtime.write("reward.txt", b"1.0")
+        with pytest.raises(EvaluatorError, match=r"left no reward\.txt"):
+            await evaluator("true", reward_file="reward.txt").evaluate(context)
+
+
+async def test_the_specs_environment_and_folder_reach_the_command(tmp_path):
+    async with evaluation(tmp_path, env={"WANTED": "7"}) as context:
+        await context.runtime.write("sub/answer", b"7\n")
+        found = await evaluator('test "$(cat answer)" = "$WANTED"', cwd="sub").evaluate(context)
+    assert found.reward == 1.0
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-1000, 1000))
+def test_any_finite_number_is_a_reward(number):
+    assert parse_reward(f" {json.dumps(number)}\n", "r") == (float(number), {})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "good", "NaN", "Infinity", "true", "[1]", "{}", '{"reward": ""}']
+)
+def test_anything_else_is_the_evaluators_failure(text):
+    with pytest.raises(EvaluatorError, match="must hold a finite number"):
+        parse_reward(text, "reward.txt")

@@ -1,0 +1,37 @@
+import pytest
+
+from bridle.config import EvaluatorSpec
+from bridle.errors import ConfigError
+from bridle.evaluators import EVALUATORS, open_evaluator
+from bridle.evaluators.session_completed import SessionCompleted
+
+CONFIGS = {"command": {"command": "true"}, "session_completed": {}}
+
+
+@pytest.mark.parametrize("name", sorted(EVALUATORS))
+def test_every_name_in_the_table_opens(name):
+    spec = EvaluatorSpec(strategy=name, config=CONFIGS[name])
+    assert callable(open_evaluator(spec).evaluate)
+
+
+def test_an_evaluator_of_ones_own_is_found_by_its_path():
+    spec = EvaluatorSpec(strategy="bridle.evaluators.session_completed:SessionCompleted")
+    assert isinstance(open_evaluator(spec), SessionCompleted)
+
+
+def test_an_unknown_evaluator_is_named_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"unknown evaluator 'comand'; known: command, "):
+        open_evaluator(EvaluatorSpec(strategy="comand"))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "named"),
+    [
+        ("command", {}, r"evaluator\.config of 'command': command: Field required"),
+        ("command", {"command": "true", "timeout_s": 0}, "timeout_s"),
+        ("session_completed", {"rewrad": 1}, "rewrad"),
+    ],
+)
+def test_a_wrong_config_names_its_field(name, config, named):
+    with pytest.raises(ConfigError, match=named):
+        open_evaluator(EvaluatorSpec(strategy=name, config=config))
