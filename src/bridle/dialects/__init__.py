@@ -18,7 +18,8 @@ from bridle.dialects.openai_chat import OpenAIChat
 from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.types import Dialect
 
-_FORMATS = (OpenAIChat, OpenAIResponses, Anthropic, Google)
+_FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
+"""In the order in which they are asked for a path: OpenAI's list of what it does not serve last."""
 
 
 def dialects(rules: Collection[str] = RULES) -> dict[Dialect, WireFormat]:

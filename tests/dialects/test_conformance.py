@@ -1,0 +1,521 @@
+"""Laws of every dialect, checked over all of them with bodies that real clients' shapes seed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.dialects.exchange import HEAD, USAGE, events, live, pieces, synthetic
+
+from bridle.dialects import DIALECTS, recognise
+from bridle.dialects.base import RouteKind
+from bridle.errors import RequestError
+from bridle.types import Dialect, FinishReason, Message, Reply, Role, TextPart, ToolCall
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PATHS = {
+    Dialect.OPENAI_CHAT: "/v1/chat/completions",
+    Dialect.OPENAI_RESPONSES: "/v1/responses",
+    Dialect.ANTHROPIC: "/v1/messages",
+    Dialect.GOOGLE: "/v1beta/models/my-model:generateContent",
+}
+HISTORY = {
+    Dialect.OPENAI_CHAT: "messages",
+    Dialect.OPENAI_RESPONSES: "input",
+    Dialect.ANTHROPIC: "messages",
+    Dialect.GOOGLE: "contents",
+}
+SEEDS = {
+    dialect: [
+        json.loads(path.read_bytes())
+        for path in sorted(GOLDEN.glob(f"{dialect.value}/*/request.json"))
+    ]
+    for dialect in PATHS
+}
+ALL = pytest.mark.parametrize("dialect", list(PATHS), ids=str)
+SLOW_START = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def read(dialect, body, memo=None):
+    route = recognise("POST", PATHS[dialect], "", {})
+    assert route is not None
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return DIALECTS[dialect].parse(route, raw, {} if memo is None else memo)
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(item, (*path, key))
+
+
+def with_place(value, path, new):
+    """A copy of `value` with `new` at `path`."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = with_place(value[path[0]], path[1:], new)
+    return copy
+
+
+def answer_everything(dialect, request):
+    """Every way of answering a request that was read."""
+    wire = DIALECTS[dialect]
+    call = ToolCall("call_1", request.tools[0].name if request.tools else "f", '{"a":1}')
+    reply = Reply("text", "why", (call,), FinishReason.STOP)
+    assert wire.reply_messages(wire.reply_json(request, HEAD, reply, USAGE))
+    assert live(wire.stream(request, HEAD), reply)
+
+
+# ---- reading
+
+
+@ALL
+@given(body=st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(dialect, body):
+    with pytest.raises(RequestError) as told:
+        read(dialect, body)
+    status, headers, shown = DIALECTS[dialect].error(told.value)
+    assert status == 400
+    assert headers["Content-Type"] == "application/json"
+    assert json.loads(shown)["error"]["message"]
+
+
+@ALL
+@given(body=json_values)
+def test_any_json_is_read_or_refused(dialect, body):
+    with pytest.raises(RequestError):
+        read(dialect, body)
+
+
+@ALL
+@SLOW_START
+@given(data=st.data())
+def test_a_body_with_anything_anywhere_is_read_or_refused(dialect, data):
+    body = data.draw(st.sampled_from(SEEDS[dialect]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(list(places(body))[1:] or [()]))
+        body = with_place(body, path, data.draw(json_values))
+    try:
+        request = read(dialect, body)
+    except RequestError as refused:
+        status, _, shown = DIALECTS[dialect].error(refused)
+        assert 400 <= status < 500
+        assert json.loads(shown)
+    else:
+        answer_everything(dialect, request)
+
+
+@ALL
+def test_nesting_beyond_every_parser_is_refused(dialect):
+    deep = b"[" * 50_000 + b"]" * 50_000
+    with pytest.raises(RequestError):
+        read(dialect, deep)
+    for seed in SEEDS[dialect]:
+        body = json.dumps({**seed, "extra": "@"}).encode().replace(b'"@"', deep)
+        with pytest.raises(RequestError, match="nested too deeply"):
+            read(dialect, body)
+
+
+@ALL
+def test_nesting_that_a_parser_takes_is_read_or_refused(dialect):
+    for depth in (50, 500, 900, 1500):
+        deep = "[" * depth + "]" * depth
+        for seed in SEEDS[dialect]:
+            first = with_place(seed[HISTORY[dialect]], (0,), {**seed[HISTORY[dialect]][0], "x": 1})
+            body = json.dumps({**seed, HISTORY[dialect]: first}).replace('"x": 1', f'"x": {deep}')
+            try:
+                answer_everything(dialect, read(dialect, body.encode()))
+            except RequestError as refused:
+                assert "nested" in str(refused)
+
+
+@ALL
+def test_unknown_fields_pass_and_change_nothing(dialect):
+    for seed in SEEDS[dialect]:
+        history = seed[HISTORY[dialect]]
+        odd = {"x_unknown": {"deep": [1, None]}}
+        marked = [
+            {**item, **odd} if not str(item.get("type", "")).endswith("patch_call_output") else item
+            for item in history
+        ]
+        plain = read(dialect, seed)
+        request = read(dialect, {**seed, HISTORY[dialect]: marked, **odd})
+        assert request.messages == plain.messages
+        assert (request.tools, request.sampling) == (plain.tools, plain.sampling)
+        assert json.loads(request.head)["x_unknown"] == odd["x_unknown"]
+
+
+@ALL
+def test_a_request_is_the_same_with_and_without_the_memo(dialect):
+    memo = {}
+    for seed in SEEDS[dialect]:
+        fresh = read(dialect, seed)
+        assert read(dialect, seed, memo) == fresh
+        assert read(dialect, seed, memo) == fresh
+        assert sum(fresh.span_lengths) + fresh.head_messages == len(fresh.messages)
+        assert len(fresh.span_lengths) == len(fresh.span_digests) == len(fresh.message_spans)
+
+
+@ALL
+def test_a_span_in_the_memo_is_not_decoded_again(dialect):
+    memo = {}
+    [seed, *_] = SEEDS[dialect]
+    read(dialect, seed, memo)
+    told = Message(Role.USER, (TextPart("from the memo"),))
+    poisoned = dict.fromkeys(memo, (told,))
+    body = read(dialect, seed, poisoned).messages
+    assert {message.text for message in body if message.role is Role.USER} == {"from the memo"}
+
+
+@ALL
+def test_the_raw_spans_and_the_head_give_the_body_back(dialect):
+    key = HISTORY[dialect]
+    for seed in SEEDS[dialect]:
+        request = read(dialect, seed)
+        history = json.loads(b"[" + b",".join(request.message_spans) + b"]")
+        tools = {} if request.tools_span is None else {"tools": json.loads(request.tools_span)}
+        again = {**json.loads(request.head), key: history, **tools}
+        tools_sent = {"tools": seed["tools"]} if seed.get("tools") else {}
+        rest = {name: value for name, value in seed.items() if name not in ("tools", key)}
+        assert again == {**rest, **tools_sent, key: _as_sent(seed[key])}
+
+
+def _as_sent(history):
+    """Lone surrogates do not survive: no tokenizer takes one."""
+    text = json.dumps(history, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(text.decode("utf-16", "replace"))
+
+
+WRONG = [
+    ("openai_chat/developer_and_missing_content", "messages[0].content", 7),
+    ("openai_chat/developer_and_missing_content", "messages[1].role", "boss"),
+    ("openai_chat/developer_and_missing_content", "messages[1].content[1].text", 7),
+    ("openai_chat/developer_and_missing_content", "messages[2].tool_calls[0].function.name", 7),
+    ("openai_chat/developer_and_missing_content", "tools[0].function.parameters", 7),
+    ("openai_chat/developer_and_missing_content", "stream", "yes"),
+    ("openai_chat/media_and_schema", "temperature", "hot"),
+    ("openai_chat/media_and_schema", "temperature", 1e400),
+    ("openai_chat/media_and_schema", "n", 2),
+    ("openai_responses/codex_turn", "input[0].content[0].text", 7),
+    ("openai_responses/codex_turn", "input[3].role", "boss"),
+    ("openai_responses/codex_turn", "tools[0].name", 7),
+    ("openai_responses/codex_turn", "tools[1].tools[0].name", None),
+    ("openai_responses/instructions_and_bare_items", "max_output_tokens", 0.5),
+    ("anthropic/claude_code_turn", "messages[2].content[0].content", 7),
+    ("anthropic/claude_code_turn", "messages[1].content[1].text", []),
+    ("anthropic/claude_code_turn", "max_tokens", 0),
+    ("anthropic/media_and_documents", "stop_sequences[0]", 7),
+    ("google/gemini_cli_turn", "contents[0].parts[0].text", 7),
+    ("google/gemini_cli_turn", "contents[1].role", "boss"),
+    ("google/gemini_cli_turn", "generationConfig.temperature", True),
+    ("google/gemini_cli_turn", "tools[0].functionDeclarations[0].name", ""),
+]
+
+
+@pytest.mark.parametrize(("seed", "path", "value"), WRONG)
+def test_a_wrong_value_is_refused_by_its_path(seed, path, value):
+    body = json.loads((GOLDEN / seed / "request.json").read_bytes())
+    steps = [
+        int(s) if s.isdigit() else s for s in path.replace("[", ".").replace("]", "").split(".")
+    ]
+    dialect = Dialect(seed.split("/")[0])
+    with pytest.raises(RequestError) as told:
+        read(dialect, with_place(body, steps, value))
+    assert told.value.param == path
+    assert (told.value.status, told.value.code) == (400, "invalid_request_error")
+
+
+@ALL
+@pytest.mark.parametrize("history", [[], None, "missing", 7, [7]])
+def test_a_request_without_messages_is_refused(dialect, history):
+    body = {"model": "m", HISTORY[dialect]: history}
+    if history == "missing":
+        del body[HISTORY[dialect]]
+    with pytest.raises(RequestError) as told:
+        read(dialect, body)
+    assert told.value.param is not None or "role" in str(told.value)
+
+
+# ---- all text is kept
+
+words = st.text(
+    st.characters(exclude_categories=("Cs", "Cc"), exclude_characters='"\\'),
+    min_size=1,
+    max_size=12,
+)
+turns = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "result"]), words), min_size=1, max_size=8
+)
+
+
+def conversation(dialect, told):
+    """The turns in one dialect's own form."""
+    body = {"model": "m", "max_tokens": 5}
+    items = []
+    for index, (who, text) in enumerate(told):
+        call = f"call_{index}"
+        match dialect, who:
+            case Dialect.OPENAI_CHAT, "result":
+                items.append({"role": "tool", "tool_call_id": call, "content": text})
+            case Dialect.OPENAI_CHAT, _:
+                items.append({"role": who, "content": [{"type": "text", "text": text}]})
+            case Dialect.ANTHROPIC, "result":
+                block = {"type": "tool_result", "tool_use_id": call, "content": text}
+                items.append({"role": "user", "content": [block]})
+            case Dialect.ANTHROPIC, _:
+                items.append({"role": who, "content": text})
+            case Dialect.OPENAI_RESPONSES, "result":
+                items.append({"type": "function_call_output", "call_id": call, "output": text})
+            case Dialect.OPENAI_RESPONSES, _:
+                items.append({"role": who, "content": text})
+            case _, "result":
+                response = {"name": "f", "response": {"output": text}}
+                items.append({"role": "user", "parts": [{"functionResponse": response}]})
+            case _:
+                role = "model" if who == "assistant" else "user"
+                items.append({"role": role, "parts": [{"text": text}]})
+    return {**body, HISTORY[dialect]: items}
+
+
+ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "result": Role.TOOL}
+
+
+@ALL
+@given(told=turns)
+def test_every_text_stands_in_its_role_and_order(dialect, told):
+    request = read(dialect, conversation(dialect, told))
+    parts = [
+        (message.role, part.text)
+        for message in request.messages
+        for part in message.content
+        if isinstance(part, TextPart)
+    ]
+    assert parts == [(ROLES[who], text) for who, text in told]
+
+
+# ---- writing
+
+replies = st.builds(
+    Reply,
+    st.text(max_size=20),
+    st.none() | st.text(min_size=1, max_size=20),
+    st.lists(
+        st.builds(
+            ToolCall,
+            st.integers(0, 2**96).map(lambda n: f"call_{n:024x}"),
+            st.sampled_from(["lookup", "edit"]),
+            st.text(max_size=12) | json_values.map(json.dumps),
+        ),
+        max_size=3,
+    ).map(tuple),
+    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+
+
+def assembled(dialect, stream):
+    """What a client has put together at the end of a stream, as a reply's JSON."""
+    told = [json.loads(event.data) for event in events(stream) if event.data != "[DONE]"]
+    match dialect:
+        case Dialect.OPENAI_CHAT:
+            return _assembled_chat(told)
+        case Dialect.OPENAI_RESPONSES:
+            return told[-1]["response"]
+        case Dialect.ANTHROPIC:
+            return _assembled_message(told)
+        case _:
+            parts = [p for chunk in told for p in chunk["candidates"][0]["content"]["parts"]]
+            return {"candidates": [{"content": {"role": "model", "parts": parts}}]}
+
+
+def _assembled_chat(told):
+    message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in told:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for key in ("content", "reasoning_content"):
+                message[key] += delta.get(key) or ""
+            message["tool_calls"] += delta.get("tool_calls", [])
+    message["reasoning_content"] = message["reasoning_content"] or None
+    return {"choices": [{"message": message}]}
+
+
+def _assembled_message(told):
+    blocks = []
+    for event in told:
+        match event["type"]:
+            case "content_block_start":
+                blocks.append(dict(event["content_block"]))
+            case "content_block_delta":
+                for key in ("text", "thinking", "signature"):
+                    if key in event["delta"]:
+                        blocks[-1][key] += event["delta"][key]
+                if "partial_json" in event["delta"]:
+                    blocks[-1]["input"] = json.loads(event["delta"]["partial_json"])
+    return {"role": "assistant", "content": blocks}
+
+
+def merged(messages):
+    """Texts joined: a stream may bring one text in several parts."""
+    return [
+        (m.role, m.text, m.reasoning, m.tool_calls, sorted(set(m.issued_ids))) for m in messages
+    ]
+
+
+@ALL
+@pytest.mark.parametrize("make", [live, synthetic])
+@given(reply=replies)
+def test_a_stream_brings_what_the_whole_reply_says(dialect, make, reply):
+    seeds = {
+        Dialect.ANTHROPIC: {"thinking": {"type": "enabled"}},
+        Dialect.GOOGLE: {"generationConfig": {"thinkingConfig": {"includeThoughts": True}}},
+        Dialect.OPENAI_RESPONSES: {
+            "reasoning": {"summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+        },
+        Dialect.OPENAI_CHAT: {"stream_options": {"include_usage": True}},
+    }
+    request = read(dialect, {**conversation(dialect, [("user", "go")]), **seeds[dialect]})
+    wire = DIALECTS[dialect]
+    encoder = wire.stream(request, HEAD)
+    if dialect is Dialect.GOOGLE:
+        request.extra["sse"] = True
+        encoder = wire.stream(request, HEAD)
+    whole = wire.reply_messages(wire.reply_json(request, HEAD, reply, USAGE))
+    streamed = wire.reply_messages(json.dumps(assembled(dialect, make(encoder, reply))).encode())
+    assert merged(streamed) == merged(whole)
+
+
+@ALL
+@given(reply=replies)
+def test_an_echoed_reply_reads_as_the_reply_did(dialect, reply):
+    """The reply, put into the next request as a faithful harness does, gives the same messages."""
+    body = conversation(dialect, [("user", "go")])
+    wire = DIALECTS[dialect]
+    whole = json.loads(wire.reply_json(read(dialect, body), HEAD, reply, USAGE))
+    echoed = {
+        Dialect.OPENAI_CHAT: lambda: [whole["choices"][0]["message"]],
+        Dialect.OPENAI_RESPONSES: lambda: whole["output"],
+        Dialect.ANTHROPIC: lambda: [{"role": "assistant", "content": whole["content"]}],
+        Dialect.GOOGLE: lambda: [whole["candidates"][0]["content"]],
+    }[dialect]()
+    request = read(dialect, {**body, HISTORY[dialect]: [*body[HISTORY[dialect]], *echoed]})
+    assert request.messages[1:] == wire.reply_messages(json.dumps(whole).encode())
+
+
+@ALL
+@given(reply=replies)
+def test_the_stream_is_cut_without_its_last_event(dialect, reply):
+    wire = DIALECTS[dialect]
+    encoder = wire.stream(read(dialect, conversation(dialect, [("user", "go")])), HEAD)
+    encoder.open()
+    before, last = encoder.close(reply, USAGE)
+    marks = {
+        Dialect.OPENAI_CHAT: (b'finish_reason":"', b"[DONE]"),
+        Dialect.OPENAI_RESPONSES: (b"response.completed", b"response.incomplete"),
+        Dialect.ANTHROPIC: (b"message_stop", b"stop_reason"),
+        Dialect.GOOGLE: (b"finishReason", b"usageMetadata"),
+    }[dialect]
+    assert any(mark in last for mark in marks)
+    for mark in marks:
+        assert mark not in before.replace(b'\\"', b"").replace(_said(reply), b"")
+
+
+def _said(reply):
+    return json.dumps(reply.content, ensure_ascii=False).encode("utf-8", "replace") or b"\0"
+
+
+@ALL
+def test_pieces_sent_before_are_not_sent_again_at_the_close(dialect):
+    wire = DIALECTS[dialect]
+    encoder = wire.stream(read(dialect, conversation(dialect, [("user", "go")])), HEAD)
+    reply = Reply("one two three", None, (), FinishReason.STOP)
+    sent = encoder.open() + b"".join(encoder.text(piece) for piece in pieces("one two", 4))
+    before, _ = encoder.close(reply, USAGE)
+    assert b'"one ' in sent
+    assert before.count(b'"one ') == (3 if dialect is Dialect.OPENAI_RESPONSES else 0)
+    assert b'" three"' in before
+
+
+@ALL
+def test_text_that_the_whole_reply_denies_is_left_alone(dialect):
+    wire = DIALECTS[dialect]
+    encoder = wire.stream(read(dialect, conversation(dialect, [("user", "go")])), HEAD)
+    encoder.open()
+    encoder.text("one")
+    before, _ = encoder.close(Reply("other", None, (), FinishReason.STOP), USAGE)
+    assert b"other" not in before
+
+
+# ---- errors, models, counts
+
+CODES = {
+    "invalid_request_error": (400, 400, 400),
+    "authentication_error": (401, 401, 401),
+    "permission_error": (403, 403, 403),
+    "not_found": (404, 404, 404),
+    "request_too_large": (413, 413, 413),
+    "context_length_exceeded": (400, 400, 400),
+    "rate_limit": (429, 429, 429),
+    "overloaded": (503, 529, 503),
+    "paused": (503, 529, 503),
+    "engine_error": (500, 500, 500),
+    "budget_exhausted": (429, 402, 403),
+}
+
+
+@ALL
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_has_the_providers_status(dialect, code):
+    openai, anthropic, google = CODES[code]
+    wanted = {Dialect.ANTHROPIC: anthropic, Dialect.GOOGLE: google}.get(dialect, openai)
+    error = RequestError("why", code=code, retry_after_s=1.2)
+    status, headers, body = DIALECTS[dialect].error(error)
+    assert status == wanted
+    assert json.loads(body)
+    if code == "budget_exhausted":
+        assert headers["x-should-retry"] == "false"
+    else:
+        assert headers["Retry-After"] == "2"
+
+
+@ALL
+def test_an_overflow_is_told_in_words_that_clients_compact_on(dialect):
+    words = {
+        Dialect.OPENAI_CHAT: "maximum context length is 4096 tokens",
+        Dialect.OPENAI_RESPONSES: "exceeds the context window",
+        Dialect.ANTHROPIC: "prompt is too long: 5000 tokens > 4096 maximum",
+        Dialect.GOOGLE: "input token count (5000) exceeds the maximum number of tokens allowed",
+    }[dialect]
+    error = RequestError(
+        "no room", code="context_length_exceeded", prompt_tokens=5000, context_length=4096
+    )
+    told = json.loads(DIALECTS[dialect].error(error)[2])["error"]
+    assert words in told["message"]
+    without = json.loads(
+        DIALECTS[dialect].error(RequestError("no room", code="context_length_exceeded"))[2]
+    )
+    assert without["error"]["message"]
+    in_stream = DIALECTS[dialect].refuses_in_stream(error)
+    assert in_stream is (dialect is Dialect.OPENAI_RESPONSES)
+
+
+@ALL
+def test_an_empty_model_list_and_a_count_are_json(dialect):
+    wire = DIALECTS[dialect]
+    route = recognise("POST", PATHS[dialect], "", {})
+    assert route is not None
+    assert route.kind is RouteKind.GENERATE
+    assert json.loads(wire.models(route, [], 10))
+    assert 7 in json.loads(wire.token_count(7)).values()

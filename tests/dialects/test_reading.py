@@ -1,0 +1,198 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.dialects.base import content_digest
+from bridle.dialects.reading import (
+    arguments_object,
+    arguments_text,
+    decode,
+    encode,
+    first_of,
+    flag_at,
+    number_at,
+    objects_at,
+    read_spans,
+    split_array,
+    split_object,
+    texts_at,
+    whole_at,
+    wholes_at,
+    without_lone_surrogates,
+)
+from bridle.errors import RequestError
+from bridle.types import Message, Role, TextPart
+
+
+def test_a_body_is_split_without_decoding_its_fields():
+    fields = split_object(b'{"a": [1, {"b": 2}], "c":"x"}')
+    assert {key: bytes(raw) for key, raw in fields.items()} == {"a": b'[1, {"b": 2}]', "c": b'"x"'}
+    assert split_array(fields["a"], "a") == (b"1", b'{"b": 2}')
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b'"\\ud83d cut"', "\ufffd cut"),
+        (b'"low \\ude00"', "low \ufffd"),
+        (b'"whole \\ud83d\\ude00"', "whole \U0001f600"),
+        (b'"\\ud83d\\ud83d\\ude00"', "\ufffd\U0001f600"),
+        (b'"text \\\\ud83d"', "text \\ud83d"),
+        (b'"odd \\\\\\ud83d"', "odd \\\ufffd"),
+        (b'"\\\\ud83d\\ude00"', "\\ud83d\ufffd"),
+        (b"\xef\xbb\xbf1", 1),
+        (b"123456789012345678901234567890", 123456789012345678901234567890),
+        (b"1e400", float("inf")),
+    ],
+)
+def test_odd_json_is_read(raw, value):
+    assert decode(raw, "x") == value
+
+
+def test_what_only_the_standard_library_reads_is_split_too():
+    fields = split_object(b'{"a": NaN, "b": ["\\\\ud83d\\ude00", NaN]}')
+    assert decode(fields["b"], "b")[0] == "\\ud83d\ufffd"
+    assert decode(split_array(fields["b"], "b")[1], "b") != 1
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"{]}", b'{"a":}', b'"\xff"'])
+def test_what_nobody_reads_is_refused(body):
+    with pytest.raises(RequestError, match="not valid JSON"):
+        split_object(body)
+
+
+def test_bytes_that_are_no_utf_8_are_refused_where_they_stand():
+    fields = split_object(b'{"a":"\xff\\ud83d"}')
+    with pytest.raises(RequestError, match="'a' is not valid JSON"):
+        decode(fields["a"], "a")
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"NaN", b"[NaN]", b'"x"'])
+def test_a_body_is_an_object(body):
+    with pytest.raises(RequestError, match="the request body: expected an object"):
+        split_object(body)
+
+
+def test_an_array_field_is_an_array():
+    with pytest.raises(RequestError, match="'a': expected an array") as told:
+        split_array(split_object(b'{"a":{"b":1}}')["a"], "a")
+    assert told.value.param == "a"
+
+
+@given(st.text())
+def test_text_is_encoded_whatever_it_holds(text):
+    assert json.loads(encode({"text": text})) == {"text": without_lone_surrogates(text)}
+
+
+def test_pairs_of_surrogates_become_their_character():
+    assert without_lone_surrogates("a\ud83d\ude00b\ud83d") == "a\U0001f600b\ufffd"
+    assert json.loads(encode(["\ud83d", {"\ude00": 1}])) == ["\ufffd", {"\ufffd": 1}]
+
+
+def test_only_new_spans_are_decoded():
+    seen = []
+
+    def read(value, path):
+        seen.append(path)
+        return (Message(Role.USER, (TextPart(value["t"]),)),)
+
+    memo = {}
+    spans = (b'{"t":"a"}', b'{"t":"b"}')
+    read_spans(spans, memo, b"s:", "m", read)
+    messages, digests, lengths = read_spans((*spans, b'{"t":"c"}'), memo, b"s:", "m", read)
+    assert seen == ["m[0]", "m[1]", "m[2]"]
+    assert [message.text for message in messages] == ["a", "b", "c"]
+    assert digests == tuple(content_digest(span) for span in (*spans, b'{"t":"c"}'))
+    assert lengths == (1, 1, 1)
+
+
+def test_dialects_do_not_share_memo_entries():
+    memo = {}
+    read_spans((b"{}",), memo, b"a:", "m", lambda value, path: ())
+    told = (Message(Role.USER),)
+    messages, _, _ = read_spans((b"{}",), memo, b"b:", "m", lambda value, path: told)
+    assert messages == list(told)
+
+
+def test_a_span_that_is_no_object_is_refused_and_not_remembered():
+    memo = {}
+    with pytest.raises(RequestError, match=r"'m\[0\]': expected an object, but got null"):
+        read_spans((b"null",), memo, b"s:", "m", lambda value, path: ())
+    assert not memo
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [("1", "a string"), (True, "a boolean"), ([], "an array"), ({}, "an object")],
+)
+def test_a_number_is_a_number(found, told):
+    with pytest.raises(RequestError, match=f"expected a number, but got {told}") as error:
+        number_at({"k": found}, "k", "a[0]")
+    assert error.value.param == "a[0].k"
+
+
+@pytest.mark.parametrize("found", [float("nan"), float("inf"), -1, 3])
+def test_a_number_out_of_bounds_is_refused(found):
+    with pytest.raises(RequestError, match="'k'"):
+        number_at({"k": found}, "k", "", least=0, most=2)
+    assert number_at({"k": 2}, "k", "", least=0, most=2) == 2.0
+    assert number_at({"k": None}, "k", "") is None
+
+
+@pytest.mark.parametrize("found", [1.5, True, "1", 2**70, 1e300])
+def test_a_whole_number_is_one(found):
+    with pytest.raises(RequestError, match="'k'"):
+        whole_at({"k": found}, "k", "")
+    assert whole_at({"k": 8.0}, "k", "") == 8
+    assert whole_at({}, "k", "") is None
+
+
+def test_lists_of_texts_and_numbers():
+    assert texts_at({"k": "a"}, "k", "") == ("a",)
+    assert texts_at({"k": ["a", "", "b"]}, "k", "") == ("a", "b")
+    assert texts_at({"k": ""}, "k", "") == texts_at({}, "k", "") == ()
+    assert wholes_at({"k": [1, 2]}, "k", "") == (1, 2)
+    for reader in (texts_at, wholes_at):
+        with pytest.raises(RequestError, match=r"'k\[1\]'"):
+            reader({"k": ["a" if reader is texts_at else 1, 1.5]}, "k", "")
+    with pytest.raises(RequestError, match="'k': expected an array"):
+        list(objects_at({"k": 7}, "k", ""))
+    with pytest.raises(RequestError, match="expected a boolean"):
+        flag_at({"k": 0}, "k", "")
+    assert first_of({"b": 1}, ("a", "b")) == "b"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        ("{ as it is", "{ as it is"),
+        ({"a": "é", "n": 2**70}, '{"a":"é","n":1180591620717411303424}'),
+        ([], "[]"),
+    ],
+)
+def test_arguments_are_text(value, text):
+    assert arguments_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given_back"),
+    [
+        ('{"a": 1.0, "b": 1e5}', b'{"a": 1.0, "b": 1e5}'),
+        (" {} ", b"{}"),
+        ("", b"{}"),
+        ("null", b"{}"),
+        ("[1]", b'{"unparsed_arguments":"[1]"}'),
+        ('{"a": NaN}', b'{"unparsed_arguments":"{\\"a\\": NaN}"}'),
+        ("\ud83d", b'{"unparsed_arguments":"\xef\xbf\xbd"}'),
+    ],
+)
+def test_arguments_are_an_object_where_they_must_be(arguments, given_back):
+    assert arguments_object(arguments) == given_back
+
+
+@given(st.text(max_size=30))
+def test_any_arguments_become_an_object(arguments):
+    assert isinstance(json.loads(arguments_object(arguments)), dict)

@@ -1,0 +1,97 @@
+import json
+
+import msgspec
+import pytest
+
+from bridle.dialects.tools import (
+    KEPT_LISTS,
+    ToolList,
+    ToolMemo,
+    as_function,
+    check_choice,
+    freeform_arguments,
+    freeform_grammar,
+    freeform_input,
+    freeform_spec,
+    sent,
+)
+from bridle.errors import RequestError
+from bridle.types import ToolCall, ToolSpec
+
+F = ToolSpec("f", None, None)
+
+
+def test_a_list_is_read_once_until_it_is_the_oldest():
+    seen = []
+    memo = ToolMemo(lambda value, path: seen.append(value) or ToolList((F,)))
+    first = memo.read(b"[0]", "tools")
+    assert memo.read(b"[0]", "tools") is first
+    for number in range(1, KEPT_LISTS + 1):
+        memo.read(f"[{number}]".encode(), "tools")
+        memo.read(b"[0]", "tools")
+    memo.read(b"[1]", "tools")
+    assert seen == [[number] for number in [0, *range(1, KEPT_LISTS + 1), 1]]
+
+
+def test_a_list_that_cannot_be_read_is_refused_each_time():
+    def read(value, path):
+        raise RequestError("no", param=path)
+
+    memo = ToolMemo(read)
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            memo.read(b"[]", "tools")
+
+
+@pytest.mark.parametrize("raw", [b"null", b"[]", b" [ ] ", b"[\n]"])
+def test_an_empty_list_is_none(raw):
+    assert sent(msgspec.Raw(raw)) is None
+    assert sent(None) is None
+    assert sent(msgspec.Raw(b"[ 1 ]")) == b"[ 1 ]"
+
+
+def test_a_choice_is_a_mode_or_a_tool_that_was_sent():
+    tools = ToolList((F,))
+    assert [check_choice(name, tools, "p") for name in ("auto", "none", "required", "f")]
+    with pytest.raises(RequestError, match="'g' not found") as told:
+        check_choice("g", tools, "p")
+    assert told.value.param == "p"
+    with pytest.raises(RequestError, match="required"):
+        check_choice("required", ToolList(), "p")
+
+
+def test_two_lists_are_one():
+    one = ToolList((F,), frozenset("f"), {"f": {"a": 1}}, {}, {"rule": ["x"]})
+    two = ToolList((F,), frozenset("g"), {"g": {}}, {"d": F}, {"rule": ["y"], "other": ["z"]})
+    both = one.plus(two)
+    assert both.specs == (F, F)
+    assert both.freeform == {"f", "g"}
+    assert set(both.wire) == {"f", "g"}
+    assert both.removed == {"rule": ["x", "y"], "other": ["z"]}
+    assert one.removed == {"rule": ["x"]}
+
+
+def test_a_freeform_tool_is_a_function_with_one_text():
+    spec = freeform_spec("patch", "Patch it.", "Use it so.")
+    assert spec.description == "Patch it.\n\nUse it so."
+    assert freeform_spec("patch", None, None).description is None
+    assert spec.parameters["required"] == ["input"]
+    call = ToolCall("1", "patch", "raw\n", custom=True)
+    shown = as_function(call)
+    assert json.loads(shown.arguments) == {"input": "raw\n"}
+    assert freeform_input(shown.arguments) == call.arguments
+    assert as_function(shown) is shown
+
+
+@pytest.mark.parametrize("arguments", ["raw", "[1]", '{"other": 1}', '{"input": 7}', "[" * 9999])
+def test_arguments_that_do_not_fit_are_the_input(arguments):
+    assert freeform_input(arguments) == arguments
+    assert freeform_input(freeform_arguments(arguments)) == arguments
+
+
+def test_a_grammar_is_told():
+    flat = {"type": "grammar", "syntax": "regex", "definition": "a+"}
+    assert freeform_grammar(flat) == "The input must match this regex grammar:\na+"
+    assert freeform_grammar({"grammar": {"definition": "x"}}).endswith("lark grammar:\nx")
+    for form in (None, {}, {"type": "text"}, {"grammar": 7}):
+        assert freeform_grammar(form) is None
