@@ -1,0 +1,260 @@
+"""Task files -> tasks: JSON Lines, JSON and TOML, and folders of them.
+
+A file holds one task, or a list of tasks with common `defaults`:
+
+- `.jsonl`: one task a line; empty lines are passed over;
+- `.json`: a task, an array of tasks, or `{"defaults": {...}, "tasks": [...]}`;
+- `.toml`: a task, or `[defaults]` and `[[tasks]]`.
+
+A folder with a `task.toml` or `task.json` is that one task, whatever else lies in it (its work
+files); any other folder stands for the task files and folders in it, by name. Relative paths in a
+task are relative to its file. Every error names the path, the line and the field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from bridle.config import Action, Task, explain
+from bridle.errors import ConfigError
+from bridle.types import JSON
+
+SUFFIXES = (".jsonl", ".json", ".toml")
+TASK_FILES = ("task.toml", "task.json")
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True, slots=True)
+class RawTask:
+    """One task as written, and where."""
+
+    path: Path
+    line: int
+    """Where it begins, from 1."""
+    text: str
+    """The file's lines from there on; where a field's own line is looked for."""
+    value: Any
+
+
+def load_tasks(
+    path: Path, *, defaults: Mapping[str, Any] | None = None, overrides: JSON | None = None
+) -> list[Task]:
+    """All tasks of a file or folder, in order.
+
+    `defaults` lie under the file's own defaults and the tasks, `overrides` over them; both are
+    merged object by object. Raises `ConfigError`: no such path, no task in it, a syntax error, a
+    wrong field, a file to upload that does not exist, one task id twice.
+    """
+    tasks: list[Task] = []
+    seen: dict[str, str] = {}
+    for file in _files(path):
+        common, raws = _read(file)
+        under = merge(dict(defaults or {}), common)
+        for raw in raws:
+            task = _task(raw, under, overrides or {})
+            where = f"{raw.path}:{raw.line}"
+            if task.task_id in seen:
+                raise ConfigError(f"{where}: task_id: {task.task_id!r} is {seen[task.task_id]} too")
+            seen[task.task_id] = where
+            tasks.append(task)
+    if not tasks:
+        raise ConfigError(f"{path}: no tasks in it")
+    return tasks
+
+
+def merge(under: JSON, over: JSON) -> JSON:
+    """`over` laid over `under`, objects member by member; neither is changed."""
+    both = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], dict) and isinstance(over[name], dict):
+            both[name] = merge(under[name], over[name])
+    return both
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(f"{path}: a task file ends in {', '.join(SUFFIXES)}")
+        yield path
+        return
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such file or folder")
+    for name in TASK_FILES:
+        if (path / name).is_file():
+            yield path / name
+            return
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _files(entry)
+        elif entry.suffix in SUFFIXES:
+            yield entry
+
+
+def _read(path: Path) -> tuple[JSON, list[RawTask]]:
+    """A file's own defaults and its tasks."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    match path.suffix:
+        case ".jsonl":
+            return {}, list(_read_lines(path, text))
+        case ".json":
+            return _read_json(path, text)
+        case _:
+            return _read_toml(path, text)
+
+
+def _read_lines(path: Path, text: str) -> Iterator[RawTask]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield RawTask(path, number, line, json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number}: column {error.colno}: {error.msg}") from None
+
+
+def _read_json(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: column {error.colno}: {error.msg}") from None
+    start = _after_space(text, 0)
+    if isinstance(whole, list):
+        return {}, [_raw(path, text, offset, value) for offset, value in _elements(text, start)]
+    if not isinstance(whole, dict) or "tasks" not in whole:
+        return {}, [_raw(path, text, start, whole)]
+    common = _common(path, whole)
+    offset = dict(_members(text, start))["tasks"]
+    return common, [_raw(path, text, begin, value) for begin, value in _elements(text, offset)]
+
+
+def _read_toml(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
+    try:
+        whole = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = found[1] if found else text.count("\n") + 1
+        raise ConfigError(f"{path}:{line}: {error}") from None
+    if "tasks" not in whole:
+        return {}, [RawTask(path, 1, text, whole)]
+    common = _common(path, whole)
+    heads = [found.start() for found in re.finditer(r"^\s*\[\[\s*tasks\s*\]\]", text, re.MULTILINE)]
+    heads += [0] * (len(whole["tasks"]) - len(heads))
+    return common, [
+        _raw(path, text, offset + len(text[offset:]) - len(text[offset:].lstrip()), value)
+        for offset, value in zip(heads, whole["tasks"], strict=False)
+    ]
+
+
+def _common(path: Path, whole: JSON) -> JSON:
+    """The `defaults` beside `tasks`."""
+    strange = sorted(whole.keys() - {"defaults", "tasks"})
+    if strange:
+        raise ConfigError(f"{path}:1: {strange[0]}: beside 'tasks' only 'defaults' may stand")
+    common = whole.get("defaults", {})
+    if not isinstance(common, dict):
+        raise ConfigError(f"{path}:1: defaults: must be an object, not {common!r}")
+    if not isinstance(whole["tasks"], list):
+        raise ConfigError(f"{path}:1: tasks: must be a list, not {type(whole['tasks']).__name__}")
+    return common
+
+
+def _raw(path: Path, text: str, offset: int, value: object) -> RawTask:
+    return RawTask(path, text.count("\n", 0, offset) + 1, text[offset:], value)
+
+
+def _after_space(text: str, offset: int) -> int:
+    found = SPACE.match(text, offset)
+    return found.end() if found else offset
+
+
+def _elements(text: str, start: int) -> Iterator[tuple[int, Any]]:
+    """(offset, value) of each element of the valid JSON array that begins at `start`."""
+    decoder = json.JSONDecoder()
+    offset = _after_space(text, start + 1)
+    while text[offset] != "]":
+        value, end = decoder.raw_decode(text, offset)
+        yield offset, value
+        offset = _after_space(text, end)
+        if text[offset] == ",":
+            offset = _after_space(text, offset + 1)
+
+
+def _members(text: str, start: int) -> Iterator[tuple[str, int]]:
+    """(name, offset of the value) of each member of the valid JSON object at `start`."""
+    decoder = json.JSONDecoder()
+    offset = _after_space(text, start + 1)
+    while text[offset] != "}":
+        name, end = decoder.raw_decode(text, offset)
+        offset = _after_space(text, _after_space(text, end) + 1)
+        yield name, offset
+        _, end = decoder.raw_decode(text, offset)
+        offset = _after_space(text, end)
+        if text[offset] == ",":
+            offset = _after_space(text, offset + 1)
+
+
+def _task(raw: RawTask, under: JSON, over: JSON) -> Task:
+    if not isinstance(raw.value, dict):
+        raise ConfigError(f"{raw.path}:{raw.line}: a task must be an object, not {raw.value!r:.80}")
+    try:
+        task = Task.model_validate(merge(merge(under, raw.value), over))
+    except ValidationError as error:
+        fields = [part for part in error.errors()[0]["loc"] if isinstance(part, str)]
+        raise explain(error, f"{raw.path}:{_line_of(raw, fields)}") from None
+    return _resolved(raw, task, raw.path.parent.resolve())
+
+
+def _resolved(raw: RawTask, task: Task, folder: Path) -> Task:
+    """The task with its paths made absolute, after a look at every file that it uploads."""
+    stages = {
+        stage: tuple(
+            _action(raw, f"runtime.{stage}.{index}", action, folder)
+            for index, action in enumerate(getattr(task.runtime, stage))
+        )
+        for stage in ("prepare", "eval_prepare")
+    }
+    changes: JSON = {
+        "task_dir": str(folder),
+        "runtime": task.runtime.model_copy(update=stages),
+    }
+    if task.agent.skills_path is not None:
+        skills = {"skills_path": str(folder / task.agent.skills_path)}
+        changes["agent"] = task.agent.model_copy(update=skills)
+    return task.model_copy(update=changes)
+
+
+def _action(raw: RawTask, field: str, action: Action, folder: Path) -> Action:
+    for name in ("command",) if action.type == "exec" else ("source", "target"):
+        if getattr(action, name) is None:
+            line = _line_of(raw, [field.split(".")[1]])
+            raise ConfigError(f"{raw.path}:{line}: {field}.{name}: {action.type!r} needs it")
+    if action.source is None:
+        return action
+    source = folder / action.source
+    if not source.exists():
+        line = _line_of(raw, ["source"])
+        raise ConfigError(f"{raw.path}:{line}: {field}.source: no such file: {source}")
+    return action.model_copy(update={"source": str(source)})
+
+
+def _line_of(raw: RawTask, fields: list[str]) -> int:
+    """The line where the innermost of `fields` that is written stands; else the task's own."""
+    for name in reversed(fields):
+        key = re.escape(name)
+        written = rf"""(?m)(?:^\s*|[{{,]\s*)(?:"{key}"\s*:|"?{key}"?\s*=)|^\s*\[+[^\]]*\b{key}\]"""
+        if (found := re.search(written, raw.text)) is not None:
+            start = found.end() - 1
+            return raw.line + raw.text.count("\n", 0, start)
+    return raw.line
