@@ -31,8 +31,8 @@ def ids(tasks):
         ("t.json", {"defaults": {"num_samples": 2}, "tasks": [{**ONE, "num_samples": 1}, TWO]}),
         (
             "t.toml",
-            '[defaults]\nnum_samples = 2\n[[tasks]]\ntask_id = "a"\ninstruction = "do a"\n'
-            'num_samples = 1\n[[tasks]]\ntask_id = "b"\ninstruction = "do b"\n',
+            """[defaults]\nnum_samples = 2\n[[tasks]]\ntask_id = "a"\ninstruction = "do a"
+            num_samples = 1\n[[tasks]]\ntask_id = "b"\ninstruction = "do b"\n""",
         ),
     ],
 )
@@ -116,8 +116,8 @@ def test_overrides_lie_over_a_task_and_defaults_under_it(tmp_path):
         ),
         (
             "t.toml",
-            '[[tasks]]\ntask_id = "a"\ninstruction = "x"\n\n[[tasks]]\ntask_id = "b"\n'
-            'instruction = "x"\n[tasks.agent]\nharnes = "pi"\n',
+            """[[tasks]]\ntask_id = "a"\ninstruction = "x"\n\n[[tasks]]\ntask_id = "b"
+            instruction = "x"\n[tasks.agent]\nharnes = "pi"\n""",
             r"t\.toml:9: agent\.harnes: Extra inputs are not permitted; given: 'pi'",
         ),
         ("t.toml", 'tasks = [{task_id = "a"}]\n', r"t\.toml:1: instruction: Field required"),
@@ -177,16 +177,12 @@ def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
             assert both[name] == over[name]
 
 
-@given(
-    st.lists(st.fixed_dictionaries({"task_id": st.sampled_from("abcdef")}), max_size=3),
-    st.integers(0, 4),
-)
-def test_the_line_of_a_task_in_json_is_where_it_begins(tmp_path_factory, before, indent):
-    good = [{"task_id": f"ok-{i}", "instruction": "x,]}{\n"} for i in range(len(before))]
+@given(st.integers(0, 3), st.integers(0, 4))
+def test_the_line_of_a_wrong_field_in_json_is_its_own(tmp_path_factory, before, indent):
+    good = [{"task_id": f"ok-{i}", "instruction": "x,]}{\n"} for i in range(before)]
     text = json.dumps({"defaults": {"tasks": "[1]"}, "tasks": [*good, {"bad": 1}]}, indent=indent)
     path = tmp_path_factory.mktemp("tasks") / "t.json"
     path.write_text(text)
-    with pytest.raises(ConfigError) as error:
-        load_tasks(path, defaults={"instruction": "x"})
-    line = int(str(error.value).removeprefix(f"{path}:").split(":")[0])
-    assert '"defaults"' in "\n".join(text.split("\n")[: line + 1])
+    line = text.count("\n", 0, text.index('"bad"')) + 1
+    with pytest.raises(ConfigError, match=rf"t\.json:{line}: bad: Extra inputs"):
+        load_tasks(path, defaults={"task_id": "x", "instruction": "x"})
