@@ -180,7 +180,9 @@ def test_what_lies_over_wins_and_nothing_else_is_lost(under, over):
 @given(st.integers(0, 3), st.integers(0, 4))
 def test_the_line_of_a_wrong_field_in_json_is_its_own(tmp_path_factory, before, indent):
     good = [{"task_id": f"ok-{i}", "instruction": "x,]}{\n"} for i in range(before)]
-    text = json.dumps({"defaults": {"tasks": "[1]"}, "tasks": [*good, {"bad": 1}]}, indent=indent)
+    text = json.dumps(
+        {"defaults": {"metadata": {"tasks": []}}, "tasks": [*good, {"bad": 1}]}, indent=indent
+    )
     path = tmp_path_factory.mktemp("tasks") / "t.json"
     path.write_text(text)
     line = text.count("\n", 0, text.index('"bad"')) + 1
