@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from bridle.errors import ConfigError
 from bridle.types import JSON, Kind
@@ -94,6 +94,28 @@ class RuntimeSpec(Settings):
     kwargs: JSON = Field(default_factory=dict)
 
 
+class McpServer(Settings):
+    """One MCP server that the harness gets, written into its own configuration."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    transport: Literal["stdio", "streamable-http", "sse"] = "stdio"
+    command: str | None = None
+    """Program, as found inside the runtime; for `stdio`."""
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    url: str | None = None
+    """As reached from inside the runtime; for `streamable-http` and `sse`."""
+    headers: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_its_address(self) -> McpServer:
+        needed = "command" if self.transport == "stdio" else "url"
+        if getattr(self, needed) is None:
+            message = f"an MCP server with transport {self.transport!r} needs {needed!r}"
+            raise ValueError(message)
+        return self
+
+
 class AgentSpec(Settings):
     """Which harness runs, and how. Exactly one of `harness` and `import_path`."""
 
@@ -107,7 +129,12 @@ class AgentSpec(Settings):
     command: str | None = None
     """Command line, for harness `command`; `{instruction}`, `{base_url}`, `{model}` are filled."""
     settings: JSON = Field(default_factory=dict)
+    """What this harness's page in `docs/guides/harnesses` names: `args`, `config`, `api`..."""
     env: dict[str, str] = Field(default_factory=dict)
+    mcp_servers: tuple[McpServer, ...] = ()
+    """Written in the harness's own form; refused by a harness without an MCP client."""
+    skills_path: str | None = None
+    """A folder of skills (one folder each, with a `SKILL.md`), relative to the task file."""
 
 
 class BuilderSpec(Settings):
@@ -124,6 +151,9 @@ class EvaluatorSpec(Settings):
     config: JSON = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
     refresh_runtime: bool = False
+    """Score in a fresh runtime, which is made ready while the harness runs."""
+    after_budget: bool = False
+    """Score a session too that ran out of its time or of a limit; else its reward is unknown."""
 
 
 class Budgets(Settings):
@@ -152,6 +182,9 @@ class Task(Settings):
     train: tuple[Kind, ...] = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
     """Kinds of call whose tokens train."""
     metadata: JSON = Field(default_factory=dict)
+    task_dir: str | None = None
+    """Absolute folder that relative paths of this task are relative to; a loader sets it to the
+    task file's. `None` = the current folder."""
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +72,17 @@ def node_recipe(
     version: str,
     *,
     size_mb: int,
-    setup: Sequence[str] = (),
+    setup: Callable[[Builder], Awaitable[None]] | None = None,
     probe: Sequence[str] = (),
     whole_lock: bool = True,
     locks: Path = LOCKS,
 ) -> Recipe:
     """The packages of `<locks>/<name>.package-lock.json`, among them the node that runs them.
 
-    `setup` is a script in the bundle that its node runs at the end: what npm would have run after
-    the install. `probe` is a command, its program relative to the bundle, that must print the
-    version. `whole_lock` is False where the lock lacks packages for other kinds of machine, which
-    `npm ci` refuses; what the lock does name is checked all the same.
+    `setup` ends the build: what the package's own install script does (npm is told to run none).
+    `probe` is a command, its program relative to the bundle, that must print the version.
+    `whole_lock` is False where the lock lacks packages for other kinds of machine, which `npm ci`
+    refuses; what the lock does name is checked all the same.
     """
     manifest, lock = locks / f"{name}.package.json", locks / f"{name}.package-lock.json"
 
@@ -98,11 +98,11 @@ def node_recipe(
         )
         shutil.rmtree(builder.folder / NPM_TOOL, ignore_errors=True)
         await builder.run((str(builder.folder / NODE), "--version"))
-        if setup:
-            await builder.run((str(builder.folder / NODE), *setup))
+        if setup is not None:
+            await setup(builder)
         await check_version(builder, version, probe)
 
-    inputs = (manifest.read_text(), lock.read_text(), *setup)
+    inputs = (manifest.read_text(), lock.read_text())
     return Recipe(name, version, inputs, needs=NODE, size_mb=size_mb, build=build)
 
 
@@ -150,14 +150,16 @@ class Interpreter:
     base_prefix: str
 
 
-async def find_python(minimum: tuple[int, int], label: str) -> Interpreter:
-    """A Python of at least `minimum`: our own, else the first found where Pythons usually are.
+async def find_python(
+    minimum: tuple[int, int], label: str, *, below: tuple[int, int] = (3, 16)
+) -> Interpreter:
+    """A Python of at least `minimum` and under `below`: our own, else the first that is found.
 
     Looks on PATH, then at what pyenv and uv have installed. Raises `HarnessError`.
     """
-    if sys.version_info >= minimum:
+    if minimum <= sys.version_info < below:
         return Interpreter(sys.executable, sys.version, sys.base_prefix)
-    for path in _pythons(minimum):
+    for path in _pythons(minimum, below):
         with suppress(RuntimeFailure, ValueError):
             # pyenv leaves programs on PATH that only say which version they would need.
             asked = await run_process(Command((path, "-c", SAY), cwd="/", env={}, timeout_s=20))
@@ -165,14 +167,14 @@ async def find_python(minimum: tuple[int, int], label: str) -> Interpreter:
             return Interpreter(path, version, base_prefix)
     number = ".".join(map(str, minimum))
     raise HarnessError(
-        f"{label}: needs Python {number} or newer and none was found on PATH or among those of "
-        f"pyenv and uv; install one (for example: uv python install {number}, or "
-        f"pyenv install {number}). This one is {sys.version.split()[0]}"
+        f"{label}: needs a Python from {number} to below {'.'.join(map(str, below))}; none was "
+        f"found on PATH or among those of pyenv and uv, and this one is {sys.version.split()[0]}. "
+        f"Install one, for example with: uv python install {number}"
     )
 
 
-def _pythons(minimum: tuple[int, int]) -> list[str]:
-    wanted = [f"{minimum[0]}.{minor}" for minor in range(minimum[1], minimum[1] + 4)]
+def _pythons(minimum: tuple[int, int], below: tuple[int, int]) -> list[str]:
+    wanted = [f"{minimum[0]}.{minor}" for minor in range(minimum[1], below[1])]
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     uv = Path.home() / ".local/share/uv/python"
     found = [path for number in wanted if (path := shutil.which(f"python{number}"))]
