@@ -230,8 +230,9 @@ async def test_a_delivered_reply_that_is_asked_for_again_is_superseded_until_it_
 async def test_a_refused_client_hears_the_last_word():
     async with a_room() as room:
         call = room.add(a_call(), FRESH)
-        room.deliveries.refused(room.session, call, "overloaded")
-        assert (call.clients, room.session.last_error) == (0, "overloaded")
+        room.deliveries.refused(room.session, call, "try later", "overloaded")
+        assert (call.clients, room.session.last_error) == (0, "try later")
+        assert room.session.facts().last_error_code == "overloaded"
         assert room.session.failed_last
 
 

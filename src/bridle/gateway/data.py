@@ -132,7 +132,8 @@ class DataPlane:
                 )
             call = self._exchanges.admit(session, wire, request, asked(headers, request))
         except BridleError as error:
-            session.told_error(str(faults.request_error(error)))
+            refusal = faults.request_error(error)
+            session.told_error(str(refusal), refusal.code)
             raise
         return await self._relay.answer(http, session, call, request, route, wire)
 

@@ -63,6 +63,8 @@ class SessionFacts:
     """Sampled tokens, committed."""
     last_error: str | None
     """Text of the last error that the harness was told; `None` = none."""
+    last_error_code: str | None
+    """Its kind (`bridle.errors.RequestError.code`); `None` = none."""
     sealed: bool
 
 
@@ -100,6 +102,7 @@ class Session:
         self.failed_last = False
         self.limit: str | None = None
         self.last_error: str | None = None
+        self.last_error_code: str | None = None
 
     @property
     def session_id(self) -> str:
@@ -121,13 +124,15 @@ class Session:
             limit=self.limit,
             tokens=self.tokens,
             last_error=self.last_error,
+            last_error_code=self.last_error_code,
             sealed=self.sealed,
         )
 
-    def told_error(self, message: str) -> None:
+    def told_error(self, message: str, code: str | None = None) -> None:
         """Note that the last word the harness heard is an error."""
         self.failed_last = True
         self.last_error = message
+        self.last_error_code = code
 
     def forget_conversation(self) -> None:
         """Free what only a living session needs."""

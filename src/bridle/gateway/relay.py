@@ -80,7 +80,7 @@ class Relay:
             if call.error is None:
                 self._deliveries.received(session, call)
             else:
-                self._deliveries.refused(session, call, str(call.error))
+                self._deliveries.refused(session, call, str(call.error), call.error.code)
         finally:
             del session.replying[task]
         return response

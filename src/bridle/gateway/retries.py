@@ -85,10 +85,10 @@ class Deliveries:
         self.record(session, call, DeliveryState.DELIVERED)
         session.failed_last = False
 
-    def refused(self, session: Session, call: Call, message: str) -> None:
+    def refused(self, session: Session, call: Call, message: str, code: str | None = None) -> None:
         """A client was told that the call failed."""
         call.clients -= 1
-        session.told_error(message)
+        session.told_error(message, code)
 
     def left(self, session: Session, call: Call, *, partly: bool) -> None:
         """A client went before it had the whole reply; `partly` = some of it was written."""
