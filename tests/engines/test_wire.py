@@ -1,0 +1,39 @@
+import msgspec
+import pytest
+
+from bridle.engines import wire
+from bridle.types import FinishReason, Sampling
+
+
+def test_sampling_fields_become_ours():
+    body = (
+        b'{"messages":[],"temperature":0.5,"top_p":0.9,"top_k":5,"max_tokens":7,"min_tokens":1,'
+        b'"stop":["a","b"],"stop_token_ids":[3],"seed":1,"presence_penalty":0.1,'
+        b'"frequency_penalty":0.2,"unknown":{"kept":"out"}}'
+    )
+    read = msgspec.json.decode(body, type=wire.ChatRequest)
+    assert read.sampling(read.max_tokens) == Sampling(
+        0.5, 0.9, 5, 7, 1, ("a", "b"), (3,), 1, 0.1, 0.2
+    )
+    assert not read.usage_wanted
+
+
+def test_a_single_stop_string_is_one_stop_string():
+    read = msgspec.json.decode(b'{"prompt":"x","stop":"ab"}', type=wire.CompletionRequest)
+    assert read.sampling(None).stop == ("ab",)
+
+
+@pytest.mark.parametrize(("raw", "given"), [
+    (b"", False), (b"null", False), (b"[]", True), (b"[1,2]", True), (b"0", True),
+])  # fmt: skip
+def test_null_is_not_given(raw, given):
+    assert wire.given(msgspec.Raw(raw)) is given
+
+
+def test_usage_is_wanted_where_the_options_say_so():
+    body = b'{"messages":[],"stream_options":{"include_usage":true}}'
+    assert msgspec.json.decode(body, type=wire.ChatRequest).usage_wanted
+
+
+def test_every_way_to_end_has_a_name_here():
+    assert set(wire.FINISH.values()) == set(FinishReason)
