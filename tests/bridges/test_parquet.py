@@ -67,10 +67,10 @@ def test_sessions_without_a_trace_and_without_messages_are_kept(tmp_path):
     empty = made_trajectory("empty", turns=0)
     without = rebuild(MadeSession("other").capture())
     path = tmp_path / "t.parquet"
-    write_trajectories(path, [empty, made_trajectory(), without])
+    write_trajectories(path, [empty, made_trajectory(), without, made_trajectory("s2")])
     read = read_trajectories(path)
-    assert [t.session_id for t in read] == ["s1", "empty", "other"]
-    assert trajectory_bytes(read[1]) == trajectory_bytes(empty)
+    assert [t.session_id for t in read] == ["s1", "s2", "empty", "other"]
+    assert trajectory_bytes(read[2]) == trajectory_bytes(empty)
     write_trajectories(path, [])
     assert read_trajectories(path) == []
     assert pq.read_table(path).num_rows == 0

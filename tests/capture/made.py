@@ -113,6 +113,7 @@ class MadeSession:
             "first_token_s": 0.01,
             "duration_s": 0.25,
             "extra": {},
+            "request": request,
         }
         exchange = Exchange(
             exchange_id=exchange_id,
@@ -123,7 +124,6 @@ class MadeSession:
             kept=kept,
             suffix_ids=suffix,
             output_ids=sampled,
-            request=request,
             started_at=started_at,
             **(values | fields),
         )

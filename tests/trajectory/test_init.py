@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.capture.made import MadeSession
 from tests.trajectory.conversations import sessions
 
 from bridle.capture.records import SessionCapture
 from bridle.config import BuilderSpec
-from bridle.trajectory import rebuild
+from bridle.errors import ConfigError
+from bridle.trajectory import build, rebuild, with_outcome
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import MaskReason
+from bridle.types import DeliveryState, Kind, VersionSpan
 
 STRATEGIES = ("per_request", "prefix_merging")
 
@@ -86,3 +89,194 @@ def test_both_builders_train_the_same_tokens(made):
     )
     assert one["tokens_trained"] == two["tokens_trained"]
     assert one["tokens_excluded"] == two["tokens_excluded"]
+
+
+# ---- hand-made sessions
+
+
+def chain(turns, **fields):
+    made = MadeSession(**fields)
+    for turn in range(turns):
+        made.call(f"x{turn - 1}" if turn else None)
+    return made
+
+
+def built(made, config=None, strategy="prefix_merging"):
+    return rebuild(made.capture(), builder=BuilderSpec(strategy=strategy, config=config or {}))
+
+
+def a_hard_session(turns=200):
+    """3 sub-agents, 2 compactions and a retry every tenth turn; ids of what must not train."""
+    made, lost = MadeSession(texts=False), {}
+    last = None
+    for turn in range(turns):
+        if turn in (70, 140):
+            made.call(last, kind=Kind.COMPACTION, output=30)
+            last = made.call(None, continues=last, root_reason="history_changed").exchange_id
+        else:
+            before = made.exchanges[-1].exchange_id if last else None
+            last = made.call(last if before else None).exchange_id
+        if turn % 10 == 9:
+            tried = made.exchanges[-1]
+            made.deliver(tried.exchange_id, DeliveryState.ABANDONED)
+            lost[tried.exchange_id] = len(tried.output_ids)
+            last = made.call(
+                tried.parent_id, new=tried.suffix_ids, continues=tried.continues
+            ).exchange_id
+        if turn in (20, 90, 150):
+            sub = None
+            for _ in range(6):
+                sub = made.call(sub, kind=Kind.SUBAGENT, continues=sub).exchange_id
+    made.end()
+    return made, lost
+
+
+def test_a_hard_session_loses_nothing():
+    made, lost = a_hard_session()
+    trajectory = built(made)
+    numbers = stats(trajectory)
+    captured = sum(len(e.output_ids) for e in made.exchanges)
+    assert numbers["tokens_captured"] == captured
+    assert numbers["tokens_excluded"] == {"abandoned": sum(lost.values())}
+    assert numbers["tokens_trained"] == captured - sum(lost.values())
+    # The agent from its root and after each compaction, and three sub-agents.
+    assert len(trajectory.traces) == 3 + 3
+    assert numbers["roots"] == 6
+    assert [b["reason"] for b in numbers["breaks"]] == ["history_changed"] * 2
+
+
+def test_traces_come_in_order_of_their_conversations():
+    made = MadeSession()
+    made.call(started_at=5.0)
+    made.call(None, continues=None, started_at=3.0)
+    made.call("x1", started_at=9.0)
+    made.call("x1", started_at=8.0)
+    traces = built(made).traces
+    assert [trace.exchange_ids[-1] for trace in traces] == ["x3", "x2", "x0"]
+    assert [trace.trace_id for trace in traces] == [f"s1/prefix_merging/{n}" for n in range(3)]
+
+
+def test_a_trace_says_what_it_is():
+    made = chain(1)
+    made.call("x0", versions=(VersionSpan(9, 0, 5),))
+    made.call(None, kind=Kind.SUBAGENT, continues=None, versions=())
+    one, two = built(made).traces
+    assert one.metadata == {
+        "kind": "agent",
+        "root_reason": "first",
+        "tokens_trained": 10,
+        "policy_versions": [7, 9],
+    }
+    assert (two.metadata["kind"], two.metadata["policy_versions"]) == ("subagent", None)
+
+
+def test_the_sessions_own_settings_are_used_where_none_are_given():
+    made = chain(3, metadata={"builder": {"strategy": "per_request"}, "train": ["subagent"]})
+    assert rebuild(made.capture()).metadata["builder"]["strategy"] == "per_request"
+    assert rebuild(made.capture()).traces == ()
+    agents = rebuild(made.capture(), train=[Kind.AGENT])
+    assert len(agents.traces) == 3
+    assert agents.metadata["train"] == ["agent"]
+    merged = rebuild(made.capture(), builder=BuilderSpec(), train=[Kind.AGENT])
+    assert len(merged.traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            BuilderSpec(strategy="best"),
+            "unknown builder 'best'; known: per_request, prefix_merging",
+        ),
+        (BuilderSpec(config={"max_token": 3}), "builder prefix_merging: config: max_token"),
+        (BuilderSpec(config={"max_tokens": 0}), "max_tokens"),
+    ],
+)
+def test_a_wrong_setting_is_named(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        rebuild(chain(1).capture(), builder=spec)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"builder": {"strategi": "x"}}, "session s1: builder: strategi"),
+        ({"train": ["agents"]}, "session s1: train: 'agents'"),
+    ],
+)
+def test_a_wrong_setting_in_a_sessions_metadata_is_named(metadata, message):
+    with pytest.raises(ConfigError, match=message):
+        rebuild(chain(1, metadata=metadata).capture())
+
+
+def test_a_builder_of_your_own_is_found_by_its_path():
+    trajectory = built(chain(2), strategy="bridle.trajectory.builders:per_request")
+    assert len(trajectory.traces) == 2
+
+
+def test_polars_builder_setting_is_taken():
+    assert len(built(chain(2), {"end_of_turn_token_id": 151645}).traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("overlong", "traces", "trained"), [("truncate", 1, 10), ("mask", 1, 0), ("drop", 0, 0)]
+)
+def test_what_a_length_limit_costs_is_counted(overlong, traces, trained):
+    trajectory = built(chain(3), {"max_tokens": 30, "overlong": overlong})
+    numbers = stats(trajectory)
+    assert len(trajectory.traces) == traces
+    assert numbers["tokens_trained"] == trained
+    assert numbers["tokens_excluded"] == {"truncated": 15 - trained}
+    for trace in trajectory.traces:
+        assert trace.metadata["tokens_trained"] == trained
+
+
+def test_a_session_without_an_outcome_runs():
+    trajectory = built(chain(1))
+    assert (trajectory.status, trajectory.reward, trajectory.error) == ("RUNNING", None, None)
+
+
+@given(made=sessions())
+def test_adding_the_outcome_later_is_the_same_as_building_with_it(made):
+    made.outcome = None
+    without = rebuild(made.capture())
+    outcome = made.end(0.75, status="TIMEOUT", error="late")
+    assert trajectory_bytes(with_outcome(without, outcome)) == trajectory_bytes(
+        rebuild(made.capture())
+    )
+
+
+def test_each_trace_gets_its_own_reward_or_the_sessions():
+    made = chain(1)
+    made.call(None, continues=None)
+    made.end(0.5, trace_rewards=(0.25, 1.0))
+    assert [trace.reward for trace in built(made).traces] == [0.25, 1.0]
+    made.end(0.5)
+    assert [trace.reward for trace in built(made).traces] == [0.5, 0.5]
+
+
+def test_rewards_that_fit_no_trace_are_not_guessed():
+    made = chain(1)
+    made.end(0.5, trace_rewards=(0.25, 1.0))
+    trajectory = built(made)
+    assert [trace.reward for trace in trajectory.traces] == [0.5]
+    assert trajectory.metadata["trace_rewards_ignored"] == "2 rewards for 1 traces"
+
+
+def test_without_bodies_a_trace_has_ids_and_no_messages():
+    made = chain(2)
+    trajectory = build(
+        made.record, made.exchanges, made.deliveries, None, builder=BuilderSpec(), train=list(Kind)
+    )
+    (trace,) = trajectory.traces
+    assert trace.prompt_messages == trace.response_messages == []
+    assert "messages_missing" not in trace.metadata
+
+
+def test_a_body_that_is_missing_costs_the_messages_not_the_tokens():
+    made = chain(2)
+    made.bodies.clear()
+    (trace,) = built(made).traces
+    assert trace.loss_mask.sum() == 10
+    assert trace.prompt_messages == []
+    assert "exchange x0: cannot read its request" in trace.metadata["messages_missing"]

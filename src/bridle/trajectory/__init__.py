@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Settings, Task, explain
-from bridle.errors import StoreError
+from bridle.errors import ConfigError, StoreError
 from bridle.plugins import load
 from bridle.trajectory.builders import BUILDERS, Builder, Plan, assemble, masked, shorten
 from bridle.trajectory.graph import Graph, grow, order_of
@@ -38,7 +38,7 @@ DEFAULT_TRAIN: tuple[Kind, ...] = Task.model_fields["train"].default
 class BuilderConfig(Settings):
     """`BuilderSpec.config` of the builders that come with Bridle."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Longest trace, prompt and response together; `None` = any length."""
     overlong: Literal["truncate", "mask", "drop"] = "truncate"
     """What becomes of a longer one: its last turns go, nothing in it trains, or it goes."""
@@ -58,15 +58,14 @@ def rebuild(
     defaults of a task if it has none either). Raises `ConfigError` for an unknown builder or
     setting; faults in the exchanges become exclusions and `breaks`, never an error.
     """
-    metadata = capture.session.metadata
+    session = capture.session
     if builder is None:
         try:
-            builder = BuilderSpec.model_validate(metadata.get("builder") or {})
+            builder = BuilderSpec.model_validate(session.metadata.get("builder") or {})
         except ValidationError as error:
-            raise explain(error, f"session {capture.session.session_id}: builder") from None
+            raise explain(error, f"session {session.session_id}: builder") from None
     if train is None:
-        named = metadata.get("train")
-        train = DEFAULT_TRAIN if named is None else [Kind(kind) for kind in named]
+        train = _kinds(session)
     return build(
         capture.session,
         capture.exchanges,
@@ -76,6 +75,18 @@ def rebuild(
         train=train,
         bodies=capture.bodies,
     )
+
+
+def _kinds(session: SessionRecord) -> Collection[Kind]:
+    """Which kinds of call train, as the session's metadata says."""
+    named = session.metadata.get("train")
+    if named is None:
+        return DEFAULT_TRAIN
+    try:
+        return [Kind(kind) for kind in named]
+    except ValueError as error:
+        message = f"session {session.session_id}: train: {error}; known: {', '.join(Kind)}"
+        raise ConfigError(message) from None
 
 
 def build(
@@ -172,13 +183,9 @@ def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
     size = len(trace.prompt_ids) + len(trace.response_ids)
     if config.max_tokens is None or size <= config.max_tokens:
         return trace
-    match config.overlong:
-        case "truncate":
-            return shorten(trace, config.max_tokens)
-        case "mask":
-            return masked(trace, MaskReason.TRUNCATED)
-        case "drop":
-            return None
+    if config.overlong == "truncate":
+        return shorten(trace, config.max_tokens)
+    return masked(trace, MaskReason.TRUNCATED) if config.overlong == "mask" else None
 
 
 def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Trace:
@@ -198,7 +205,7 @@ def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Tra
             trace,
             prompt_messages=transcript.prompt_messages(path[0]),
             response_messages=transcript.response_messages(path),
-            tools=transcript.tools(path[-1]),
+            tools=transcript.tools(path[0]),
             metadata=metadata,
         )
     except StoreError as error:

@@ -71,8 +71,8 @@ def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
     totals = _path_totals(graph, marks, counts)
     ends.sort(key=lambda n: (-totals[n.exchange.exchange_id], n.path_digest, order_of(n.exchange)))
     plans = []
+    # Exchange id -> how many of its first output ids lie on a path that was planned.
     done: dict[str, int] = {}
-    """Exchange id -> how many of its first output ids lie on a path that was planned."""
     for end in ends:
         train = _claim(end, marks, done)
         if train:

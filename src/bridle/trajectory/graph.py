@@ -92,7 +92,7 @@ class Graph:
     lost: tuple[tuple[Exchange, str], ...]
     """Exchanges without a place, with the name of the check that they failed."""
     breaks: tuple[Break, ...]
-    """What the checks found and where conversations were not extended, sorted."""
+    """What the checks found and where conversations were not extended, by time."""
 
     @property
     def roots(self) -> Iterator[Node]:
@@ -114,7 +114,7 @@ def grow(session_id: str, exchanges: Iterable[Exchange]) -> Graph:
     grower.note_forks(unique)
     grower.note_gaps(unique)
     lost = sorted(grower.lost, key=lambda item: (order_of(item[0]), item[1]))
-    return Graph(grower.nodes, tuple(lost), tuple(sorted(grower.breaks)))
+    return Graph(grower.nodes, tuple(lost), tuple(grower.breaks_by_time()))
 
 
 def pieces(node: Node, take: int) -> list[Piece]:
@@ -198,14 +198,23 @@ class _Grower:
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
         self.lost: list[tuple[Exchange, str]] = []
-        self.breaks: list[Break] = []
+        self._breaks: list[tuple[tuple[float, str], Break]] = []
         self._hashes: dict[str, tuple[_Hash, _Hash]] = {}
         """After the prompt, after the output."""
+
+    def note(self, exchange: Exchange, reason: str, position: int = 0) -> None:
+        """Note a break at an exchange."""
+        found = Break(exchange.exchange_id, position, reason)
+        self._breaks.append((order_of(exchange), found))
+
+    def breaks_by_time(self) -> list[Break]:
+        """What was noted, by the time of its exchange."""
+        return [found for _, found in sorted(self._breaks)]
 
     def lose(self, exchange: Exchange, reason: str) -> None:
         """Leave an exchange out."""
         self.lost.append((exchange, reason))
-        self.breaks.append(Break(exchange.exchange_id, 0, reason))
+        self.note(exchange, reason)
 
     def admit(self, session_id: str, exchanges: Iterable[Exchange]) -> dict[str, Exchange]:
         """The session's exchanges by id, each id once, in the order of `order_of`."""
@@ -236,15 +245,15 @@ class _Grower:
                 self.lose(exchange, "kept_beyond_parent")
                 return
         elif exchange.parent_id is not None and exchange.prompt_length > 0:
-            self.breaks.append(Break(exchange.exchange_id, 0, "nothing_kept"))
+            self.note(exchange, "nothing_kept")
         if parent is not None and kept < parent.length:
             reason = exchange.root_reason or "parent_kept_in_part"
-            self.breaks.append(Break(exchange.exchange_id, kept, reason))
+            self.note(exchange, reason, kept)
         state = self._hash_of(parent, kept)
         state.update(_bytes(exchange.suffix_ids))
         sound = state.digest() == exchange.prompt_digest or exchange.prompt_length == 0
         if not sound:
-            self.breaks.append(Break(exchange.exchange_id, 0, "digest_mismatch"))
+            self.note(exchange, "digest_mismatch")
         end = state.copy()
         end.update(_bytes(exchange.output_ids))
         self._hashes[exchange.exchange_id] = state, end
@@ -275,13 +284,13 @@ class _Grower:
             old, new = self.nodes.get(before), self.nodes.get(exchange.exchange_id)
             reason = exchange.root_reason or "forked"
             if before not in unique:
-                self.breaks.append(Break(exchange.exchange_id, 0, "unknown_continues"))
+                self.note(exchange, "unknown_continues")
             elif old is not None and new is not None:
                 prompt = ids(new, exchange.prompt_length)
                 position = first_difference(ids(old, old.length), prompt)
-                self.breaks.append(Break(exchange.exchange_id, position, reason))
+                self.note(exchange, reason, position)
             else:
-                self.breaks.append(Break(exchange.exchange_id, 0, reason))
+                self.note(exchange, reason)
 
     def note_gaps(self, unique: dict[str, Exchange]) -> None:
         """Note where commit numbers are missing: an exchange was committed and is not here."""
@@ -289,7 +298,7 @@ class _Grower:
         expected = 0
         for exchange in by_index:
             if exchange.index > expected:
-                self.breaks.append(Break(exchange.exchange_id, 0, "missing_exchange"))
+                self.note(exchange, "missing_exchange")
             expected = exchange.index + 1
 
 

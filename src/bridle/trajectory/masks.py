@@ -108,15 +108,16 @@ def _of_delivery(delivery: Delivery | None, *, again: bool) -> MaskReason:
     """What the record says of a reply that no later request shows."""
     if delivery is None:
         return MaskReason.UNRESOLVED
-    match delivery.state:
-        case DeliveryState.DELIVERED:
-            return MaskReason.SUPERSEDED if again else MaskReason.TRAINED
-        case DeliveryState.CUT:
-            return MaskReason.CUT
-        case DeliveryState.ABANDONED:
-            return MaskReason.ABANDONED
-        case DeliveryState.SUPERSEDED:
-            return MaskReason.SUPERSEDED
+    if delivery.state is DeliveryState.DELIVERED:
+        return MaskReason.SUPERSEDED if again else MaskReason.TRAINED
+    return _UNDELIVERED[delivery.state]
+
+
+_UNDELIVERED = {
+    DeliveryState.CUT: MaskReason.CUT,
+    DeliveryState.ABANDONED: MaskReason.ABANDONED,
+    DeliveryState.SUPERSEDED: MaskReason.SUPERSEDED,
+}
 
 
 def _of_tokens(exchange: Exchange, reason: MaskReason) -> npt.NDArray[np.uint8]:

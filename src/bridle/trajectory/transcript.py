@@ -10,13 +10,14 @@ was sampled is the fact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from bridle.capture.records import Exchange
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
 from bridle.dialects.messages import chat_messages, chat_tools
-from bridle.errors import StoreError, boundary
+from bridle.errors import RequestError, StoreError, boundary
 from bridle.types import JSON, Message, ModelRequest, Role
 
 
@@ -38,7 +39,7 @@ class Transcript:
         """The request as its dialect reads it."""
         known = self._requests.get(exchange.exchange_id)
         if known is None:
-            with boundary(StoreError, f"exchange {exchange.exchange_id}: cannot read its request"):
+            with _reading(exchange, "request"):
                 wire = DIALECTS[exchange.dialect]
                 tools = exchange.request.tools
                 body = wire.body(
@@ -55,7 +56,7 @@ class Transcript:
         """The assistant messages of a reply; none where nothing was kept of it."""
         known = self._replies.get(exchange.exchange_id)
         if known is None:
-            with boundary(StoreError, f"exchange {exchange.exchange_id}: cannot read its reply"):
+            with _reading(exchange, "reply"):
                 wire = DIALECTS[exchange.dialect]
                 known = wire.reply_messages(exchange.reply) if exchange.reply else ()
             self._replies[exchange.exchange_id] = known
@@ -114,6 +115,17 @@ class Transcript:
                 return [digest for run in reversed(runs) for digest in run]
             seen.add(at.exchange_id)
             at = self._exchanges[request.base]
+
+
+@contextmanager
+def _reading(exchange: Exchange, what: str) -> Iterator[None]:
+    doing = f"exchange {exchange.exchange_id}: cannot read its {what}"
+    try:
+        with boundary(StoreError, doing):
+            yield
+    except RequestError as error:
+        message = f"{doing}: {error}"
+        raise StoreError(message) from error
 
 
 def span_count(exchange: Exchange) -> int:

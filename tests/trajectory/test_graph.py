@@ -1,0 +1,197 @@
+"""The forest: token identity is checked, and what fails is left out by name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tests.capture.made import MadeSession, digest_of
+
+from bridle.capture.records import no_ids
+from bridle.trajectory.graph import Break, first_difference, grow, ids, pieces
+
+
+def grown(made):
+    return grow("s1", made.exchanges)
+
+
+def lost(graph):
+    return {exchange.exchange_id: reason for exchange, reason in graph.lost}
+
+
+def replace(made, number, **fields):
+    made.exchanges[number] = dataclasses.replace(made.exchanges[number], **fields)
+
+
+def chain(turns=3):
+    made = MadeSession()
+    for turn in range(turns):
+        made.call(f"x{turn - 1}" if turn else None)
+    return made
+
+
+def test_a_chain_spells_what_was_given_and_sampled():
+    made = chain()
+    graph = grown(made)
+    assert not graph.lost
+    assert not graph.breaks
+    assert [node.is_leaf for node in graph.nodes.values()] == [False, False, True]
+    for exchange_id, node in graph.nodes.items():
+        assert node.sound
+        assert np.array_equal(ids(node, node.length), made.full(exchange_id))
+        for take in (0, 1, 9, 10, 14):
+            assert np.array_equal(ids(node, take), made.full(exchange_id)[:take])
+
+
+def test_pieces_say_whose_ids_they_are():
+    graph = grown(chain(2))
+    found = [
+        (p.node.exchange.exchange_id, p.is_output, len(p.ids))
+        for p in pieces(graph.nodes["x1"], 27)
+    ]
+    assert found == [("x0", False, 10), ("x0", True, 5), ("x1", False, 10), ("x1", True, 2)]
+
+
+@pytest.mark.parametrize("kept", [14, 10, 7, 15])
+def test_a_child_may_keep_its_parent_in_part(kept):
+    made = chain(1)
+    made.call("x0", kept=kept)
+    graph = grown(made)
+    node = graph.nodes["x1"]
+    assert node.sound
+    assert np.array_equal(ids(node, node.length), made.full("x1"))
+    assert graph.nodes["x0"].is_leaf is (kept < 15)
+    expected = () if kept == 15 else (Break("x1", kept, "parent_kept_in_part"),)
+    assert graph.breaks == expected
+
+
+def test_a_child_that_keeps_none_of_its_parents_own_ids_hangs_higher():
+    made = chain(3)
+    made.call("x2", kept=12)
+    graph = grown(made)
+    parent = graph.nodes["x3"].parent
+    assert parent is graph.nodes["x0"]
+    assert np.array_equal(ids(graph.nodes["x3"], 22), made.prompts["x3"])
+
+
+def test_a_prompt_that_is_not_what_the_engine_was_given_is_unsound_and_the_rest_stands():
+    made = chain(3)
+    replace(made, 1, prompt_digest=digest_of([1, 2, 3]))
+    graph = grown(made)
+    assert [node.sound for node in graph.nodes.values()] == [True, False, True]
+    assert graph.breaks == (Break("x1", 0, "digest_mismatch"),)
+
+
+def test_changed_ids_make_all_that_follows_unsound():
+    made = chain(3)
+    replace(made, 1, suffix_ids=made.exchanges[1].suffix_ids + 1)
+    graph = grown(made)
+    assert [node.sound for node in graph.nodes.values()] == [True, False, False]
+
+
+def test_an_unknown_parent_is_named_and_so_is_what_hangs_on_it():
+    made = chain(3)
+    del made.exchanges[0]
+    graph = grown(made)
+    assert lost(graph) == {"x1": "unknown_parent", "x2": "parent_lost"}
+    assert Break("x1", 0, "unknown_parent") in graph.breaks
+    assert not graph.nodes
+
+
+def test_a_cycle_is_named_and_so_is_what_hangs_on_it():
+    made = chain(4)
+    replace(made, 0, parent_id="x1", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
+    assert lost(grown(made)) == {
+        "x0": "cycle",
+        "x1": "cycle",
+        "x2": "parent_lost",
+        "x3": "parent_lost",
+    }
+
+
+def test_an_exchange_that_is_its_own_parent_is_a_cycle():
+    made = chain(1)
+    replace(made, 0, parent_id="x0", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
+    assert lost(grown(made)) == {"x0": "cycle"}
+
+
+def test_ids_kept_from_nobody_are_named():
+    made = chain(1)
+    replace(made, 0, kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
+    assert lost(grown(made)) == {"x0": "no_parent"}
+
+
+def test_more_kept_than_there_was_is_named():
+    made = chain(3)
+    replace(made, 1, kept=16, suffix_ids=made.exchanges[1].suffix_ids[1:])
+    assert lost(grown(made)) == {"x1": "kept_beyond_parent", "x2": "parent_lost"}
+
+
+def test_a_parent_of_which_nothing_is_kept_makes_a_root():
+    made = chain(1)
+    made.call("x0", kept=0)
+    graph = grown(made)
+    assert graph.nodes["x1"].parent is None
+    assert graph.breaks == (Break("x1", 0, "nothing_kept"),)
+    del made.exchanges[0]
+    assert list(grown(made).nodes) == ["x1"]
+
+
+def test_the_same_id_twice_counts_once_whatever_the_order():
+    made = chain(2)
+    twin = dataclasses.replace(made.exchanges[1], output_ids=made.exchanges[1].output_ids + 1)
+    for exchanges in ([*made.exchanges, twin], [twin, *made.exchanges]):
+        graph = grow("s1", exchanges)
+        assert lost(graph) == {"x1": "duplicate"}
+        assert np.array_equal(
+            graph.nodes["x1"].exchange.output_ids,
+            min(twin, made.exchanges[1], key=lambda e: e.output_ids.tobytes()).output_ids,
+        )
+
+
+def test_an_exchange_of_another_session_is_left_out():
+    made = chain(1)
+    assert [reason for _, reason in grow("other", made.exchanges).lost] == ["foreign_session"]
+
+
+def test_a_missing_commit_number_is_told():
+    made = chain(3)
+    made.call(None)
+    del made.exchanges[2]
+    assert grown(made).breaks == (Break("x3", 0, "missing_exchange"),)
+
+
+def test_a_fork_is_told_with_the_first_position_that_differs():
+    made = chain(2)
+    same = made.full("x1")[:12]
+    made.call(None, new=[*same, -1, -1], continues="x1", root_reason="history_changed")
+    made.call(None, continues="gone", root_reason="tools_changed")
+    made.call(None, new=made.full("x1"), continues="x1")
+    replace(made, 4, root_reason=None)
+    assert grown(made).breaks == (
+        Break("x2", 12, "history_changed"),
+        Break("x3", 0, "unknown_continues"),
+        Break("x4", 30, "forked"),
+    )
+
+
+def test_a_fork_of_what_was_lost_is_told_without_a_position():
+    made = chain(1)
+    replace(made, 0, parent_id="gone", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])
+    made.call(None, continues="x0", root_reason="history_changed")
+    assert Break("x1", 0, "history_changed") in grown(made).breaks
+
+
+def test_an_exchange_without_any_id_is_sound():
+    made = MadeSession()
+    made.call(new=0, output=0, prompt_digest=b"")
+    graph = grown(made)
+    assert graph.nodes["x0"].sound
+    assert np.array_equal(ids(graph.nodes["x0"], 0), no_ids())
+
+
+def test_the_first_difference_of_arrays():
+    one = np.array([1, 2, 3], np.int32)
+    assert first_difference(one, np.array([1, 9, 3], np.int32)) == 1
+    assert first_difference(one, one) == 3
+    assert first_difference(one, one[:2]) == 2
+    assert first_difference(one, no_ids()) == 0

@@ -1,0 +1,128 @@
+"""Results in JSON: Polar's names, our additions, the same bytes for the same facts."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.capture.made import MadeSession
+from tests.trajectory.conversations import sessions
+
+from bridle.trajectory import rebuild
+from bridle.trajectory.result import (
+    encode,
+    session_result_json,
+    trace_json,
+    trajectory_bytes,
+    trajectory_json,
+    trajectory_of,
+)
+from bridle.types import Cause, SessionStatus
+
+
+def trajectory(**outcome):
+    made = MadeSession(metadata={"builder": {"strategy": "prefix_merging"}})
+    made.call(tools=[{"type": "function", "function": {"name": "bash", "parameters": {}}}])
+    made.call("x0")
+    made.end(**outcome)
+    return rebuild(made.capture())
+
+
+def test_a_trace_has_the_names_and_types_that_trainers_read():
+    (trace,) = trajectory_json(trajectory(reward=0.5))["traces"]
+    names = list(trace)
+    assert names[:10] == [
+        *("prompt_ids", "response_ids", "loss_mask", "prompt_messages", "response_messages"),
+        *("tools", "finish_reason", "response_logprobs", "reward", "metadata"),
+    ]
+    assert len(trace["prompt_ids"]) == 10
+    assert len(trace["response_ids"]) == len(trace["loss_mask"]) == 20
+    assert len(trace["response_logprobs"]) == 20
+    assert set(trace["loss_mask"]) == {0, 1}
+    assert (trace["finish_reason"], trace["reward"]) == ("stop", 0.5)
+    assert trace["tools"][0]["function"]["name"] == "bash"
+    assert [m["role"] for m in trace["prompt_messages"]] == ["system", "user"]
+    assert [m["role"] for m in trace["response_messages"]] == ["assistant", "user", "assistant"]
+
+
+def test_a_trajectory_has_polars_names_and_its_numbers():
+    value = trajectory_json(trajectory(reward=0.5))
+    assert list(value)[:4] == ["status", "metadata", "traces", "error"]
+    assert (value["status"], value["reward"], value["error"]) == ("COMPLETED", 0.5, None)
+    assert value["metadata"]["trace_count"] == 1
+    assert value["metadata"]["record_count"] == 2
+    assert value["metadata"]["reconstruction_stats"]["completions_merged"] == 2
+    assert value["mask_reasons"][value["traces"][0]["reasons"][0]] == "trained"
+
+
+def test_a_session_result_has_polars_names_and_ours():
+    value = session_result_json(
+        trajectory(reward=None, status="TIMEOUT", error="agent budget"),
+        task_id="task-1",
+        status=SessionStatus.TIMEOUT,
+        timing={"run_ms": 3.5},
+        error="agent budget",
+        cause=Cause.TIMEOUT,
+        harness="pi",
+    )
+    assert list(value)[:8] == [
+        *("session_id", "task_id", "status", "trajectory", "timing", "node_id", "error"),
+        "metadata",
+    ]
+    decoded = json.loads(encode(value))
+    assert (decoded["status"], decoded["cause"], decoded["harness"]) == ("TIMEOUT", "timeout", "pi")
+    assert decoded["trajectory"]["status"] == "TIMEOUT"
+    assert decoded["reward"] is None
+
+
+@given(st.lists(st.floats(-30, 0, width=32), min_size=5, max_size=5))
+def test_logprobs_read_back_to_the_same_float32(values):
+    made = MadeSession()
+    made.call(logprobs=np.array(values, np.float32))
+    (trace,) = rebuild(made.capture()).traces
+    text = encode(trace_json(trace))
+    read = np.array(json.loads(text)["response_logprobs"], np.float32)
+    assert read.tobytes() == np.array(values, np.float32).tobytes()
+
+
+def test_logprobs_are_written_in_their_shortest_form():
+    made = MadeSession()
+    made.call(logprobs=np.array([-0.1, -1.2345678, -1e-7, 0, -3], np.float32))
+    (trace,) = rebuild(made.capture()).traces
+    text = encode(trace_json(trace)).decode()
+    assert '"response_logprobs":[-0.1,-1.2345678,-1e-7,0.0,-3.0]' in text
+
+
+@given(made=sessions())
+def test_a_trajectory_is_read_back_from_its_json(made):
+    written = trajectory_bytes(rebuild(made.capture()))
+    assert trajectory_bytes(trajectory_of(json.loads(written))) == written
+
+
+def test_a_trajectory_with_polars_names_alone_is_read():
+    whole = json.loads(trajectory_bytes(trajectory(reward=1.0)))
+    for name in ("session_id", "reward", "mask_reasons"):
+        del whole[name]
+    for name in list(whole["traces"][0])[10:]:
+        del whole["traces"][0][name]
+    whole["traces"][0]["response_logprobs"] = None
+    read = trajectory_of(whole)
+    (trace,) = read.traces
+    assert trace.loss_mask.sum() == 10
+    assert (trace.reasons == 1 - trace.loss_mask).all()
+    assert not trace.response_logprobs.any()
+    assert set(trace.versions.tolist()) == {-1}
+
+
+def test_what_is_no_trajectory_is_refused():
+    with pytest.raises(KeyError):
+        trajectory_of({"status": "COMPLETED"})
+
+
+def test_text_that_utf8_cannot_hold_is_escaped():
+    value = {"\udc80": ["a\ud800b", ("c", 1.5, None)], "n": {"m": True}}
+    assert json.loads(encode(value)) == {
+        "\\udc80": ["a\\ud800b", ["c", 1.5, None]],
+        "n": {"m": True},
+    }

@@ -1,0 +1,122 @@
+"""The law numbers of hand-made sessions."""
+
+import dataclasses
+
+import pytest
+from tests.capture.made import MadeSession
+
+from bridle.trajectory import rebuild
+from bridle.types import DeliveryState, Kind
+
+
+def numbers(made, **expected):
+    found = rebuild(made.capture()).metadata["stats"]
+    return found if not expected else {name: found[name] for name in expected}
+
+
+def chain(turns):
+    made = MadeSession()
+    for turn in range(turns):
+        made.call(f"x{turn - 1}" if turn else None)
+    return made
+
+
+def test_an_append_only_session():
+    assert numbers(chain(4)) == {
+        "exchanges": 4,
+        "roots": 1,
+        "branches": 0,
+        "traces": 1,
+        "tokens_captured": 20,
+        "tokens_trained": 20,
+        "tokens_excluded": {},
+        "merge_ratio": 1.0,
+        "drift": {"exact": 3},
+        "breaks": [],
+    }
+
+
+def test_an_empty_session():
+    assert numbers(MadeSession()) == {
+        "exchanges": 0,
+        "roots": 0,
+        "branches": 0,
+        "traces": 0,
+        "tokens_captured": 0,
+        "tokens_trained": 0,
+        "tokens_excluded": {},
+        "merge_ratio": 1.0,
+        "drift": {},
+        "breaks": [],
+    }
+
+
+def test_each_reason_counts_its_tokens():
+    made = chain(2)
+    made.call("x1", kind=Kind.SIDE, output=3)
+    made.call("x1", state=DeliveryState.ABANDONED, output=7)
+    made.call("x1", output=2, prompt_digest=b"wrong")
+    found = numbers(made, tokens_captured=0, tokens_trained=0, tokens_excluded=0)
+    assert found == {
+        "tokens_captured": 22,
+        "tokens_trained": 10,
+        "tokens_excluded": {"abandoned": 7, "broken": 2, "kind": 3},
+    }
+
+
+def test_what_has_no_place_is_counted_too():
+    made = chain(3)
+    del made.exchanges[0]
+    expected = {
+        "exchanges": 2,
+        "roots": 0,
+        "branches": 0,
+        "tokens_captured": 10,
+        "tokens_trained": 0,
+        "tokens_excluded": {"broken": 10},
+    }
+    assert numbers(made, **expected) == expected
+
+
+def test_reasons_without_tokens_are_left_out():
+    made = chain(1)
+    made.call("x0", kind=Kind.SIDE, output=0)
+    made.call("x1", output=0)
+    made.exchanges[2] = dataclasses.replace(made.exchanges[2], parent_id="gone")
+    assert numbers(made)["tokens_excluded"] == {}
+
+
+def test_branches_are_leaves_beyond_one_per_root():
+    made = chain(2)
+    made.call("x0")  # x0 has two children
+    made.call("x0")  # three
+    made.call(None, continues=None)
+    made.call("x4", kept=12)  # x4 is a leaf of its own as well
+    expected = {"roots": 2, "branches": 3, "traces": 5}
+    assert numbers(made, **expected) == expected
+
+
+@pytest.mark.parametrize(("forks", "ratio"), [(0, 1.0), (1, 0.75), (2, 0.6)])
+def test_the_merge_ratio_is_extended_of_continued(forks, ratio):
+    made = chain(4)
+    for _ in range(forks):
+        made.call(None, continues="x3", root_reason="tools_changed")
+    assert numbers(made)["merge_ratio"] == ratio
+
+
+def test_drift_is_counted_by_class():
+    made = chain(2)
+    made.call("x1", extra={"drift": "rewritten_args"})
+    made.call("x2", extra={"drift": "rewritten_args"})
+    made.call("x3", extra={"drift": None})
+    assert numbers(made)["drift"] == {"exact": 2, "rewritten_args": 2}
+
+
+def test_breaks_are_told_in_order():
+    made = chain(2)
+    made.call(None, continues="x1", root_reason="tools_changed", new=made.full("x1")[:4])
+    made.call("x1", prompt_digest=b"wrong")
+    assert numbers(made)["breaks"] == [
+        {"exchange": "x2", "position": 4, "reason": "tools_changed"},
+        {"exchange": "x3", "position": 0, "reason": "digest_mismatch"},
+    ]
