@@ -98,9 +98,13 @@ def test_undecodable_text_of_a_harness_is_escaped(tmp_path):
 
 def test_a_failed_writing_leaves_no_file(tmp_path):
     path = tmp_path / "t.parquet"
-    with pytest.raises(RuntimeError, match="boom"), TrajectoryWriter(path) as writer:
-        writer.write(made_trajectory())
+
+    def one_and_no_more():
+        yield made_trajectory()
         raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        write_trajectories(path, one_and_no_more())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -64,8 +64,8 @@ def test_long_traces_are_left_out_and_counted(tmp_path):
 
 def test_reasoning_and_calls_stand_as_text(tmp_path):
     made = MadeSession()
-    call = {"id": "call_1", "type": "function"}
-    call["function"] = {"name": "bash", "arguments": '{"command": "ls"}'}
+    function = {"name": "bash", "arguments": '{"command": "ls"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
     message = {
         "role": "assistant",
         "content": "Looking.",

@@ -273,6 +273,21 @@ async def test_a_file_locked_by_another_is_named(path):
         assert_same(store.exchanges("s1"), made.exchanges)
 
 
+async def test_a_read_waits_for_a_slow_write(path):
+    made = MadeSession()
+    async with await SqliteStore.open(path) as store:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(store.open_session(made.record))
+                await asyncio.sleep(0)
+                reading = group.create_task(asyncio.to_thread(store.sessions))
+                await asyncio.sleep(0.3)
+                assert not reading.done()
+                other.execute("ROLLBACK")
+            assert list(reading.result()) == [made.record]
+
+
 async def test_what_is_no_json_is_refused_and_costs_nobody_else(path):
     async with await SqliteStore.open(path) as store:
         with pytest.raises(StoreError, match="cannot write"):
