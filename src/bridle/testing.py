@@ -5,7 +5,7 @@ Nothing in Bridle imports this file.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +66,7 @@ class InstantEngine:
             tokenizer_dir=str(self._tokenizer.folder),
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """One chunk, whole, at once."""
         yield GenerateChunk(
             output_ids=self.output_ids,
@@ -105,7 +105,7 @@ class RecordingEngine:
         """The other engine's."""
         return await self.engine.start()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """The other engine's chunks."""
         self.requests.append(request)
         ended = False

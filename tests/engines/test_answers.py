@@ -25,7 +25,7 @@ def answer(kind, wants=ALL):
 def chunks(ids, size, **last):
     """`ids` in pieces of `size`, with a logprob each."""
     array = np.array(ids, dtype=np.int32)
-    values = -np.arange(1, len(ids) + 1, dtype=np.float32) / 7
+    values = (-np.arange(1, len(ids) + 1) / 7).astype(np.float32)
     pieces = [
         GenerateChunk(array[at : at + size], values[at : at + size])
         for at in range(0, len(ids), size)

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {}}}
     for name in ("bash", "edit")
 ]
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "You are kind."},
     {"role": "user", "content": "First <|im_end|> question"},
     {"role": "assistant", "content": "", "tool_calls": [

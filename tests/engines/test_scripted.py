@@ -329,7 +329,7 @@ async def test_closing_the_engine_ends_its_calls():
 async def test_each_token_knows_the_version_it_was_sampled_under():
     engine = scripted_engine([{"content": "word " * 8}])
     await engine.set_version(3)
-    spans = ()
+    spans: tuple[VersionSpan, ...] = ()
     async for chunk in engine.generate(call(stream=True)):
         await engine.set_version(4)
         spans = chunk.versions

@@ -2,6 +2,7 @@ import asyncio
 import io
 import itertools
 import json
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -24,7 +25,11 @@ BASH = {
                  "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
 }  # fmt: skip
 PROMPT = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").tolist()
-IDS = {"return_token_ids": True, "logprobs": True, "return_tokens_as_token_ids": True}
+IDS = {
+    "return_token_ids": True,
+    "logprobs": True,
+    "return_tokens_as_token_ids": True,
+}
 
 
 def joined(lists):
@@ -88,7 +93,7 @@ async def api():
 TURN = {"reasoning": "hm\nhm", "content": "Fine.\n\nReally.",
         "tool_calls": [{"name": "bash", "arguments": {"command": "echo \N{PARTY POPPER}"}},
                        {"name": "bash", "arguments": {}}]}  # fmt: skip
-SCRIPTS = {
+SCRIPTS: dict[str, dict[str, Any]] = {
     "content": {"content": "Hello, world."},
     "reasoning": {"reasoning": "hm", "content": "Hello."},
     "calls": TURN,
@@ -247,7 +252,7 @@ async def test_hidden_reasoning_hides_ids_and_logprobs_with_it(api):
 
 async def test_a_chat_stream_tells_the_prompt_once_and_every_id(api):
     one = await api(scripted_engine([{"reasoning": "some thought", **SCRIPTS["content"]}]))
-    body = {"messages": USER, **IDS, "stream_options": {"include_usage": True}}
+    body: dict[str, Any] = {"messages": USER, **IDS, "stream_options": {"include_usage": True}}
     whole = (await one.json("/v1/chat/completions", body | {"stream": False}))["choices"][0]
     events = await one.events("/v1/chat/completions", body)
     assert events[0]["prompt_token_ids"] == PROMPT
@@ -531,15 +536,15 @@ async def test_models_tell_the_context_and_the_tokenizer(api):
     assert model["root"] == str(TOKENIZER.folder)
 
 
+class AbortedEngine(RecordingEngine):
+    """Ends every call by itself, with a logprob that is none."""
+
+    async def generate(self, request):
+        nothing = np.array([np.nan], np.float32)
+        yield GenerateChunk(np.array([5], np.int32), nothing, FinishReason.ABORT)
+
+
 async def test_an_abort_is_a_finish_reason(api):
-    engine = FailingEngine(EngineError("never"), before=0)
-
-    async def generate(request):
-        yield GenerateChunk(
-            np.array([5], np.int32), np.array([np.nan], np.float32), FinishReason.ABORT
-        )
-
-    engine.generate = generate
-    one = await api(engine)
+    one = await api(AbortedEngine(scripted_engine([{}])))
     choice = (await one.json("/v1/chat/completions", {"messages": USER, **IDS}))["choices"][0]
     assert choice["finish_reason"] == "abort"

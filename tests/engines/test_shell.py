@@ -76,9 +76,9 @@ def test_an_exact_name_wins_over_a_telling_one_and_that_over_a_schema():
     by_schema = tool("do_it", {"command": TEXT}, ["command"])
     telling = tool("my_shell_thing", {"command": TEXT})
     exact = tool("Bash", {"command": TEXT})
-    assert find_shell([by_schema, telling, exact])["name"] == "Bash"
-    assert find_shell([by_schema, telling])["name"] == "my_shell_thing"
-    assert find_shell([by_schema])["name"] == "do_it"
+    assert find_shell([by_schema, telling, exact]) == exact["function"]
+    assert find_shell([by_schema, telling]) == telling["function"]
+    assert find_shell([by_schema]) == by_schema["function"]
 
 
 def test_a_tool_without_a_command_is_no_shell():

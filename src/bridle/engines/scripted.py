@@ -20,7 +20,7 @@ import bisect
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -138,7 +138,7 @@ class ScriptedEngine:
         for aborted in self._calls.values():
             aborted.set()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Play the turn that the request gets; in one chunk unless asked to stream.
 
         Raises `EngineError` for a scripted fault, a request that no conversation fits, and a turn
@@ -287,7 +287,7 @@ class ScriptedEngine:
 
     async def _give(
         self, request: GenerateRequest, played: _Played, aborted: asyncio.Event, *, cut: bool
-    ) -> AsyncIterator[GenerateChunk]:
+    ) -> AsyncGenerator[GenerateChunk, None]:
         ids = played.ids[: len(played.ids) // 2] if cut else played.ids
         size = PIECE if request.stream else max(len(ids), 1)
         versions: list[VersionSpan] = []

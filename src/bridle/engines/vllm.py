@@ -8,7 +8,7 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Self
@@ -192,7 +192,7 @@ class VllmEngine:
 
     # ---- sampling
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Sample one reply; in one chunk unless asked to stream.
 
         Raises `EngineError` (retryable or not by the kind of failure), `CutError` for a reply that

@@ -17,7 +17,7 @@ import numpy as np
 from bridle.engines import wire
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.control import as_version
-from bridle.engines.ids import IdsError, cut_ids, parse_ids
+from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -189,7 +189,7 @@ def _prompt_text(cut: bytes | None, answer: wire.Answer, choice: wire.Choice) ->
         return cut
     for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
         if wire.given(raw):
-            return bytes(raw)
+            return compact(bytes(raw))
     return None
 
 

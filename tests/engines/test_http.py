@@ -1,0 +1,212 @@
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from tests.engines.stub import Stub, events
+from yarl import URL
+
+from bridle.engines.base import CutError
+from bridle.engines.http import AbortedError, Call, EngineClient, failure
+from bridle.errors import ContextOverflowError, EngineError
+
+HTML = b"\n<!doctype html><title>502</title>"
+
+
+@pytest.fixture
+async def client():
+    """Makes a stub server with these replies, and a client of it."""
+    opened = []
+
+    async def make(timeout_s=5.0, api_key=None, **replies):
+        stub = Stub(**replies)
+        await stub.__aenter__()
+        made = EngineClient(stub.url + "/v1/", api_key=api_key, timeout_s=timeout_s)
+        opened.append((stub, made))
+        return stub, made
+
+    yield make
+    for stub, made in opened:
+        await made.aclose()
+        await made.aclose()
+        await stub.__aexit__()
+
+
+async def drop(request):
+    request.transport.close()
+    return web.Response()
+
+
+async def half(request):
+    response = web.StreamResponse()
+    response.content_length = 1000
+    await response.prepare(request)
+    await response.write(b'{"half":')
+    request.transport.close()
+    return response
+
+
+async def silence(_request):
+    await asyncio.sleep(30)
+
+
+async def trickle(request):
+    """One event, then nothing."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: 1\n\n")
+    await asyncio.sleep(30)
+    return response
+
+
+async def listed(stream):
+    return [data async for data in stream]
+
+
+async def test_a_key_goes_along_and_a_trailing_v1_is_dropped(client):
+    stub, made = await client(api_key="k", ok={"a": 1})
+    assert await made.get("/ok") == {"a": 1}
+    assert stub.headers[0]["Authorization"] == "Bearer k"
+    assert made.base_url == stub.url
+
+
+async def test_an_optional_path_may_be_missing(client):
+    _, made = await client(health=b"")
+    assert await made.get("/nowhere", optional=True) == {}
+    assert await made.get("/health") == {}
+    with pytest.raises(EngineError, match="answered 404") as caught:
+        await made.get("/nowhere")
+    assert (caught.value.status, caught.value.retryable) == (404, False)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "retryable", "says"),
+    [
+        (500, b'{"error":{"message":"dead"}}', True, "answered 500: dead"),
+        (429, b'{"error":"slow"}', True, "slow"),
+        (503, b'{"detail":"loading"}', True, "loading"),
+        (502, HTML, True, "answered 502 with a page, not JSON"),
+        (200, HTML, False, "with a page, not JSON"),
+        (400, b'{"message":"bad"}', False, "bad"),
+        (401, b"{}", False, "is the API key right"),
+        (422, b'{"detail":[{"loc":"x"}]}', False, "loc"),
+        (418, b"", False, "(empty body)"),
+        (400, b"plain words", False, "plain words"),
+    ],
+)
+def test_failures_are_told_apart(status, body, retryable, says):
+    error = failure(status, body, URL("http://h/p"))
+    assert says in str(error)
+    assert (error.status, error.retryable) == (status, retryable)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
+        "maximum model length of 4096 reached",
+    ],
+)
+def test_an_overflow_is_an_overflow(text):
+    body = json.dumps({"error": {"message": text}}).encode()
+    error = failure(400, body, URL("http://h/p"), prompt_tokens=5000)
+    assert isinstance(error, ContextOverflowError)
+    assert (error.prompt_tokens, error.context_length) == (5000, 4096)
+
+
+async def test_nobody_there_can_be_tried_again():
+    made = EngineClient("http://127.0.0.1:9", api_key=None, timeout_s=1)
+    with pytest.raises(EngineError, match="cannot be reached") as caught:
+        await made.get("/v1/models")
+    assert caught.value.retryable
+    await made.aclose()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "says"),
+    [
+        (drop, EngineError, "cannot be reached"),
+        (half, CutError, "broke off"),
+        (silence, EngineError, r"was silent for 0\.1 s"),
+        (HTML, EngineError, "not JSON"),
+        (b"[]", EngineError, "answered 200"),
+        (503, EngineError, "answered 503"),
+    ],
+)
+async def test_a_reply_that_fails_is_an_engine_error(client, reply, kind, says):
+    _, made = await client(timeout_s=0.1, call=reply)
+    with pytest.raises(kind, match=says):
+        await made.post("/call", b"{}", Call(), prompt_tokens=1)
+
+
+async def test_large_bodies_arrive(client):
+    stub, made = await client(call={"ok": 1})
+    text = "x" * (3 << 20)
+    assert await made.post("/call", json.dumps({"a": text}).encode(), Call(), prompt_tokens=1)
+    assert stub.bodies[0]["a"] == text
+
+
+async def test_events_are_read_however_they_are_cut(client):
+    parts = [b": comment\n", b"da", b"ta: 1\n", b"\n", b"event: x\r\nid: 3\r\nda", b"ta: 2\r\n\r",
+             b"\ndata:3\ndata: 4\n\n", b"data: [DONE]\n\ndata: late\n\n"]  # fmt: skip
+    _, made = await client(call=events(*parts, done=False))
+    found = await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
+    assert found == [b"1", b"2", b"3\n4"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "says"),
+    [
+        (503, EngineError, "answered 503"),
+        (b"{}", EngineError, "answered 200"),
+        (HTML, EngineError, "not JSON"),
+        (drop, EngineError, "cannot be reached"),
+        (trickle, CutError, "fell silent"),
+    ],
+)
+async def test_a_stream_that_fails_is_an_engine_error(client, reply, kind, says):
+    _, made = await client(timeout_s=0.1, call=reply)
+    with pytest.raises(kind, match=says):
+        await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
+
+
+async def test_a_stream_whose_connection_breaks_is_cut(client):
+    async def broken(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        request.transport.close()
+        return response
+
+    _, made = await client(call=broken)
+    with pytest.raises(CutError, match="broke off"):
+        await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
+
+
+async def test_an_abort_ends_a_wait_at_once(client):
+    _, made = await client(timeout_s=30, call=silence)
+    call = Call()
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        task = group.create_task(aborted(made.post("/call", b"{}", call, prompt_tokens=1)))
+        await asyncio.sleep(0.05)
+        call.abort()
+    assert task.result()
+    assert await aborted(made.post("/call", b"{}", call, prompt_tokens=1))
+
+
+async def aborted(work):
+    try:
+        await work
+    except AbortedError:
+        return True
+    return False
+
+
+async def test_a_timeout_of_the_callers_own_is_left_alone():
+    call = Call()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01), call.waiting():
+            await asyncio.sleep(5)
+    with pytest.raises(TimeoutError):
+        async with call.waiting():
+            raise TimeoutError

@@ -1,0 +1,53 @@
+from typing import Any
+
+import pytest
+
+from bridle.engines import ENGINES, open_engine
+from bridle.engines.scripted import ScriptedEngine
+from bridle.engines.vllm import VllmEngine
+from bridle.errors import ConfigError
+from bridle.plugins import load
+
+
+class OwnEngine:
+    """What a user may bring: made by being called with the target."""
+
+    def __init__(self, target):
+        self.target = target
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.json"
+    path.write_text('{"conversations": [{"turns": [{}]}]}')
+    return path
+
+
+def test_short_forms_make_engines(script):
+    assert isinstance(open_engine(f"scripted:{script}"), ScriptedEngine)
+    assert isinstance(open_engine(f"scripted:{script}", tokenizer="builtin"), ScriptedEngine)
+    assert isinstance(open_engine("http://127.0.0.1:8000/v1"), VllmEngine)
+    assert isinstance(open_engine("https://engine.example"), VllmEngine)
+
+
+def test_every_entry_of_the_table_can_be_loaded():
+    for name in ENGINES:
+        assert callable(load(name, ENGINES, what="engine"))
+
+
+def test_an_engine_of_your_own_is_made_from_its_dotted_path():
+    made: Any = open_engine("tests.engines.test_init:OwnEngine:some:target")
+    assert made.target == "some:target"
+
+
+@pytest.mark.parametrize("spec", ["", "scripted", "vllm:x", "gpt-4", "some.module:x.py"])
+def test_an_unknown_form_names_those_that_are_known(spec):
+    with pytest.raises(ConfigError, match=r"scripted:FILE, embedded:DIR|cannot be loaded"):
+        open_engine(spec)
+
+
+def test_a_missing_script_or_tokenizer_is_named(script, tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        open_engine(f"scripted:{tmp_path / 'gone.json'}")
+    with pytest.raises(ConfigError, match="no such folder"):
+        open_engine(f"scripted:{script}", tokenizer=str(tmp_path / "gone"))

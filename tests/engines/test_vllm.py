@@ -1,0 +1,492 @@
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.engines.stub import Stub, events, honest, sampled
+
+from bridle.engines.base import CutError, GenerateRequest, Versioned
+from bridle.engines.ids import ArrayIds
+from bridle.engines.scripted import scripted_logprobs
+from bridle.engines.server import EngineServer
+from bridle.engines.tokenizer import load_tokenizer
+from bridle.engines.vllm import VllmEngine
+from bridle.engines.vllm_routes import Route
+from bridle.errors import ContextOverflowError, EngineError
+from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.types import FinishReason, LogprobMode, Reply, Sampling, ToolCall, VersionSpan
+
+TOKENIZER = load_tokenizer(None)
+PROMPT = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+CHAT = "v1/chat/completions"
+TURN = {"reasoning": "hm", "content": "Hello, world, and all who live in it.",
+        "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}  # fmt: skip
+
+
+def request(prompt=PROMPT, **fields):
+    fields.setdefault("sampling", Sampling(temperature=1.0))
+    fields.setdefault("request_id", "r")
+    return GenerateRequest(prompt=ArrayIds(np.asarray(prompt)), **fields)
+
+
+async def collect(engine, made):
+    return [chunk async for chunk in engine.generate(made)]
+
+
+@pytest.fixture
+async def connected():
+    """Makes adapters: for an engine of ours behind the real server, or for a URL."""
+    closing: list[Any] = []
+
+    async def make(target, *, start=True, **options):
+        if not isinstance(target, str):
+            server = EngineServer(target)
+            await server.__aenter__()
+            closing.append(server.__aexit__)
+            target = server.url
+        engine = VllmEngine(target, **options)
+        closing.append(engine.aclose)
+        if start:
+            await engine.start()
+        return engine
+
+    yield make
+    for close in reversed(closing):
+        await close()
+
+
+@pytest.fixture
+async def stub():
+    """Makes stub servers."""
+    opened = []
+
+    async def make(**replies):
+        one = Stub(**replies)
+        opened.append(one)
+        return await one.__aenter__()
+
+    yield make
+    for one in opened:
+        await one.__aexit__()
+
+
+# ---- round trips through the real server
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, stream):
+    inside = scripted_engine([TURN])
+    await inside.set_version(3)
+    outside = await connected(inside, route=route)
+    (expected,) = await collect(inside, request())
+    chunks = await collect(outside, request(stream=stream))
+    assert (len(chunks) > 2) is stream
+    ids = np.concatenate([chunk.output_ids for chunk in chunks])
+    assert np.array_equal(ids, expected.output_ids)
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+    assert logprobs.dtype == np.float32
+    assert np.array_equal(logprobs, expected.logprobs)
+    told = [c.prompt_ids_json for c in chunks if c.prompt_ids_json is not None]
+    assert told == [expected.prompt_ids_json]
+    last = chunks[-1]
+    assert (last.finish_reason, last.versions) == (
+        FinishReason.STOP,
+        (VersionSpan(3, 0, len(ids)),),
+    )
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+    assert last.reply is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sixteen_thousand_ids_and_more_go_and_come_back(connected, stream):
+    for count in (16_384, 200_000):
+        inside = instant_engine()
+        engine = RecordingEngine(inside)
+        outside = await connected(engine)
+        prompt = np.arange(count, dtype=np.int32) % 2000
+        chunks = await collect(outside, request(prompt, stream=stream))
+        assert chunks[0].prompt_ids_json == ArrayIds(prompt).json()
+        assert np.array_equal(engine.requests[-1].prompt.array(), prompt)
+        ids = np.concatenate([chunk.output_ids for chunk in chunks])
+        assert np.array_equal(ids, inside.output_ids)
+
+
+async def test_what_is_asked_of_sampling_arrives(connected):
+    engine = RecordingEngine(scripted_engine([TURN]))
+    for route in Route:
+        outside = await connected(engine, route=route)
+        wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2)
+        grammar = {"json_schema": {"type": "object"}}
+        await collect(outside, request(sampling=wanted, grammar=grammar))
+        assert engine.requests[-1].sampling == wanted
+        assert engine.requests[-1].grammar == grammar
+
+
+async def test_stop_strings_and_budgets_end_replies_over_http_too(connected):
+    outside = await connected(scripted_engine([TURN]))
+    (chunk,) = await collect(outside, request(sampling=Sampling(stop=("world",))))
+    assert (chunk.finish_reason, chunk.stop_text) == (FinishReason.STOP, "world")
+    (chunk,) = await collect(outside, request(sampling=Sampling(max_tokens=3)))
+    assert (chunk.finish_reason, len(chunk.output_ids)) == (FinishReason.LENGTH, 3)
+
+
+async def test_a_delay_is_waited_for(connected):
+    outside = await connected(scripted_engine([{"content": "x", "delay_s": 0.1}]))
+    (chunk,) = await collect(outside, request())
+    assert chunk.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(("fault", "retryable"), [(500, True), (429, True), (400, False)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_faults_come_through_with_their_status(connected, fault, retryable, stream):
+    outside = await connected(scripted_engine([{"fault": fault}]))
+    with pytest.raises(EngineError) as caught:
+        await collect(outside, request(stream=stream))
+    assert (caught.value.status, caught.value.retryable) == (fault, retryable)
+
+
+async def test_a_cut_comes_through_as_a_cut(connected):
+    outside = await connected(scripted_engine([{**TURN, "fault": "cut"}]))
+    with pytest.raises(CutError):
+        await collect(outside, request())
+    got, error = [], None
+    try:
+        async for chunk in outside.generate(request(stream=True)):
+            got += chunk.output_ids.tolist()
+    except CutError as caught:
+        error = caught
+    assert error is not None
+    assert TOKENIZER.decode(got).startswith("<think>\nhm")
+
+
+async def test_an_abort_keeps_what_a_stream_gave_and_ends_the_engines_call(connected):
+    inside = RecordingEngine(scripted_engine([{"content": "word " * 4000}]))
+    outside = await connected(inside)
+    got = []
+    async for chunk in outside.generate(request(stream=True, request_id="mine")):
+        got.append(chunk)
+        if len(got) == 3:
+            await outside.abort("mine")
+            await outside.abort("unknown")
+    assert got[-1].finish_reason is FinishReason.ABORT
+    sampled_count = sum(len(chunk.output_ids) for chunk in got)
+    assert sampled_count > 0
+    assert got[-1].versions == (VersionSpan(0, 0, sampled_count),)
+    await ended_early(inside)
+
+
+async def test_an_abort_ends_a_waiting_call(connected):
+    inside = RecordingEngine(scripted_engine([{"delay_s": 60}]))
+    outside = await connected(inside)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        task = group.create_task(collect(outside, request(request_id="mine")))
+        while len(inside.requests) < 3:  # noqa: ASYNC110 - two probes, then the call
+            await asyncio.sleep(0.005)
+        await outside.abort("mine")
+    (chunk,) = task.result()
+    assert (chunk.finish_reason, len(chunk.output_ids)) == (FinishReason.ABORT, 0)
+    await ended_early(inside)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cancelled_call_ends_the_engines_call(connected, stream):
+    inside = RecordingEngine(scripted_engine([{"delay_s": 60}]))
+    outside = await connected(inside)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await collect(outside, request(stream=stream))
+    await ended_early(inside)
+    assert not outside._calls
+
+
+async def ended_early(engine):
+    async with asyncio.timeout(5):
+        while not engine.closed_early:  # noqa: ASYNC110 - the far side has no event
+            await asyncio.sleep(0.005)
+
+
+async def test_leaving_a_stream_early_ends_the_engines_call(connected):
+    inside = RecordingEngine(scripted_engine([{"content": "word " * 40_000}]))
+    outside = await connected(inside)
+    chunks = outside.generate(request(stream=True))
+    await anext(chunks)
+    await chunks.aclose()
+    await ended_early(inside)
+
+
+async def test_closing_ends_all_calls(connected):
+    outside = await connected(scripted_engine([{"delay_s": 60}]))
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        task = group.create_task(collect(outside, request()))
+        await asyncio.sleep(0.05)
+        await outside.aclose()
+    assert task.result()[-1].finish_reason is FinishReason.ABORT
+
+
+async def test_a_prompt_without_room_is_an_overflow_here_or_there(connected):
+    outside = await connected(scripted_engine([TURN], context_length=64))
+    with pytest.raises(ContextOverflowError):
+        await collect(outside, request(np.arange(64) + 33))
+    with pytest.raises(ContextOverflowError) as caught:
+        await collect(outside, request(np.arange(60) + 33, sampling=Sampling(max_tokens=10)))
+    assert (caught.value.prompt_tokens, caught.value.context_length) == (60, 64)
+
+
+async def test_many_calls_run_at_once(connected):
+    outside = await connected(scripted_engine([{**TURN, "delay_s": 0.1}]))
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for number in range(150):
+            group.create_task(collect(outside, request(request_id=f"r{number}")))
+
+
+async def test_an_engine_that_parses_gives_its_reply(connected):
+    outside = await connected(scripted_engine([TURN]), engine_parses=True)
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for stream in (False, True):
+        made = request(messages=messages, tools=tools, stream=stream)
+        reply = (await collect(outside, made))[-1].reply
+        assert (reply.content, reply.reasoning) == (TURN["content"], "hm")
+        assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", '{"a": 1}')]
+
+
+# ---- start
+
+
+async def test_it_says_what_the_server_is(connected):
+    inside = scripted_engine([TURN], model="m", context_length=500)
+    await inside.set_version(4)
+    outside = await connected(inside)
+    info = await outside.start()
+    assert (info.model, info.context_length, info.version) == ("m", 500, 4)
+    assert (info.logprob_mode, info.token_in) == (LogprobMode.RAW, True)
+    assert info.tokenizer_dir == str(TOKENIZER.folder)
+    assert outside.server_version.startswith("bridle-")
+    assert all(row["ok"] for row in outside.report.rows())
+    await outside.health()
+    await outside.set_version(9)
+    assert (await outside.start()).version == 9
+    assert isinstance(outside, Versioned)
+
+
+async def test_end_tokens_come_from_the_models_own_files(stub, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    models = {"data": [{"id": "m", "max_model_len": 100, "root": str(tmp_path)}]}
+    server = await stub(**{"v1/models": models, CHAT: honest()})
+    found = []
+    for name, text in (
+        ("config.json", '{"eos_token_id": 5}'),
+        ("generation_config.json", '{"eos_token_id": [5, 6]}'),
+        ("generation_config.json", "{broken"),
+        ("config.json", "{}"),
+    ):
+        (tmp_path / name).write_text(text)
+        engine = VllmEngine(server.url)
+        found.append((await engine.start()).eos_token_ids)
+        await engine.aclose()
+    assert found == [(5,), (5, 6), (5,), ()]
+
+
+async def test_versions_and_models_are_optional_and_checked(stub, connected):
+    server = await stub(**{CHAT: honest(), "weight_info": {"weight_version": "12"}})
+    assert (await (await connected(server.url)).start()).version == 12
+    with pytest.raises(EngineError, match="has no model 'other'"):
+        await connected(server.url, model="other")
+    assert (await (await connected(server.url, model="stub")).start()).model == "stub"
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ({"data": []}, "lists no model"),
+        ({"data": [{"id": "m"}]}, "does not tell max_model_len"),
+        (b"<html>", "not JSON"),
+        (401, "is the API key right"),
+        ({"data": None}, "lists no model"),
+    ],
+)
+async def test_what_is_no_engine_is_refused(stub, connected, models, says):
+    server = await stub(**{"v1/models": models})
+    with pytest.raises(EngineError, match=says):
+        await connected(server.url)
+
+
+async def test_a_server_that_ignores_ids_is_refused_with_the_cure(stub, connected):
+    server = await stub(**{CHAT: sampled([1, 2, 3])})
+    with pytest.raises(EngineError, match="cannot give what training needs") as caught:
+        await connected(server.url)
+    assert "token in: it used another prompt" in str(caught.value)
+    assert "--enable-scale-out" in str(caught.value)
+
+
+async def test_the_first_route_that_gives_all_is_taken(stub, connected):
+    def generate(body):
+        read = json.loads(body)
+        entries = [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]
+        return sampled(read["token_ids"], logprobs={"content": entries}, message=None)
+
+    server = await stub(**{CHAT: sampled([1, 2, 3]), "inference/v1/generate": generate})
+    engine = await connected(server.url)
+    (chunk,) = await collect(engine, request())
+    assert chunk.output_ids.tolist() == [7, 8]
+    assert server.bodies[-1]["sampling_params"]["max_tokens"] == 1000 - len(PROMPT)
+    routes = [row["found"] for row in engine.report.rows() if row["what"] == "route"]
+    assert routes == ["/inference/v1/generate"]
+
+
+def text_only(body):
+    read = json.loads(body)
+    message = {
+        "content": f"to {read['messages'][0]['content']}",
+        "reasoning": "hm",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+
+async def test_text_alone_is_taken_only_when_it_is_asked_for(stub, connected):
+    server = await stub(**{CHAT: text_only})
+    with pytest.raises(EngineError, match="sampled ids: none"):
+        await connected(server.url)
+    engine = await connected(server.url, allow_untokenized=True)
+    info = await engine.start()
+    assert (info.token_in, info.logprob_mode) == (False, LogprobMode.NONE)
+    (chunk,) = await collect(engine, request(messages=[{"role": "user", "content": "you"}]))
+    calls = (ToolCall("c", "f", "{}"),)
+    assert chunk.reply == Reply("to you", "hm", calls, FinishReason.STOP)
+    assert (len(chunk.output_ids), len(chunk.logprobs)) == (0, 0)
+    assert "kv_transfer_params" not in server.bodies[-1]
+
+
+async def test_a_good_engine_stays_strict_where_text_would_do(stub, connected):
+    server = await stub(**{CHAT: honest()})
+    engine = await connected(server.url, allow_untokenized=True)
+    server.replies["/" + CHAT] = text_only
+    with pytest.raises(EngineError, match="no token ids"):
+        await collect(engine, request())
+
+
+async def test_a_mode_that_cannot_be_measured_can_be_vouched_for(stub, connected):
+    server = await stub(**{CHAT: honest(values=(0.0, 0.0))})
+    with pytest.raises(EngineError, match="logprob mode: could not be measured"):
+        await connected(server.url)
+    engine = await connected(server.url, logprob_mode=LogprobMode.PROCESSED)
+    assert (await engine.start()).logprob_mode is LogprobMode.PROCESSED
+
+
+async def test_logprobs_that_name_no_ids_are_noted_not_refused(stub, connected):
+    entries = {"content": [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -2.0}]}
+    server = await stub(**{CHAT: honest(logprobs=entries)})
+    engine = await connected(server.url)
+    assert [row["what"] for row in engine.report.rows() if not row["ok"]] == ["pairing"]
+
+
+# ---- replies that go wrong
+
+
+@pytest.fixture
+async def turned(stub, connected):
+    """An adapter of a good server whose next replies are `reply`."""
+
+    async def make(reply, **options):
+        server = await stub(**{CHAT: honest()})
+        engine = await connected(server.url, **options)
+        server.replies["/" + CHAT] = reply
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (honest(ids=(7, 8, 9)), "gave 3 ids, but 2 logprobs"),
+        (honest(logprobs={}), "gave 2 ids, but 0 logprobs|without logprobs"),
+        (honest(token_ids=None), "no token ids|other ids"),
+        (honest(token_ids=[8, 7]), "belong to other ids"),
+        (honest(finish_reason="error"), "ended a reply with 'error'"),
+        (honest(finish_reason=None), "broke off before its end"),
+        ({"choices": []}, "broke off before its end"),
+        (b"<html>no</html>", "with a page, not JSON"),
+        (b'{"choices": 5}', "cannot be read"),
+        (503, "answered 503"),
+    ],
+)
+async def test_a_reply_that_cannot_be_used_is_an_engine_error(turned, reply, says):
+    engine = await turned(reply)
+    with pytest.raises(EngineError, match=says):
+        await collect(engine, request())
+    assert not engine._calls
+
+
+def piece(ids, **choice):
+    entries = [{"token": f"token_id:{i}", "logprob": -1.0} for i in ids]
+    return {
+        "choices": [{"delta": {}, "token_ids": ids, "logprobs": {"content": entries}, **choice}]
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "says"),
+    [
+        ([piece([5])], CutError, "broke off before its end"),
+        ([piece([5]), {"error": {"message": "gone"}}], EngineError, "failed in mid-reply"),
+        ([piece([5]), b"data: {oops\n\n"], EngineError, "cannot be read"),
+        ([], CutError, "broke off before its end"),
+    ],
+)
+async def test_a_stream_that_goes_wrong_is_an_engine_error(turned, parts, kind, says):
+    engine = await turned(events(*parts))
+    with pytest.raises(kind, match=says):
+        await collect(engine, request(stream=True))
+
+
+async def test_a_stream_may_end_without_its_mark_once_it_is_whole(turned):
+    first = {"prompt_token_ids": PROMPT.tolist(), "choices": [{"delta": {"role": "assistant"}}]}
+    last = piece([8], finish_reason="stop", weight_versions=[{"version": 2, "start": 0, "end": 2}])
+    usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
+    engine = await turned(events(first, piece([7]), last, usage, done=False))
+    chunks = await collect(engine, request(stream=True))
+    assert [chunk.output_ids.tolist() for chunk in chunks] == [[], [7], [8]]
+    assert chunks[0].prompt_ids_json == ArrayIds(PROMPT).json()
+    assert (chunks[-1].versions, chunks[-1].cached_tokens) == ((VersionSpan(2, 0, 2),), 3)
+
+
+async def test_versions_come_from_here_where_replies_do_not_tell_them(turned):
+    engine = await turned(honest())
+    await engine.set_version(6)
+    (chunk,) = await collect(engine, request())
+    assert chunk.versions == (VersionSpan(6, 0, 2),)
+
+
+async def test_an_unanswered_call_times_out(turned):
+    async def silence(_request):
+        await asyncio.sleep(30)
+
+    engine = await turned(silence, timeout_s=0.2)
+    with pytest.raises(EngineError, match="was silent") as caught:
+        await collect(engine, request())
+    assert caught.value.retryable
+
+
+async def test_an_engine_that_is_gone_can_be_tried_again(connected):
+    server = EngineServer(scripted_engine([TURN]))
+    async with server:
+        engine = await connected(server.url)
+    with pytest.raises(EngineError) as caught:
+        await collect(engine, request())
+    assert caught.value.retryable
+    with pytest.raises(EngineError):
+        await engine.health()
+
+
+def test_the_short_form_names_the_server():
+    assert VllmEngine.open("http://h:1/v1")._client.base_url == "http://h:1"
+
+
+async def test_scripted_logprobs_cross_http_exactly(connected):
+    outside = await connected(scripted_engine([TURN]))
+    (chunk,) = await collect(outside, request())
+    assert np.array_equal(chunk.logprobs, scripted_logprobs(chunk.output_ids))

@@ -1,0 +1,210 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.stub import sampled
+
+from bridle.engines.base import GenerateRequest
+from bridle.engines.ids import ArrayIds
+from bridle.engines.vllm_routes import MessageText, Route, call_body, read_answer
+from bridle.errors import EngineError
+from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
+
+PROMPT = [5, 6, 7]
+SAMPLING = Sampling(
+    temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, stop=("a",), stop_token_ids=(3,), seed=4
+)
+
+
+def request(**fields):
+    fields.setdefault("sampling", SAMPLING)
+    return GenerateRequest("r", ArrayIds(np.array(PROMPT)), **fields)
+
+
+def body(route, made, *, token_in=True):
+    return json.loads(call_body(route, made, "m", room=50, token_in=token_in))
+
+
+COMMON = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 9, "stop": ["a"],
+          "stop_token_ids": [3], "seed": 4}  # fmt: skip
+
+
+def test_a_chat_call_carries_its_ids_beside_a_stand_in_message():
+    read = body(Route.CHAT, request(session_id="s"))
+    assert read == {
+        "model": "m", "request_id": "r", "session_id": "s", **COMMON,
+        "messages": [{"role": "user", "content": "."}],
+        "kv_transfer_params": {"prompt_token_ids": PROMPT},
+        "return_token_ids": True, "return_tokens_as_token_ids": True,
+        "return_weight_versions": True, "logprobs": True, "top_logprobs": 0,
+        "include_reasoning": True,
+    }  # fmt: skip
+
+
+def test_a_call_without_token_in_is_its_messages():
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    made = request(messages=messages, tools=tools, model="other", stream=True)
+    read = body(Route.CHAT, made, token_in=False)
+    assert (read["messages"], read["tools"], read["model"]) == (messages, tools, "other")
+    assert "kv_transfer_params" not in read
+    assert (read["stream"], read["stream_options"]) == (True, {"include_usage": True})
+
+
+def test_a_token_call_keeps_sampling_in_its_own_object():
+    read = body(Route.GENERATE, request(grammar={"json_schema": {"type": "object"}}))
+    assert read["token_ids"] == PROMPT
+    assert read["sampling_params"] == {
+        **COMMON, "logprobs": 0, "structured_outputs": {"json": {"type": "object"}}
+    }  # fmt: skip
+    assert read["return_token_ids"] is True
+
+
+def test_a_completion_call_has_ids_for_a_prompt():
+    read = body(Route.COMPLETIONS, request())
+    assert (read["prompt"], read["logprobs"]) == (PROMPT, 0)
+
+
+@pytest.mark.parametrize("route", [Route.GENERATE, Route.COMPLETIONS])
+def test_routes_that_default_to_sixteen_tokens_are_told_what_is_left(route):
+    read = body(route, request(sampling=Sampling()))
+    assert (read.get("sampling_params") or read)["max_tokens"] == 50
+    assert "max_tokens" not in body(Route.CHAT, request(sampling=Sampling()))
+
+
+def test_a_grammar_becomes_a_response_format():
+    schema = body(Route.CHAT, request(grammar={"json_schema": {"a": 1}}))["response_format"]
+    assert schema == {"type": "json_schema", "json_schema": {"name": "reply", "schema": {"a": 1}}}
+    free = body(Route.COMPLETIONS, request(grammar={"json_schema": {}}))["response_format"]
+    assert free == {"type": "json_object"}
+
+
+# ---- replies
+
+
+def answer(compact=True, **changes):
+    separators = (",", ":") if compact else None
+    return json.dumps(sampled(PROMPT, **changes), separators=separators).encode()
+
+
+def reading(compact=True, **changes):
+    return read_answer(answer(compact, **changes))
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_reply_is_read_into_arrays_and_its_prompt_stays_text(compact):
+    read = reading(compact)
+    chunk = read.chunk
+    assert (chunk.output_ids.tolist(), chunk.output_ids.dtype) == ([7, 8], np.int32)
+    assert (chunk.logprobs.tolist(), chunk.logprobs.dtype) == ([-0.5, -1.5], np.float32)
+    assert json.loads(chunk.prompt_ids_json) == PROMPT
+    assert (chunk.finish_reason, chunk.stop_text, read.paired) == (FinishReason.STOP, None, True)
+    assert read.spans is None
+
+
+def test_the_token_routes_logprobs_name_ids_as_numbers():
+    entries = [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]
+    assert reading(logprobs={"content": entries}).paired
+    entries[1]["token_id"] = 9
+    with pytest.raises(EngineError, match=r"belong to other ids: at 1 it sampled 8 .* of 9"):
+        reading(logprobs={"content": entries})
+
+
+def test_completions_have_parallel_lists():
+    lists = {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-1.0, -2.0]}
+    read = reading(logprobs=lists, prompt_token_ids=[1], text="hi", message=None)
+    assert (read.chunk.logprobs.tolist(), read.paired, read.text) == ([-1.0, -2.0], True, "hi")
+
+
+def test_tokens_named_by_text_cannot_be_paired_and_say_so():
+    entries = [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -2.0}]
+    assert reading(logprobs={"content": entries}).paired is None
+
+
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=8, unique=True))
+def test_a_shift_of_equal_length_is_always_seen(ids):
+    entries = [{"token": f"token_id:{i}", "logprob": -1.0} for i in [*ids[1:], ids[0]]]
+    with pytest.raises(EngineError, match="belong to other ids"):
+        reading(ids=ids, logprobs={"content": entries})
+
+
+def entry(value):
+    return {"token": "token_id:7", "logprob": value}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ids": [7, 8, 9]}, "gave 3 ids, but 2 logprobs"),
+        ({"ids": [7], "logprobs": {"content": [entry(None)]}}, "no logprob for token 0"),
+        ({"ids": [7], "logprobs": {"content": [entry(-9999.0)]}}, "no logprob for token 0"),
+        ({"ids": [7], "logprobs": {"content": [{"token": "token_id:7"}]}}, "no logprob"),
+        ({"finish_reason": "error"}, "ended a reply with 'error'"),
+        ({"token_ids": [-1, 2]}, "cannot be read"),
+        ({"token_ids": "x"}, "cannot be read"),
+        ({"weight_versions": [{"version": "v2", "start": 0, "end": 2}]}, "'v2' is no number"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused(changes, says):
+    with pytest.raises(EngineError, match=says):
+        reading(**changes)
+
+
+def test_text_that_is_no_reply_is_refused():
+    for text in (b"{oops", b"[]", b'{"choices": 3}', b""):
+        with pytest.raises(EngineError, match="cannot be read"):
+            read_answer(text)
+
+
+def test_an_error_in_a_stream_can_be_tried_again():
+    with pytest.raises(EngineError, match=r"failed in mid-reply.*gone") as caught:
+        read_answer(b'{"error":{"message":"gone","code":500}}')
+    assert caught.value.retryable
+
+
+def test_versions_stop_strings_extras_and_cache_hits_are_read():
+    told = sampled(PROMPT, stop_reason="END", routed_experts="AAA", sampling_mask=[[1]],
+                   weight_versions=[{"version": "3", "start": 0, "end": 2}])  # fmt: skip
+    told["usage"]["prompt_tokens_details"] = {"cached_tokens": 2}
+    read = read_answer(json.dumps(told).encode())
+    assert read.chunk is not None
+    assert read.spans == (VersionSpan(3, 0, 2),)
+    assert read.chunk.stop_text == "END"
+    assert read.chunk.extra == {"routed_experts": "AAA", "sampling_mask": [[1]]}
+    assert read.cached_tokens == 2
+
+
+def test_a_usage_chunk_has_no_chunk():
+    read = read_answer(b'{"choices":[],"usage":{"prompt_tokens":3}}')
+    assert (read.chunk, read.cached_tokens) == (None, 0)
+
+
+def test_a_reply_without_ids_has_none():
+    read = reading(token_ids=None, logprobs=None)
+    assert (len(read.chunk.output_ids), read.ids_told) == (0, False)
+
+
+def test_what_an_engine_parsed_is_collected_over_pieces():
+    pieces = [
+        {"reasoning": "h", "content": None},
+        {"reasoning": "m", "content": "a"},
+        {"tool_calls": [{"index": 0, "id": "c0", "function": {"name": "f", "arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}},
+                        {"index": 1, "id": "c1", "function": {"name": "g", "arguments": "{}"}}]},
+    ]  # fmt: skip
+    text = MessageText()
+    for piece in pieces:
+        told = {"choices": [{"delta": piece, "token_ids": []}]}
+        text.add(read_answer(json.dumps(told).encode()))
+    text.add(read_answer(b'{"choices":[{"text":"!"}]}'))
+    calls = (ToolCall("c0", "f", '{"a":1}'), ToolCall("c1", "g", "{}"))
+    assert text.reply(FinishReason.STOP) == Reply("a!", "hm", calls, FinishReason.STOP)
+
+
+def test_calls_of_a_whole_message_have_no_index():
+    calls = [{"id": f"c{i}", "function": {"name": "f", "arguments": "{}"}} for i in range(2)]
+    text = MessageText()
+    text.add(reading(message={"content": None, "tool_calls": calls}))
+    assert [call.id for call in text.reply(FinishReason.STOP).tool_calls] == ["c0", "c1"]
