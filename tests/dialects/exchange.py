@@ -4,6 +4,7 @@
 both directions are checked against its own reading of the wire format.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.base import ReplyHead, RouteKind, StreamEncoder
 from bridle.dialects.sse import SseEvent, SseParser
 from bridle.errors import RequestError
-from bridle.types import FinishReason, ModelRequest, Reply, ToolCall, Usage
+from bridle.types import Dialect, FinishReason, ModelRequest, Reply, ToolCall, Usage
 
 HEAD = ReplyHead("00112233445566778899aabb", "my-model", 1_790_000_000, prompt_tokens=11)
 USAGE = Usage(prompt_tokens=11, completion_tokens=7, cached_tokens=4, reasoning_tokens=3)
@@ -106,3 +107,19 @@ class Provider:
     def client(self) -> httpx2.Client:
         """An HTTP client whose every request comes here."""
         return httpx2.Client(transport=httpx2.MockTransport(self))
+
+
+POSTED = {
+    Dialect.OPENAI_CHAT: "/v1/chat/completions",
+    Dialect.OPENAI_RESPONSES: "/v1/responses",
+    Dialect.ANTHROPIC: "/v1/messages",
+    Dialect.GOOGLE: "/v1beta/models/my-model:generateContent",
+}
+"""A path of each dialect that asks for a reply."""
+
+
+def parse(dialect: Dialect, body: object, path: str | None = None) -> ModelRequest:
+    """A body read in a dialect, without a memo."""
+    route = recognise("POST", path or POSTED[dialect], "", {})
+    assert route is not None
+    return DIALECTS[dialect].parse(route, json.dumps(body).encode(), {})

@@ -1,9 +1,9 @@
 """Golden exchanges: what real clients send, what we make of it, and what they get.
 
-Each folder of `tests/golden/DIALECT/FEATURE` holds `request.json` as it came over the wire, `turn.json`
-(the reply to dress, the path where the dialect needs one), and what becomes of them: `internal.json`,
-`reply.json`, `stream.sse`. PROVENANCE names the client whose shape it is. `BRIDLE_TEST_REGOLD=1`
-writes the results anew; the change is reviewed as a diff.
+Each folder of `tests/golden/DIALECT/FEATURE` holds `request.json` as it came over the wire,
+`turn.json` (the reply to dress, the path where the dialect needs one), and what becomes of them:
+`internal.json`, `reply.json`, `reply_messages.json`, `stream.sse`. PROVENANCE names the client
+whose shape it is. `BRIDLE_TEST_REGOLD=1` writes the results anew; the change is reviewed as a diff.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.dialects.exchange import HEAD, USAGE, live, synthetic
 
@@ -29,7 +30,7 @@ PATHS = {
 }
 
 
-def shown(value):
+def shown(value):  # noqa: PLR0911 - one return for each kind of value
     """A request as JSON: without what only repeats the raw bytes."""
     match value:
         case ModelRequest():
@@ -41,7 +42,9 @@ def shown(value):
             return {key: shown(item) for key, item in value.items()}
         case list() | tuple():
             return [shown(item) for item in value]
-        case set() | frozenset():
+        case msgspec.Raw():
+            return json.loads(bytes(value))
+        case frozenset():
             return sorted(value)
         case _ if dataclasses.is_dataclass(value):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

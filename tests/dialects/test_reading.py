@@ -182,6 +182,7 @@ def test_arguments_are_text(value, text):
     [
         ('{"a": 1.0, "b": 1e5}', b'{"a": 1.0, "b": 1e5}'),
         (" {} ", b"{}"),
+        ('{\n "a": [1.0,\r\n "x y"] }', b'{"a":[1.0,"x y"]}'),
         ("", b"{}"),
         ("null", b"{}"),
         ("[1]", b'{"unparsed_arguments":"[1]"}'),

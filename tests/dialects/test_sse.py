@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +31,7 @@ def test_the_specification_is_followed():
 def test_a_stream_cut_at_any_bytes_gives_the_same_events(cuts):
     parser = SseParser()
     edges = [0, *sorted(cuts), len(STREAM)]
-    chunks = [STREAM[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    chunks = [STREAM[start:end] for start, end in itertools.pairwise(edges)]
     assert [event for chunk in chunks for event in parser.feed(chunk)] == EVENTS
 
 

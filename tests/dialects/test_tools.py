@@ -23,7 +23,12 @@ F = ToolSpec("f", None, None)
 
 def test_a_list_is_read_once_until_it_is_the_oldest():
     seen = []
-    memo = ToolMemo(lambda value, path: seen.append(value) or ToolList((F,)))
+
+    def read(value, path):
+        seen.append(value)
+        return ToolList((F,))
+
+    memo = ToolMemo(read)
     first = memo.read(b"[0]", "tools")
     assert memo.read(b"[0]", "tools") is first
     for number in range(1, KEPT_LISTS + 1):
@@ -75,7 +80,7 @@ def test_a_freeform_tool_is_a_function_with_one_text():
     spec = freeform_spec("patch", "Patch it.", "Use it so.")
     assert spec.description == "Patch it.\n\nUse it so."
     assert freeform_spec("patch", None, None).description is None
-    assert spec.parameters["required"] == ["input"]
+    assert (spec.parameters or {})["required"] == ["input"]
     call = ToolCall("1", "patch", "raw\n", custom=True)
     shown = as_function(call)
     assert json.loads(shown.arguments) == {"input": "raw\n"}
@@ -92,6 +97,6 @@ def test_arguments_that_do_not_fit_are_the_input(arguments):
 def test_a_grammar_is_told():
     flat = {"type": "grammar", "syntax": "regex", "definition": "a+"}
     assert freeform_grammar(flat) == "The input must match this regex grammar:\na+"
-    assert freeform_grammar({"grammar": {"definition": "x"}}).endswith("lark grammar:\nx")
+    assert str(freeform_grammar({"grammar": {"definition": "x"}})).endswith("lark grammar:\nx")
     for form in (None, {}, {"type": "text"}, {"grammar": 7}):
         assert freeform_grammar(form) is None

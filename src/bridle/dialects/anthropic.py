@@ -36,6 +36,7 @@ from bridle.dialects.reading import (
     object_at,
     objects,
     read_spans,
+    shallow,
     split_array,
     split_object,
     text_at,
@@ -95,6 +96,10 @@ class Anthropic(WireFormat):
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; each message is one span, `system` is in the head."""
         del route
+        with shallow(""):
+            return self._parse(body, memo)
+
+    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields = split_object(body)
         if (raw_messages := fields.pop("messages", None)) is None:
             raise missing("messages")

@@ -29,6 +29,7 @@ from bridle.dialects.reading import (
     objects,
     objects_at,
     read_spans,
+    shallow,
     split_array,
     split_object,
     text_at,
@@ -86,6 +87,10 @@ class Google(WireFormat):
 
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; each content is one span, the system instruction is in the head."""
+        with shallow(""):
+            return self._parse(route, body, memo)
+
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields = split_object(body)
         inner = fields.get("generateContentRequest") or fields.get("generate_content_request")
         if inner is not None:  # countTokens takes a whole request, too

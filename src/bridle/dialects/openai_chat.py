@@ -31,6 +31,7 @@ from bridle.dialects.reading import (
     objects,
     objects_at,
     read_spans,
+    shallow,
     split_array,
     split_object,
     text_at,
@@ -93,6 +94,10 @@ class OpenAIChat(WireFormat):
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; each message is one span."""
         del route
+        with shallow(""):
+            return self._parse(body, memo)
+
+    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields = split_object(body)
         if (raw_messages := fields.pop("messages", None)) is None:
             raise missing("messages")

@@ -13,6 +13,7 @@ read in `openai_responses_items`, tools in `openai_responses_tools`, written in
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgspec
 
@@ -47,7 +48,9 @@ from bridle.dialects.reading import (
     name_at,
     number_at,
     object_at,
+    one_line,
     read_spans,
+    shallow,
     split_array,
     split_object,
     text_at,
@@ -95,6 +98,10 @@ class OpenAIResponses(WireFormat):
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; the items of one message are one span."""
         del route
+        with shallow(""):
+            return self._parse(body, memo)
+
+    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields = split_object(body)
         items = _input_items(fields)
         tools_span = sent(fields.pop("tools", None))
@@ -134,7 +141,7 @@ class OpenAIResponses(WireFormat):
             tools_span=tools_span,
             extra={
                 "removed": dict(tools.removed),
-                "dress": _dress(head, tools, reasoning, compacts=compacts),
+                "dress": _dress(head, fields, tools, reasoning, compacts=compacts),
                 "previous_response_id": previous,
                 "store": flag_at(head, "store", "") is not False,
             },
@@ -163,8 +170,8 @@ class OpenAIResponses(WireFormat):
         instructions are the new request's own, as the API defines.
         """
         fields = split_object(body)
-        fields.pop("previous_response_id", None)
         items = [*history, *_input_items(fields)]
+        fields.pop("previous_response_id", None)
         whole = b"[" + b",".join(items) + b"]"
         return encode({**fields, "input": msgspec.Raw(whole)})
 
@@ -239,12 +246,10 @@ def _with_added_tools(
 ) -> ToolList:
     """`tools` and those that come as `additional_tools` items (Codex's code mode)."""
     for index, (item, length) in enumerate(zip(items, lengths, strict=True)):
-        if length:
-            continue
-        where = f"input[{index}]"
-        value = an_object(decode(item, where), where)
-        if value.get("type") == "additional_tools":
-            tools = tools.plus(memo.read(encode(value.get("tools")), f"{where}.tools"))
+        if length == 0:
+            listed = split_object(item).get("tools")
+            if listed is not None:
+                tools = tools.plus(memo.read(bytes(listed), f"input[{index}].tools"))
     return tools
 
 
@@ -275,28 +280,37 @@ def _read_schema(form: JSON) -> JSON | None:
             return None
 
 
-def _dress(head: JSON, tools: ToolList, reasoning: JSON, *, compacts: bool) -> Dress:
+_ECHOED: dict[str, Any] = {
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "top_p": None,
+    "truncation": "disabled",
+}
+"""What a response repeats of its request, and what it says where the request said nothing."""
+
+
+def _dress(
+    head: JSON, fields: dict[str, msgspec.Raw], tools: ToolList, reasoning: JSON, *, compacts: bool
+) -> Dress:
     include = texts_at(head, "include", "")
-    summary = text_at(reasoning, "summary", "reasoning") or text_at(
-        reasoning, "generate_summary", "reasoning"
-    )
+    summary = text_at(reasoning, "summary", "reasoning")
+    older = text_at(reasoning, "generate_summary", "reasoning")
+    echo: JSON = {
+        key: one_line(fields[key]) if head.get(key) is not None else default
+        for key, default in _ECHOED.items()
+    }
+    echo["reasoning"] = {"effort": reasoning.get("effort"), "summary": summary}
     return Dress(
         freeform=tools.freeform,
         wire=tools.wire,
-        summary=summary not in (None, "none"),
+        summary=(summary or older) not in (None, "none"),
         encrypted="reasoning.encrypted_content" in include,
         compacts=compacts,
-        echo={
-            "max_output_tokens": head.get("max_output_tokens"),
-            "metadata": head.get("metadata") or {},
-            "parallel_tool_calls": head.get("parallel_tool_calls") is not False,
-            "previous_response_id": head.get("previous_response_id"),
-            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-            "store": head.get("store") is not False,
-            "temperature": head.get("temperature"),
-            "text": head.get("text") or {"format": {"type": "text"}},
-            "tool_choice": head.get("tool_choice") or "auto",
-            "top_p": head.get("top_p"),
-            "truncation": head.get("truncation") or "disabled",
-        },
+        echo=echo,
     )

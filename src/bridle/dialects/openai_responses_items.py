@@ -59,7 +59,8 @@ def _summary_in(content: str | None) -> str | None:
     if content is None or not content.startswith(_COMPACTED):
         return None
     try:
-        return base64.urlsafe_b64decode(content.removeprefix(_COMPACTED)).decode()
+        raw = content.removeprefix(_COMPACTED)
+        return base64.b64decode(raw, altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
         return None
 

@@ -48,6 +48,11 @@ def encode(value: Any) -> bytes:
         return msgspec.json.encode(_cleaned(value))
 
 
+def one_line(raw: bytes | msgspec.Raw) -> msgspec.Raw:
+    """JSON text without white space around its tokens, so that it can stand in an event."""
+    return msgspec.Raw(msgspec.json.format(bytes(raw), indent=-1))
+
+
 def wrong(path: str, expected: str, value: Any) -> RequestError:
     """The refusal of a value of the wrong type, naming where, what was wanted and what came."""
     where = f"'{path}'" if path else "the request body"
@@ -175,11 +180,12 @@ def read_spans(
 
 @contextmanager
 def shallow(path: str) -> Iterator[None]:
-    """Refuse what is nested too deeply to be read."""
+    """Refuse what is nested too deeply to be read. An empty `path` is the body."""
+    where = f"'{path}' is" if path else "The request body is"
     try:
         yield
     except RecursionError:
-        raise RequestError(f"'{path}' is nested too deeply.", param=path) from None
+        raise RequestError(f"{where} nested too deeply.", param=path or None) from None
 
 
 # ---- typed members
@@ -334,8 +340,9 @@ def arguments_text(value: Any) -> str:
 def arguments_object(arguments: str) -> bytes:
     """JSON text of call arguments for a dialect that needs an object.
 
-    An object stays as it was written. Empty text and `null` are `{}`. Anything else goes under the
-    key `unparsed_arguments`, so that the harness's own schema check tells the model.
+    An object stays as it was written, but on one line. Empty text and `null` are `{}`. Anything
+    else goes under the key `unparsed_arguments`, so that the harness's own schema check tells the
+    model.
     """
     raw = arguments.strip()
     if raw in ("", "null"):
@@ -343,7 +350,7 @@ def arguments_object(arguments: str) -> bytes:
     text = without_lone_surrogates(raw).encode()
     try:
         if isinstance(_VALUE.decode(text), dict):
-            return text
+            return bytes(one_line(text)) if "\n" in raw or "\r" in raw else text
     except _REFUSED:
         pass
     return encode({"unparsed_arguments": without_lone_surrogates(arguments)})

@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from tests.dialects.exchange import CALLS, HEAD, THOUGHT, USAGE, parse
+
+from bridle.dialects import DIALECTS, dialects, recognise
+from bridle.dialects.noise import BILLING
+from bridle.errors import RequestError
+from bridle.types import Dialect, MediaPart, Message, Role, TextPart
+
+WIRE = DIALECTS[Dialect.ANTHROPIC]
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
+BILLED = [
+    {"type": "text", "text": "x-anthropic-billing-header: v=1; cc_is_subagent=true;"},
+    {"type": "text", "text": "You are a helper."},
+]
+
+
+def read(**fields):
+    return parse(Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "messages": HI, **fields})
+
+
+def test_system_is_the_heads_message_and_stays_in_place_inside():
+    request = read(system="rules", messages=[*HI, {"role": "system", "content": "note"}])
+    assert [message.role for message in request.messages] == [Role.SYSTEM, Role.USER, Role.SYSTEM]
+    assert request.head_messages == 1
+    assert request.span_lengths == (1, 1)
+    assert read(system="").head_messages == read(system=[]).head_messages == 0
+
+
+def test_the_billing_block_is_removed_and_recorded():
+    request = read(system=BILLED)
+    assert request.messages[0].text == "You are a helper."
+    assert "cc_is_subagent=true" in request.extra["removed"][BILLING.name][0]
+    assert b"billing" in request.head
+    only = read(system=BILLED[:1])
+    assert (only.head_messages, only.messages[0].role) == (0, Role.USER)
+
+
+def test_the_billing_block_stays_where_its_rule_is_off():
+    route = recognise("POST", "/v1/messages", "", {})
+    assert route is not None
+    body = json.dumps({"model": "m", "messages": HI, "system": BILLED}).encode()
+    request = dialects(rules=())[Dialect.ANTHROPIC].parse(route, body, {})
+    assert request.messages[0].text.startswith("x-anthropic-billing-header")
+    assert request.extra["removed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("choice", "read_as"),
+    [
+        (None, "auto"),
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "any"}, "required"),
+        ({"type": "tool", "name": "f"}, "f"),
+        ({"type": "tool", "name": "later"}, "later"),
+    ],
+)
+def test_tool_choices(choice, read_as):
+    later = {"name": "later", "input_schema": {}, "defer_loading": True}
+    request = read(tools=[*TOOLS, later], tool_choice=choice)
+    assert request.tool_choice == read_as
+    assert [tool.name for tool in request.tools] == ["f"]
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "odd"}, {"type": "tool"}, {"type": "tool", "name": "g"}]
+)
+def test_a_tool_choice_that_names_nothing_is_refused(choice):
+    with pytest.raises(RequestError, match=r"tool_choice|Tool choice"):
+        read(tools=TOOLS, tool_choice=choice)
+
+
+def test_top_k_zero_means_all():
+    assert read(top_k=0).sampling.top_k == -1
+    assert read(top_k=5).sampling.top_k == 5
+
+
+def test_a_deferred_tool_is_shown_where_a_result_refers_to_it():
+    later = {"name": "later", "input_schema": {"a": 1}, "defer_loading": True}
+    blocks = [
+        {"type": "text", "text": "found"},
+        {"type": "tool_reference", "tool_name": "later"},
+        {"type": "odd"},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": blocks}
+    messages = [*HI, {"role": "user", "content": [result]}]
+    plain, shown = read(messages=messages), read(messages=messages, tools=[later])
+    assert shown.messages[0] == plain.messages[0]
+    assert isinstance(plain.messages[1].content[1], MediaPart)
+    first, loaded, odd = shown.messages[1].content
+    assert first == TextPart("found")
+    assert json.loads(loaded.text)["parameters"] == {"a": 1}
+    assert isinstance(odd, MediaPart)
+    text_only = [*HI, {"role": "user", "content": [{**result, "content": "x"}]}]
+    assert read(messages=text_only, tools=[later]).messages[1].text == "x"
+
+
+def test_thinking_is_shown_only_where_it_was_asked_for():
+    asked = {"thinking": {"type": "adaptive"}}
+    hidden = {"thinking": {"type": "enabled", "display": "omitted"}}
+    shown = [
+        json.loads(WIRE.reply_json(read(**extra), HEAD, THOUGHT, USAGE))["content"][0]
+        for extra in ({}, {"thinking": {"type": "disabled"}}, asked, hidden)
+    ]
+    assert [block["type"] for block in shown] == ["text", "text", "thinking", "thinking"]
+    assert [block.get("thinking") for block in shown[2:]] == ["Two and two.", ""]
+    assert all(block["signature"] for block in shown[2:])
+
+
+def test_our_signature_and_call_ids_come_back_as_ours():
+    request = read(thinking={"type": "enabled"})
+    [message] = WIRE.reply_messages(WIRE.reply_json(request, HEAD, CALLS, USAGE))
+    assert isinstance(message, Message)
+    assert len(message.issued_ids) == 1
+    assert [call.id for call in message.tool_calls] == ["toolu_" + "a" * 24, "toolu_" + "b" * 24]
+
+
+def test_schemas_of_answers():
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "schema": schema}
+    assert read(output_config={"format": form}).response_schema == schema
+    assert read(output_format=form).response_schema == schema
+    assert read(output_config={"format": {"type": "json_schema"}}).response_schema == {}
+    assert read(output_config={"format": {"type": "text"}}).response_schema is None

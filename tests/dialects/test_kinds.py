@@ -1,0 +1,131 @@
+import json
+
+import pytest
+from tests.dialects.exchange import parse
+
+from bridle.dialects.kinds import RULES, kind_of
+from bridle.types import Dialect, Kind
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def chat(system="You are an agent.", user="go", tools=(TOOL,), **fields):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    body = {"model": "m", "messages": messages, "tools": list(tools), **fields}
+    return parse(Dialect.OPENAI_CHAT, body)
+
+
+def messages(**fields):
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    return parse(Dialect.ANTHROPIC, {**body, **fields})
+
+
+def schema(*names):
+    return {
+        "type": "json_schema",
+        "json_schema": {"schema": {"properties": {name: {} for name in names}}},
+    }
+
+
+def test_an_agents_call_needs_no_mark():
+    for request in (
+        chat(),
+        chat(tools=()),
+        messages(),
+        chat(tools=(), response_format=schema("a")),
+    ):
+        assert kind_of({}, request) == (Kind.AGENT, None)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-claude-code-agent-id": "a1"},
+        {"x-openai-subagent": "collab_spawn"},
+        {"x-codex-parent-thread-id": "t"},
+        {"x-parent-session-id": "s"},
+        {"x-interaction-type": "conversation-subagent"},
+    ],
+)
+def test_a_header_marks_a_subagent(headers):
+    assert kind_of(headers, chat()) == (Kind.SUBAGENT, "subagent_header")
+
+
+@pytest.mark.parametrize(
+    ("mark", "kind"),
+    [
+        (" cc_is_subagent=true;", Kind.SUBAGENT),
+        (" cc_is_subagent=false;", Kind.AGENT),
+        ("", Kind.AGENT),
+    ],
+)
+def test_the_removed_billing_block_marks_a_subagent(mark, kind):
+    block = {"type": "text", "text": f"x-anthropic-billing-header: v=1;{mark}"}
+    assert kind_of({}, messages(system=[block]))[0] is kind
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(user="This is a CONTEXT CHECKPOINT COMPACTION."),
+        chat(user="CRITICAL: Respond with TEXT ONLY. Summarise."),
+        chat(user="Please create a detailed summary of all."),
+        chat(system="Write <state_snapshot> tags.", tools=()),
+        chat(user="End with <state_snapshot>.", tools=()),
+        chat(system="You are tasked with summarizing conversations.", tools=()),
+        parse(
+            Dialect.OPENAI_RESPONSES,
+            {
+                "model": "m",
+                "input": [{"role": "user", "content": "x"}, {"type": "compaction_trigger"}],
+            },
+        ),
+    ],
+)
+def test_a_request_for_the_summary_is_a_compaction(request_):
+    assert kind_of({"x-openai-subagent": "collab_spawn"}, request_)[0] is Kind.COMPACTION
+
+
+@pytest.mark.parametrize(
+    ("headers", "kind"),
+    [
+        ({"x-codex-turn-metadata": json.dumps({"request_kind": "compaction"})}, Kind.COMPACTION),
+        ({"x-openai-subagent": "compact"}, Kind.COMPACTION),
+        ({"x-codex-turn-metadata": json.dumps({"request_kind": "turn"})}, Kind.AGENT),
+        ({"x-codex-turn-metadata": json.dumps({"request_kind": 7})}, Kind.AGENT),
+        ({"x-codex-turn-metadata": "[1]"}, Kind.AGENT),
+        ({"x-codex-turn-metadata": "no json"}, Kind.AGENT),
+        ({"x-openai-subagent": "review"}, Kind.AGENT),
+    ],
+)
+def test_codex_names_its_requests(headers, kind):
+    assert kind_of(headers, chat())[0] is kind
+
+
+@pytest.mark.parametrize(
+    ("request_", "rule"),
+    [
+        (chat(tools=(), response_format=schema("title")), "title"),
+        (chat(system="You are a title generator.", tools=()), "title"),
+        (chat(tools=(), response_format=schema("reasoning", "model_choice")), "router"),
+        (messages(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "search"),
+        (messages(max_tokens=1), "quota_probe"),
+    ],
+)
+def test_side_calls_are_known_by_their_shape(request_, rule):
+    assert kind_of({}, request_) == (Kind.SIDE, rule)
+
+
+def test_text_of_a_result_is_no_mark():
+    body = {
+        "model": "m",
+        "messages": [
+            {"role": "tool", "tool_call_id": "1", "content": "CONTEXT CHECKPOINT COMPACTION"}
+        ],
+    }
+    assert kind_of({}, parse(Dialect.OPENAI_CHAT, body)) == (Kind.AGENT, None)
+
+
+def test_every_rule_says_why():
+    assert all(rule.why for rule in RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES)

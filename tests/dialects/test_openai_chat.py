@@ -1,0 +1,148 @@
+import json
+
+import pytest
+from tests.dialects.exchange import CALLS, HEAD, NOTHING, TEXT, USAGE, parse
+
+from bridle.dialects import DIALECTS
+from bridle.dialects.media import block_part, url_part
+from bridle.dialects.openai_chat import read_message, read_tools
+from bridle.errors import RequestError
+from bridle.types import Dialect, Message, Role, TextPart, ToolCall, ToolSpec
+
+WIRE = DIALECTS[Dialect.OPENAI_CHAT]
+HI = [{"role": "user", "content": "hi"}]
+
+
+def read(**fields):
+    return parse(Dialect.OPENAI_CHAT, {"model": "m", "messages": HI, **fields})
+
+
+def message(**fields):
+    [told] = read_message(fields, "messages[0]")
+    return told
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_string_is_one_text_part_and_empty_text_is_none(role):
+    for some in ("go", ["go"], [{"type": "text", "text": "go"}], [{"text": "go"}]):
+        assert message(role=role, content=some).content == (TextPart("go"),)
+    for nothing in ("", None, [], [""], [{"type": "text", "text": ""}]):
+        assert message(role=role, content=nothing) == Message(Role(role))
+
+
+def test_roles_in_both_generations():
+    assert message(role="developer", content="x").role is Role.SYSTEM
+    told = message(role="function", name="f", content="x")
+    assert (told.role, told.name, told.tool_call_id) == (Role.TOOL, "f", None)
+
+
+def test_a_turn_in_every_form_that_clients_send_back():
+    new = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    bare = {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}
+    custom = {"id": "1", "type": "custom", "custom": {"name": "p", "input": "raw"}}
+    assert message(role="assistant", tool_calls=[new]).tool_calls == (
+        ToolCall("1", "f", '{"a": 1}'),
+    )
+    assert message(role="assistant", tool_calls=[bare]).tool_calls == (
+        ToolCall("1", "f", '{"a":1}'),
+    )
+    [call] = message(role="assistant", tool_calls=[custom]).tool_calls
+    assert call == ToolCall("1", "p", "raw", custom=True)
+    older = message(role="assistant", function_call={"name": "f", "arguments": "{}"})
+    assert older.tool_calls == (ToolCall(None, "f", "{}"),)
+    assert message(role="assistant", tool_calls=None) == Message(Role.ASSISTANT)
+
+
+def test_reasoning_in_every_form_that_clients_send_back():
+    assert message(role="assistant", reasoning_content="why").reasoning == "why"
+    assert message(role="assistant", reasoning="why").reasoning == "why"
+    assert message(role="assistant", reasoning={"text": "why"}).reasoning is None
+    parts = [{"type": "thinking", "thinking": "w"}, {"type": "reasoning", "text": "hy"}]
+    assert message(role="assistant", content=parts) == Message(Role.ASSISTANT, reasoning="why")
+
+
+def test_a_refusal_is_said_text():
+    assert message(role="assistant", refusal="no").content == (TextPart("no"),)
+    assert message(role="assistant", content="x", refusal="no").text == "x"
+    part = {"type": "refusal", "refusal": "no"}
+    assert message(role="assistant", content=[part]).text == "no"
+
+
+def test_media_keep_their_place_and_unknown_parts_their_json():
+    odd = {"type": "image_url"}
+    told = message(
+        role="user",
+        content=[
+            {"type": "image_url", "image_url": "https://example.org/a.png"},
+            {"type": "input_audio", "input_audio": {"data": "aGk="}},
+            {"type": "file", "file": {"file_id": "f"}},
+            odd,
+        ],
+    )
+    assert told.content[0] == url_part("https://example.org/a.png", "image/*")
+    assert told.content[1].media_type == "audio/*"
+    assert told.content[2:] == (
+        block_part({"type": "file", "file": {"file_id": "f"}}),
+        block_part(odd),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({}, "m.role"),
+        ({"role": "boss"}, "m.role"),
+        ({"role": "user", "content": {}}, "m.content"),
+        ({"role": "user", "content": [7]}, "m.content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "m.content[0].image_url.url",
+        ),
+        ({"role": "assistant", "tool_calls": {}}, "m.tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "m.tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{}]}, "m.tool_calls[0].function.name"),
+        ({"role": "assistant", "function_call": {}}, "m.function_call.name"),
+        ({"role": "tool", "tool_call_id": 7}, "m.tool_call_id"),
+    ],
+)
+def test_wrong_messages_are_named(fields, path):
+    with pytest.raises(RequestError) as told:
+        read_message(fields, "m")
+    assert told.value.param == path
+
+
+def test_tools_in_every_form():
+    f = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    spec = ToolSpec("f", "d", {"type": "object"}, strict=True)
+    assert read(functions=[f]).tools == (spec,)
+    assert read(tools=[{"type": "function", "function": f}]).tools == (spec,)
+    assert read(tools=[{"type": "function", **f}]).tools == (spec,)
+    told = read_tools([{"type": "custom", "custom": {"name": "p"}}, {"type": "mcp"}], "tools")
+    assert told.freeform == {"p"}
+    assert told.removed == {"server_tools": ["mcp"]}
+    assert read(tools=[]).tools_span is read(tools=None).tools_span is None
+
+
+def test_more_than_one_choice_is_refused():
+    assert read(n=1).model == read(n=None).model == "m"
+    for key, value in (("n", 2), ("n", True), ("n", 0), ("best_of", 3), ("n", "1")):
+        with pytest.raises(RequestError) as told:
+            read(**{key: value})
+        assert told.value.param == key
+
+
+def test_a_model_must_be_named():
+    for model in (None, "", 7):
+        with pytest.raises(RequestError) as told:
+            read(model=model)
+        assert told.value.param == "model"
+
+
+def test_replies_say_only_what_there_is():
+    plain = json.loads(WIRE.reply_json(read(), HEAD, TEXT, USAGE))["choices"][0]["message"]
+    assert plain == {"role": "assistant", "content": "Hello there.", "refusal": None}
+    empty = json.loads(WIRE.reply_json(read(), HEAD, NOTHING, USAGE))["choices"][0]["message"]
+    assert empty["content"] == ""
+    [told] = WIRE.reply_messages(WIRE.reply_json(read(), HEAD, CALLS, USAGE))
+    assert told.tool_calls == CALLS.tool_calls
+    assert told.reasoning == CALLS.reasoning

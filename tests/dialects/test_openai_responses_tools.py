@@ -1,0 +1,92 @@
+import json
+
+import pytest
+
+from bridle.dialects.openai_responses_tools import (
+    call_of_item,
+    item_of_call,
+    qualified,
+    read_tools,
+)
+from bridle.errors import RequestError
+
+
+def test_names_in_a_namespace():
+    assert qualified(None, "f") == qualified("", "f") == "f"
+    assert qualified("ns", "f") == qualified("ns__", "f") == "ns__f"
+
+
+def test_tools_of_every_kind():
+    told = read_tools(
+        [
+            {"type": "function", "name": "f", "description": "d", "strict": True},
+            {"type": "custom", "name": "p", "format": {"type": "text"}},
+            {
+                "type": "namespace",
+                "name": "ns",
+                "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "p"}],
+            },
+            {"type": "apply_patch"},
+            {"type": "web_search"},
+            {"type": "tool_search"},
+        ],
+        "tools",
+    )
+    assert [spec.name for spec in told.specs] == ["f", "p", "ns__f", "ns__p", "apply_patch"]
+    assert told.specs[0].strict
+    assert told.freeform == {"p", "ns__p"}
+    assert told.wire == {
+        "ns__f": {"namespace": "ns", "name": "f"},
+        "ns__p": {"namespace": "ns", "name": "p"},
+        "apply_patch": {"type": "apply_patch"},
+    }
+    assert told.removed == {"server_tools": ["web_search", "tool_search"]}
+
+
+@pytest.mark.parametrize(
+    ("tools", "path"),
+    [
+        ([{}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].name"),
+        ([{"type": "namespace", "name": "n", "tools": [7]}], "tools[0].tools[0]"),
+        ([7], "tools[0]"),
+        (7, "tools"),
+    ],
+)
+def test_wrong_tools_are_named(tools, path):
+    with pytest.raises(RequestError) as told:
+        read_tools(tools, "tools")
+    assert told.value.param == path
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "given", "arguments"),
+    [
+        ("local_shell", "action", {"type": "exec", "command": ["ls"], "env": {}}, None),
+        ("shell", "action", {"commands": ["ls"]}, None),
+        ("apply_patch", "operation", {"type": "create_file", "path": "a", "diff": "+"}, None),
+    ],
+)
+def test_own_item_types_go_there_and_back(kind, key, given, arguments):
+    del arguments
+    call = call_of_item({key: given}, f"{kind}_call", "c", "i")
+    assert call is not None
+    assert (call.name, call.id) == (kind, "c")
+    item = item_of_call(kind, call.arguments)
+    assert item == {"type": f"{kind}_call", key: given}
+
+
+def test_other_items_are_no_calls():
+    assert call_of_item({}, "web_search_call", None, "i") is None
+    assert call_of_item({}, "shell", None, "i") is None
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", "{}", '{"type":"create_file"}', "{"])
+def test_arguments_that_do_not_fit_are_no_item(arguments):
+    assert item_of_call("apply_patch", arguments) is None
+
+
+def test_a_local_shell_call_has_an_environment():
+    item = item_of_call("local_shell", json.dumps({"command": ["ls"]}))
+    assert item is not None
+    assert item["action"] == {"type": "exec", "env": {}, "command": ["ls"]}
