@@ -1,190 +1,18 @@
 import asyncio
-import io
-import itertools
 import json
 from typing import Any
 
 import aiohttp
 import numpy as np
-import openai
 import pytest
+from tests.engines.api import BASH, IDS, PROMPT, TOKENIZER, USER, joined
 
 from bridle.engines.base import GenerateChunk
 from bridle.engines.scripted import scripted_logprobs
 from bridle.engines.server import EngineServer, serve
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.errors import ConfigError, EngineError
 from bridle.testing import RecordingEngine, instant_engine, scripted_engine
 from bridle.types import FinishReason
-
-TOKENIZER = load_tokenizer(None)
-USER = [{"role": "user", "content": "hi"}]
-BASH = {
-    "type": "function",
-    "function": {"name": "bash", "description": "d",
-                 "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
-}  # fmt: skip
-PROMPT = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").tolist()
-IDS = {
-    "return_token_ids": True,
-    "logprobs": True,
-    "return_tokens_as_token_ids": True,
-}
-
-
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-class Api:
-    """One server with a plain HTTP client."""
-
-    def __init__(self, server, session):
-        self.server, self.session, self.url = server, session, server.url
-
-    async def post(self, path, body, **options):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(self.url + path, data=io.BytesIO(data), **options) as response:
-            return response.status, await response.read()
-
-    async def json(self, path, body=None):
-        if body is None:
-            async with self.session.get(self.url + path) as response:
-                return json.loads(await response.read())
-        status, read = await self.post(path, body)
-        assert status == 200, read
-        return json.loads(read)
-
-    async def error(self, path, body):
-        status, read = await self.post(path, body)
-        error = json.loads(read)["error"]
-        assert error["code"] == status
-        return status, error["message"]
-
-    async def events(self, path, body):
-        status, read = await self.post(path, {**body, "stream": True})
-        assert status == 200, read
-        lines = [line.removeprefix(b"data: ") for line in read.split(b"\n\n") if line]
-        assert lines[-1] == b"[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
-
-
-@pytest.fixture
-async def api():
-    """Makes servers for engines; all of them end with the test."""
-    opened = []
-
-    async def make(engine, **options):
-        server = EngineServer(engine, **options)
-        await server.__aenter__()
-        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
-        opened.append((server, session))
-        return Api(server, session)
-
-    yield make
-    for server, session in opened:
-        await session.close()
-        await server.__aexit__()
-
-
-# ---- chat, seen by OpenAI's own client
-
-
-TURN = {"reasoning": "hm\nhm", "content": "Fine.\n\nReally.",
-        "tool_calls": [{"name": "bash", "arguments": {"command": "echo \N{PARTY POPPER}"}},
-                       {"name": "bash", "arguments": {}}]}  # fmt: skip
-SCRIPTS: dict[str, dict[str, Any]] = {
-    "content": {"content": "Hello, world."},
-    "reasoning": {"reasoning": "hm", "content": "Hello."},
-    "calls": TURN,
-    "a bare call": {"tool_calls": TURN["tool_calls"][:1]},
-    "a shell call": {"shell": ["ls -l"]},
-    "cut by length": {"content": "Hel", "finish": "length"},
-    "malformed": {"raw": '<tool_call>\n{"name": "bash", "arg'},
-}
-
-
-def expected_of(turn):
-    calls = [(c["name"], c["arguments"]) for c in turn.get("tool_calls", ())]
-    calls += [("bash", {"command": command}) for command in turn.get("shell", ())]
-    reason = "length" if turn.get("finish") == "length" else "tool_calls" if calls else "stop"
-    return turn.get("reasoning"), turn.get("content") or turn.get("raw") or "", calls, reason
-
-
-@pytest.fixture
-def sdk():
-    """OpenAI's client for an `Api`."""
-
-    def make(one, **options):
-        return openai.AsyncOpenAI(
-            base_url=one.url + "/v1", api_key="none", max_retries=0, **options
-        )
-
-    return make
-
-
-@pytest.mark.parametrize("turn", SCRIPTS.values(), ids=SCRIPTS)
-async def test_openais_client_reads_what_the_script_says(api, sdk, turn):
-    async with sdk(await api(scripted_engine([turn]))) as client:
-        reply = await client.chat.completions.create(model="m", messages=USER, tools=[BASH])
-    choice = reply.choices[0]
-    called = [
-        (c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or ()
-    ]
-    reasoning, content, calls, reason = expected_of(turn)
-    assert choice.message.reasoning == reasoning
-    assert (choice.message.content or "") == content
-    assert called == calls
-    assert choice.finish_reason == reason
-    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-    assert len({call.id for call in choice.message.tool_calls or ()}) == len(calls)
-
-
-@pytest.mark.parametrize("turn", SCRIPTS.values(), ids=SCRIPTS)
-async def test_openais_client_streams_what_the_script_says(api, sdk, turn):
-    async with (
-        sdk(await api(scripted_engine([turn]))) as client,
-        client.chat.completions.stream(
-            model="m", messages=USER, tools=[BASH], stream_options={"include_usage": True}
-        ) as stream,
-    ):
-        deltas = [event.chunk async for event in stream if event.type == "chunk"]
-        final = await stream.get_final_completion() if turn.get("finish") != "length" else None
-    reasoning, content, calls, reason = expected_of(turn)
-    choices = [chunk.choices[0] for chunk in deltas if chunk.choices]
-    said = "".join(c.delta.content or "" for c in choices)
-    thought = "".join(getattr(c.delta, "reasoning", None) or "" for c in choices)
-    assert (thought, said) == (reasoning or "", content)
-    assert choices[-1].finish_reason == reason
-    assert deltas[-1].usage.completion_tokens > 0
-    if final is not None:
-        made = [(c.function.name, json.loads(c.function.arguments))
-                for c in final.choices[0].message.tool_calls or ()]  # fmt: skip
-        assert made == calls
-
-
-async def test_openais_client_gets_the_servers_errors(api, sdk):
-    one = await api(scripted_engine([{"fault": 429}]))
-    async with sdk(one) as client:
-        with pytest.raises(openai.RateLimitError, match="scripted fault"):
-            await client.chat.completions.create(model="m", messages=USER)
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 131072"):
-            await client.chat.completions.create(model="m", messages=USER, max_tokens=140_000)
-        assert [model.id async for model in client.models.list()] == ["scripted"]
-
-
-async def test_openais_client_reads_completions(api, sdk):
-    async with sdk(await api(scripted_engine([{"content": "Hello."}]))) as client:
-        reply = await client.completions.create(model="m", prompt=PROMPT, max_tokens=50, logprobs=1)
-        assert reply.choices[0].text == "Hello."
-        assert reply.choices[0].logprobs.tokens[-1] == "<|im_end|>"
-        assert reply.choices[0].logprobs.text_offset[:2] == [
-            0,
-            len(reply.choices[0].logprobs.tokens[0]),
-        ]
-        stream = await client.completions.create(model="m", prompt="hi", stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello."
-
 
 # ---- ids in, ids out
 
@@ -251,7 +79,7 @@ async def test_hidden_reasoning_hides_ids_and_logprobs_with_it(api):
 
 
 async def test_a_chat_stream_tells_the_prompt_once_and_every_id(api):
-    one = await api(scripted_engine([{"reasoning": "some thought", **SCRIPTS["content"]}]))
+    one = await api(scripted_engine([{"reasoning": "some thought", "content": "Hello, world."}]))
     body: dict[str, Any] = {"messages": USER, **IDS, "stream_options": {"include_usage": True}}
     whole = (await one.json("/v1/chat/completions", body | {"stream": False}))["choices"][0]
     events = await one.events("/v1/chat/completions", body)

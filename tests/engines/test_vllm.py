@@ -482,8 +482,10 @@ async def test_an_engine_that_is_gone_can_be_tried_again(connected):
         await engine.health()
 
 
-def test_the_short_form_names_the_server():
+def test_the_short_form_names_the_server_and_takes_the_key_of_the_environment(monkeypatch):
     assert VllmEngine.open("http://h:1/v1")._client.base_url == "http://h:1"
+    monkeypatch.setenv("BRIDLE_ENGINE_API_KEY", "k")
+    assert VllmEngine.open("http://h:1")._client._headers["Authorization"] == "Bearer k"
 
 
 async def test_scripted_logprobs_cross_http_exactly(connected):

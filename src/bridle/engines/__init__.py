@@ -19,16 +19,19 @@ ENGINES = {
     "http": "bridle.engines.vllm:VllmEngine",
     "https": "bridle.engines.vllm:VllmEngine",
 }
-"""Kind -> class. It is made by its `open(target, *, tokenizer)`, or called with the target: a
-script file, a model folder, a server's URL."""
+"""Kind -> class. It is made by its `open(target, *, tokenizer, allow_untokenized)`, or called with
+the target: a script file, a model folder, a server's URL."""
 
 
-def open_engine(spec: str, *, tokenizer: str | None = None) -> Engine:
+def open_engine(
+    spec: str, *, tokenizer: str | None = None, allow_untokenized: bool = False
+) -> Engine:
     """The engine that `spec` names, not started yet.
 
     `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape), or
     `package.module:Class:TARGET` for a class of your own. `tokenizer` is a folder or `builtin`, for
-    engines that do not bring one. Raises `ConfigError`.
+    engines that do not bring one. `allow_untokenized` takes a server that gives text only. Raises
+    `ConfigError`.
     """
     kind, colon, target = spec.partition(":")
     name = kind
@@ -43,5 +46,5 @@ def open_engine(spec: str, *, tokenizer: str | None = None) -> Engine:
     if not hasattr(factory, "open"):
         made: Engine = factory(given)
         return made
-    opened: Engine = factory.open(given, tokenizer=tokenizer)
+    opened: Engine = factory.open(given, tokenizer=tokenizer, allow_untokenized=allow_untokenized)
     return opened

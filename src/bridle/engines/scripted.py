@@ -95,7 +95,13 @@ class ScriptedEngine:
         self._check_ids(where)
 
     @classmethod
-    def open(cls, target: str, *, tokenizer: str | None = None) -> Self:
+    def open(
+        cls,
+        target: str,
+        *,
+        tokenizer: str | None = None,
+        allow_untokenized: bool = False,  # noqa: ARG003 - it gives ids in any case
+    ) -> Self:
         """An engine that plays the script file `target`. Raises `ConfigError`."""
         script = load_script(Path(target))
         return cls(script, tokenizer=load_tokenizer(tokenizer), where=target)

@@ -8,6 +8,7 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -22,6 +23,9 @@ from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+
+API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
+"""Environment variable with the key that a server was started with (`--api-key`)."""
 
 ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
 """The order in which routes are tried where none is asked for."""
@@ -70,9 +74,16 @@ class VllmEngine:
         self._info: EngineInfo | None = None
 
     @classmethod
-    def open(cls, target: str, *, tokenizer: str | None = None) -> Self:  # noqa: ARG003
-        """An adapter for the server at URL `target`; its tokenizer is its own affair."""
-        return cls(target)
+    def open(
+        cls,
+        target: str,
+        *,
+        tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
+        allow_untokenized: bool = False,
+    ) -> Self:
+        """An adapter for the server at URL `target`, with the key of `BRIDLE_ENGINE_API_KEY`."""
+        key = os.environ.get(API_KEY_VARIABLE)
+        return cls(target, api_key=key, allow_untokenized=allow_untokenized)
 
     # ---- life
 
