@@ -174,6 +174,14 @@ def test_a_fork_is_told_with_the_first_position_that_differs():
     )
 
 
+def test_a_prompt_that_the_engine_changed_is_told_as_capture_saw_it():
+    made = chain(1)
+    told = {"position": 3, "reason": "engine_prompt"}
+    made.call(None, continues="x0", root_reason="engine_prompt", extra={"break": told})
+    made.call(None, continues=None, root_reason="engine_prompt", extra={"break": told})
+    assert grown(made).breaks == (Break("x1", 3, "engine_prompt"), Break("x2", 3, "engine_prompt"))
+
+
 def test_a_fork_of_what_was_lost_is_told_without_a_position():
     made = chain(1)
     replace(made, 0, parent_id="gone", kept=4, suffix_ids=made.exchanges[0].suffix_ids[4:])

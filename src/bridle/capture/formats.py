@@ -289,6 +289,13 @@ def head_digest(head: bytes) -> bytes:
 
 # ---- rows
 
+# Looking a member up by value through the enum takes ten times as long.
+_DIALECTS = {str(member): member for member in Dialect}
+_KINDS = {str(member): member for member in Kind}
+_MODES = {str(member): member for member in LogprobMode}
+_FINISHES = {str(member): member for member in FinishReason}
+_STATES = {str(member): member for member in DeliveryState}
+
 
 def _json(value: object) -> str:
     """JSON text; lone surrogates (undecodable output of a harness) survive as escapes."""
@@ -376,6 +383,7 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> tuple[list
     exchanges: list[Exchange] = []
     bodies: Bodies = {}
     heads: Bodies = {}
+    samplings: dict[str, Sampling] = {}
     for row in rows:
         reply = b""
         for kind, digest, text in unpack(row[-1]):
@@ -385,20 +393,26 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> tuple[list
                 heads[digest] = text
             else:
                 reply = text
-        exchanges.append(_exchange_of(session_id, row, heads, reply))
+        if (sampling := samplings.get(row[18])) is None:
+            sampling = samplings[row[18]] = _sampling_of(row[18])
+        exchanges.append(_exchange_of(session_id, row, heads, reply, sampling))
     return exchanges, bodies
 
 
 def _exchange_of(
-    session_id: str, row: tuple[Any, ...], heads: Mapping[bytes, bytes], reply: bytes
+    session_id: str,
+    row: tuple[Any, ...],
+    heads: Mapping[bytes, bytes],
+    reply: bytes,
+    sampling: Sampling,
 ) -> Exchange:
     spans: bytes = row[23]
     return Exchange(
         session_id=session_id,
         exchange_id=row[2],
         index=row[3],
-        dialect=Dialect(row[4]),
-        kind=Kind(row[5]),
+        dialect=_DIALECTS[row[4]],
+        kind=_KINDS[row[5]],
         parent_id=row[6],
         continues=row[7],
         root_reason=row[8],
@@ -408,10 +422,10 @@ def _exchange_of(
         suffix_ids=np.frombuffer(row[12], dtype="<i4"),
         output_ids=np.frombuffer(row[13], dtype="<i4"),
         logprobs=np.frombuffer(row[14], dtype="<f4"),
-        logprob_mode=LogprobMode(row[15]),
+        logprob_mode=_MODES[row[15]],
         versions=tuple(VersionSpan(*span) for span in _of_json(row[16])),
-        finish_reason=FinishReason(row[17]),
-        sampling=_sampling_of(row[18]),
+        finish_reason=_FINISHES[row[17]],
+        sampling=sampling,
         constrained=bool(row[19]),
         request=RequestRecord(
             head=heads[row[20]],
@@ -423,7 +437,7 @@ def _exchange_of(
         started_at=row[25],
         first_token_s=row[26],
         duration_s=row[27],
-        extra=_of_json(row[28]),
+        extra=_of_json(row[28]) if row[28] != "{}" else {},
         reply=reply,
     )
 
@@ -446,7 +460,7 @@ def session_of(row: tuple[Any, ...]) -> SessionRecord:
 
 def delivery_of(session_id: str, row: tuple[Any, ...]) -> Delivery:
     """From all columns of `deliveries`."""
-    return Delivery(row[2], session_id, DeliveryState(row[3]), row[4], row[5])
+    return Delivery(row[2], session_id, _STATES[row[3]], row[4], row[5])
 
 
 def outcome_row(session: int, outcome: Outcome) -> tuple[Any, ...]:

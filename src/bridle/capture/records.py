@@ -116,8 +116,8 @@ class Exchange:
     """Seconds from `started_at` to commit."""
     extra: JSON = field(default_factory=dict)
     """Rules applied, `reasoning_restored`, retry facts, engine id... Trajectories read `drift`
-    (class of the difference between the sampled turn and the harness's echo of it; missing = exact)
-    and count `reasoning_restored`."""
+    (class of the difference between the sampled turn and the harness's copy of it; missing =
+    exact) and `break` (`{"position", "reason"}` where the engine used another prompt than ours)."""
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""

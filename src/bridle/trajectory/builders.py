@@ -38,6 +38,9 @@ BUILDERS: Mapping[str, str] = {
 """Short name -> builder; `package.module:function` works too."""
 
 
+_TRAINED = MaskReason.TRAINED
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One trace to be: the path to `leaf`, to the end of its output."""
@@ -57,18 +60,14 @@ def per_request(graph: Graph, marks: Marks) -> list[Plan]:
     return [
         Plan(node, {exchange_id: (0, len(node.exchange.output_ids))}, whole_prompt=True)
         for exchange_id, node in graph.nodes.items()
-        if _trained(marks, exchange_id, len(node.exchange.output_ids))
+        if marks.trained[exchange_id]
     ]
 
 
 def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
     """One plan per path to a last exchange that trains; each token trains in one of them."""
-    counts = {
-        exchange_id: _trained(marks, exchange_id, len(node.exchange.output_ids))
-        for exchange_id, node in graph.nodes.items()
-    }
-    ends = _ends(graph, counts)
-    totals = _path_totals(graph, marks, counts)
+    ends = _ends(graph, marks.trained)
+    totals = _path_totals(graph, marks)
     ends.sort(key=lambda n: (-totals[n.exchange.exchange_id], n.path_digest, order_of(n.exchange)))
     plans = []
     # Exchange id -> how many of its first output ids lie on a path that was planned.
@@ -82,8 +81,10 @@ def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
 
 def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:
     """How many of an exchange's output ids in a range may train."""
-    reasons = marks.by_token[exchange_id][start:stop]
-    return int(np.count_nonzero(reasons == MaskReason.TRAINED))
+    own = marks.by_token[exchange_id]
+    if start == 0 and stop == len(own):
+        return marks.trained[exchange_id]
+    return int(np.count_nonzero(own[start:stop] == _TRAINED))
 
 
 def _ends(graph: Graph, counts: Mapping[str, int]) -> list[Node]:
@@ -98,7 +99,7 @@ def _ends(graph: Graph, counts: Mapping[str, int]) -> list[Node]:
     return found
 
 
-def _path_totals(graph: Graph, marks: Marks, counts: Mapping[str, int]) -> dict[str, int]:
+def _path_totals(graph: Graph, marks: Marks) -> dict[str, int]:
     """Sampled tokens that may train on the path to the end of each node."""
     before: dict[str, int] = {}
     totals: dict[str, int] = {}
@@ -111,7 +112,7 @@ def _path_totals(graph: Graph, marks: Marks, counts: Mapping[str, int]) -> dict[
             if node.kept < parent.length:
                 above = before[parent_id] + _trained(marks, parent_id, parent.sampled(node.kept))
         before[exchange_id] = above
-        totals[exchange_id] = above + counts[exchange_id]
+        totals[exchange_id] = above + marks.trained[exchange_id]
     return totals
 
 
@@ -158,9 +159,9 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
         exchange = piece.node.exchange
         own = _reasons_here(exchange.exchange_id, len(piece.ids), marks, plan.train)
         reasons[start:at] = own
-        trains = own == MaskReason.TRAINED
+        trains = own == _TRAINED
         if trains.any():
-            logprobs[start:at][trains] = exchange.logprobs[: len(piece.ids)][trains]
+            np.copyto(logprobs[start:at], exchange.logprobs[: len(piece.ids)], where=trains)
             modes.add(exchange.logprob_mode)
         for span in exchange.versions:
             versions[start + max(span.start, 0) : min(start + max(span.end, 0), at)] = span.version
@@ -170,7 +171,7 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
         trace_id=trace_id,
         prompt_ids=ids[:split],
         response_ids=ids[split:],
-        loss_mask=(reasons == MaskReason.TRAINED).astype(np.uint8),
+        loss_mask=(reasons == _TRAINED).view(np.uint8),
         response_logprobs=logprobs,
         versions=versions,
         reasons=reasons,
@@ -190,12 +191,13 @@ def _reasons_here(
     exchange_id: str, size: int, marks: Marks, train: Mapping[str, tuple[int, int]]
 ) -> npt.NDArray[np.uint8]:
     """Reasons of an exchange's first `size` output ids in a trace that trains `train`."""
-    reasons = marks.by_token[exchange_id][:size].copy()
+    reasons = marks.by_token[exchange_id][:size]
     start, stop = train.get(exchange_id, (0, 0))
-    elsewhere = reasons == MaskReason.TRAINED
+    if start == 0 and stop == size:
+        return reasons
+    elsewhere = reasons == _TRAINED
     elsewhere[start:stop] = False
-    reasons[elsewhere] = MaskReason.CONTEXT
-    return reasons
+    return np.where(elsewhere, np.uint8(MaskReason.CONTEXT), reasons)
 
 
 def shorten(trace: Trace, max_tokens: int) -> Trace | None:

@@ -276,8 +276,14 @@ class _Grower:
         return hashlib.sha256(_bytes(ids(parent, kept)))
 
     def note_forks(self, unique: dict[str, Exchange]) -> None:
-        """Note where the messages went on but the ids could not."""
+        """Note where the messages went on but the ids could not.
+
+        An exchange whose engine used another prompt than ours says itself where they part.
+        """
         for exchange in unique.values():
+            if told := exchange.extra.get("break"):
+                self.note(exchange, told["reason"], told["position"])
+                continue
             before = exchange.continues
             if before is None or exchange.parent_id is not None:
                 continue

@@ -9,6 +9,7 @@ Delivery is decided by the record and by later requests that show the reply (law
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,7 +35,9 @@ class Marks:
     by_exchange: Mapping[str, MaskReason]
     """For every node of the graph; `TRAINED` = it trains, but for tokens without a logprob."""
     by_token: Mapping[str, npt.NDArray[np.uint8]]
-    """`MaskReason` of each output id of every node, shape (output length,), uint8."""
+    """`MaskReason` of each output id of every node, shape (output length,), uint8. Read-only."""
+    trained: Mapping[str, int]
+    """How many output ids of every node may train."""
     shown: frozenset[str]
     """Exchanges whose whole reply a later request shows."""
 
@@ -52,15 +55,14 @@ def mark(
     shown = frozenset(_shown(records))
     again = _asked_again(records, deliveries)
     by_exchange: dict[str, MaskReason] = {}
-    by_token: dict[str, npt.NDArray[np.uint8]] = {}
     for exchange_id, node in graph.nodes.items():
         exchange = node.exchange
         reason = MaskReason.BROKEN if not node.sound else _of_sampling(exchange, train)
         if reason is MaskReason.TRAINED and exchange_id not in shown:
             reason = _of_delivery(deliveries.get(exchange_id), again=exchange_id in again)
         by_exchange[exchange_id] = reason
-        by_token[exchange_id] = _of_tokens(exchange, reason)
-    return Marks(by_exchange, by_token, shown)
+    by_token, trained = _of_tokens(graph, by_exchange)
+    return Marks(by_exchange, by_token, trained, shown)
 
 
 def _shown(exchanges: list[Exchange]) -> Iterable[str]:
@@ -120,10 +122,29 @@ _UNDELIVERED = {
 }
 
 
-def _of_tokens(exchange: Exchange, reason: MaskReason) -> npt.NDArray[np.uint8]:
-    """The exchange's reason for each token; a token without a usable logprob has its own."""
-    reasons = np.full(len(exchange.output_ids), reason, dtype=np.uint8)
-    if reason is MaskReason.TRAINED:
-        usable = np.isfinite(exchange.logprobs) & (exchange.logprobs <= LARGEST_LOGPROB)
-        reasons[~usable] = MaskReason.UNPAIRED
-    return reasons
+def _of_tokens(
+    graph: Graph, by_exchange: Mapping[str, MaskReason]
+) -> tuple[dict[str, npt.NDArray[np.uint8]], dict[str, int]]:
+    """The exchange's reason for each token, and how many train.
+
+    A token without a usable logprob has its own reason. All arrays are views of one.
+    """
+    sizes = [len(node.exchange.output_ids) for node in graph.nodes.values()]
+    ends = list(itertools.accumulate(sizes))
+    reasons = np.repeat(np.fromiter(by_exchange.values(), np.uint8, len(sizes)), sizes)
+    by_token: dict[str, npt.NDArray[np.uint8]] = {}
+    trained: dict[str, int] = {}
+    for exchange_id, size, end in zip(by_exchange, sizes, ends, strict=True):
+        own = by_token[exchange_id] = reasons[end - size : end]
+        trained[exchange_id] = 0
+        if by_exchange[exchange_id] is _TRAINED:
+            logprobs = graph.nodes[exchange_id].exchange.logprobs
+            # NaN fails both comparisons.
+            usable = (logprobs <= LARGEST_LOGPROB) & (logprobs > -np.inf)
+            trained[exchange_id] = count = int(np.count_nonzero(usable))
+            if count < size:
+                own[~usable] = MaskReason.UNPAIRED
+    return by_token, trained
+
+
+_TRAINED = MaskReason.TRAINED

@@ -56,14 +56,12 @@ def measure(
 def _excluded(graph: Graph, marks: Marks) -> Counter[str]:
     """Sampled tokens that train nowhere, by reason; reasons without tokens are left out."""
     counts: Counter[str] = Counter()
-    for reasons in marks.by_token.values():
-        values, numbers = np.unique(reasons, return_counts=True)
-        for value, number in zip(values.tolist(), numbers.tolist(), strict=True):
-            if value != MaskReason.TRAINED:
-                counts[MaskReason(value).key] += number
-    for exchange, _ in graph.lost:
-        if len(exchange.output_ids):
-            counts[MaskReason.BROKEN.key] += len(exchange.output_ids)
+    if marks.by_token:
+        found = np.bincount(np.concatenate(list(marks.by_token.values())))
+        counts.update({MaskReason(r).key: n for r, n in enumerate(found.tolist()) if n and r})
+    broken = sum(len(exchange.output_ids) for exchange, _ in graph.lost)
+    if broken:
+        counts[MaskReason.BROKEN.key] += broken
     return counts
 
 
