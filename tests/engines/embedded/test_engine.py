@@ -19,7 +19,7 @@ from tests.engines.embedded.models import (
     save_model,
 )
 
-from bridle.engines.base import GenerateRequest
+from bridle.engines.base import GenerateRequest, Versioned
 from bridle.engines.embedded import EmbeddedEngine
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
@@ -338,6 +338,15 @@ async def test_broken_weights_fail_their_calls_and_good_ones_mend_it(folder, ora
             await answer(engine, request(prompt_of(5)))
         await engine.update_weights(weights, 2)
         got = await answer(engine, request(prompt_of(5)))
+    assert got.ids == oracle.greedy(prompt_of(5), len(got.ids))
+
+
+async def test_a_version_can_be_told_without_weights(folder, oracle, opened):
+    async with opened(folder) as engine:
+        versioned: Versioned = engine
+        await versioned.set_version(9)
+        got = await answer(engine, request(prompt_of(5)))
+    assert got.last.versions[0].version == 9
     assert got.ids == oracle.greedy(prompt_of(5), len(got.ids))
 
 

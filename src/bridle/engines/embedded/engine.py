@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class EmbeddedEngine:
     """Samples from the transformers model in `model_dir`, in this process.
 
-    Implements `bridle.engines.base.Engine`. One engine may be used from several event loops.
+    Implements `Engine` and `Versioned` of `bridle.engines.base`. One engine may be used from several
+    event loops.
     """
 
     def __init__(
@@ -192,6 +193,11 @@ class EmbeddedEngine:
             source = Path(source)
         weights = await asyncio.to_thread(weights_of, source, loaded.model)
         await asyncio.wrap_future(batch.ask(partial(batch.update, weights, version)))
+
+    async def set_version(self, version: int) -> None:
+        """Say that the weights in place are policy `version`; see `engines.base.Versioned`."""
+        batch, _ = self._working()
+        await asyncio.wrap_future(batch.ask(partial(batch.update, {}, version)))
 
     async def health(self) -> None:
         """Return if it can sample now; else raise the `EngineError` that says why not."""
