@@ -13,7 +13,7 @@ and sampling are not in the chain: tools are guarded by `tools_digest`, the othe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
@@ -70,7 +70,7 @@ class Atom:
     """TEXT: the text, stripped. CALL: the tool's name. Else `None`."""
     reasoning: bytes | None = None
     """EVIDENCE: digest of the message's reasoning, stripped; `None` = it carried none."""
-    offset: int = 0
+    offset: int = field(default=0, compare=False)
     """Which message of its span it came from."""
 
 
@@ -192,17 +192,14 @@ def message_atoms(
     message: Message, dialect: Dialect, defaults: Defaults | None = None, offset: int = 0
 ) -> tuple[Atom, ...]:
     """One message's atoms, in order. `defaults` are those of the request's tools."""
-    match message.role:
-        case Role.TOOL:
-            ids = () if message.tool_call_id is None else (message.tool_call_id,)
-            payload = _result_digest(message.content, dialect)
-            return (Atom(AtomKind.RESULT, payload, ids, offset=offset),)
-        case Role.ASSISTANT:
-            return _assistant_atoms(message, defaults or {}, offset)
-        case Role.SYSTEM:
-            return _part_atoms(message.content, AtomKind.SYSTEM, offset)
-        case Role.USER:
-            return _part_atoms(message.content, AtomKind.USER, offset)
+    if message.role is Role.TOOL:
+        ids = () if message.tool_call_id is None else (message.tool_call_id,)
+        payload = _result_digest(message.content, dialect)
+        return (Atom(AtomKind.RESULT, payload, ids, offset=offset),)
+    if message.role is Role.ASSISTANT:
+        return _assistant_atoms(message, defaults or {}, offset)
+    kind = AtomKind.SYSTEM if message.role is Role.SYSTEM else AtomKind.USER
+    return _part_atoms(message.content, kind, offset)
 
 
 def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -225,6 +222,17 @@ def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
                 ordered[start:end] = [m for _, m in sorted(run, key=lambda pair: pair[0])]
         start = max(end, start + 1)
     return tuple(ordered)
+
+
+def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message, ...]:
+    """The messages from `new_from` on, results in the order of the calls before them.
+
+    What a prompt is extended by: as `results_in_call_order` of all, at the cost of these only.
+    """
+    first = new_from
+    while first and messages[first - 1].role is Role.ASSISTANT:
+        first -= 1
+    return results_in_call_order(messages[first:])[new_from - first :]
 
 
 class _Walk:

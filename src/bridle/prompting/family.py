@@ -115,6 +115,10 @@ PROBES: tuple[tuple[str, list[JSON], list[JSON] | None], ...] = (
 """Conversations that every family and template should agree on: name, messages, tools."""
 
 
+_SIGNS = {"gpt-oss": "<|channel|>"}
+"""A token without which a family is not tried: this one would download its own vocabulary."""
+
+
 def family_names() -> list[str]:
     """The families that can be asked for by name."""
     from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-untyped]
@@ -147,6 +151,8 @@ def make_family(
 def find_family(tokenizer: PromptTokenizer, template: ChatTemplate) -> str | None:
     """The first family that renders every probe as the template does; `None` = no such."""
     for name in family_names():
+        if _SIGNS.get(name) not in {None, *tokenizer.added}:
+            continue
         try:
             family = make_family(name, tokenizer, thinking=None, history="exact")
         except RenderError:

@@ -12,17 +12,21 @@ from bridle.types import JSON, MediaPart, Message, Role, ToolCall, ToolSpec
 Escape: TypeAlias = Callable[[str], str]
 
 
-def chat_messages(messages: Sequence[Message], escape: Escape) -> list[JSON]:
+def chat_messages(
+    messages: Sequence[Message], escape: Escape, *, objects: bool = False
+) -> list[JSON]:
     """The messages for a template. `RenderError` names a part that is not text.
 
-    Assistant messages that are one turn in pieces (some dialects give reasoning, text and calls as
-    items) become one message, in their order.
+    Arguments that are no JSON object stay the text that they are; with `objects`, for templates
+    that take nothing else, they become the one argument of an object. Assistant messages that are
+    one turn in pieces (some dialects give reasoning, text and calls as items) become one message,
+    in their order.
     """
     chat: list[JSON] = []
     for index, message in enumerate(messages):
         text = escape(_text_of(index, message))
         if message.role is Role.ASSISTANT:
-            turn = _assistant(message, text, escape)
+            turn = _assistant(message, text, escape, objects=objects)
             if chat and chat[-1]["role"] == "assistant" and _continues(chat[-1], turn):
                 _merge(chat[-1], turn)
             else:
@@ -62,17 +66,20 @@ def _text_of(index: int, message: Message) -> str:
     return message.text
 
 
-def _assistant(message: Message, text: str, escape: Escape) -> JSON:
+def _assistant(message: Message, text: str, escape: Escape, *, objects: bool) -> JSON:
     turn: JSON = {"role": "assistant", "content": text}
     if message.reasoning:
         turn["reasoning_content"] = escape(message.reasoning)
     if message.tool_calls:
-        turn["tool_calls"] = [_call(call, escape) for call in message.tool_calls]
+        turn["tool_calls"] = [_call(call, escape, objects=objects) for call in message.tool_calls]
     return turn
 
 
-def _call(call: ToolCall, escape: Escape) -> JSON:
-    function = {"name": escape(call.name), "arguments": _arguments(call, escape)}
+def _call(call: ToolCall, escape: Escape, *, objects: bool) -> JSON:
+    arguments = _arguments(call, escape)
+    if objects and isinstance(arguments, str):
+        arguments = {"arguments": arguments}
+    function = {"name": escape(call.name), "arguments": arguments}
     return {"type": "function", "id": escape(call.id or ""), "function": function}
 
 

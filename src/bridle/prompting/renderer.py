@@ -33,7 +33,7 @@ from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import parse_reply
 from bridle.prompting.template import ChatTemplate
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
-from bridle.types import FinishReason, Message, ModelRequest, Reply, Role, ToolSpec
+from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role, ToolSpec
 
 if TYPE_CHECKING:
     from bridle.types import Ids
@@ -99,7 +99,7 @@ def load_renderer(
     history: Literal["exact", "template"] = "exact",
     family: str | None = None,
     new_call_id: Callable[[], str] | None = None,
-) -> PromptRenderer:
+) -> TokenRenderer:
     """The renderer of a tokenizer folder, or of the one shipped in the package.
 
     Args:
@@ -177,20 +177,27 @@ class TokenRenderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
     ) -> Ids:
         """See `PromptRenderer.render`."""
+        ordered = results_in_call_order(messages)
         escape = self._tokens.escape
-        chat = chat_messages(results_in_call_order(messages), escape)
         listed = chat_tools(tools, escape)
-        on = self._effective(thinking=thinking)
-        family = self._family_for(thinking=on)
-        if family is None:
-            return _array(self._template.render(chat, listed, thinking=on))
-        with boundary(RenderError, f"rendering as {self.family!r}"):
-            ids = family.render_ids(
-                chat,
-                tools=listed,
-                add_generation_prompt=True,
-            )
+        chat = chat_messages(ordered, escape)
+        try:
+            ids = self._rendered(chat, listed, thinking=self._effective(thinking=thinking))
+        except RenderError:
+            objects = chat_messages(ordered, escape, objects=True)
+            if objects == chat:
+                raise
+            ids = self._rendered(objects, listed, thinking=self._effective(thinking=thinking))
         return _array(ids)
+
+    def _rendered(
+        self, chat: list[JSON], tools: list[JSON] | None, *, thinking: bool | None
+    ) -> list[int]:
+        family = self._family_for(thinking=thinking)
+        if family is None:
+            return self._template.render(chat, tools, thinking=thinking)
+        with boundary(RenderError, f"rendering as {self.family!r}"):
+            return family.render_ids(chat, tools=tools, add_generation_prompt=True)
 
     def extend(
         self,

@@ -79,16 +79,19 @@ def argument_text(raw: str, arguments: object) -> str:
     if isinstance(arguments, str):
         return arguments
     for key in _ARGUMENT_KEYS:
-        text = member_text(raw, key)
-        if text is not None and _loads(text) == arguments:
-            return text
+        found = member(raw, key)
+        if found is not None and found[1] == arguments:
+            return found[0]
     return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
 
 
-def member_text(raw: str, key: str) -> str | None:
-    """The exact text of a member's value in the text of a JSON object; `None` = no such."""
+def member(raw: str, key: str) -> tuple[str, Any] | None:
+    """A member's value in the text of a JSON object: its exact text and what it is.
+
+    `None` = `raw` is no such object or has no such member.
+    """
     decoder = json.JSONDecoder()
-    found: str | None = None
+    found: tuple[str, Any] | None = None
     try:
         at = _skip(raw, 0)
         if raw[at] != "{":
@@ -97,9 +100,9 @@ def member_text(raw: str, key: str) -> str | None:
         while raw[at] != "}":
             name, at = decoder.raw_decode(raw, at)
             at = _skip(raw, _skip(raw, at) + 1)  # the colon
-            _, end = decoder.raw_decode(raw, at)
+            value, end = decoder.raw_decode(raw, at)
             if name == key:
-                found = raw[at:end]
+                found = raw[at:end], value
             at = _skip(raw, end)
             at = _skip(raw, at + 1) if raw[at] == "," else at
     except (ValueError, IndexError, RecursionError):
@@ -138,13 +141,6 @@ def _unseen(
 
 def _until(text: str, stop_text: str | None) -> str:
     return text.partition(stop_text)[0] if stop_text else text
-
-
-def _loads(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _skip(text: str, at: int) -> int:

@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MARK = "\x7f"
-"""The escape character (DEL): `json.dumps` leaves it alone and `str.strip` too."""
+"""The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it was told
+to write ASCII only: that gives `_MARK_ASCII`."""
 
+_MARK_ASCII = "\\u007f"
 _MARKED, _LITERAL = MARK + "1", MARK + "0"
+_UNESCAPED = {
+    _MARKED: "",
+    _LITERAL: MARK,
+    _MARK_ASCII + "1": "",
+    _MARK_ASCII + "0": _MARK_ASCII,
+}
+_TO_UNESCAPE = re.compile("|".join(map(re.escape, _UNESCAPED)))
 
 
 class PromptTokenizer:
@@ -48,7 +57,7 @@ class PromptTokenizer:
         """Every added token and its id."""
         self.control_ids = frozenset(self.added.values())
         names = sorted(self.added, key=len, reverse=True)
-        self._to_escape = re.compile("|".join([re.escape(MARK), *map(re.escape, names)]))
+        self._to_escape = re.compile("|".join(map(re.escape, [MARK, _MARK_ASCII, *names])))
         spaced = [
             (r"\s*" if added[self.added[name]].lstrip else "")
             + re.escape(name)
@@ -80,7 +89,7 @@ class PromptTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:  # noqa: FBT001, FBT002 - the shape that is asked for
         """Ids of rendered text; its escaped parts become ordinary tokens."""
-        if MARK not in text:
+        if MARK not in text and _MARK_ASCII not in text:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         ids: list[int] = []
         for piece in self._to_split.split(text) if self._to_split else [text]:
@@ -88,7 +97,7 @@ class PromptTokenizer:
             if known is not None:
                 ids.append(known)
             elif piece:
-                plain = piece.replace(_MARKED, "").replace(_LITERAL, MARK)
+                plain = _TO_UNESCAPE.sub(lambda found: _UNESCAPED[found.group()], piece)
                 ids += self._bare.encode(plain, add_special_tokens=False).ids
         return ids
 
@@ -113,9 +122,12 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
             "(tokenizer.json, tokenizer_config.json and a chat template), or 'builtin'"
         )
     with boundary(RenderError, f"{folder}: loading the tokenizer"):
-        from transformers import AutoTokenizer
+        # Not AutoTokenizer: it reads no more from these files, and loads torch where there is one.
+        from transformers import PreTrainedTokenizerFast
 
-        return PromptTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+        return PromptTokenizer(
+            PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        )
 
 
 def stop_ids_of(folder: Path, tokenizer: PromptTokenizer) -> list[int]:

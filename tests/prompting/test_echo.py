@@ -1,0 +1,75 @@
+"""Each habit of a harness with an echoed turn has its own name."""
+
+import pytest
+from tests.prompting.talk import call, said
+
+from bridle.prompting.canonical import answer_atoms
+from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
+
+TURN = said("I look at it.", calls=[call("1", '{"path": "a"}', name="read"), call("2")])
+
+
+def atoms(*messages):
+    return answer_atoms(messages, ())
+
+
+@pytest.mark.parametrize(
+    ("echo", "drift"),
+    [
+        (said("I look  at\n\nit.", calls=TURN.tool_calls), Drift.WHITESPACE),
+        (
+            said("I look at it.", calls=[call("1", "{}", name="read"), call("2")]),
+            Drift.REWRITTEN_ARGS,
+        ),
+        (
+            said("I look at\nit.", calls=[call("1", "{}", name="read"), call("2")]),
+            Drift.REWRITTEN_ARGS,
+        ),
+        (
+            said("I look at it.", calls=[call("1", "{}", name="invalid"), call("2")]),
+            Drift.REWRITTEN_CALL,
+        ),
+        (said("I look at it. And more.", calls=TURN.tool_calls), Drift.TEXT_APPENDED),
+        (said("I look at it.\nread(path='a')\nbash()"), Drift.CALLS_AS_TEXT),
+        (said("I look at it."), Drift.PARTIAL),
+        (said("I look"), Drift.PARTIAL),
+        (said("I look at it.", calls=TURN.tool_calls[:1]), Drift.PARTIAL),
+        (said("Something else", calls=TURN.tool_calls), Drift.CHANGED),
+        (said("I look at it. More", calls=TURN.tool_calls[:1]), Drift.CHANGED),
+        (said(calls=TURN.tool_calls), Drift.CHANGED),
+    ],
+)
+def test_a_changed_turn_is_named_by_what_was_changed(echo, drift):
+    assert drift_of(atoms(echo), atoms(TURN)) is drift
+
+
+def test_calls_without_text_that_became_text():
+    assert drift_of(atoms(said("bash()")), atoms(said(calls=[call("1")]))) is Drift.CALLS_AS_TEXT
+
+
+@pytest.mark.parametrize(
+    ("echo", "begins"),
+    [
+        (said("I look at"), True),
+        (said("I look at it."), True),
+        (said("I look at it.", calls=TURN.tool_calls[:1]), True),
+        (TURN, False),
+        (said("look"), False),
+        (said("I look at it.", calls=[*TURN.tool_calls, call("3")]), False),
+        (said("I look at", calls=TURN.tool_calls[:1]), False),
+        (said(calls=TURN.tool_calls[:1]), False),
+        (said(), False),
+    ],
+)
+def test_a_beginning_is_whole_atoms_and_then_perhaps_part_of_a_text(echo, begins):
+    assert is_beginning(atoms(echo), atoms(TURN)) is begins
+
+
+def test_only_an_answer_with_text_can_be_known_by_text():
+    assert has_text(atoms(TURN))
+    assert not has_text(atoms(said(calls=[call("1")])))
+
+
+def test_extending_is_right_only_where_nothing_was_added_or_taken_away():
+    assert {Drift.WHITESPACE, Drift.REWRITTEN_ARGS, Drift.REWRITTEN_CALL} == EXTENDABLE
+    assert WEAK[0] is Drift.WHITESPACE

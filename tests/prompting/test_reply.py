@@ -1,0 +1,200 @@
+"""Nothing that was sampled is lost or altered on its way into a reply."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.prompting.family import make_family
+from bridle.prompting.reply import argument_text, member, parse_reply
+from bridle.types import FinishReason
+
+TEXT = '{"command":   "ls \\u00e9", "n": 1.0}'
+CALL = f'<tool_call>\n{{"name": "bash", "arguments": {TEXT}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def qwen3(tokens):
+    return make_family("qwen3", tokens, thinking=None, history="exact")
+
+
+@pytest.fixture
+def parse(tokens, qwen3):
+    def parse(text, *, finish=FinishReason.STOP, stop_text=None, tail="<|im_start|>assistant\n"):
+        numbers = itertools.count(1)
+        return parse_reply(
+            qwen3,
+            tokens,
+            text if isinstance(text, list) else tokens.encode(text),
+            tools=None,
+            prompt_tail=tokens.encode(tail),
+            finish=finish,
+            stop_text=stop_text,
+            new_id=lambda: f"call_{next(numbers)}",
+        )
+
+    return parse
+
+
+def test_text_reasoning_and_calls_are_told_apart(parse):
+    reply = parse(f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>")
+    assert (reply.reasoning, reply.content) == ("hm", "I look.")
+    assert [(c.id, c.name, c.arguments) for c in reply.tool_calls] == [
+        ("call_1", "bash", TEXT),
+        ("call_2", "bash", TEXT),
+    ]
+    assert (reply.finish_reason, reply.tokens_unseen) == (FinishReason.STOP, 0)
+
+
+def test_a_plain_answer_has_neither_reasoning_nor_calls(parse):
+    reply = parse("Hello.<|im_end|>")
+    assert (reply.content, reply.reasoning, reply.tool_calls) == ("Hello.", None, ())
+    assert parse("<think>\n\n</think>\n\nHello.<|im_end|>").reasoning is None
+
+
+def test_reasoning_that_the_prompt_opened_goes_on(parse):
+    reply = parse("hm</think>ok<|im_end|>", tail="<|im_start|>assistant\n<think>\n")
+    assert (reply.reasoning, reply.content) == ("hm", "ok")
+
+
+def test_reasoning_that_was_cut_is_all_reasoning(parse):
+    reply = parse("<think>\nhm, I", finish=FinishReason.LENGTH)
+    assert (reply.reasoning, reply.content) == ("\nhm, I", "")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "<tool_call>\n{'name': 'bash'}\n</tool_call>",
+        '<tool_call>\n{"name": "bash", "arguments": {"a": </tool_call>',
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n["bash"]\n</tool_call>',
+        '<tool_call>\n{"name": 7, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "bash", "arguments": null}\n</tool_call>',
+    ],
+)
+def test_a_call_that_does_not_parse_stays_in_the_text_as_it_was_written(parse, block):
+    reply = parse(f"I look.\n{block}<|im_end|>")
+    assert reply.content == f"I look.\n{block}"
+    assert reply.tool_calls == ()
+    both = parse(f"{block}\n{CALL}<|im_end|>")
+    assert both.content == block
+    assert [c.arguments for c in both.tool_calls] == [TEXT]
+
+
+def test_a_call_that_was_cut_stays_in_the_text(parse):
+    reply = parse('ok <tool_call>\n{"name": "ba', finish=FinishReason.LENGTH)
+    assert reply.content == 'ok\n<tool_call>\n{"name": "ba'
+
+
+def test_words_beside_calls_and_ids_after_the_end_are_counted(parse, tokens):
+    junk = len(tokens.encode(" and then"))
+    assert parse(f"{CALL} and then{CALL}\n<|im_end|>").tokens_unseen == junk
+    assert parse(f"{CALL} and then<|im_end|>").tokens_unseen == junk
+    assert parse("ok<|im_end|> and then").tokens_unseen == junk
+    assert parse("ok<|im_end|>").tokens_unseen == 0
+
+
+def test_a_stop_string_and_what_follows_is_not_shown(parse):
+    reply = parse("Thought: x\nObservation: made up", stop_text="Observation:")
+    assert (reply.content, reply.stop_text) == ("Thought: x\n", "Observation:")
+    thought = parse("<think>\na STOP b", stop_text="STOP")
+    assert (thought.reasoning, thought.content) == ("\na ", "")
+    both = parse("<think>\na\n</think>\n\nb STOP", stop_text="STOP")
+    assert (both.reasoning, both.content) == ("a", "b ")
+
+
+def test_nesting_that_no_parser_takes_is_text(parse):
+    deep = '<tool_call>\n{"name": "f", "arguments": ' + "[" * 3000 + "\n</tool_call>"
+    reply = parse(f"{deep}<|im_end|>")
+    assert (reply.content, reply.tool_calls) == (deep, ())
+    cut = parse(f"{deep}STOP<|im_end|>", stop_text="STOP")
+    assert cut.content == deep
+
+
+def test_text_arguments_come_back_as_the_text_that_they_stand_for(parse):
+    block = '<tool_call>\n{"name": "f", "arguments": "{\\"a\\": 1}"}\n</tool_call>'
+    assert parse(f"{block}<|im_end|>").tool_calls[0].arguments == '{"a": 1}'
+    missing = '<tool_call>\n{"name": "f"}\n</tool_call>'
+    assert parse(f"{missing}<|im_end|>").tool_calls[0].arguments == "{}"
+
+
+def test_xml_arguments_become_json_by_the_tools_schema(look_alike):
+    tokenizer, family = look_alike("qwen3.5")
+    schema = {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n"
+        "<parameter=s>\n3\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    )
+
+    def arguments(tools):
+        reply = parse_reply(
+            family,
+            tokenizer,
+            tokenizer.encode(text),
+            tools=tools,
+            prompt_tail=[],
+            finish=FinishReason.STOP,
+            stop_text=None,
+            new_id=lambda: "id",
+        )
+        return reply.tool_calls[0].arguments
+
+    assert json.loads(arguments([tool])) == {"n": 3, "s": "3"}
+    assert json.loads(arguments(None)) == {"n": 3, "s": 3}
+
+
+@given(st.lists(st.integers(0, 2047), max_size=40))
+def test_no_sampled_ids_raise(tokens, qwen3, ids):
+    reply = parse_reply(
+        qwen3,
+        tokens,
+        ids,
+        tools=None,
+        prompt_tail=[],
+        finish=FinishReason.LENGTH,
+        stop_text=None,
+        new_id=lambda: "id",
+    )
+    assert 0 <= reply.tokens_unseen <= len(ids)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@given(values, st.sampled_from([None, 1]), st.booleans())
+def test_a_members_text_is_found_wherever_it_stands(value, indent, escape):
+    raw = json.dumps(
+        {"x": ["arguments"], "arguments": value, "y": {}}, indent=indent, ensure_ascii=escape
+    )
+    found = member(f" {raw}\n", "arguments")
+    assert found is not None
+    assert found[0] in raw
+    assert (json.loads(found[0]), found[1]) == (value, value)
+
+
+@pytest.mark.parametrize(
+    "raw", ["", "[1]", '{"a"', '{"a": 1', '{"a" 1}', "{a: 1}", '{"b": 1}', "{,}"]
+)
+def test_what_is_no_object_has_no_members(raw):
+    assert member(raw, "a") is None
+
+
+def test_the_last_of_equal_members_counts_as_parsers_have_it():
+    assert member('{"a": 1, "a": 2}', "a") == ("2", 2)
+
+
+def test_arguments_that_are_not_found_are_written_anew():
+    assert argument_text("<function=f>", {"a": "é"}) == '{"a": "é"}'
+    assert argument_text('{"parameters": {"a":1}}', {"a": 1}) == '{"a":1}'
+    assert argument_text('{"arguments": {"a":2}}', {"a": 1}) == '{"a": 1}'
+    assert argument_text("x", None) == "{}"

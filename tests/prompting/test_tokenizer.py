@@ -1,0 +1,147 @@
+"""Message text never becomes a control token; scaffold does; nothing is lost or added."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.errors import RenderError
+from bridle.prompting.tokenizer import MARK, PromptTokenizer, load_tokenizer, stop_ids_of
+
+NAMES = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "<|endoftext|>"]
+
+nasty = st.lists(
+    st.sampled_from(
+        [
+            *NAMES,
+            MARK,
+            MARK + "0",
+            MARK + "1",
+            "\\u007f",
+            "0",
+            "1",
+            "\\",
+            "a",
+            " ",
+            "\n",
+            "<",
+            "|",
+            "é",
+        ]
+    )
+    | st.text(max_size=3)
+).map("".join)
+
+
+@given(nasty)
+def test_escaped_text_has_no_control_token_and_decodes_to_itself(tokens, text):
+    ids = tokens.encode(tokens.escape(text))
+    assert not tokens.control_ids.intersection(ids)
+    assert tokens.decode(ids) == text
+
+
+@given(nasty, nasty)
+def test_scaffold_around_escaped_text_keeps_its_control_tokens(tokens, before, after):
+    text = f"<|im_start|>user\n{tokens.escape(before)}<|im_end|>\n{tokens.escape(after)}<think>"
+    ids = tokens.encode(text)
+    control = [id_ for id_ in ids if id_ in tokens.control_ids]
+    assert control == [tokens.added[name] for name in ("<|im_start|>", "<|im_end|>", "<think>")]
+    assert tokens.decode(ids) == f"<|im_start|>user\n{before}<|im_end|>\n{after}<think>"
+
+
+@given(st.text())
+def test_text_without_control_tokens_is_tokenised_as_always(tokens, text):
+    plain = tokens.fast.encode(text, add_special_tokens=False)
+    assert tokens.encode(text.replace(MARK, "")) == tokens.fast.encode(
+        text.replace(MARK, ""), add_special_tokens=False
+    )
+    if not any(name in text for name in tokens.added):
+        assert tokens.encode(tokens.escape(text)) == plain
+
+
+@given(nasty)
+def test_escaped_text_inside_json_is_the_json_of_the_text(tokens, text):
+    for ascii_only in (True, False):
+        wrapped = json.dumps({"k": tokens.escape(text)}, ensure_ascii=ascii_only)
+        ids = tokens.encode(wrapped)
+        assert not tokens.control_ids.intersection(ids)
+        assert tokens.decode(ids) == json.dumps({"k": text}, ensure_ascii=ascii_only)
+
+
+def test_escaping_leaves_innocent_text_alone(tokens):
+    text = "for i in <range>: |x| <im_end>"
+    assert tokens.escape(text) is text
+
+
+def test_lone_surrogates_become_the_replacement_character(tokens):
+    assert tokens.escape("a\ud800b") == "a\ufffdb"
+    assert tokens.escape("\ud83d\ude00") == "\U0001f600"
+    assert tokens.decode(tokens.encode(tokens.escape("\udfff<think>"))) == "\ufffd<think>"
+
+
+def test_it_answers_as_the_renderers_package_asks(tokens):
+    assert tokens.convert_tokens_to_ids("<think>") == tokens.added["<think>"]
+    assert tokens.convert_tokens_to_ids(["<think>", "nowhere"]) == [tokens.added["<think>"], None]
+    assert tokens.decode(tokens.added["<|im_end|>"]) == "<|im_end|>"
+    assert tokens.decode([tokens.added["<|im_end|>"]], skip_special_tokens=True) == ""
+    assert tokens.eos_token == "<|im_end|>"
+    assert len(tokens) == 2048
+    assert not callable(tokens)
+    with pytest.raises(AttributeError):
+        tokens.__getattr__("__call__")
+
+
+def test_added_tokens_that_take_spaces_with_them_do_so_beside_marks_too(tokens, folder):
+    made = json.loads((folder / "tokenizer.json").read_text())
+    for token in made["added_tokens"]:
+        if token["content"] == "<|im_end|>":
+            token["rstrip"] = token["lstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    greedy = load_tokenizer(folder)
+    plain = greedy.encode("a <|im_end|>\n b")
+    marked = greedy.encode("a <|im_end|>\n b" + greedy.escape("<think>"))
+    assert marked[: len(plain)] == plain
+    assert len(plain) < len(tokens.encode("a <|im_end|>\n b"))
+
+
+def test_a_tokenizer_without_added_tokens_still_knows_its_mark(tokens):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.BPE(vocab={"a": 0, MARK: 1}, merges=[]))
+    made = PromptTokenizer(PreTrainedTokenizerFast(tokenizer_object=bare))
+    assert made.escape("a" + MARK) == "a" + MARK + "0"
+    assert made.encode(made.escape("a" + MARK)) == [0, 1]
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(RenderError, match=rf"{tmp_path}: no tokenizer.json; give"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RenderError, match=f"{tmp_path}: loading the tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "stops"),
+    [
+        (None, [2024]),
+        ('{"eos_token_id": [2024, 2022]}', [2024, 2022]),
+        ('{"eos_token_id": 2022}', [2024, 2022]),
+        ("{}", [2024]),
+    ],
+)
+def test_the_generation_config_names_more_end_tokens(folder, tokens, config, stops):
+    if config is not None:
+        (folder / "generation_config.json").write_text(config)
+    assert stop_ids_of(folder, tokens) == stops
+
+
+def test_a_broken_generation_config_is_named(folder, tokens):
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(RenderError, match="generation_config"):
+        stop_ids_of(folder, tokens)
