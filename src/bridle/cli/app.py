@@ -12,6 +12,9 @@ from bridle import __version__
 from bridle.cli import demo, doctor, engine, export, gateway, harness, init, rebuild, run, show
 from bridle.errors import BridleError, ConfigError
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
 app = typer.Typer(
     name="bridle",
     help="Reinforcement learning for language agents through their own, unmodified harness.",
@@ -53,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; always ends by `SystemExit` with a documented code."""
     try:
         code = app(args=arguments, standalone_mode=False)
+        if code == INTERRUPTED:
+            code = _fail("interrupted; what was captured is kept", INTERRUPTED)
     except KeyboardInterrupt:
-        code = _fail("interrupted; what was captured is kept", 130)
+        code = _fail("interrupted; what was captured is kept", INTERRUPTED)
     except ConfigError as error:
         code = _fail(str(error), 2)
     except BridleError as error:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from bridle.cli.output import console, print_json, table
-from bridle.errors import BridleError
+from bridle.errors import BridleError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,32 +110,46 @@ def _cache() -> Finding:
 
 
 async def _probe(spec: str, tokenizer: str | None) -> list[Finding]:
+    """What an engine gives; an engine that refuses itself at its start is reported all the same."""
     from bridle.engines import open_engine
-    from bridle.engines.probe import probe
+    from bridle.engines.probe import ProbeReport, probe
 
     engine = open_engine(spec, tokenizer=tokenizer)
     try:
-        report = await probe(engine)
+        info = await engine.start()
+        report = getattr(engine, "report", None) or await probe(engine)
+        context = Finding("context length", ok=True, found=f"{info.context_length} tokens")
+    except EngineError as error:
+        report = getattr(engine, "report", None)
+        context = Finding("engine", ok=False, found=str(error))
     finally:
         await engine.aclose()
-    return [Finding(f.what, f.ok, f.found, f.advice) for f in report.findings]
+    if not isinstance(report, ProbeReport):
+        return [context]
+    return [
+        *(
+            Finding(f.what, f.ok or not f.needed, f.found, f.fix or f.means)
+            for f in report.findings
+        ),
+        context,
+    ]
 
 
 async def _conformance(backend: str) -> list[Finding]:
     import tempfile
 
-    from bridle.plugins import load
-    from bridle.runtimes import RUNTIMES
-    from bridle.runtimes.conformance import CHECKS, run_check
+    from bridle.runtimes import runtime_class
+    from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check
 
-    factory = load(backend, RUNTIMES, what="runtime")
+    factory = runtime_class(backend)
     findings = []
     for check in CHECKS:
+        what = check.__name__.replace("_", " ")
         with tempfile.TemporaryDirectory(prefix="bridle-doctor-") as scratch:
             try:
                 await run_check(check, factory, Path(scratch))
-            except (BridleError, AssertionError) as error:
-                findings.append(Finding(check.__name__, ok=False, found=str(error)))
+            except (BridleError, Nonconformity) as error:
+                findings.append(Finding(what, ok=False, found=str(error)))
             else:
-                findings.append(Finding(check.__name__, ok=True, found="holds"))
+                findings.append(Finding(what, ok=True, found="holds"))
     return findings

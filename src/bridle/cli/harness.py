@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
 
-from bridle.cli.output import console, notes, print_json, table
+from bridle.cli.output import console, print_json, table
 
 app = typer.Typer(help="The harnesses that Bridle can run.", no_args_is_help=True)
 
@@ -27,7 +26,9 @@ def list_harnesses(
     if json:
         print_json(rows)
         return
-    console.print(table("harnesses", ("harness", "version", "dialect"), (r.values() for r in rows)))
+    console.print(
+        table("harnesses", ("harness", "version", "dialect"), (tuple(r.values()) for r in rows))
+    )
 
 
 @app.command()
@@ -38,7 +39,7 @@ def check(
     """Install a harness, let it make one tool call against the scripted engine, and report."""
     from bridle.cli.check import check_harness
 
-    report = asyncio.run(check_harness(name, lambda line: notes.print(f"  {line}")))
+    report = check_harness(name)
     if json:
         print_json(report)
     else:

@@ -10,6 +10,7 @@ import os
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 TOOL = {
     "type": "function",
@@ -25,14 +26,15 @@ TOOL = {
 }
 
 
-def ask(base_url: str, key: str, body: dict[str, object]) -> dict[str, object]:
+def ask(base_url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
     """One chat completion; raises `urllib.error.HTTPError` on a refusal."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(  # noqa: S310 - the base URL is the caller's
         f"{base_url}/chat/completions", json.dumps(body).encode(), headers
     )
     with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
-        return json.load(answer)["choices"][0]["message"]
+        message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+        return message
 
 
 def read(folder: Path, arguments: str) -> str:
@@ -45,7 +47,7 @@ def read(folder: Path, arguments: str) -> str:
 
 def run(base_url: str, key: str, model: str, instruction: str, folder: Path) -> str:
     """Let the model work for at most 4 turns; returns its last word."""
-    messages: list[dict[str, object]] = [{"role": "user", "content": instruction}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
     text = ""
     for _ in range(4):
         message = ask(base_url, key, {"model": model, "messages": messages, "tools": [TOOL]})

@@ -21,19 +21,16 @@ def open_parts(spec: str, tokenizer: str | None) -> tuple[Engine, PromptRenderer
     from bridle.prompting.renderer import load_renderer
 
     source = tokenizer or default_tokenizer(spec)
-    return open_engine(spec, tokenizer=source), load_renderer(source)
+    engine = open_engine(spec, tokenizer=source)
+    if source is None:
+        raise ConfigError(
+            f"--engine {spec} needs --tokenizer: the folder with the model's tokenizer, "
+            "because the gateway renders and tokenises by itself"
+        )
+    return engine, load_renderer(source)
 
 
-def default_tokenizer(spec: str) -> str:
-    """The tokenizer of an engine that was given without one."""
+def default_tokenizer(spec: str) -> str | None:
+    """The tokenizer of an engine that was given without one; `None` = it brings none."""
     kind, _, rest = spec.partition(":")
-    match kind:
-        case "scripted":
-            return "builtin"
-        case "embedded":
-            return rest
-        case _:
-            raise ConfigError(
-                f"--engine {spec} needs --tokenizer: the folder with the model's tokenizer, "
-                "because the gateway renders and tokenises by itself"
-            )
+    return {"scripted": "builtin", "embedded": rest}.get(kind)

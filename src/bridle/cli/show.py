@@ -13,7 +13,6 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
-    from bridle.trajectory.sample import Trajectory
 
 COLUMNS = (
     "session", "harness", "status", "#reward", "#calls", "#captured", "#trained", "#excluded",
@@ -41,6 +40,8 @@ def show(
         return
     from bridle.cli.captured import find_session
 
+    if diff is not None and as_script:
+        raise ConfigError("--diff and --as-script cannot be given together")
     _, capture = find_session(target, run)
     if diff is not None:
         from bridle.trajectory.tree import explain_fork
@@ -54,76 +55,56 @@ def show(
         _show_session(capture, json=json)
 
 
-def summary(capture: SessionCapture, trajectory: Trajectory) -> JSON:
-    """One session's line of `summary.json` and of the table."""
-    stats = trajectory.metadata["stats"]
-    metadata = capture.session.metadata
-    return {
-        "session_id": trajectory.session_id,
-        "task_id": capture.session.task_id,
-        "harness": metadata.get("harness"),
-        "status": str(trajectory.status),
-        "cause": capture.outcome.cause if capture.outcome else None,
-        "reward": trajectory.reward,
-        "calls": stats["exchanges"],
-        "tokens_captured": stats["tokens_captured"],
-        "tokens_trained": stats["tokens_trained"],
-        "tokens_excluded": stats["tokens_excluded"],
-        "merge_ratio": stats["merge_ratio"],
-        "traces": stats["traces"],
-    }
-
-
 def row(line: JSON) -> tuple[object, ...]:
     """A summary line as a row under `COLUMNS`."""
-    excluded = line["tokens_excluded"]
+    excluded = line["tokens_excluded"] or {}
+    merge = "-" if line["merge_ratio"] is None else f"{line['merge_ratio']:.2f}"
     why = ", ".join(f"{count} {reason}" for reason, count in excluded.items()) or "0"
     status = line["status"] if not line["cause"] else f"{line['status']} ({line['cause']})"
     reward = "-" if line["reward"] is None else f"{line['reward']:g}"
     return (
-        line["session_id"], line["harness"], status, reward, line["calls"],
-        line["tokens_captured"], line["tokens_trained"], why, f"{line['merge_ratio']:.2f}",
-        line["traces"],
+        line["session_id"], line["harness"], status, reward, line["exchanges"],
+        line["tokens_captured"], line["tokens_trained"], why, merge, line["traces"],
     )  # fmt: skip
+
+
+def law_line(lines: list[JSON]) -> str:
+    """Law 2 over many sessions, as a sentence with its numbers."""
+    captured = sum(line["tokens_captured"] or 0 for line in lines)
+    trained = sum(line["tokens_trained"] or 0 for line in lines)
+    excluded = sum(sum((line["tokens_excluded"] or {}).values()) for line in lines)
+    holds = "holds" if captured == trained + excluded else "DOES NOT HOLD"
+    return f"captured {captured} = trained {trained} + excluded {excluded}: {holds}"
 
 
 def _show_run(target: Path, *, json: bool) -> None:
     from bridle.cli.captured import sessions
-    from bridle.trajectory import rebuild
+    from bridle.lifecycle.results import result_from
 
-    lines = [summary(capture, rebuild(capture)) for capture in sessions(target)]
+    lines = [result_from(capture).summary() for capture in sessions(target)]
     if json:
         print_json(lines)
         return
     console.print(table(f"{target}: {len(lines)} sessions", COLUMNS, map(row, lines)))
-    captured = sum(line["tokens_captured"] for line in lines)
-    trained = sum(line["tokens_trained"] for line in lines)
-    excluded = sum(sum(line["tokens_excluded"].values()) for line in lines)
-    holds = "holds" if captured == trained + excluded else "DOES NOT HOLD"
-    console.print(f"captured {captured} = trained {trained} + excluded {excluded}: {holds}")
+    console.print(law_line(lines))
 
 
 def _show_session(capture: SessionCapture, *, json: bool) -> None:
-    from bridle.trajectory import rebuild
+    from bridle.lifecycle.results import result_from
     from bridle.trajectory.tree import draw
     from bridle.types import Kind
 
-    trajectory = rebuild(capture)
+    result = result_from(capture)
+    trajectory = result.trajectory
     if json:
-        print_json({**summary(capture, trajectory), "stats": trajectory.metadata["stats"]})
+        print_json({**result.summary(), "stats": trajectory.metadata["stats"]})
         return
+    console.print(table("session", COLUMNS, [row(result.summary())]))
     train = [Kind(kind) for kind in trajectory.metadata["train"]]
-    console.print(table("session", COLUMNS, [row(summary(capture, trajectory))]))
     for depth, text in draw(capture, train):
         console.print("  " * depth + text, markup=False, soft_wrap=True)
-    if trajectory.error:
-        console.print(f"error: {trajectory.error}", markup=False)
+    console.print(law_line([result.summary()]))
+    if result.error:
+        console.print(f"error: {result.error}", markup=False)
     if capture.outcome is None:
         console.print("this session has no outcome: it still runs, or its process was killed")
-
-
-def check_exclusive(**given: object) -> None:
-    """`ConfigError` if more than one of the named options was given."""
-    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} cannot be given together")

@@ -1,0 +1,5 @@
+"""`python -m bridle.cli`, the same as `bridle`."""
+
+from bridle.cli import main
+
+main()

@@ -1,0 +1,151 @@
+"""A batch of tasks in one process: engine, gateway, node and harnesses, with progress.
+
+`run`, `demo` and `harness check` are this with different tasks. Whatever ends it (its last session,
+Ctrl-C, a failure), the run folder is left complete: capture, trajectories and summary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from rich.progress import Progress, TaskID
+
+from bridle.aio import run_shielded
+from bridle.bridges.parquet import TrajectoryWriter
+from bridle.capture.sqlite import SqliteStore
+from bridle.cli.output import notes, progress
+from bridle.cli.parts import open_parts
+from bridle.config import Task
+from bridle.executors.local import LocalExecutor
+from bridle.gateway.app import Gateway
+from bridle.gateway.settings import GatewaySettings
+from bridle.lifecycle.events import Event, Installing, SessionChanged
+from bridle.lifecycle.manager import Node, NodeSettings
+from bridle.lifecycle.run_folder import RunFolder
+from bridle.lifecycle.session import FINAL
+from bridle.trajectory import rebuild
+from bridle.types import JSON, SessionStatus
+
+FINISH_S = 120.0
+"""How long writing the last files may take once a batch is being ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What to run, on what, and where to."""
+
+    tasks: Sequence[Task]
+    engine: str
+    """As `--engine` takes it."""
+    tokenizer: str | None
+    folder: Path
+    concurrency: int | None
+    """Harnesses at once; `None` = twice the cores."""
+    title: str = "sessions"
+    """What the progress bar calls them."""
+
+
+def new_run_folder(runs: Path) -> Path:
+    """A folder name that is not taken yet: the time of day, and a number if it must be."""
+    stem = time.strftime("%Y-%m-%d-%H%M%S")
+    names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
+    return next(runs / name for name in names if not (runs / name).exists())
+
+
+def run_batch(batch: Batch) -> list[JSON]:
+    """Run a batch to its end; its sessions' summaries in the order they were opened.
+
+    `ConfigError` for a mistake in the tasks, before anything runs; `KeyboardInterrupt` after
+    Ctrl-C, when everything has been ended and written.
+    """
+    with progress() as bars:
+        return uvloop.run(_run(batch, Board(bars, batch)))
+
+
+async def _run(batch: Batch, board: Board) -> list[JSON]:
+    async with AsyncExitStack() as stack:
+        engine, renderer = open_parts(batch.engine, batch.tokenizer)
+        folder = stack.enter_context(RunFolder.create(batch.folder, config=_config(batch)))
+        store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
+        board.say("starting the engine")
+        gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=GatewaySettings())
+        await stack.enter_async_context(gateway)
+        node = Node(gateway=gateway, store=store, folder=folder, settings=_settings(batch))
+        await stack.enter_async_context(node)
+        stack.enter_context(node.events.listening(board.hear))
+        try:
+            async with LocalExecutor(node).run(batch.tasks) as results:
+                async for _ in results:
+                    pass
+        finally:
+            finishing = asyncio.to_thread(_finish, folder, store)
+            summary = await run_shielded(finishing, timeout_s=FINISH_S)
+    sessions: list[JSON] = summary["sessions"]
+    return sessions
+
+
+def _settings(batch: Batch) -> NodeSettings:
+    if batch.concurrency is None:
+        return NodeSettings()
+    return NodeSettings(run_slots=batch.concurrency)
+
+
+def _finish(folder: RunFolder, store: SqliteStore) -> JSON:
+    """Write what is made from all sessions together."""
+    with TrajectoryWriter(folder.trajectories_parquet) as parquet:
+        for session in store.sessions():
+            parquet.write(rebuild(store.read(session.session_id)))
+    return folder.finish(store)
+
+
+def _config(batch: Batch) -> JSON:
+    return {
+        "engine": batch.engine,
+        "tokenizer": batch.tokenizer,
+        "concurrency": batch.concurrency,
+        "tasks": [task.model_dump(mode="json") for task in batch.tasks],
+    }
+
+
+class Board:
+    """The progress bar of a batch, fed by the node's events."""
+
+    def __init__(self, bars: Progress, batch: Batch) -> None:
+        self._bars = bars
+        total = sum(task.num_samples for task in batch.tasks)
+        self._bar: TaskID = bars.add_task(batch.title, total=total, note="")
+        self._running: set[str] = set()
+        self._completed = 0
+        self._reward = 0.0
+
+    def say(self, note: str) -> None:
+        """Show `note` beside the bar."""
+        self._bars.update(self._bar, note=note)
+
+    def hear(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case Installing(harness, line):
+                self.say(f"installing {harness}: {line}")
+            case SessionChanged():
+                self._session(event)
+
+    def _session(self, event: SessionChanged) -> None:
+        if event.status is SessionStatus.RUNNING:
+            self._running.add(event.session_id)
+        elif event.status in FINAL:
+            self._running.discard(event.session_id)
+            self._completed += event.status is SessionStatus.COMPLETED
+            self._reward += event.reward or 0.0
+            self._bars.advance(self._bar)
+            if event.error:
+                notes.print(f"{event.session_id}: {event.error}", markup=False, style="yellow")
+        self.say(
+            f"{len(self._running)} running, {self._completed} completed, reward {self._reward:g}"
+        )

@@ -1,0 +1,71 @@
+"""The second part of the demo: a small model of our own behind a light script harness."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+from bridle.cli.batch import Batch, run_batch
+from bridle.cli.captured import sessions
+from bridle.cli.demo import FRESH_SEED, Part, light_agent_command, show_part
+from bridle.cli.demo_model import demo_model
+from bridle.cli.output import console
+from bridle.config import BuilderSpec, Task
+from bridle.datasets.lookups import Lookup, lookups, write_files
+from bridle.trajectory import rebuild
+
+SHOWN = 6
+"""Sessions of this part that are listed one by one."""
+
+
+def policy_part(folder: Path, count: int, *, rebuild_model: bool) -> tuple[Part, Path]:
+    """Run `count` fresh lookups with the small model, which is made first if need be."""
+    model = demo_model(again=rebuild_model)
+    tasks = [_task(task, folder / "tasks") for task in lookups(count, seed=FRESH_SEED)]
+    began = time.monotonic()
+    batch = Batch(tasks, f"embedded:{model}", None, folder / "run", 8, "light agent, small model")
+    return Part(folder / "run", run_batch(batch), time.monotonic() - began), model
+
+
+def _task(task: Lookup, folder: Path) -> Task:
+    files = folder / task.task_id
+    write_files(task, files)
+    return Task.model_validate(
+        {
+            "task_id": task.task_id,
+            "instruction": task.instruction,
+            "agent": {"harness": "command", "command": light_agent_command()},
+            "runtime": {
+                "prepare": [{"type": "upload_dir", "source": str(files.resolve()), "target": "."}]
+            },
+            "sampling": {"max_output_tokens": 64},
+            "budgets": {"agent_s": 120},
+            "evaluator": {
+                "strategy": "command",
+                "config": {"command": f'test "$(cat answer.txt)" = {task.answer}'},
+            },
+        }
+    )
+
+
+def show_policy(part: Part, model: Path) -> float:
+    """Print what came of it; returns the share of right answers."""
+    show_part(Part(part.folder, part.sessions[:SHOWN], part.seconds))
+    rate = sum(line["reward"] or 0.0 for line in part.sessions) / len(part.sessions)
+    calls = sum(line["exchanges"] for line in part.sessions)
+    console.print(f"... and {len(part.sessions) - SHOWN} more; model: {model}")
+    console.print(
+        f"[bold]{rate:.0%}[/] of {len(part.sessions)} fresh tasks right, {calls} model calls; the "
+        "model learned from a demonstrator that is weak on purpose"
+    )
+    for builder in ("prefix_merging", "per_request"):
+        traces = Counter(
+            len(rebuild(capture, builder=BuilderSpec(strategy=builder)).traces)
+            for capture in sessions(part.folder)
+        )
+        shape = ", ".join(f"{n} x {count}" for n, count in sorted(traces.items()))
+        total = sum(n * count for n, count in traces.items())
+        console.print(f"{builder}: {total} traces (traces per session x sessions: {shape})")
+    console.print("training on them through the harness comes with `bridle train`, not built yet")
+    return rate

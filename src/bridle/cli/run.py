@@ -1,0 +1,67 @@
+"""`bridle run`: a batch of tasks, everything in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bridle.cli.gateway import EngineOption, TokenizerOption
+from bridle.cli.output import console, print_json, table
+from bridle.types import JSON
+
+
+def run(  # noqa: PLR0913 - one parameter per flag
+    tasks: Annotated[Path, typer.Argument(help="Task file, or a folder of them.")],
+    engine: EngineOption,
+    tokenizer: TokenizerOption = None,
+    harness: Annotated[
+        str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
+    ] = None,
+    first: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
+    builder: Annotated[
+        str | None, typer.Option(help="per_request or prefix_merging, for all tasks.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Run tasks with real harnesses and write their trajectories.
+
+    Ends with code 0 if every session COMPLETED, 1 if some did not; rewards do not matter for it.
+    """
+    from bridle.cli.batch import Batch, new_run_folder, run_batch
+    from bridle.datasets.jsonl import load_tasks
+
+    overrides: JSON = {}
+    if harness is not None:
+        overrides["agent"] = {"harness": harness}
+    if samples is not None:
+        overrides["num_samples"] = samples
+    if builder is not None:
+        overrides["builder"] = {"strategy": builder}
+    loaded = load_tasks(tasks, overrides=overrides)[:first]
+    folder = out or new_run_folder(Path("runs"))
+    lines = run_batch(Batch(loaded, engine, tokenizer, folder, concurrency))
+    report(lines, folder, json=json)
+    raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
+
+
+def report(lines: list[JSON], folder: Path, *, json: bool) -> None:
+    """Print what came of a batch."""
+    from bridle.cli.show import COLUMNS, row
+
+    if json:
+        print_json({"folder": str(folder), "sessions": lines})
+        return
+    console.print(table(f"{folder}: {len(lines)} sessions", COLUMNS, map(row, lines)))
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "unknown"
+    console.print(f"mean reward {mean} over {len(rewards)} scored of {len(lines)} sessions")
+    console.print(f"written to {folder}; look closer with: bridle show SESSION --run {folder}")

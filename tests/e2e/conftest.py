@@ -1,0 +1,85 @@
+"""A batch for the command line: light agents on a scripted engine, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bridle.cli.light_agent
+from bridle.datasets.lookups import lookups, write_files
+
+AGENT = Path(bridle.cli.light_agent.__file__)
+
+
+def bridle_process(*arguments: object, **options) -> subprocess.Popen:
+    """`bridle ARGUMENTS` in a process of its own."""
+    command = [sys.executable, "-m", "bridle.cli", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def bridle(*arguments: object, timeout: float = 60) -> subprocess.CompletedProcess:
+    """Run `bridle ARGUMENTS` to its end."""
+    with bridle_process(*arguments) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """A folder with 4 lookup tasks of the light agent and a script that does them right."""
+
+    def make(count: int = 4, *, delay_s: float = 0.0, samples: int = 1, **task_fields) -> Path:
+        conversations, lines = [], []
+        for task in lookups(count, seed=11):
+            write_files(task, tmp_path / "files" / task.task_id)
+            call = {"name": "cat", "arguments": {"name": task.thing}}
+            turns = [{"tool_calls": [call]}, {"content": task.answer, "delay_s": delay_s}]
+            conversations.append({"when": {"user_contains": task.instruction}, "turns": turns})
+            upload = {"type": "upload_dir", "source": f"files/{task.task_id}", "target": "."}
+            line = {
+                "task_id": task.task_id,
+                "instruction": task.instruction,
+                "num_samples": samples,
+                "agent": {
+                    "harness": "command",
+                    "command": f"{sys.executable} {AGENT} {{instruction}}",
+                },
+                "runtime": {"prepare": [upload]},
+                "evaluator": {
+                    "strategy": "command",
+                    "config": {"command": f'test "$(cat answer.txt)" = {task.answer}'},
+                },
+            }
+            lines.append(line | task_fields)
+        (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / "script.json").write_text(json.dumps({"conversations": conversations}))
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def run_arguments():
+    """The command line that runs a batch."""
+
+    def make(folder: Path, *more: object) -> list[object]:
+        script = f"scripted:{folder / 'script.json'}"
+        run = folder / "run"
+        return ["run", folder / "tasks.jsonl", "--engine", script, "--out", run, *more]
+
+    return make

@@ -1,0 +1,113 @@
+"""What a user gets wrong is named in one line, with the documented exit code."""
+
+import json
+import shutil
+import socket
+
+import pytest
+
+from .conftest import bridle
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def failure(*arguments: object) -> tuple[int, str]:
+    done = bridle(*arguments)
+    assert "Traceback" not in done.stderr
+    return done.returncode, " ".join(done.stderr.split())
+
+
+def test_an_unknown_harness_is_named_with_the_known_ones(batch, run_arguments):
+    code, said = failure(*run_arguments(batch(1), "--harness", "clod"))
+
+    assert code == 2
+    assert "clod" in said
+    assert "mini_swe_agent" in said
+
+
+def test_a_task_files_mistake_names_path_line_and_field(batch, run_arguments):
+    folder = batch(2)
+    path = folder / "tasks.jsonl"
+    first, second = path.read_text().splitlines()
+    broken = json.loads(second) | {"num_samples": 0}
+    path.write_text(f"{first}\n{json.dumps(broken)}\n")
+
+    code, said = failure(*run_arguments(folder))
+
+    assert code == 2
+    assert "tasks.jsonl:2" in said
+    assert "num_samples" in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("scripted:/no/such/file.json", "no such file"),
+        ("embedded:/no/such/model", "/no/such/model"),
+        ("magic:thing", "known forms"),
+        ("http://127.0.0.1:9", "--tokenizer"),
+    ],
+)
+def test_an_engine_that_cannot_be_had_is_named(batch, engine, expected):
+    folder = batch(1)
+
+    code, said = failure("run", folder / "tasks.jsonl", "--engine", engine, "--out", folder / "run")
+
+    assert code in {2, 3}
+    assert expected in said
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_with_its_folder(batch, tmp_path):
+    from bridle.config import builtin_tokenizer_dir
+
+    folder = batch(1)
+    bare = tmp_path / "bare"
+    shutil.copytree(builtin_tokenizer_dir(), bare)
+    (bare / "chat_template.jinja").unlink()
+
+    code, said = failure(
+        "run", folder / "tasks.jsonl", "--engine", f"scripted:{folder / 'script.json'}",
+        "--tokenizer", bare, "--out", folder / "run",
+    )  # fmt: skip
+
+    assert code in {2, 3}
+    assert str(bare) in said
+    assert "template" in said
+
+
+def test_a_port_in_use_is_named(batch):
+    folder = batch(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        code, said = failure(
+            "gateway", "--engine", f"scripted:{folder / 'script.json'}", "--port", port,
+            "--data", folder / "data",
+        )  # fmt: skip
+
+    assert code in {2, 3}
+    assert str(port) in said
+
+
+def test_a_run_folder_that_holds_a_run_is_not_overwritten(batch, run_arguments):
+    folder = batch(1)
+    bridle(*run_arguments(folder))
+
+    code, said = failure(*run_arguments(folder))
+
+    assert code == 2
+    assert "run" in said
+
+
+def test_showing_what_is_no_run_says_where_it_looked(tmp_path):
+    code, said = failure("show", "nothing", "--run", tmp_path)
+
+    assert code == 2
+    assert str(tmp_path) in said
+
+
+def test_a_wrong_flag_ends_with_code_2():
+    code, said = failure("run", "--no-such-flag")
+
+    assert code == 2
+    assert "no-such-flag" in said
