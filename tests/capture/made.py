@@ -97,22 +97,11 @@ class MadeSession:
         self.clock += 1.0
         started_at = self.clock if started_at is None else started_at
         request, bodies = self._request(exchange_id, continues, len(suffix), tools, first_message)
-        values = {
-            "dialect": Dialect.OPENAI_CHAT,
-            "kind": Kind.AGENT,
+        values = self._usual(sampled) | {
             "root_reason": root_reason or (None if parent else "first"),
-            "logprobs": self.random.random(len(sampled), dtype=np.float32) * np.float32(-3),
-            "logprob_mode": LogprobMode.PROCESSED,
-            "versions": (VersionSpan(7, 0, len(sampled)),),
-            "finish_reason": FinishReason.STOP,
-            "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4096),
-            "constrained": False,
             "prompt_digest": digest_of(prompt),
             "prompt_length": len(prompt),
             "reply": self._reply(exchange_id, len(sampled)),
-            "first_token_s": 0.01,
-            "duration_s": 0.25,
-            "extra": {},
             "request": request,
         }
         exchange = Exchange(
@@ -134,6 +123,21 @@ class MadeSession:
         if state is not None:
             self.deliver(exchange_id, state, at=started_at + 0.5)
         return exchange
+
+    def _usual(self, sampled):
+        return {
+            "dialect": Dialect.OPENAI_CHAT,
+            "kind": Kind.AGENT,
+            "logprobs": self.random.random(len(sampled), dtype=np.float32) * np.float32(-3),
+            "logprob_mode": LogprobMode.PROCESSED,
+            "versions": (VersionSpan(7, 0, len(sampled)),),
+            "finish_reason": FinishReason.STOP,
+            "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4096),
+            "constrained": False,
+            "first_token_s": 0.01,
+            "duration_s": 0.25,
+            "extra": {},
+        }
 
     def deliver(self, exchange_id, state=DeliveryState.DELIVERED, *, at=None, detail=""):
         at = self.clock + 0.5 if at is None else at

@@ -147,7 +147,7 @@ def test_a_hard_session_loses_nothing():
 
 def test_traces_come_in_order_of_their_conversations():
     made = MadeSession()
-    made.call(started_at=5.0)
+    made.call(started_at=5.0, output=50)
     made.call(None, continues=None, started_at=3.0)
     made.call("x1", started_at=9.0)
     made.call("x1", started_at=8.0)
