@@ -1,0 +1,111 @@
+"""How a run of a harness ended: a status and a cause, decided in one place (law 5).
+
+COMPLETED needs a true exit, at least one delivered turn, and no failed model call as the last word.
+A harness that fails because the model behind it failed is not to blame: that is infrastructure, and
+the session may be run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from bridle.runtimes.base import ExecResult
+from bridle.types import Cause, SessionStatus
+
+ENGINE_CODES = frozenset({"engine_error", "overloaded", "rate_limit", "paused"})
+"""Kinds of refusal (`RequestError.code`) that say nothing about the harness or the policy."""
+
+
+class Facts(Protocol):
+    """What the gateway knows of a session (`bridle.gateway.registry.SessionFacts`)."""
+
+    @property
+    def calls(self) -> int:
+        """Generation requests answered or refused."""
+
+    @property
+    def delivered(self) -> int:
+        """Exchanges whose reply the harness received."""
+
+    @property
+    def failed_last(self) -> bool:
+        """Whether the last word that the harness heard from the model was an error."""
+
+    @property
+    def limit(self) -> str | None:
+        """The session limit that a call was refused for."""
+
+    @property
+    def last_error(self) -> str | None:
+        """Text of the last error that the harness was told."""
+
+    @property
+    def last_error_code(self) -> str | None:
+        """Its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A final status with its cause."""
+
+    status: SessionStatus
+    cause: Cause | None = None
+    """`None` exactly when COMPLETED."""
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        """Only COMPLETED has no cause."""
+        if (self.cause is None) != (self.status is SessionStatus.COMPLETED):
+            message = f"{self.status} with cause {self.cause}"
+            raise ValueError(message)
+
+
+COMPLETED = Ending(SessionStatus.COMPLETED)
+
+
+def failed(cause: Cause, error: str) -> Ending:
+    """ERROR with a cause."""
+    return Ending(SessionStatus.ERROR, cause, error)
+
+
+def out_of_time(budget_s: float, facts: Facts) -> Ending:
+    """The agent's budget of seconds ran out."""
+    calls = "without one model call" if facts.calls == 0 else f"after {facts.calls} model calls"
+    error = f"the agent's budget of {budget_s:g} s ran out, {calls}"
+    return Ending(SessionStatus.TIMEOUT, Cause.TIMEOUT, error)
+
+
+def judge(result: ExecResult, facts: Facts, harness_cause: Cause | None) -> Ending:
+    """How a harness that was not ended by time ended.
+
+    `harness_cause` is what its own file reads from its exit (`Harness.exit_cause`).
+    """
+    if facts.limit is not None:
+        error = f"the session's limit of {facts.limit} was reached"
+        return Ending(SessionStatus.TIMEOUT, Cause.LIMIT, error)
+    heard = f"its last word from the model was an error: {facts.last_error}"
+    if facts.failed_last and facts.last_error_code in ENGINE_CODES:
+        return failed(Cause.INFRASTRUCTURE, f"the harness {_how(result)}; {heard}")
+    if harness_cause is not None:
+        said = f"; {heard}" if facts.failed_last else _said(result)
+        return failed(harness_cause, f"the harness {_how(result)}{said}")
+    if facts.failed_last:
+        return failed(Cause.HARNESS_MODEL_ERROR, f"the harness {_how(result)}; {heard}")
+    if facts.delivered == 0:
+        called = "called the model" if facts.calls == 0 else "received a reply from the model"
+        error = f"the harness {_how(result)}, but never {called}{_said(result)}"
+        return failed(Cause.HARNESS_NO_CALL, error)
+    return COMPLETED
+
+
+def _how(result: ExecResult) -> str:
+    if result.signal is not None:
+        return f"was ended by signal {result.signal}"
+    return f"exited with code {result.exit_code}"
+
+
+def _said(result: ExecResult) -> str:
+    """The last line of what it said, for people."""
+    lines = (result.stderr.strip() or result.stdout.strip()).decode(errors="replace").splitlines()
+    return f": {lines[-1].strip()[:300]}" if lines else ""

@@ -1,0 +1,63 @@
+"""What a node tells about its sessions while they run: for progress bars, logs and dashboards.
+
+Listeners are plain functions, called at once on the event loop; they must be quick. One that raises
+is a bug of its own and ends the session that it was told about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from bridle.types import Cause, SessionStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SessionChanged:
+    """A session entered a status; exactly one of these is final (`cause` is then known)."""
+
+    session_id: str
+    task_id: str
+    sample_index: int
+    harness: str
+    status: SessionStatus
+    at: float
+    """Unix time, seconds."""
+    cause: Cause | None = None
+    reward: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Installing:
+    """One line of a harness's installation."""
+
+    harness: str
+    line: str
+
+
+Event: TypeAlias = SessionChanged | Installing
+Listener: TypeAlias = Callable[[Event], None]
+
+
+class Events:
+    """The listeners of one node."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    @contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Tell `listener` everything that happens inside."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def tell(self, event: Event) -> None:
+        """Tell all listeners."""
+        for listener in tuple(self._listeners):
+            listener(event)

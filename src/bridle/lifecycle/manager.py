@@ -1,0 +1,217 @@
+"""A node: one gateway, one store, and the sessions of one machine in pools per stage.
+
+Init workers make runtimes ready ahead of the run slots, up to a bounded READY buffer; a run slot is
+held by nothing but a running harness; building and evaluating have workers of their own. A slow
+stage holds up the ones before it, and memory stays bounded.
+
+Single event loop: the pools are plain semaphores, nothing else is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+from pydantic import Field
+
+from bridle.capture.records import SessionCapture, SessionRecord
+from bridle.capture.store import Store
+from bridle.config import Limits, SamplingPolicy, Settings, Task
+from bridle.engines.base import EngineInfo
+from bridle.errors import ConfigError, HarnessError
+from bridle.evaluators import open_evaluator
+from bridle.gateway.registry import SessionFacts, SessionHandle
+from bridle.harnesses import open_harness
+from bridle.harnesses.base import Harness
+from bridle.harnesses.bundles import bundles_dir
+from bridle.lifecycle.events import Events, Installing
+from bridle.lifecycle.reaper import Scratch, reap
+from bridle.lifecycle.results import SessionResult
+from bridle.lifecycle.run_folder import RunFolder
+from bridle.lifecycle.session import Plan, Session
+from bridle.runtimes import make_runtime
+from bridle.trajectory import rebuild
+from bridle.types import JSON
+
+_NOTHING = SessionCapture(SessionRecord("check", 0.0), (), {}, {}, None)
+"""A session without a call: building it shows whether its builder is known and well configured."""
+
+
+class ModelGateway(Protocol):
+    """What a node needs of a gateway (`bridle.gateway.app.Gateway`)."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine can do."""
+
+    async def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        task_id: str | None = None,
+        metadata: JSON | None = None,
+        sampling: SamplingPolicy | None = None,
+        limits: Limits | None = None,
+    ) -> SessionHandle:
+        """Open a session; the handle has the only copy of its key."""
+
+    async def seal(self, session_id: str) -> SessionFacts:
+        """End a session: its key is dead at once. `KeyError` if there is none of that id."""
+
+    def facts(self, session_id: str) -> SessionFacts:
+        """What has come of a session so far."""
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+class NodeSettings(Settings):
+    """How much a node does at once, and what it keeps."""
+
+    run_slots: int = Field(default_factory=lambda: 2 * _cores(), ge=1)
+    """Harnesses running at once; twice the cores by default, because they mostly wait."""
+    init_slots: int = Field(default_factory=lambda: max(2, _cores()), ge=1)
+    """Runtimes being made ready at once."""
+    ready_buffer: int = Field(default_factory=lambda: max(2, _cores()), ge=1)
+    """Sessions being made ready, or ready and waiting for a run slot."""
+    post_slots: int = Field(default_factory=lambda: max(2, _cores()), ge=1)
+    """Sessions being built, evaluated and torn down at once."""
+    limit_grace_s: float = Field(default=15, ge=0)
+    """How long a harness may go on after its session's limit is reached."""
+    keep_logs: Literal["always", "failed", "never"] = "always"
+    """Which sessions' logs and files stay in the run folder."""
+    bundles: Path | None = None
+    """Where harnesses are installed; `None` = the user's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How many sessions may be in which stage."""
+
+    ahead: asyncio.Semaphore
+    """INITIALIZING or READY: the READY buffer."""
+    init: asyncio.Semaphore
+    run: asyncio.Semaphore
+    post: asyncio.Semaphore
+
+
+@contextmanager
+def naming(task: Task) -> Iterator[None]:
+    """Say in every `ConfigError` which task it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"task {task.task_id!r}: {error}") from error
+
+
+class Node:
+    """Runs sessions. Use as an async context manager, inside the gateway's and the store's own."""
+
+    def __init__(
+        self,
+        *,
+        gateway: ModelGateway,
+        store: Store,
+        folder: RunFolder,
+        settings: NodeSettings | None = None,
+        scratch_base: Path | None = None,
+    ) -> None:
+        self.gateway = gateway
+        self.store = store
+        self.folder = folder
+        self.settings = settings or NodeSettings()
+        self.events = Events()
+        self.pools = Pools(
+            ahead=asyncio.Semaphore(self.settings.ready_buffer),
+            init=asyncio.Semaphore(self.settings.init_slots),
+            run=asyncio.Semaphore(self.settings.run_slots),
+            post=asyncio.Semaphore(self.settings.post_slots),
+        )
+        self.scratch: Scratch
+        self._scratch_base = scratch_base
+        self._sessions: dict[str, Session] = {}
+        self._bundles: dict[tuple[str, str], Path | HarnessError | None] = {}
+        self._installing = asyncio.Lock()
+        self._writing = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        """Remove what killed nodes left, and make a scratch folder; `RuntimeFailure` if not."""
+        await reap(self._scratch_base)
+        self.scratch = Scratch.make(self._scratch_base)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Remove the scratch folder; sessions are ended by whoever runs them."""
+        await asyncio.to_thread(self.scratch.remove)
+
+    @property
+    def capacity(self) -> int:
+        """How many sessions can be anywhere between INITIALIZING and their end."""
+        settings = self.settings
+        return settings.ready_buffer + settings.run_slots + 2 * settings.post_slots
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Raise the `ConfigError` that `run` would raise for one of `tasks`."""
+        for task in tasks:
+            self.plan(task)
+
+    def plan(self, task: Task) -> Plan:
+        """The task with all that it names found; `ConfigError` names the task and the field."""
+        with naming(task):
+            make_runtime(task.runtime, "check", Path("check"))
+            rebuild(_NOTHING, builder=task.builder)
+            return Plan(task, open_harness(task.agent), open_evaluator(task.evaluator))
+
+    async def install(self, harness: Harness) -> Path | None:
+        """The harness's bundle, made now if it is not there; `HarnessError`, once found, stays."""
+        name = (harness.name, harness.version)
+        async with self._installing:
+            if name not in self._bundles:
+                self._bundles[name] = await self._install(harness)
+        bundle = self._bundles[name]
+        if isinstance(bundle, HarnessError):
+            raise bundle
+        return bundle
+
+    async def _install(self, harness: Harness) -> Path | HarnessError | None:
+        def report(line: str) -> None:
+            self.events.tell(Installing(harness.name, line))
+
+        try:
+            return await harness.install(self.settings.bundles or bundles_dir(), report)
+        except HarnessError as error:
+            return error
+
+    async def run(self, task: Task, sample_index: int = 0) -> SessionResult:
+        """Run one session of a task to its end and append its result to the run folder.
+
+        Raises `ConfigError` for a task that names what is not there, before anything is done, and
+        `StoreError` if the result cannot be written. A cancelled caller leaves a session that has
+        ended and is recorded, and no result.
+        """
+        session = Session(self.plan(task), sample_index, self)
+        self._sessions[session.session_id] = session
+        try:
+            result = await session.run()
+        finally:
+            del self._sessions[session.session_id]
+        async with self._writing:
+            await asyncio.to_thread(self.folder.append, result)
+        return result
+
+    def cancel(self, session_id: str) -> bool:
+        """End a living session, whose result will be CANCELLED; whether there was one."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.cancel()
+        return session is not None
+
+    def session_ids(self) -> tuple[str, ...]:
+        """The sessions that live now."""
+        return tuple(self._sessions)

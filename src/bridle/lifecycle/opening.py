@@ -1,0 +1,108 @@
+"""INITIALIZING: a key at the gateway, a runtime that is ready, the harness in it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridle.errors import BridleError, RuntimeFailure, boundary
+from bridle.harnesses.base import Launch, LaunchContext
+from bridle.lifecycle.ending import Ending, failed
+from bridle.lifecycle.preparing import place, prepare
+from bridle.runtimes import make_runtime
+from bridle.runtimes.base import Mount, Runtime
+from bridle.types import JSON, Cause
+
+if TYPE_CHECKING:
+    from bridle.lifecycle.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session that is ready to run."""
+
+    runtime: Runtime
+    launch: Launch
+
+
+async def open_session(session: Session, stack: AsyncExitStack) -> Opened | Ending:
+    """Make a session ready to run; `stack` owns what was opened. Failures are endings.
+
+    The harness's installation, once per machine, is not in the session's budget.
+    """
+    budget_s = session.task.budgets.init_s
+    try:
+        with boundary(RuntimeFailure, "installing the harness"):
+            bundle = await session.node.install(session.plan.harness)
+        async with asyncio.timeout(budget_s):
+            with boundary(RuntimeFailure, "starting the session"):
+                return await session.timed("init", _open(session, stack, bundle))
+    except TimeoutError:
+        return failed(Cause.TIMEOUT, f"init: its budget of {budget_s:g} s ran out")
+    except BridleError as error:
+        return failed(Cause.INFRASTRUCTURE, f"init: {error}")
+
+
+async def _open(session: Session, stack: AsyncExitStack, bundle: Path | None) -> Opened:
+    task, gateway = session.task, session.node.gateway
+    runtime = owned_runtime(session, stack, bundle)
+    stack.push_async_callback(session.seal)
+    handle = await gateway.open_session(
+        session.session_id,
+        task_id=task.task_id,
+        metadata=_facts_of(session, runtime),
+        sampling=task.sampling,
+        limits=task.limits,
+    )
+    await start(session, runtime)
+    launch = session.plan.harness.launch(
+        LaunchContext(
+            instruction=task.instruction,
+            base_urls={name: runtime.gateway_url(url) for name, url in handle.base_urls.items()},
+            key=handle.key,
+            model_name=task.agent.model_name,
+            workdir=runtime.workdir,
+            home=runtime.home,
+            bundle="" if bundle is None else runtime.inside(bundle),
+            session_id=session.session_id,
+            context_length=gateway.info.context_length,
+            task_id=task.task_id,
+            sample_index=session.sample_index,
+        )
+    )
+    await place(runtime, launch)
+    return Opened(runtime, launch)
+
+
+def owned_runtime(session: Session, stack: AsyncExitStack, bundle: Path | None) -> Runtime:
+    """A runtime that is not started yet and that `stack` stops."""
+    scratch = session.node.scratch.session(session.session_id)
+    mounts = [] if bundle is None else [Mount(bundle, f"/opt/bridle/{session.plan.harness.name}")]
+    runtime = make_runtime(session.task.runtime, session.session_id, scratch, mounts)
+    stack.push_async_callback(session.stop, runtime)
+    return runtime
+
+
+async def start(session: Session, runtime: Runtime) -> None:
+    """Start a runtime and do the task's prepare steps in it."""
+    await runtime.start()
+    actions, log = session.task.runtime.prepare, session.log("prepare")
+    await prepare(runtime, actions, stage="prepare", base=session.base, log=log)
+
+
+def _facts_of(session: Session, runtime: Runtime) -> JSON:
+    """What capture must know to build the same result again."""
+    task, harness = session.task, session.plan.harness
+    return {
+        "sample_index": session.sample_index,
+        "harness": harness.name,
+        "harness_version": harness.version,
+        "runtime": task.runtime.backend,
+        "contains": runtime.contains,
+        "builder": task.builder.model_dump(mode="json"),
+        "train": [str(kind) for kind in task.train],
+        "task_metadata": task.metadata,
+    }

@@ -1,0 +1,106 @@
+"""Scratch folders of a node, and the removal of what killed processes left behind.
+
+A node's sessions live under one scratch folder in the system's temp folder. It names the process
+that owns it, and the sessions in it, so that the next node can tell whether the owner still lives;
+if not, the sessions' processes are ended and the folder goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from bridle.errors import RuntimeFailure
+from bridle.runtimes.proc import SESSION_MARK, Leaders, end_all, members
+
+PREFIX = "bridle-"
+OWNER = "owner.json"
+SESSIONS = "sessions"
+GRACE_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Scratch:
+    """The scratch folder of one node; its sessions get folders of their own in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def make(cls, base: Path | None = None) -> Scratch:
+        """A new one in `base` (the system's temp folder). `RuntimeFailure` if it can't be made."""
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+            owner = {"pid": os.getpid(), "started": started_at(os.getpid())}
+            (folder / OWNER).write_text(json.dumps(owner))
+        except OSError as error:
+            where = base or tempfile.gettempdir()
+            raise RuntimeFailure(f"cannot make a scratch folder in {where}: {error}") from error
+        return cls(folder)
+
+    def session(self, session_id: str) -> Path:
+        """A new folder for a session; its name is short, because the model sees it."""
+        with (self.folder / SESSIONS).open("a") as file:
+            file.write(f"{session_id}\n")
+        folder = self.folder / secrets.token_hex(4)
+        folder.mkdir()
+        return folder
+
+    def remove(self) -> None:
+        """Remove it all; idempotent."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+async def reap(base: Path | None = None) -> int:
+    """End and remove what dead nodes left in `base` (the system's temp folder).
+
+    Returns how many scratch folders were removed. Folders of other users are left alone.
+    """
+    removed = 0
+    for folder in list(_abandoned(base or Path(tempfile.gettempdir()))):
+        marks = [f"{SESSION_MARK}={name}".encode() for name in _sessions(folder)]
+
+        def find(marks: list[bytes] = marks) -> set[int]:
+            return {pid for mark in marks for pid in members((mark,), Leaders())}
+
+        ended = await end_all(find, grace_s=GRACE_S) if marks else 0
+        Scratch(folder).remove()
+        removed += 1
+        log.info("removed what a killed process left", folder=str(folder), processes=ended)
+    return removed
+
+
+def started_at(pid: int) -> str | None:
+    """When a process was started, in clock ticks since boot; `None` if it does not live."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[19] if fields[0] not in ("Z", "X") else None
+
+
+def _abandoned(base: Path) -> Iterator[Path]:
+    for owner in base.glob(f"{PREFIX}*/{OWNER}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads(owner.read_text())
+            lives = started_at(facts["pid"])
+            # Without /proc nobody can be proven dead.
+            dead = lives is None or lives != facts["started"]
+            if dead and facts["started"] is not None and os.access(owner.parent, os.W_OK):
+                yield owner.parent
+
+
+def _sessions(folder: Path) -> list[str]:
+    try:
+        return (folder / SESSIONS).read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,89 @@
+"""RUNNING: the harness, from its start until nothing of it lives and its key is dead."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from bridle.errors import BridleError, RuntimeFailure, boundary
+from bridle.lifecycle.ending import Ending, failed, judge, out_of_time
+from bridle.lifecycle.limits import limit_outstayed
+from bridle.lifecycle.opening import Opened, owned_runtime, start
+from bridle.lifecycle.preparing import Prewarmed
+from bridle.runtimes.base import ExecResult, Runtime
+from bridle.types import Cause
+
+if TYPE_CHECKING:
+    from bridle.lifecycle.session import Session
+
+
+async def run_harness(session: Session, opened: Opened) -> Ending:
+    """Run the harness to its own end, its limit, or the end of its budget. Failures are endings.
+
+    Afterwards no process of it lives, its key is dead, and `session.harness_result` says how it
+    ended.
+    """
+    try:
+        with boundary(RuntimeFailure, "running the harness"):
+            return await _run(session, opened)
+    except BridleError as error:
+        return failed(Cause.INFRASTRUCTURE, f"run: {error}")
+
+
+async def _run(session: Session, opened: Opened) -> Ending:
+    budget_s = session.task.budgets.agent_s
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_exec(session, opened))
+        outstayed = group.create_task(
+            limit_outstayed(
+                lambda: session.node.gateway.facts(session.session_id),
+                grace_s=session.node.settings.limit_grace_s,
+            )
+        )
+        either = asyncio.FIRST_COMPLETED
+        await asyncio.wait({running, outstayed}, timeout=budget_s, return_when=either)
+        timed_out = not running.done() and not outstayed.done()
+        outstayed.cancel()
+        # Both at once: the key is dead now, whatever a process does while it is being ended.
+        sealing = group.create_task(session.seal())
+        await opened.runtime.kill()
+    facts, result = sealing.result(), running.result()
+    if isinstance(result, BridleError):
+        raise result
+    assert facts is not None
+    session.harness_result = result
+    if timed_out:
+        return out_of_time(budget_s, facts)
+    cause = session.plan.harness.exit_cause(result.exit_code, result.signal, result.stdout)
+    return judge(result, facts, cause)
+
+
+async def _exec(session: Session, opened: Opened) -> ExecResult | BridleError:
+    """How the harness ended, or why it could not run: a value, so that no other task is ended."""
+    try:
+        with boundary(RuntimeFailure, "running the harness"):
+            return await opened.runtime.exec(
+                opened.launch.command,
+                env={**opened.launch.env, **session.task.agent.env},
+                stdin=opened.launch.stdin,
+                log=session.log("stdout"),
+                error_log=session.log("stderr"),
+            )
+    except BridleError as error:
+        return error
+
+
+def prewarm(session: Session, group: asyncio.TaskGroup, stack: AsyncExitStack) -> Prewarmed | None:
+    """A fresh runtime to score in, made ready while the harness runs; `None` = not asked for."""
+    if not session.task.evaluator.refresh_runtime:
+        return None
+
+    async def make(its_own: AsyncExitStack) -> Runtime:
+        runtime = owned_runtime(session, its_own, None)
+        await start(session, runtime)
+        return runtime
+
+    fresh = Prewarmed(group, make)
+    stack.push_async_callback(fresh.aclose)
+    return fresh

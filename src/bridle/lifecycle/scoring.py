@@ -1,0 +1,97 @@
+"""BUILDING and EVALUATING: exchanges to a trajectory, the session to a reward.
+
+Both return what came out beside the fault that kept it from coming out, if there was one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+from bridle.errors import BridleError, EvaluatorError, StoreError, boundary
+from bridle.evaluators.base import Evaluation, EvaluationContext
+from bridle.lifecycle.ending import Ending, failed
+from bridle.lifecycle.opening import Opened
+from bridle.lifecycle.preparing import Prewarmed, prepare
+from bridle.runtimes.output import LOG_LIMIT
+from bridle.trajectory import rebuild
+from bridle.trajectory.sample import Trajectory
+from bridle.types import Cause
+
+if TYPE_CHECKING:
+    from bridle.lifecycle.session import Session
+
+
+async def keep_files(session: Session, opened: Opened) -> dict[str, str]:
+    """Copy what the harness says is worth keeping; name -> path in the run folder.
+
+    What is not there, cannot leave the runtime, or is over 64 MiB is left.
+    """
+    kept = {}
+    for inside in opened.launch.logs:
+        name = inside.rpartition("/")[2]
+        target = session.folder / "files" / name
+        try:
+            with boundary(StoreError, f"keeping {inside}"):
+                await opened.runtime.download(inside, target)
+                if target.stat().st_size > LOG_LIMIT:
+                    target.unlink()
+                    continue
+        except BridleError:
+            continue
+        kept[name] = str(target.relative_to(session.node.folder.path))
+    return kept
+
+
+async def build(session: Session) -> tuple[Trajectory | None, Ending | None]:
+    """The trajectory of what was captured, in a thread of its own."""
+    budget_s = session.task.budgets.build_s
+    store, session_id = session.node.store, session.session_id
+    try:
+        async with asyncio.timeout(budget_s):
+            with boundary(StoreError, "building the trajectory"):
+                return await asyncio.to_thread(lambda: rebuild(store.read(session_id))), None
+    except TimeoutError:
+        return None, failed(Cause.TIMEOUT, f"build: its budget of {budget_s:g} s ran out")
+    except BridleError as error:
+        return None, failed(Cause.INFRASTRUCTURE, f"build: {error}")
+
+
+async def evaluate(
+    session: Session, opened: Opened, fresh: Prewarmed | None, trajectory: Trajectory
+) -> tuple[Evaluation | None, Ending | None]:
+    """What the session was worth. Whatever goes wrong here is the evaluator's (law 5)."""
+    budget_s = session.task.budgets.evaluate_s
+    try:
+        async with asyncio.timeout(budget_s):
+            with boundary(EvaluatorError, "the evaluator"):
+                return await _evaluate(session, opened, fresh, trajectory), None
+    except TimeoutError:
+        return None, failed(Cause.EVALUATOR, f"evaluate: its budget of {budget_s:g} s ran out")
+    except BridleError as error:
+        return None, failed(Cause.EVALUATOR, f"evaluate: {error}")
+
+
+async def _evaluate(
+    session: Session, opened: Opened, fresh: Prewarmed | None, trajectory: Trajectory
+) -> Evaluation:
+    runtime = opened.runtime if fresh is None else await fresh.get()
+    actions, log = session.task.runtime.eval_prepare, session.log("eval_prepare")
+    await prepare(runtime, actions, stage="eval_prepare", base=session.base, log=log)
+    evaluation = await session.plan.evaluator.evaluate(
+        EvaluationContext(
+            task=session.task,
+            session_id=session.session_id,
+            runtime=runtime,
+            harness=session.harness_result,
+            trajectory=trajectory,
+            logs=session.folder,
+            task_dir=session.base,
+            session_runtime=None if fresh is None else opened.runtime,
+        )
+    )
+    rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
+    return evaluation

@@ -1,0 +1,109 @@
+import asyncio
+
+import pytest
+from tests.lifecycle.house import a_node, checked, nothing_lives, task
+
+from bridle.errors import ConfigError, StoreError
+from bridle.executors.local import LocalExecutor
+
+SMALL = {"run_slots": 2, "ready_buffer": 2, "post_slots": 1}
+
+
+async def test_every_session_gives_one_result_in_the_order_they_end(tmp_path):
+    tasks = [
+        task("sleep 0.6; exit 1", task_id="slow"),
+        task("exit 1", task_id="fast", num_samples=3),
+    ]
+    async with a_node(tmp_path) as node, LocalExecutor(node).run(tasks) as results:
+        ended = [(result.task_id, result.sample_index) async for result in results]
+    assert ended[-1] == ("slow", 0)
+    assert sorted(ended) == [("fast", 0), ("fast", 1), ("fast", 2), ("slow", 0)]
+
+
+async def test_real_work_is_done_in_parallel_sessions_that_do_not_meet(tmp_path):
+    tasks = [task(evaluator=checked(), num_samples=6)]
+    async with a_node(tmp_path) as node, LocalExecutor(node).run(tasks) as results:
+        ended = [result async for result in results]
+    assert {result.reward for result in ended} == {1.0}
+    assert {result.trajectory.metadata["stats"]["merge_ratio"] for result in ended} == {1.0}
+
+
+async def test_a_task_that_cannot_be_run_is_told_before_the_first_session(tmp_path):
+    bad = task(task_id="bad", evaluator={"strategy": "luck"})
+    async with a_node(tmp_path) as node:
+        with pytest.raises(ConfigError, match="task 'bad': unknown evaluator"):
+            async with LocalExecutor(node).run([task(), bad]):
+                raise AssertionError
+        assert node.seen == []
+
+
+async def test_leaving_the_block_ends_what_still_runs(tmp_path):
+    tasks = [task("exit 1"), task("sleep 60", num_samples=8)]
+    async with a_node(tmp_path, settings=SMALL) as node:
+        async with LocalExecutor(node).run(tasks) as results:
+            result = await anext(results)
+        assert result.status == "ERROR"
+        assert node.session_ids() == ()
+        opened = [record.session_id for record in node.store.sessions()]
+        assert all(nothing_lives(session_id) for session_id in opened)
+        assert all(node.store.outcome(session_id) is not None for session_id in opened)
+        assert len(opened) < 9
+        assert list(node.scratch.folder.glob("*/*")) == []
+
+
+async def test_a_cancelled_batch_ends_its_sessions(tmp_path):
+    async with a_node(tmp_path, settings=SMALL) as node:
+
+        async def batch():
+            async with LocalExecutor(node).run([task("sleep 60", num_samples=4)]) as results:
+                async for _ in results:
+                    raise AssertionError
+
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(batch())
+            while len(node.session_ids()) < 4:  # noqa: ASYNC110 - sessions come by themselves
+                await asyncio.sleep(0.01)
+            running.cancel()
+        assert running.cancelled()
+        assert node.session_ids() == ()
+
+
+async def test_an_error_in_the_block_is_itself_and_ends_what_runs(tmp_path):
+    async with a_node(tmp_path) as node:
+
+        async def batch():
+            async with LocalExecutor(node).run([task("sleep 60")]):
+                while not node.session_ids():  # noqa: ASYNC110 - sessions come by themselves
+                    await asyncio.sleep(0.01)
+                _ = 1 / 0
+
+        with pytest.raises(ZeroDivisionError):
+            await batch()
+        assert node.session_ids() == ()
+
+
+async def test_a_result_that_cannot_be_written_ends_the_batch_with_its_own_error(tmp_path):
+    async with a_node(tmp_path) as node:
+        node.folder.trajectories.mkdir()
+
+        async def batch():
+            async with LocalExecutor(node).run([task("exit 1"), task("sleep 60")]) as results:
+                return [result async for result in results]
+
+        with pytest.raises(StoreError, match="cannot write"):
+            await batch()
+        assert node.session_ids() == ()
+
+
+async def test_results_that_nobody_takes_hold_back_new_sessions(tmp_path):
+    settings = {"run_slots": 1, "ready_buffer": 1, "post_slots": 1}
+    tasks = [task("exit 1", num_samples=20)]
+    async with (
+        a_node(tmp_path, settings=settings) as node,
+        LocalExecutor(node).run(tasks) as results,
+    ):
+        while len(node.folder._lines) < node.capacity:  # noqa: ASYNC110 - files, no events
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(node.store.sessions()) == node.capacity == 4
+        assert len([result async for result in results]) == 20

@@ -1,0 +1,151 @@
+import asyncio
+import json
+
+import pytest
+from tests.lifecycle.house import a_node, checked, task
+
+from bridle.config import AgentSpec, BuilderSpec, EvaluatorSpec, RuntimeSpec
+from bridle.errors import ConfigError, HarnessError
+from bridle.harnesses.command import CommandHarness
+from bridle.lifecycle.events import Installing, SessionChanged
+from bridle.lifecycle.manager import NodeSettings
+from bridle.types import Cause
+
+
+def most_at_once(node, status, until):
+    """The most sessions that were between entering `status` and one of `until`."""
+    most, inside = 0, set()
+    for event in node.seen:
+        if not isinstance(event, SessionChanged):
+            continue
+        if event.status == status:
+            inside.add(event.session_id)
+        elif event.status in until:
+            inside.discard(event.session_id)
+        most = max(most, len(inside))
+    return most
+
+
+ENDS = ("COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
+
+
+async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):
+    settings = {"run_slots": 2, "init_slots": 2, "ready_buffer": 3, "post_slots": 1}
+    async with a_node(tmp_path, settings=settings) as node:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(10):
+                group.create_task(node.run(task("sleep 0.1")))
+        assert most_at_once(node, "RUNNING", ("BUILDING", *ENDS)) == 2
+        assert most_at_once(node, "INITIALIZING", ("READY", *ENDS)) <= 2
+        assert most_at_once(node, "INITIALIZING", ("RUNNING", *ENDS)) == 3
+
+
+async def test_scoring_holds_no_run_slot(tmp_path):
+    settings = {"run_slots": 1, "post_slots": 2}
+    async with a_node(tmp_path, settings=settings) as node:
+        slow = task(
+            evaluator=checked(
+                "until [ -e $FLAG ]; do sleep 0.02; done", env={"FLAG": f"{tmp_path}/flag"}
+            )
+        )
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(node.run(slow))
+            while "EVALUATING" not in [str(event.status) for event in node.seen]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            second = await node.run(task())
+            assert second.status == "COMPLETED"
+            assert not first.done()
+            (tmp_path / "flag").touch()
+    assert first.result().reward == 1.0
+
+
+async def test_results_are_appended_to_the_run_folder_as_sessions_end(tmp_path):
+    async with a_node(tmp_path) as node:
+        one, two = await node.run(task()), await node.run(task("exit 1"))
+        lines = [json.loads(line) for line in node.folder.trajectories.read_text().splitlines()]
+        assert [line["session_id"] for line in lines] == [one.session_id, two.session_id]
+        assert [line["status"] for line in lines] == ["COMPLETED", "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"agent": {"harness": "nano", "command": None}}, "unknown harness 'nano'"),
+        ({"evaluator": {"strategy": "luck"}}, "unknown evaluator 'luck'"),
+        ({"runtime": RuntimeSpec(backend="cloud")}, "unknown runtime 'cloud'"),
+        ({"runtime": RuntimeSpec(image="x")}, "cannot give image"),
+        ({"builder": BuilderSpec(strategy="pile")}, "unknown builder 'pile'"),
+        ({"builder": BuilderSpec(config={"max": 1})}, "builder prefix_merging: config: max"),
+    ],
+)
+async def test_what_a_task_names_and_is_not_there_is_told_before_anything_runs(
+    tmp_path, changes, said
+):
+    async with a_node(tmp_path) as node:
+        with pytest.raises(ConfigError, match=rf"task 't-1': .*{said}"):
+            node.check([task(), task(**changes)])
+        with pytest.raises(ConfigError, match=said):
+            await node.run(task(**changes))
+        assert node.seen == []
+        assert node.store.sessions() == []
+
+
+class Counted(CommandHarness):
+    """A harness that is installed, or is not."""
+
+    name = "counted"
+    installed = 0
+
+    async def install(self, bundles, report):
+        type(self).installed += 1
+        report("counted: working")
+        await asyncio.sleep(0.05)
+        if "broken" in self._line:
+            raise HarnessError("npm is missing: install node")
+        folder = bundles / "counted"
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("bundled")
+        return folder
+
+
+def counted(command):
+    agent = AgentSpec(import_path="tests.lifecycle.test_manager:Counted", command=command)
+    return task().model_copy(update={"agent": agent})
+
+
+async def test_a_harness_is_installed_once_and_told(tmp_path):
+    Counted.installed = 0
+    settings = {"bundles": tmp_path / "bundles"}
+    async with a_node(tmp_path, settings=settings) as node:
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(node.run(counted("true"))) for _ in range(3)]
+        lines = [event.line for event in node.seen if isinstance(event, Installing)]
+    assert Counted.installed == 1
+    assert lines == ["counted: working"]
+    assert {run.result().cause for run in runs} == {Cause.HARNESS_NO_CALL}
+
+
+async def test_a_harness_that_cannot_be_installed_is_not_tried_again(tmp_path):
+    Counted.installed = 0
+    async with a_node(tmp_path, settings={"bundles": tmp_path / "bundles"}) as node:
+        results = [await node.run(counted("broken")) for _ in range(2)]
+    assert Counted.installed == 1
+    assert [result.cause for result in results] == [Cause.INFRASTRUCTURE] * 2
+    assert results[0].error == "init: npm is missing: install node"
+
+
+def test_the_defaults_follow_the_machine():
+    settings = NodeSettings()
+    assert settings.run_slots >= 2
+    assert settings.ready_buffer >= settings.init_slots - 1
+    assert EvaluatorSpec().after_budget is False
+
+
+async def test_a_node_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):
+    async with a_node(tmp_path) as node:
+        left = node.scratch.folder.with_name("bridle-left")
+        left.mkdir()
+        (left / "owner.json").write_text('{"pid": 4194999, "started": "1"}')
+    (tmp_path / "run").rename(tmp_path / "first")
+    async with a_node(tmp_path):
+        assert not left.exists()

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+from tests.lifecycle.test_results import captured
+
+from bridle.errors import ConfigError, StoreError
+from bridle.lifecycle.results import result_from
+from bridle.lifecycle.run_folder import RunFolder, summarise
+from bridle.trajectory import rebuild
+from bridle.trajectory.result import trajectory_bytes
+
+
+def rebuilt(store):
+    """The trajectories file as `bridle rebuild` writes it."""
+    captures = [store.read(session.session_id) for session in store.sessions()]
+    return b"".join(trajectory_bytes(rebuild(capture)) + b"\n" for capture in captures)
+
+
+async def test_a_run_folder_says_what_the_run_was(tmp_path):
+    with RunFolder.create(tmp_path / "runs" / "one", config={"engine": "x"}) as folder:
+        facts = json.loads((folder.path / "run.json").read_text())
+    assert facts["config"] == {"engine": "x"}
+    assert facts["bridle"]
+    assert folder.session_folder("s").parent == folder.path / "sessions"
+    assert folder.capture.name == "capture.sqlite"
+    assert folder.trajectories_parquet.name == "trajectories.parquet"
+    folder.close()
+
+
+async def test_results_are_there_as_soon_as_they_are_appended(tmp_path):
+    store = await captured("a", "b")
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        folder.append(result_from(store.read("b")))
+        assert json.loads(folder.trajectories.read_text())["session_id"] == "b"
+        folder.append(result_from(store.read("a")))
+        assert len(folder.trajectories.read_bytes().splitlines()) == 2
+
+
+async def test_a_finished_run_is_byte_for_byte_what_capture_gives(tmp_path):
+    store = await captured("a", "b", "killed", ended=("a", "b"))
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        for session_id in ("b", "a"):
+            folder.append(result_from(store.read(session_id)))
+        summary = folder.finish(store)
+        assert folder.trajectories.read_bytes() == rebuilt(store)
+        assert folder.finish(store) == summary
+        assert folder.trajectories.read_bytes() == rebuilt(store)
+    assert [entry["session_id"] for entry in summary["sessions"]] == ["a", "b", "killed"]
+    assert [entry["status"] for entry in summary["sessions"]] == ["COMPLETED"] * 2 + ["RUNNING"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+async def test_what_a_failed_write_left_of_a_line_does_not_stay(tmp_path):
+    store = await captured("a")
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        folder.trajectories.write_bytes(b'{"torn')
+        folder.append(result_from(store.read("a")))
+        assert folder.trajectories.read_bytes() == rebuilt(store)
+
+
+async def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    store = await captured("a")
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        folder.trajectories.mkdir()
+        with pytest.raises(StoreError, match=r"trajectories\.jsonl: cannot write"):
+            folder.append(result_from(store.read("a")))
+        with pytest.raises(StoreError, match="cannot write"):
+            folder.finish(store)
+
+
+@pytest.mark.parametrize("name", ["run.json", "capture.sqlite", "trajectories.jsonl"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match="holds a run already; give another folder"):
+        RunFolder.create(tmp_path, config={})
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    with RunFolder.create(tmp_path, config={}) as folder:
+        (folder.path / "run.json").unlink()
+        with pytest.raises(ConfigError, match="in use by another process"):
+            RunFolder.create(tmp_path, config={})
+    RunFolder.create(tmp_path, config={}).close()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used as a run folder"):
+        RunFolder.create(tmp_path / "file" / "run", config={})
+
+
+def entry(status, reward, **more):
+    numbers = {"exchanges": 2, "traces": 1, "tokens_captured": 9, "tokens_trained": 5}
+    return {
+        "status": status,
+        "reward": reward,
+        "cause": None,
+        "tokens_excluded": {},
+        **numbers,
+        **more,
+    }
+
+
+def test_the_totals_count_every_session_and_only_known_rewards():
+    sessions = [
+        entry("COMPLETED", 1.0, tokens_excluded={"cut": 4}),
+        entry("COMPLETED", 0.0, tokens_excluded={"cut": 2, "kind": 2}),
+        entry("ERROR", None, cause="evaluator", exchanges=None, tokens_excluded=None),
+    ]
+    totals = summarise(sessions)["totals"]
+    assert totals == {
+        "sessions": 3,
+        "status": {"COMPLETED": 2, "ERROR": 1},
+        "cause": {"evaluator": 1},
+        "scored": 2,
+        "reward_mean": 0.5,
+        "exchanges": 4,
+        "traces": 3,
+        "tokens_captured": 27,
+        "tokens_trained": 15,
+        "tokens_excluded": {"cut": 6, "kind": 2},
+    }
+    assert summarise([])["totals"]["reward_mean"] is None

@@ -1,0 +1,139 @@
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from tests.lifecycle.house import AGENT, BEAT, a_node, checked, nothing_lives, task
+
+from bridle.config import Action, Limits, RuntimeSpec
+from bridle.testing import scripted_engine
+from bridle.types import JSON, Cause
+
+
+@pytest.mark.parametrize(
+    ("command", "cause", "said"),
+    [
+        ("echo oh no >&2; exit 3", Cause.HARNESS_CRASH, "exited with code 3: oh no"),
+        ("kill -9 $$", Cause.HARNESS_CRASH, "was ended by signal 9"),
+        ("no-such-agent", Cause.HARNESS_CRASH, "exited with code 127: .*no-such-agent"),
+        ("true", Cause.HARNESS_NO_CALL, "exited with code 0, but never called the model"),
+    ],
+)
+async def test_a_harness_that_fails_by_itself_has_its_own_cause(tmp_path, command, cause, said):
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(command, evaluator=checked("true")))
+    assert (result.status, result.cause, result.reward) == ("ERROR", cause, None)
+    assert result.trajectory.status == "ERROR"
+    assert re.search(said, result.error)
+
+
+async def test_a_failed_call_as_the_last_word_is_never_completed(tmp_path):
+    turns: list[JSON] = [{"shell": ["seq 5000"]}, {"content": "never"}]
+    async with a_node(tmp_path, engine=scripted_engine(turns, context_length=2000)) as node:
+        result = await node.run(task(f"{AGENT} --lenient", evaluator=checked("true")))
+    assert (result.status, result.reward, result.exit_code) == ("ERROR", None, 0)
+    assert result.cause is Cause.HARNESS_MODEL_ERROR
+    assert "last word from the model was an error: prompt is too long" in result.error
+    assert len(result.trajectory.traces) == 1
+
+
+@pytest.mark.parametrize("flag", ["", "--lenient"])
+async def test_a_harness_is_not_blamed_for_an_engine_that_failed(tmp_path, flag):
+    async with a_node(tmp_path, {"shell": ["true"]}, {"fault": 500}) as node:
+        result = await node.run(task(f"{AGENT} {flag}"))
+    assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
+    assert "the model is overloaded" in result.error
+
+
+async def test_an_expired_budget_ends_everything_and_keeps_the_partial_trajectory(tmp_path):
+    beat = BEAT.format(file=tmp_path / "beat")
+    command = f"{AGENT}; (setsid bash -c '{beat}' &) ; trap '' TERM; {beat}"
+    async with a_node(tmp_path) as node:
+        result = await node.run(
+            task(command, budgets={"agent_s": 2}, evaluator=checked(), num_samples=1)
+        )
+        assert nothing_lives(result.session_id)
+    size = (tmp_path / "beat").stat().st_size
+    await asyncio.sleep(0.1)
+    assert (tmp_path / "beat").stat().st_size == size > 0
+    assert (result.status, result.cause, result.reward) == ("TIMEOUT", Cause.TIMEOUT, None)
+    assert result.error == "the agent's budget of 2 s ran out, after 2 model calls"
+    assert result.trajectory.metadata["stats"]["tokens_trained"] > 0
+
+
+async def test_the_key_is_dead_when_the_budget_ends(tmp_path):
+    # On TERM it takes its time and asks once more.
+    command = f"trap '{AGENT} 2> {tmp_path}/late; exit' TERM; while true; do sleep 0.02; done"
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(command, budgets={"agent_s": 0.3}))
+    assert result.error == "the agent's budget of 0.3 s ran out, without one model call"
+    assert result.trajectory.metadata["stats"]["exchanges"] == 0
+    assert (tmp_path / "late").read_text() == "model error 401\n"
+
+
+async def test_a_reached_limit_ends_the_session_with_its_reason(tmp_path):
+    async with a_node(tmp_path, {"shell": ["true"]}) as node:
+        result = await node.run(task(limits=Limits(max_turns=3)))
+    assert (result.status, result.cause) == ("TIMEOUT", Cause.LIMIT)
+    assert result.error == "the session's limit of turns was reached"
+    assert result.trajectory.metadata["stats"]["exchanges"] == 3
+
+
+async def test_a_harness_that_goes_on_after_its_limit_is_ended(tmp_path):
+    async with a_node(tmp_path, {"shell": ["true"]}) as node:
+        result = await node.run(task(f"{AGENT}; sleep 60", limits=Limits(max_turns=1)))
+    assert (result.status, result.cause, result.signal) == ("TIMEOUT", Cause.LIMIT, 15)
+    assert result.timing["run"] < 5
+
+
+async def test_daemons_of_a_harness_that_ended_well_do_not_see_the_evaluator(tmp_path):
+    beat = BEAT.format(file="beat")
+    command = f"(setsid bash -c '{beat}' >/dev/null 2>&1 &); {AGENT}"
+    still = "a=$(wc -c < beat); sleep 0.2; test $a = $(wc -c < beat)"
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(command, evaluator=checked(still)))
+    assert (result.status, result.reward) == ("COMPLETED", 1.0)
+
+
+async def test_a_full_log_disk_is_infrastructure(tmp_path):
+    async with a_node(tmp_path) as node:
+        plan_folder = node.folder.session_folder
+        node.folder.session_folder = lambda session_id: Path("/dev/full")
+        try:
+            result = await node.run(task(f"echo hello; {AGENT}"))
+        finally:
+            node.folder.session_folder = plan_folder
+    assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
+    assert "cannot write a log" in result.error
+
+
+async def test_a_fresh_runtime_is_prepared_and_has_nothing_of_the_harness(tmp_path):
+    runtime = RuntimeSpec(
+        prepare=(Action(type="exec", command="touch given"),),
+        eval_prepare=(Action(type="exec", command="touch more"),),
+    )
+    spec = checked("test -e given -a -e more -a ! -e out.txt", refresh_runtime=True)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(runtime=runtime, evaluator=spec))
+        assert list(node.scratch.folder.glob("*/*")) == []
+    assert (result.status, result.reward) == ("COMPLETED", 1.0)
+
+
+async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_path):
+    flag = tmp_path / "second"
+    once = f"test ! -e {flag} && touch {flag}"
+    runtime = RuntimeSpec(prepare=(Action(type="exec", command=once),))
+    spec = checked("true", refresh_runtime=True)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(runtime=runtime, evaluator=spec))
+    assert (result.status, result.cause) == ("ERROR", Cause.EVALUATOR)
+
+
+async def test_a_fresh_runtime_that_nobody_needs_is_ended(tmp_path):
+    runtime = RuntimeSpec(prepare=(Action(type="exec", command="mkdir $HOME/x && sleep 0.5"),))
+    spec = checked("true", refresh_runtime=True)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task("exit 1", runtime=runtime, evaluator=spec))
+        assert nothing_lives(result.session_id)
+        assert list(node.scratch.folder.glob("*/*")) == []
+    assert result.cause is Cause.HARNESS_CRASH

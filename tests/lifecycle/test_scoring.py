@@ -1,0 +1,121 @@
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from tests.lifecycle.house import AGENT, a_node, checked, statuses, task
+
+from bridle.capture.store import MemoryStore
+from bridle.config import AgentSpec
+from bridle.errors import StoreError
+from bridle.evaluators.base import Evaluation
+from bridle.harnesses.command import CommandHarness
+from bridle.types import Cause
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "said"),
+    [
+        (checked("no-such-checker"), r"could not be run \(exit code 127\)"),
+        (checked("sleep 60"), "its budget of 0.3 s ran out"),
+        ({"strategy": "tests.lifecycle.test_scoring:Strange"}, "ZeroDivisionError"),
+        ({"strategy": "tests.lifecycle.test_scoring:Infinite"}, "must be a finite number"),
+    ],
+)
+async def test_an_evaluator_that_fails_is_its_own_cause_and_no_reward(tmp_path, evaluator, said):
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(evaluator=evaluator, budgets={"evaluate_s": 0.3}))
+    assert (result.status, result.cause, result.reward) == ("ERROR", Cause.EVALUATOR, None)
+    assert re.search(said, result.error)
+    assert len(result.trajectory.traces) == 1
+
+
+class Strange:
+    """An evaluator with a bug."""
+
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+    async def evaluate(self, context):
+        return 1 / 0
+
+
+class Infinite(Strange):
+    async def evaluate(self, context):
+        return Evaluation(float("inf"))
+
+
+async def test_an_evaluator_that_fails_after_the_budget_leaves_the_timeout_a_timeout(tmp_path):
+    spec = checked("no-such-checker", after_budget=True)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task("sleep 60", evaluator=spec, budgets={"agent_s": 0.1}))
+    assert (result.status, result.cause) == ("TIMEOUT", Cause.TIMEOUT)
+    assert "could not be run" in result.error
+
+
+async def test_an_expired_session_is_scored_if_asked(tmp_path):
+    command = f"{AGENT}; sleep 60"
+    async with a_node(tmp_path) as node:
+        result = await node.run(
+            task(command, budgets={"agent_s": 1.5}, evaluator=checked(after_budget=True))
+        )
+    assert (result.status, result.reward) == ("TIMEOUT", 1.0)
+
+
+class Keeping(CommandHarness):
+    """A harness that names files worth keeping."""
+
+    def launch(self, context):
+        home = context.home
+        files = ("good.json", "gone.json", "huge.bin", "link")
+        return replace(super().launch(context), logs=tuple(f"{home}/{name}" for name in files))
+
+
+async def test_what_a_harness_names_is_kept_if_it_is_there_and_not_too_large(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the host's own")
+    command = (
+        'echo {} > "$HOME/good.json"; truncate -s 70M "$HOME/huge.bin";'
+        f' ln -s {secret} "$HOME/link"; {AGENT}'
+    )
+    agent = AgentSpec(import_path="tests.lifecycle.test_scoring:Keeping", command=command)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task().model_copy(update={"agent": agent}))
+        kept = node.folder.session_folder(result.session_id) / "files"
+        assert [path.name for path in kept.iterdir()] == ["good.json"]
+    assert result.status == "COMPLETED"
+    assert (tmp_path / "run" / result.logs["good.json"]).read_text() == "{}\n"
+
+
+class Unreadable(MemoryStore):
+    """A store that cannot be read back for a while."""
+
+    def __init__(self, failure):
+        super().__init__()
+        self.failure = failure
+
+    def read(self, session_id):
+        failure, self.failure = self.failure, None
+        if failure == "slow":
+            time.sleep(0.5)
+        elif failure is not None:
+            raise StoreError(failure)
+        return super().read(session_id)
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause", "said"),
+    [
+        ("torn file", Cause.INFRASTRUCTURE, "build: torn file"),
+        ("slow", Cause.TIMEOUT, "build: its budget of 0.1 s ran out"),
+    ],
+)
+async def test_a_trajectory_that_cannot_be_built_is_told_and_built_later(
+    tmp_path, failure, cause, said
+):
+    async with a_node(tmp_path, store=Unreadable(failure)) as node:
+        result = await node.run(task(budgets={"build_s": 0.1}, evaluator=checked()))
+        assert "EVALUATING" not in statuses(node)
+    assert (result.status, result.cause, result.error) == ("ERROR", cause, said)
+    assert len(result.trajectory.traces) == 1
