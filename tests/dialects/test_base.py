@@ -22,5 +22,11 @@ def test_what_cannot_succeed_is_not_to_be_tried_again():
     assert "Retry-After" not in told
 
 
+def test_a_body_is_put_together_from_what_there_is():
+    wire = DIALECTS[Dialect.GOOGLE]
+    assert wire.body(b"{}", (), None) == b'{"contents":[]}'
+    assert wire.body(b' {"a":1} ', (b"1", b"2"), b"[3]") == b'{"contents":[1,2],"tools":[3],"a":1}'
+
+
 def test_a_refusal_is_an_http_answer_by_default():
     assert not DIALECTS[Dialect.OPENAI_CHAT].refuses_in_stream(RequestError("bad"))

@@ -69,6 +69,7 @@ def test_tools_may_come_as_an_item():
     request = read(item, HI, tools=[{"type": "function", "name": "f"}])
     assert [tool.name for tool in request.tools] == ["f", "g"]
     assert request.span_lengths == (0, 1)
+    assert read({"type": "additional_tools"}, HI).tools == ()
     broken = {"type": "additional_tools", "tools": [{"type": "function"}]}
     with pytest.raises(RequestError) as told:
         read(HI, broken)

@@ -16,6 +16,8 @@ from bridle.dialects.reading import (
     objects_at,
     read_spans,
     split_array,
+    split_body,
+    split_field,
     split_object,
     texts_at,
     whole_at,
@@ -197,3 +199,41 @@ def test_arguments_are_an_object_where_they_must_be(arguments, given_back):
 @given(st.text(max_size=30))
 def test_any_arguments_become_an_object(arguments):
     assert isinstance(json.loads(arguments_object(arguments)), dict)
+
+
+@pytest.mark.parametrize(
+    ("body", "items", "rest"),
+    [
+        ('{"a":1,"messages":[{"x":[]}, 2 ],"tools":[1],"z":"é"}', ['{"x":[]}', "2"], "a tools z"),
+        ('{"tools": null ,"messages":[ "[" ]}', ['"["'], "tools"),
+        ('{ "tools" : [1] , "messages" : [ 1 ] , "messages_": [1] }', ["1"], "tools messages_"),
+        ('{"messages":[1],"messages":[2,3]}', ["2", "3"], ""),
+        ('{"m":{"messages":[7]},"messages":[7]}', ["7"], "m"),
+        ('{"messages":[ ]}', [], ""),
+    ],
+)
+def test_a_body_is_split_at_one_look(body, items, rest):
+    fields, spans = split_body(body.encode(), "messages")
+    assert spans == tuple(item.encode() for item in items)
+    plain = split_object(body.encode())
+    del plain["messages"]
+    assert list(fields) == rest.split() == list(plain)
+    assert {k: bytes(v) for k, v in fields.items()} == {k: bytes(v) for k, v in plain.items()}
+
+
+@pytest.mark.parametrize("body", ['{"messages":"x"}', '{"a":1}', '{"messages":["\\ud83d"]}'])
+def test_a_body_that_is_not_plain_is_split_by_its_fields(body):
+    fields, spans = split_body(body.encode(), "messages")
+    assert spans is None
+    assert fields.keys() == json.loads(body).keys()
+
+
+@given(
+    st.dictionaries(st.sampled_from(["messages", "tools", "a"]), st.lists(st.text() | st.none()))
+)
+def test_one_look_and_two_looks_give_the_same(value):
+    body = json.dumps({"messages": [], **value}, ensure_ascii=False).encode()
+    fields, spans = split_body(body, "messages")
+    plain = split_object(body)
+    assert spans == split_field(plain, "messages")
+    assert {k: bytes(v) for k, v in fields.items()} == {k: bytes(v) for k, v in plain.items()}

@@ -30,15 +30,14 @@ from bridle.dialects.reading import (
     decode,
     encode,
     flag_at,
-    missing,
     name_at,
     number_at,
     object_at,
     objects,
     read_spans,
     shallow,
-    split_array,
-    split_object,
+    split_body,
+    split_field,
     text_at,
     texts_at,
     whole_at,
@@ -100,10 +99,9 @@ class Anthropic(WireFormat):
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields = split_object(body)
-        if (raw_messages := fields.pop("messages", None)) is None:
-            raise missing("messages")
-        spans = split_array(raw_messages, "messages")
+        fields, spans = split_body(body, "messages")
+        if spans is None:
+            spans = split_field(fields, "messages")
         if not spans:
             raise RequestError("messages: at least one message is required", param="messages")
         tools_span = sent(fields.pop("tools", None))

@@ -22,7 +22,6 @@ from bridle.dialects.reading import (
     decode,
     encode,
     flag_at,
-    missing,
     name_at,
     number_at,
     object_at,
@@ -30,8 +29,8 @@ from bridle.dialects.reading import (
     objects_at,
     read_spans,
     shallow,
-    split_array,
-    split_object,
+    split_body,
+    split_field,
     text_at,
     texts_at,
     whole_at,
@@ -91,14 +90,14 @@ class Google(WireFormat):
             return self._parse(route, body, memo)
 
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields = split_object(body)
+        fields, spans = split_body(body, "contents")
         inner = fields.get("generateContentRequest") or fields.get("generate_content_request")
         if inner is not None:  # countTokens takes a whole request, too
-            fields = split_object(bytes(inner))
-        if (raw_contents := fields.pop("contents", None)) is None:
-            raise missing("contents")
-        one = bytes(raw_contents).lstrip().startswith(b"{")
-        spans = (bytes(raw_contents),) if one else split_array(raw_contents, "contents")
+            fields, spans = split_body(bytes(inner), "contents")
+        if spans is None:
+            one = bytes(fields.get("contents", b"")).lstrip()
+            spans = (one,) if one.startswith(b"{") else split_field(fields, "contents")
+        fields.pop("contents", None)
         if not spans:
             message = "* GenerateContentRequest.contents: contents is not specified"
             raise RequestError(message, param="contents")

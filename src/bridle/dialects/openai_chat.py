@@ -25,15 +25,14 @@ from bridle.dialects.reading import (
     encode,
     flag_at,
     member,
-    missing,
     name_at,
     object_at,
     objects,
     objects_at,
     read_spans,
     shallow,
-    split_array,
-    split_object,
+    split_body,
+    split_field,
     text_at,
     wrong,
 )
@@ -98,10 +97,9 @@ class OpenAIChat(WireFormat):
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields = split_object(body)
-        if (raw_messages := fields.pop("messages", None)) is None:
-            raise missing("messages")
-        spans = split_array(raw_messages, "messages")
+        fields, spans = split_body(body, "messages")
+        if spans is None:
+            spans = split_field(fields, "messages")
         if not spans:
             message = "Invalid 'messages': empty array. Expected at least one message."
             raise RequestError(message, param="messages")

@@ -52,6 +52,7 @@ from bridle.dialects.reading import (
     read_spans,
     shallow,
     split_array,
+    split_body,
     split_object,
     text_at,
     texts_at,
@@ -91,8 +92,8 @@ class OpenAIResponses(WireFormat):
                 return Route(self.dialect, RouteKind.COUNT_TOKENS)
             case (("GET" | "DELETE"), [stored]):
                 return Route(self.dialect, RouteKind.STORED, resource=stored)
-            case _, [*rest_of_path]:
-                resource = "/".join(["responses", *rest_of_path])
+            case _:
+                resource = "/".join(["responses", *words])
                 return Route(self.dialect, RouteKind.UNSUPPORTED, resource=resource)
 
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
@@ -102,8 +103,9 @@ class OpenAIResponses(WireFormat):
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields = split_object(body)
-        items = _input_items(fields)
+        fields, items = split_body(body, "input")
+        if items is None:
+            items = _input_items(fields)
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         head = an_object(decode(head_bytes, ""), "")

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from bridle.dialects.base import SpanMemo, content_digest
 from bridle.errors import RequestError
@@ -30,6 +31,14 @@ ReadMessages: TypeAlias = Callable[[JSON, str], tuple[Message, ...]]
 _VALUE = msgspec.json.Decoder()
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
+_BODIES = {
+    key: msgspec.json.Decoder(
+        msgspec.defstruct(
+            "Body", [(key, list[msgspec.Raw]), ("tools", msgspec.Raw, msgspec.Raw(b""))]
+        )
+    )
+    for key in ("messages", "input", "contents")
+}
 _REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
@@ -143,6 +152,47 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     return {key: msgspec.Raw(json.dumps(item).encode()) for key, item in value.items()}
 
 
+def split_body(body: bytes, key: str) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
+    """The body's fields, and the raw items of its array `key` in place of that field.
+
+    Reads the body once: the items come from a first look, the other fields from what is left when
+    the array's inside and the tool list are cut out. `None` for the items (the field is then among
+    the fields) where the body is not plain enough for that; `RequestError` as `split_object`.
+    """
+    try:
+        found: Any = _BODIES[key].decode(body)
+        items: list[msgspec.Raw] = getattr(found, key)
+        fields = _OBJECT.decode(_without(body, items, found.tools))
+    except _REFUSED:
+        return split_object(body), None
+    assert not bytes(fields.pop(key)).strip(b"[] \t\r\n"), "the items were not cut out"
+    if "tools" in fields:
+        fields["tools"] = found.tools
+    return fields, tuple(map(bytes, items))
+
+
+def _without(body: bytes, items: Sequence[msgspec.Raw], tools: msgspec.Raw) -> bytes:
+    """`body` with the array of `items` empty and `tools` (if not empty) null."""
+    base = _address(body)
+    cuts: list[tuple[int, int, bytes]] = []
+    if items:
+        start, last = _address(items[0]) - base, _address(items[-1]) - base
+        cuts.append((start, last + memoryview(items[-1]).nbytes, b""))
+    if size := memoryview(tools).nbytes:
+        start = _address(tools) - base
+        cuts.append((start, start + size, b"null"))
+    kept, place = [], 0
+    for start, end, filler in sorted(cuts):
+        kept += [body[place:start], filler]
+        place = end
+    return b"".join([*kept, body[place:]])
+
+
+def _address(view: bytes | msgspec.Raw) -> int:
+    """Where in memory the bytes of `view` stand; a `Raw` is a view of what it was decoded from."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
 def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
     """The raw JSON of each item of an array."""
     try:
@@ -152,6 +202,13 @@ def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
     except _REFUSED:
         items = decode(raw, path)
         return tuple(json.dumps(item).encode() for item in items)
+
+
+def split_field(fields: dict[str, msgspec.Raw], key: str) -> tuple[bytes, ...]:
+    """The raw items of the array field `key`, which is taken out and must be there."""
+    if (raw := fields.pop(key, None)) is None:
+        raise missing(key)
+    return split_array(raw, key)
 
 
 def read_spans(
