@@ -13,9 +13,7 @@ def test_every_name_in_the_table_opens_a_harness_of_that_name(name):
 
 
 def test_an_unknown_harness_is_named_with_those_that_are_known():
-    with pytest.raises(
-        ConfigError, match=r"unknown harness 'mini'; known: command, mini_swe_agent"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown harness 'mini'; known: aider, .*command, .*pi"):
         open_harness("mini")
 
 

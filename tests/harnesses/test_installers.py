@@ -1,9 +1,22 @@
+import json
+import re
+import sys
+
 import pytest
 from tests.harnesses.made import wheel
 
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import Builder, ensure
-from bridle.harnesses.installers import LOCKS, NODE, NPM_TOOL, PYTHON, node_recipe, python_recipe
+from bridle.harnesses.installers import (
+    LOCKS,
+    NODE,
+    NPM_TOOL,
+    PYTHON,
+    check_version,
+    find_python,
+    node_recipe,
+    python_recipe,
+)
 
 NODE_SCRIPT = "#!/bin/bash\necho v22.0.0\n"
 
@@ -86,4 +99,62 @@ def test_locks_pin_everything_with_hashes_and_name_no_host():
         assert all("==" in line for line in pins)
         assert text.count("--hash=sha256:") >= len(pins)
         assert "://" not in text
-    assert '"resolved"' not in (LOCKS / "pi.package-lock.json").read_text()
+    for lock in LOCKS.glob("*.package-lock.json"):
+        assert '"resolved"' not in lock.read_text()
+
+
+async def test_where_the_lock_is_not_whole_npm_install_is_used_and_set_up_ends_the_build(
+    tmp_path, locks, monkeypatch
+):
+    program(tmp_path / "bin", "npm", NPM_SCRIPT.replace("= ci", "= install"))
+    program(tmp_path / "bin", "node", NODE_SCRIPT)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+
+    async def setup(builder):
+        (builder.folder / "extra").write_text("set up")
+
+    recipe = node_recipe("tool", "1.0", size_mb=20, setup=setup, whole_lock=False, locks=locks)
+    folder = await ensure(recipe, tmp_path / "bundles", print)
+    assert (folder / "extra").read_text() == "set up"
+
+
+@pytest.mark.parametrize(
+    ("says", "whole"),
+    [("1.0", True), ("tool 1.0.", True), ("v1.0 (x)", True), ("1.0.1", False), ("21.0", False)],
+)
+async def test_a_program_that_says_another_version_is_refused(tmp_path, says, whole):
+    builder = Builder(tmp_path, print, "tool 1.0")
+    line = f'[ "$HOME" = "$PWD" ] && [ -z "$(ls -A)" ] && echo "{says}"'
+    program(tmp_path, "tool", f"#!/bin/sh\n{line}\n")
+    if whole:
+        await check_version(builder, "1.0", ("tool",))
+    else:
+        with pytest.raises(HarnessError, match=rf"tool 1\.0: .* says it is '{re.escape(says)}'"):
+            await check_version(builder, "1.0", ("tool",))
+    assert not (tmp_path / ".probe-home").exists()
+
+
+async def test_our_own_python_is_taken_where_it_will_do():
+    found = await find_python((3, 11), "tool")
+    assert found.path == sys.executable
+
+
+async def test_another_python_is_looked_for_on_the_path_and_one_that_does_not_run_is_passed_over(
+    tmp_path, monkeypatch
+):
+    program(tmp_path / "bin", "python3.98", "#!/bin/sh\necho no such version >&2; exit 127\n")
+    answer = json.dumps(["3.98.1 (main)", "/opt/py"])
+    pyenv = tmp_path / "pyenv/versions/3.98.1/bin"
+    pyenv.mkdir(parents=True)
+    program(pyenv, "python3.98", f"#!/bin/sh\necho '{answer}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    found = await find_python((3, 98), "tool", below=(3, 99))
+    assert (found.path, found.version) == (str(pyenv / "python3.98"), "3.98.1 (main)")
+
+
+async def test_where_no_python_will_do_it_says_which_would(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    with pytest.raises(HarnessError, match=r"tool: needs a Python from 3\.98 to below 3\.99; none"):
+        await find_python((3, 98), "tool", below=(3, 99))

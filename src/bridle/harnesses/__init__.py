@@ -10,9 +10,21 @@ from bridle.harnesses.base import Harness
 from bridle.plugins import load
 
 HARNESSES = {
+    "aider": "bridle.harnesses.aider:Aider",
+    "claude_agent_sdk": "bridle.harnesses.claude_agent_sdk:ClaudeAgentSdk",
+    "claude_code": "bridle.harnesses.claude_code:ClaudeCode",
+    "cline": "bridle.harnesses.cline:Cline",
+    "codex": "bridle.harnesses.codex:Codex",
     "command": "bridle.harnesses.command:CommandHarness",
+    "copilot": "bridle.harnesses.copilot:Copilot",
+    "gemini_cli": "bridle.harnesses.gemini_cli:GeminiCli",
+    "google_adk": "bridle.harnesses.google_adk:GoogleAdk",
     "mini_swe_agent": "bridle.harnesses.mini_swe_agent:MiniSweAgent",
+    "openai_agents": "bridle.harnesses.openai_agents:OpenaiAgents",
+    "opencode": "bridle.harnesses.opencode:Opencode",
+    "openhands": "bridle.harnesses.openhands:Openhands",
     "pi": "bridle.harnesses.pi:Pi",
+    "qwen_code": "bridle.harnesses.qwen_code:QwenCode",
 }
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
 

@@ -1,0 +1,167 @@
+"""Claude Code, unmodified, from npm: Anthropic Messages, streams.
+
+Facts: HARNESSES notes of version 2.1.328, its `--help`, and its own variables. All of its
+configuration comes through the environment and three files of the private home; it looks nothing
+up on the network when told so. Tool search is off (it would change the tool list in the middle of
+a conversation), so are the billing block and prompt-caching marks. Its program is a native binary;
+node serves only to install it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import Builder, ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    as_json,
+    events_backwards,
+    mcp_entries,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import NODE, node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "2.1.328"
+PACKAGE = "node_modules/@anthropic-ai/claude-code"
+PROGRAM = f"{PACKAGE}/bin/claude.exe"
+LONGEST_STREAM_PAUSE_S = 1800
+"""It cuts longer values down to this."""
+
+
+class ClaudeCodeSettings(Settings):
+    """Settings of harness `claude_code`."""
+
+    bare: bool = False
+    """Its minimal mode: three tools, a prompt of one line, no CLAUDE.md, no system message in the
+    middle of the conversation."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """It stops after so many of its turns, with exit code 1; `None` = no limit of its own."""
+    config: JSON = Field(default_factory=dict)
+    """Its own `settings.json`, e.g. `{"permissions": {"deny": ["WebFetch"]}}`."""
+    args: tuple[str, ...] = ()
+    """More arguments for its command line, e.g. `["--disallowed-tools", "WebSearch"]`."""
+
+
+class ClaudeCode:
+    """Claude Code; implements `base.Harness`."""
+
+    name = "claude_code"
+    version = VERSION
+    dialect = Dialect.ANTHROPIC
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, ClaudeCodeSettings)
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """540 MB: the program and the node that installs it."""
+        recipe = node_recipe(
+            self.name, VERSION, size_mb=550, setup=_place_binary, probe=(PROGRAM, "--version")
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`claude -p --model <model> --dangerously-skip-permissions`, the instruction on stdin."""
+        folder = f"{context.home}/.claude"
+        settings = self._settings
+        command = [
+            f"{context.bundle}/{PROGRAM}",
+            *("-p", "--model", context.model_name, "--dangerously-skip-permissions"),
+            *("--output-format", "stream-json", "--verbose"),
+        ]
+        files = {f"{folder}/settings.json": as_json(settings.config)}
+        if settings.bare:
+            command.append("--bare")
+        if settings.max_turns is not None:
+            command += "--max-turns", str(settings.max_turns)
+        if self._agent.mcp_servers:
+            servers = f"{folder}/mcp.json"
+            command += "--mcp-config", servers, "--strict-mcp-config"
+            files[servers] = as_json({"mcpServers": claude_mcp(self._agent)})
+        command += settings.args
+        env = {
+            **claude_env(context),
+            "CLAUDE_CONFIG_DIR": folder,
+        }
+        return Launch(
+            tuple(command),
+            env,
+            files,
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+        )
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Its last event says whether the run ended in an error, and in which."""
+        return claude_cause(exit_code, signal, stdout)
+
+
+async def _place_binary(builder: Builder) -> None:
+    # What its npm post-install step does.
+    folder = builder.folder
+    await builder.run((str(folder / NODE), str(folder / PACKAGE / "install.cjs")))
+
+
+def claude_env(context: LaunchContext) -> dict[str, str]:
+    """The environment in which its runs are the same each time; also for its SDK."""
+    return {
+        "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
+        "ANTHROPIC_API_KEY": context.key,
+        # Sub-agents and side calls would ask for models of its own choice.
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": context.model_name,
+        "CLAUDE_CODE_SUBAGENT_MODEL": context.model_name,
+        # As root it refuses to skip permissions without this.
+        "IS_SANDBOX": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_INSTALLATION_CHECKS": "1",
+        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "DISABLE_PROMPT_CACHING": "1",
+        "ENABLE_TOOL_SEARCH": "false",
+        "CLAUDE_CODE_DISABLE_AUTO_MEMORY": "1",
+        # For a model that it does not know it believes in a context of a million tokens.
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(context.context_length),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(output_budget(context.context_length)),
+        "API_TIMEOUT_MS": str(PATIENCE_S * 1000),
+        "CLAUDE_STREAM_FIRST_BYTE_TIMEOUT_MS": str(LONGEST_STREAM_PAUSE_S * 1000),
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(LONGEST_STREAM_PAUSE_S * 1000),
+    }
+
+
+def claude_mcp(agent: AgentSpec) -> JSON:
+    """MCP servers as its `mcpServers` object; also for its SDK."""
+
+    def remote(server: McpServer) -> JSON:
+        kind = "sse" if server.transport == "sse" else "http"
+        return {"type": kind, "url": server.url, "headers": server.headers}
+
+    return mcp_entries(agent, remote)
+
+
+def claude_cause(exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+    """What the event stream's `result` says, where there is one; else the exit code."""
+    result = next(
+        (e for e in events_backwards(stdout, '"result"') if e.get("type") == "result"), None
+    )
+    if result is not None and signal is None:
+        if result.get("subtype") == "error_max_turns":
+            return Cause.LIMIT
+        # Where the API refused, the answer is the refusal: `is_error` with subtype `success`.
+        if result.get("is_error") and result.get("subtype") == "success":
+            return Cause.HARNESS_MODEL_ERROR
+        if result.get("is_error"):
+            return Cause.HARNESS_CRASH
+    return crash(exit_code, signal)

@@ -1,0 +1,152 @@
+"""Cline CLI, unmodified, from npm: any of the four wire formats, streams.
+
+Facts: HARNESSES notes of version 3.0.65 and the schemas in the program. The provider is written
+into its settings (its own `auth` command refuses base URLs for some), with the context window and a
+patient timeout. With the local session backend it starts no daemon that would outlive the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.errors import ConfigError
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    as_json,
+    events_backwards,
+    mcp_entries,
+    merged,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "3.0.65"
+PROGRAM = "node_modules/.bin/cline"
+PROVIDERS = {
+    Dialect.OPENAI_CHAT: ("openai-compatible", "openai", ""),
+    Dialect.OPENAI_RESPONSES: ("openai-native", "openai", ""),
+    Dialect.ANTHROPIC: ("anthropic", "anthropic", "/v1"),
+    Dialect.GOOGLE: ("gemini", "google", ""),
+}
+"""Wire format -> (provider id, base URL, what it adds)."""
+
+TOOL_MODELS = "gemini-3"
+ARGUMENT_LIMIT = 120_000
+"""Bytes; Linux takes 128 KiB in one argument (MAX_ARG_STRLEN)."""
+
+
+class ClineSettings(Settings):
+    """Settings of harness `cline`."""
+
+    api: Dialect = Dialect.OPENAI_CHAT
+    """Wire format that it speaks. With `google` the model's name must begin with `gemini-3`, or the
+    program sends no tools."""
+    config: JSON = Field(default_factory=dict)
+    """Merged over our `global-settings.json`."""
+    args: tuple[str, ...] = ()
+    """More arguments for its command line, e.g. `["--compaction", "off"]`."""
+
+
+class Cline:
+    """Cline CLI; implements `base.Harness`."""
+
+    name = "cline"
+    version = VERSION
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, ClineSettings)
+        self.dialect = self._settings.api
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """630 MB: the program, the packages that it names, and the node that installs it."""
+        recipe = node_recipe(
+            self.name, VERSION, size_mb=640, probe=(PROGRAM, "--version"), whole_lock=False
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""
+        size = len(context.instruction.encode())
+        if size > ARGUMENT_LIMIT or "\0" in context.instruction:
+            message = (
+                f"'cline' takes its instruction as an argument: at most {ARGUMENT_LIMIT} bytes and "
+                f"no NUL; this one has {size}"
+            )
+            raise ConfigError(message)
+        if self.dialect is Dialect.GOOGLE and not context.model_name.startswith(TOOL_MODELS):
+            message = (
+                f"agent.model_name: with api 'google', 'cline' gives tools only to a model whose "
+                f"name begins with {TOOL_MODELS!r}, not to {context.model_name!r}"
+            )
+            raise ConfigError(message)
+        folder = f"{context.home}/.cline/data/settings"
+        provider, url, path = PROVIDERS[self.dialect]
+        command = (
+            f"{context.bundle}/{PROGRAM}",
+            *("--json", "--auto-approve", "true", "-P", provider, "-m", context.model_name),
+            *self._settings.args,
+            *("--", context.instruction),
+        )
+        env = {
+            "CLINE_SESSION_BACKEND_MODE": "local",
+            "CLINE_TELEMETRY_DISABLED": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        settings = {
+            "provider": provider,
+            "apiKey": context.key,
+            "model": context.model_name,
+            "baseUrl": context.base_urls[url] + path,
+            "contextWindow": context.context_length,
+            "maxTokens": output_budget(context.context_length),
+            "timeout": PATIENCE_S * 1000,
+            "capabilities": ["tools", "streaming", "reasoning"],
+        }
+        saved = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z"}
+        providers = {
+            "version": 1,
+            "lastUsedProvider": provider,
+            "modes": {},
+            "providers": {provider: {**saved, "tokenSource": "manual"}},
+        }
+        ours: JSON = {"telemetryOptOut": True, "autoUpdateEnabled": False}
+        files = {
+            f"{folder}/providers.json": as_json(providers),
+            f"{folder}/global-settings.json": as_json(merged(ours, self._settings.config)),
+            f"{folder}/cline_mcp_settings.json": as_json({"mcpServers": self._mcp()}),
+        }
+        return Launch(
+            command,
+            env,
+            files,
+            folders=skill_folders(self._agent, f"{context.home}/.cline/skills"),
+            logs=(f"{context.home}/.cline/data/logs",),
+        )
+
+    def _mcp(self) -> JSON:
+        def remote(server: McpServer) -> JSON:
+            kind = "sse" if server.transport == "sse" else "streamableHttp"
+            return {"type": kind, "url": server.url, "headers": server.headers}
+
+        entries = mcp_entries(self._agent, remote)
+        return {name: {"type": "stdio", **entry} for name, entry in entries.items()}
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Its `run_result` says how the run ended, also where the exit code is 0."""
+        cause = crash(exit_code, signal)
+        result = next(events_backwards(stdout, '"run_result"'), {})
+        if signal is None and result.get("finishReason") == "error":
+            return Cause.HARNESS_MODEL_ERROR
+        return cause

@@ -1,0 +1,124 @@
+"""Codex CLI, unmodified, from npm: OpenAI Responses, always streams.
+
+Facts: HARNESSES notes of version 0.169.0 and its configuration reference. It reads one
+`config.toml` of the private home; only a provider of its own making takes a base URL, and the name
+of a model that it does not know keeps it from special tool protocols. Needs HTTP only: WebSockets
+are switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    as_toml,
+    events_backwards,
+    mcp_entries,
+    merged,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import NODE, node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "0.169.0"
+CLI = "node_modules/@openai/codex/bin/codex.js"
+PROVIDER = "gw"
+COMPACT_AT = 0.8
+"""Part of the context after which it is told to compact."""
+
+
+class CodexSettings(Settings):
+    """Settings of harness `codex`."""
+
+    multi_agent: bool = False
+    """Whether it may start agents of its own."""
+    config: JSON = Field(default_factory=dict)
+    """Merged over our `config.toml`, e.g. `{"model_reasoning_effort": "low"}`."""
+    args: tuple[str, ...] = ()
+    """More arguments for `codex exec`."""
+
+
+class Codex:
+    """Codex CLI; implements `base.Harness`."""
+
+    name = "codex"
+    version = VERSION
+    dialect = Dialect.OPENAI_RESPONSES
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent, transports=("stdio", "streamable-http"))
+        self._agent = agent
+        self._settings = parse_settings(agent, CodexSettings)
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """590 MB: the program and the node that starts it."""
+        recipe = node_recipe(
+            self.name, VERSION, size_mb=600, probe=(NODE, f"../{CLI}", "--version")
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""
+        folder = f"{context.home}/.codex"
+        command = (
+            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *("exec", "--json", "--skip-git-repo-check"),
+            "--dangerously-bypass-approvals-and-sandbox",
+            *self._settings.args,
+            "-",
+        )
+        return Launch(
+            command,
+            {"CODEX_HOME": folder, "GATEWAY_KEY": context.key},
+            files={f"{folder}/config.toml": as_toml(self._config(context))},
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+            logs=(f"{folder}/sessions",),
+        )
+
+    def _config(self, context: LaunchContext) -> JSON:
+        def remote(server: McpServer) -> JSON:
+            return {"url": server.url, "http_headers": server.headers}
+
+        ours: JSON = {
+            "model_context_window": context.context_length,
+            "model_auto_compact_token_limit": int(context.context_length * COMPACT_AT),
+            "web_search": "disabled",
+            "check_for_update_on_startup": False,
+            "analytics": {"enabled": False},
+            "feedback": {"enabled": False},
+            "history": {"persistence": "none"},
+            "features": {"multi_agent": self._settings.multi_agent, "goals": False},
+            "mcp_servers": mcp_entries(self._agent, remote),
+        }
+        provider = {
+            "name": PROVIDER,
+            "base_url": context.base_urls["openai"],
+            "env_key": "GATEWAY_KEY",
+            "wire_api": "responses",
+            "supports_websockets": False,
+            "stream_idle_timeout_ms": PATIENCE_S * 1000,
+        }
+        endpoint = {
+            "model": context.model_name,
+            "model_provider": PROVIDER,
+            "model_providers": {PROVIDER: provider},
+        }
+        return merged(merged(ours, self._settings.config), endpoint)
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Exit codes are true; a failed turn says that it was the model's API."""
+        cause = crash(exit_code, signal)
+        last = next(events_backwards(stdout, '"turn.'), {})
+        if last.get("type") == "turn.failed" and signal is None:
+            return Cause.HARNESS_MODEL_ERROR
+        return cause

@@ -1,0 +1,144 @@
+"""GitHub Copilot CLI, unmodified, from npm: Chat Completions, Responses or Messages; no login.
+
+Facts: HARNESSES notes of version 1.0.102, its `help environment` and `--help`. With a provider of
+one's own and offline mode it needs no account and looks nothing up. The program unpacks 235 MB into
+the home at its first start; the bundle holds them unpacked, so sessions start in half the time and
+take no disk.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import Builder, ensure
+from bridle.harnesses.configuration import (
+    as_json,
+    mcp_entries,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "1.0.102"
+UNPACKED = "unpacked"
+PROVIDERS = {
+    Dialect.OPENAI_CHAT: ("openai", "completions"),
+    Dialect.OPENAI_RESPONSES: ("openai", "responses"),
+    Dialect.ANTHROPIC: ("anthropic", "completions"),
+}
+"""Wire format -> (`COPILOT_PROVIDER_TYPE` and base URL, `COPILOT_PROVIDER_WIRE_API`)."""
+
+
+def program() -> str:
+    """Path in the bundle of this kind of machine's binary."""
+    kind = "arm64" if platform.machine() in ("aarch64", "arm64") else "x64"
+    return f"node_modules/@github/copilot-linux-{kind}/copilot"
+
+
+class CopilotSettings(Settings):
+    """Settings of harness `copilot`."""
+
+    api: Literal[Dialect.OPENAI_CHAT, Dialect.OPENAI_RESPONSES, Dialect.ANTHROPIC] = (
+        Dialect.OPENAI_CHAT
+    )
+    """Wire format that it speaks."""
+    config: JSON = Field(default_factory=dict)
+    """Its own `config.json`."""
+    args: tuple[str, ...] = ()
+    """More arguments for its command line, e.g. `["--reasoning-effort", "low"]`."""
+
+
+class Copilot:
+    """GitHub Copilot CLI; implements `base.Harness`."""
+
+    name = "copilot"
+    version = VERSION
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, CopilotSettings)
+        self.dialect: Dialect = self._settings.api
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """610 MB: the program, packed and unpacked, and the node that installs it."""
+        recipe = node_recipe(
+            self.name, VERSION, size_mb=620, setup=_unpack, probe=(program(), "--version")
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`copilot --allow-all-tools --output-format json`, the instruction on stdin."""
+        folder = f"{context.home}/.copilot"
+        kind, wire = PROVIDERS[self.dialect]
+        budget = output_budget(context.context_length)
+        command = (
+            f"{context.bundle}/{program()}",
+            *("--allow-all-tools", "--allow-all-paths", "--disable-builtin-mcps"),
+            *("--output-format", "json", "--log-dir", f"{folder}/logs", "--no-color"),
+            *self._settings.args,
+        )
+        env = {
+            "COPILOT_HOME": folder,
+            "COPILOT_PKG_CACHE_HOME": f"{context.bundle}/{UNPACKED}",
+            "COPILOT_OFFLINE": "true",
+            "COPILOT_AUTO_UPDATE": "false",
+            # Exactly "true": it also loads the skills and servers of the work folder.
+            "COPILOT_ALLOW_ALL": "true",
+            "COPILOT_MODEL": context.model_name,
+            "COPILOT_PROVIDER_TYPE": kind,
+            "COPILOT_PROVIDER_WIRE_API": wire,
+            "COPILOT_PROVIDER_TRANSPORT": "http",
+            "COPILOT_PROVIDER_BASE_URL": context.base_urls[kind],
+            "COPILOT_PROVIDER_API_KEY": context.key,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(context.context_length - budget),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(budget),
+            "USE_TGREP": "false",
+        }
+        files = {f"{folder}/config.json": as_json(self._settings.config)}
+        if self._agent.mcp_servers:
+            files[f"{folder}/mcp-config.json"] = as_json({"mcpServers": self._mcp()})
+        return Launch(
+            command,
+            env,
+            files,
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+            logs=(f"{folder}/logs",),
+        )
+
+    def _mcp(self) -> JSON:
+        def remote(server: McpServer) -> JSON:
+            kind = "sse" if server.transport == "sse" else "http"
+            return {"type": kind, "url": server.url, "headers": server.headers}
+
+        entries = mcp_entries(self._agent, remote)
+        return {name: {"type": "local", "tools": ["*"], **e} for name, e in entries.items()}
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the exit code is believed
+    ) -> Cause | None:
+        """Exit codes are true: 1 after an API error."""
+        return crash(exit_code, signal)
+
+
+async def _unpack(builder: Builder) -> None:
+    env = {
+        "COPILOT_SEA_EXTRACT_ONLY": "1",
+        "COPILOT_PKG_CACHE_HOME": str(builder.folder / UNPACKED),
+        "COPILOT_AUTO_UPDATE": "false",
+    }
+    await builder.run((str(builder.folder / program()),), env=env)

@@ -1,0 +1,122 @@
+"""Gemini CLI, unmodified, from npm: Google generateContent, streams.
+
+Facts: HARNESSES notes of version 0.61.0 and its configuration reference. Its settings file is a
+must: without a chosen auth type it does not start. Exit codes tell much: 53 is its turn limit, and
+an API's refusal comes out as the HTTP status modulo 256. It replaces old tool outputs by stubs once
+there are more than 50k tokens of them; that forks the conversation and cannot be switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import (
+    as_json,
+    events_backwards,
+    mcp_entries,
+    merged,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import NODE, node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "0.61.0"
+CLI = "node_modules/@google/gemini-cli/bundle/gemini.js"
+TURN_LIMIT = 53
+STATUSES = frozenset(status % 256 for status in (400, 401, 403, 404, 429, 500, 502, 503, 504))
+
+
+class GeminiCliSettings(Settings):
+    """Settings of harness `gemini_cli`."""
+
+    max_turns: int | None = Field(default=None, ge=1)
+    """It stops after so many of its turns, with exit code 53; `None` = no limit of its own."""
+    config: JSON = Field(default_factory=dict)
+    """Merged over our `settings.json`, e.g. `{"tools": {"exclude": ["google_web_search"]}}`."""
+    args: tuple[str, ...] = ()
+    """More arguments for its command line."""
+
+
+class GeminiCli:
+    """Gemini CLI; implements `base.Harness`."""
+
+    name = "gemini_cli"
+    version = VERSION
+    dialect = Dialect.GOOGLE
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, GeminiCliSettings)
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """290 MB: the program and its own node 22."""
+        recipe = node_recipe(
+            self.name, VERSION, size_mb=300, probe=(NODE, f"../{CLI}", "--version")
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""
+        folder = f"{context.home}/.gemini"
+        command = (
+            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *("--yolo", "--model", context.model_name),
+            *("--output-format", "stream-json", *self._settings.args),
+        )
+        env = {
+            "GOOGLE_GEMINI_BASE_URL": context.base_urls["google"],
+            "GEMINI_API_KEY": context.key,
+            "GEMINI_CLI_TRUST_WORKSPACE": "true",
+            "GEMINI_CLI_NO_RELAUNCH": "true",
+        }
+        return Launch(
+            command,
+            env,
+            files={f"{folder}/settings.json": as_json(self._config())},
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+        )
+
+    def _config(self) -> JSON:
+        def remote(server: McpServer) -> JSON:
+            where = "url" if server.transport == "sse" else "httpUrl"
+            return {where: server.url, "headers": server.headers}
+
+        ours: JSON = {
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {
+                "enableAutoUpdate": False,
+                "enableAutoUpdateNotification": False,
+                "checkpointing": {"enabled": False},
+            },
+            "tools": {"useRipgrep": False},
+            "model": {"maxSessionTurns": self._settings.max_turns or -1},
+            "mcpServers": {
+                name: {**entry, "trust": True}
+                for name, entry in mcp_entries(self._agent, remote).items()
+            },
+        }
+        endpoint = {"security": {"auth": {"selectedType": "gemini-api-key"}}}
+        return merged(merged(ours, self._settings.config), endpoint)
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """A status of the API as exit code, or an error in its last event, is the model's."""
+        if signal is None and exit_code == TURN_LIMIT:
+            return Cause.LIMIT
+        if signal is None and exit_code in STATUSES:
+            return Cause.HARNESS_MODEL_ERROR
+        cause = crash(exit_code, signal)
+        last = next((e for e in events_backwards(stdout, '"result"') if "status" in e), {})
+        if cause is None and last.get("status") == "error":
+            return Cause.HARNESS_MODEL_ERROR
+        return cause

@@ -1,0 +1,83 @@
+"""google-adk, unmodified, from PyPI: Google generateContent, streaming or not.
+
+Facts: HARNESSES notes of version 2.13.0. It repeats no failed call: one error of the model's API
+ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, Settings
+from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import refuse_extras, skill_folders
+from bridle.harnesses.installers import PYTHON, python_recipe
+from bridle.harnesses.sdk_agents import INSTRUCTIONS, plain_servers, script_cause, script_launch
+from bridle.types import Cause, Dialect
+
+VERSION = "2.13.0"
+SCRIPT = "google_adk_agent.py"
+SAY_VERSION = "from importlib.metadata import version; print(version('google-adk'))"
+
+
+class GoogleAdkSettings(Settings):
+    """Settings of harness `google_adk`."""
+
+    stream: bool = False
+    """Whether it asks for streams."""
+    instructions: str = INSTRUCTIONS
+    """System prompt."""
+    max_turns: int = Field(default=50, ge=1)
+    """Model calls after which it gives up."""
+
+
+class GoogleAdk:
+    """An agent on google-adk; implements `base.Harness`."""
+
+    name = "google_adk"
+    version = VERSION
+    dialect = Dialect.GOOGLE
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, GoogleAdkSettings)
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """A virtual environment of 155 MB."""
+        recipe = python_recipe(self.name, VERSION, size_mb=160, probe=(PYTHON, "-c", SAY_VERSION))
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`python google_adk_agent.py <config>`, the instruction on stdin."""
+        settings = self._settings
+        skills = skill_folders(self._agent, f"{context.home}/.agent/skills")
+        config = {
+            "model": context.model_name,
+            "instructions": settings.instructions,
+            "max_turns": settings.max_turns,
+            "stream": settings.stream,
+            "mcp_servers": plain_servers(self._agent),
+            "skills": list(skills),
+        }
+        env = {
+            "GOOGLE_GEMINI_BASE_URL": context.base_urls["google"],
+            "GOOGLE_API_KEY": context.key,
+            "GOOGLE_GENAI_USE_VERTEXAI": "false",
+            "ADK_DISABLE_TELEMETRY": "1",
+        }
+        return script_launch(context, SCRIPT, config, env, skills)
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the script's exit codes tell all
+    ) -> Cause | None:
+        """The script's exit codes are true."""
+        return script_cause(exit_code, signal)

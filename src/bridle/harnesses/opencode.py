@@ -1,0 +1,154 @@
+"""opencode, unmodified, from npm: any of the four wire formats, streams.
+
+Facts: HARNESSES notes of version 1.18.33, its configuration schema and its own variables. All of
+its configuration is one file of the private home. The call that makes a title, the look-ups of
+models, the pruning of old tool outputs (it would change history) and its git snapshots are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import Builder, ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    as_json,
+    events_backwards,
+    merged,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import NODE, node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "1.18.33"
+PACKAGE = "node_modules/opencode-ai"
+PROGRAM = f"{PACKAGE}/bin/opencode.exe"
+PROVIDER = "gw"
+ADAPTERS = {
+    Dialect.OPENAI_CHAT: ("@ai-sdk/openai-compatible", "openai", ""),
+    Dialect.OPENAI_RESPONSES: ("@ai-sdk/openai", "openai", ""),
+    Dialect.ANTHROPIC: ("@ai-sdk/anthropic", "anthropic", "/v1"),
+    Dialect.GOOGLE: ("@ai-sdk/google", "google", "/v1beta"),
+}
+"""Wire format -> (adapter, all of which the program has in itself; base URL; what it adds)."""
+
+
+class OpencodeSettings(Settings):
+    """Settings of harness `opencode`."""
+
+    api: Dialect = Dialect.OPENAI_CHAT
+    """Wire format that it speaks."""
+    config: JSON = Field(default_factory=dict)
+    """Merged over our `opencode.json`, e.g. `{"permission": {"webfetch": "deny"}}`."""
+    args: tuple[str, ...] = ()
+    """More arguments for `opencode run`."""
+
+
+class Opencode:
+    """opencode; implements `base.Harness`."""
+
+    name = "opencode"
+    version = VERSION
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, OpencodeSettings)
+        self.dialect = self._settings.api
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """540 MB: the program for two kinds of processor, and the node that installs it."""
+        recipe = node_recipe(
+            self.name,
+            VERSION,
+            size_mb=550,
+            setup=_place_binary,
+            probe=(PROGRAM, "--version"),
+            whole_lock=False,
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`opencode run --format json --model gw/<model>`, the instruction on stdin."""
+        folder = f"{context.home}/.config/opencode"
+        command = (
+            f"{context.bundle}/{PROGRAM}",
+            *("run", "--format", "json", "--model", f"{PROVIDER}/{context.model_name}"),
+            *self._settings.args,
+        )
+        env = {
+            "XDG_CONFIG_HOME": f"{context.home}/.config",
+            "XDG_DATA_HOME": f"{context.home}/.local/share",
+            "XDG_STATE_HOME": f"{context.home}/.local/state",
+            "XDG_CACHE_HOME": f"{context.home}/.cache",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_SHARE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_DISABLE_PRUNE": "1",
+            "OPENCODE_DISABLE_TERMINAL_TITLE": "1",
+        }
+        return Launch(
+            command,
+            env,
+            files={f"{folder}/opencode.json": as_json(self._config(context))},
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+            logs=(f"{context.home}/.local/share/opencode/log",),
+        )
+
+    def _config(self, context: LaunchContext) -> JSON:
+        adapter, url, path = ADAPTERS[self.dialect]
+        options = {
+            "baseURL": context.base_urls[url] + path,
+            "apiKey": context.key,
+            "timeout": False,
+            "headerTimeout": PATIENCE_S * 1000,
+            "chunkTimeout": PATIENCE_S * 1000,
+        }
+        limit = {
+            "context": context.context_length,
+            "output": output_budget(context.context_length),
+        }
+        model = {"reasoning": True, "tool_call": True, "limit": limit}
+        provider = {"npm": adapter, "options": options, "models": {context.model_name: model}}
+        ours: JSON = {
+            "autoupdate": False,
+            "share": "disabled",
+            "snapshot": False,
+            "lsp": False,
+            "formatter": False,
+            "permission": {"*": "allow"},
+            "agent": {"title": {"disable": True}},
+            "small_model": f"{PROVIDER}/{context.model_name}",
+            "mcp": {server.name: _mcp(server) for server in self._agent.mcp_servers},
+        }
+        return merged(merged(ours, self._settings.config), {"provider": {PROVIDER: provider}})
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Whatever the exit code, an `error` event at the end is what the model's API did."""
+        last = next((e for e in events_backwards(stdout) if "type" in e), {})
+        if last.get("type") == "error" and signal is None:
+            return Cause.HARNESS_MODEL_ERROR
+        return crash(exit_code, signal)
+
+
+def _mcp(server: McpServer) -> JSON:
+    if server.transport == "stdio":
+        command = [server.command, *server.args]
+        return {"type": "local", "command": command, "environment": server.env, "enabled": True}
+    return {"type": "remote", "url": server.url, "headers": server.headers, "enabled": True}
+
+
+async def _place_binary(builder: Builder) -> None:
+    # What its npm post-install step does.
+    folder = builder.folder
+    await builder.run((str(folder / NODE), str(folder / PACKAGE / "postinstall.mjs")))

@@ -1,0 +1,111 @@
+"""OpenHands, unmodified, from PyPI: its SDK's default agent; Chat Completions or Messages.
+
+Facts: HARNESSES notes of SDK 1.58.0. It needs Python 3.12 or newer, which need not be Bridle's
+own. The SDK is run instead of the command line on top of it: the same agent, prompt and tools, in a
+third of the time, without a look-up of skills on the network. It never streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    mcp_entries,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import PYTHON, find_python, python_recipe
+from bridle.harnesses.sdk_agents import script_cause, script_launch
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "1.58.0"
+OLDEST, BELOW = (3, 12), (3, 15)
+"""Pythons that it installs on."""
+SCRIPT = "openhands_agent.py"
+SAY_VERSION = "from importlib.metadata import version; print(version('openhands-sdk'))"
+PROVIDERS = {Dialect.OPENAI_CHAT: "openai", Dialect.ANTHROPIC: "anthropic"}
+
+
+class OpenhandsSettings(Settings):
+    """Settings of harness `openhands`."""
+
+    api: Literal[Dialect.OPENAI_CHAT, Dialect.ANTHROPIC] = Dialect.OPENAI_CHAT
+    """Wire format that it speaks."""
+    native_tool_calling: bool = True
+    """False = its text protocol: calls are written as text, ended by a stop string."""
+    max_turns: int = Field(default=100, ge=1)
+    """Steps after which it gives up."""
+    llm: JSON = Field(default_factory=dict)
+    """More fields of its `LLM`, e.g. `{"reasoning_effort": "low"}`."""
+
+
+class Openhands:
+    """OpenHands; implements `base.Harness`."""
+
+    name = "openhands"
+    version = VERSION
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, OpenhandsSettings)
+        self.dialect: Dialect = self._settings.api
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """A virtual environment of 700 MB, made with a Python of 3.12 or newer."""
+        python = await find_python(OLDEST, f"{self.name} {VERSION}", below=BELOW)
+        recipe = python_recipe(
+            self.name, VERSION, size_mb=710, python=python, probe=(PYTHON, "-c", SAY_VERSION)
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`python openhands_agent.py <config>`, the instruction on stdin."""
+        settings = self._settings
+        provider = PROVIDERS[self.dialect]
+        config = {
+            "model": f"{provider}/{context.model_name}",
+            "base_url": context.base_urls[provider],
+            "timeout_s": PATIENCE_S,
+            "max_input_tokens": context.context_length,
+            "max_output_tokens": output_budget(context.context_length),
+            "native_tool_calling": settings.native_tool_calling,
+            "max_turns": settings.max_turns,
+            "llm": settings.llm,
+            "mcp_servers": mcp_entries(self._agent, _remote),
+        }
+        env = {
+            "LLM_API_KEY": context.key,
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            # Whether the context suffices is for the task to decide.
+            "ALLOW_SHORT_CONTEXT_WINDOWS": "true",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_TELEMETRY": "False",
+            "DO_NOT_TRACK": "1",
+        }
+        skills = skill_folders(self._agent, f"{context.home}/.openhands/skills")
+        return script_launch(context, SCRIPT, config, env, skills)
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the script's exit codes tell all
+    ) -> Cause | None:
+        """The script's exit codes are true."""
+        return script_cause(exit_code, signal)
+
+
+def _remote(server: McpServer) -> JSON:
+    transport = "sse" if server.transport == "sse" else "http"
+    return {"url": server.url, "transport": transport, "headers": server.headers}

@@ -1,0 +1,34 @@
+import runpy
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bridle.harnesses.sdk_agents import SCRIPTS, TOOL
+
+
+@pytest.fixture
+def tool():
+    return SimpleNamespace(**runpy.run_path(str(SCRIPTS / TOOL)))
+
+
+def test_it_gives_what_the_command_printed_and_its_exit_code(tool):
+    assert tool.bash("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
+    assert tool.bash("true") == "[exit code: 0]"
+
+
+def test_of_long_output_the_middle_is_left_out(tool):
+    text = tool.bash("printf 'a%.0s' {1..40000}; printf end")
+    assert "[10003 characters left out]" in text
+    assert text.endswith("end\n[exit code: 0]")
+
+
+def test_a_command_that_hangs_is_stopped_with_all_it_started(tool):
+    tool.bash.__globals__["LIMIT_S"] = 0.3
+    began = time.monotonic()
+    assert tool.bash("sleep 60 & echo on; sleep 60") == "on\n[stopped after 0.3 s]"
+    assert time.monotonic() - began < 5
+
+
+def test_what_is_no_text_is_shown_as_such(tool):
+    assert tool.bash(r"printf '\xff'") == "�\n[exit code: 0]"

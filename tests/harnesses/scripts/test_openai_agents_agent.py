@@ -1,0 +1,19 @@
+import json
+
+from tests.harnesses.made import context
+from tests.harnesses.scripts.reads import SERVER, exit_codes, keys_read
+
+from bridle.config import AgentSpec
+from bridle.harnesses.openai_agents import SCRIPT, OpenaiAgents
+
+
+def test_it_reads_exactly_what_the_harness_writes():
+    launch = OpenaiAgents(AgentSpec(harness="openai_agents")).launch(context())
+    assert (
+        keys_read(SCRIPT) - SERVER
+        == set(json.loads(launch.files["/h/.agent/config.json"])) - SERVER
+    )
+
+
+def test_it_has_an_exit_code_for_each_way_to_end():
+    assert exit_codes(SCRIPT) >= {0, 3, 4}

@@ -1,0 +1,54 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
+from bridle.harnesses.aider import Aider
+from bridle.types import Cause
+
+
+def aider(mcp_servers=(), **settings):
+    return Aider(AgentSpec(harness="aider", settings=settings, mcp_servers=mcp_servers))
+
+
+def config(harness):
+    return json.loads(harness.launch(context()).files["/h/.aider.bridle.yml"])
+
+
+def test_the_launch_line_is_the_documented_one():
+    launch = aider(files=["a b.py"]).launch(context(instruction="-do it"))
+    assert launch.command.endswith(
+        "exec /b/bin/python -m aider --config /h/.aider.bridle.yml "
+        "--message-file /h/instruction.txt 'a b.py' $no_git"
+    )
+    assert launch.files["/h/instruction.txt"] == b"-do it"
+    assert launch.env["OPENAI_API_BASE"] == "http://gw/s/x/v1"
+    assert launch.env["OPENAI_API_KEY"] == "key-1"
+
+
+def test_both_its_models_are_the_sessions_and_nothing_is_looked_up():
+    made = config(aider(config={"model": "other", "map-tokens": 0}, edit_format="diff"))
+    assert made["model"] == made["weak-model"] == "openai/bridle-policy"
+    assert made["analytics"] is made["check-update"] is made["detect-urls"] is False
+    assert made["auto-commits"] is made["dirty-commits"] is False
+    assert (made["map-tokens"], made["edit-format"]) == (0, "diff")
+
+
+def test_it_knows_the_models_true_limits():
+    launch = aider().launch(context(context_length=8000))
+    limits = json.loads(launch.files["/h/.aider.model.metadata.json"])["openai/bridle-policy"]
+    assert (limits["max_input_tokens"], limits["max_output_tokens"]) == (8000, 2000)
+
+
+def test_it_has_no_mcp_client_and_no_skills():
+    with pytest.raises(ConfigError, match="no MCP server at all"):
+        aider([{"name": "a", "command": "serve"}])
+    with pytest.raises(ConfigError, match="has no skills"):
+        Aider(AgentSpec(harness="aider", skills_path="x"))
+
+
+def test_exit_codes_say_only_that_it_ended():
+    assert aider().exit_cause(0, None, b"") is None
+    assert aider().exit_cause(1, None, b"") is Cause.HARNESS_CRASH

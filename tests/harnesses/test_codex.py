@@ -1,0 +1,94 @@
+import tomllib
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
+from bridle.harnesses.codex import Codex
+from bridle.types import Cause
+
+
+def codex(mcp_servers=(), skills_path=None, **settings):
+    return Codex(
+        AgentSpec(
+            harness="codex", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
+        )
+    )
+
+
+def config(harness, **changes):
+    return tomllib.loads(harness.launch(context(**changes)).files["/h/.codex/config.toml"].decode())
+
+
+def test_the_launch_line_is_the_documented_one():
+    launch = codex(args=["--color", "never"]).launch(context(instruction="do it"))
+    assert launch.command == (
+        "/b/node_modules/.bin/node", "/b/node_modules/@openai/codex/bin/codex.js",
+        "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
+        "--color", "never", "-",
+    )  # fmt: skip
+    assert launch.stdin == b"do it"
+    assert launch.env == {"CODEX_HOME": "/h/.codex", "GATEWAY_KEY": "key-1"}
+
+
+def test_the_provider_is_the_gateway_over_plain_http():
+    provider = config(codex())["model_providers"]["gw"]
+    assert provider["base_url"] == "http://gw/s/x/v1"
+    assert provider["env_key"] == "GATEWAY_KEY"
+    assert provider["wire_api"] == "responses"
+    assert provider["supports_websockets"] is False
+
+
+def test_it_knows_the_models_true_context_and_looks_nothing_up():
+    made = config(codex(), context_length=50_000)
+    assert made["model_context_window"] == 50_000
+    assert made["model_auto_compact_token_limit"] == 40_000
+    assert made["web_search"] == "disabled"
+    assert made["check_for_update_on_startup"] is False
+    assert made["features"] == {"multi_agent": False, "goals": False}
+
+
+def test_a_tasks_own_configuration_stands_over_ours_but_not_over_the_endpoint():
+    made = config(
+        codex(
+            multi_agent=True,
+            config={"model_reasoning_effort": "low", "model": "x", "features": {"goals": True}},
+        )
+    )
+    assert made["model_reasoning_effort"] == "low"
+    assert made["features"] == {"multi_agent": True, "goals": True}
+    assert made["model"] == "bridle-policy"
+
+
+def test_mcp_servers_are_written_in_its_own_form():
+    remote = {"name": "b", "transport": "streamable-http", "url": "http://m", "headers": {"x": "y"}}
+    servers = config(codex([{"name": "a", "command": "serve"}, remote]))["mcp_servers"]
+    assert servers == {
+        "a": {"command": "serve", "args": [], "env": {}},
+        "b": {"url": "http://m", "http_headers": {"x": "y"}},
+    }
+
+
+def test_it_has_no_client_for_servers_over_sse():
+    with pytest.raises(ConfigError, match="cannot use 'c' over sse"):
+        codex([{"name": "c", "transport": "sse", "url": "http://m"}])
+
+
+def test_skills_lie_in_its_home(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    launch = codex(skills_path=str(tmp_path)).launch(context())
+    assert launch.folders == {f"/h/.codex/skills/{tmp_path.name}": tmp_path}
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "cause"),
+    [
+        (0, b'{"type":"turn.completed"}', None),
+        (1, b'{"type":"turn.failed"}', Cause.HARNESS_MODEL_ERROR),
+        (0, b'{"type":"turn.failed"}\n{"type":"turn.completed"}', None),
+        (1, b"", Cause.HARNESS_CRASH),
+    ],
+)
+def test_a_failed_turn_is_the_models(code, stdout, cause):
+    assert codex().exit_cause(code, None, stdout) is cause

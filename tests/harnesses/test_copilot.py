@@ -1,0 +1,75 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.harnesses.copilot import Copilot, program
+from bridle.types import Cause, Dialect
+
+
+def copilot(mcp_servers=(), skills_path=None, **settings):
+    return Copilot(
+        AgentSpec(
+            harness="copilot", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
+        )
+    )
+
+
+def test_the_launch_line_is_the_documented_one():
+    launch = copilot(args=["--reasoning-effort", "low"]).launch(context(instruction="do it"))
+    assert launch.command == (
+        f"/b/{program()}", "--allow-all-tools", "--allow-all-paths", "--disable-builtin-mcps",
+        "--output-format", "json", "--log-dir", "/h/.copilot/logs", "--no-color",
+        "--reasoning-effort", "low",
+    )  # fmt: skip
+    assert launch.stdin == b"do it"
+
+
+def test_it_is_offline_and_runs_from_the_unpacked_bundle():
+    env = copilot().launch(context(context_length=8000)).env
+    assert env["COPILOT_OFFLINE"] == "true"
+    assert env["COPILOT_AUTO_UPDATE"] == "false"
+    assert env["COPILOT_PKG_CACHE_HOME"] == "/b/unpacked"
+    assert env["COPILOT_PROVIDER_MAX_PROMPT_TOKENS"] == "6000"
+    assert env["COPILOT_PROVIDER_MAX_OUTPUT_TOKENS"] == "2000"
+
+
+@pytest.mark.parametrize(
+    ("api", "kind", "wire", "url"),
+    [
+        ("openai_chat", "openai", "completions", "http://gw/s/x/v1"),
+        ("openai_responses", "openai", "responses", "http://gw/s/x/v1"),
+        ("anthropic", "anthropic", "completions", "http://gw/s/x"),
+    ],
+)
+def test_it_speaks_three_wire_formats(api, kind, wire, url):
+    harness = copilot(api=api)
+    env = harness.launch(context()).env
+    assert harness.dialect is Dialect(api)
+    assert env["COPILOT_PROVIDER_TYPE"] == kind
+    assert env["COPILOT_PROVIDER_WIRE_API"] == wire
+    assert env["COPILOT_PROVIDER_BASE_URL"] == url
+    assert env["COPILOT_PROVIDER_API_KEY"] == "key-1"
+
+
+def test_its_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    servers = [
+        {"name": "a", "command": "serve"},
+        {"name": "b", "transport": "streamable-http", "url": "http://m"},
+        {"name": "c", "transport": "sse", "url": "http://m"},
+    ]
+    launch = copilot(servers, str(tmp_path), config={"banner": "never"}).launch(context())
+    assert json.loads(launch.files["/h/.copilot/config.json"]) == {"banner": "never"}
+    assert json.loads(launch.files["/h/.copilot/mcp-config.json"])["mcpServers"] == {
+        "a": {"type": "local", "tools": ["*"], "command": "serve", "args": [], "env": {}},
+        "b": {"type": "http", "tools": ["*"], "url": "http://m", "headers": {}},
+        "c": {"type": "sse", "tools": ["*"], "url": "http://m", "headers": {}},
+    }
+    assert launch.folders == {f"/h/.copilot/skills/{tmp_path.name}": tmp_path}
+
+
+def test_exit_codes_are_believed():
+    assert copilot().exit_cause(0, None, b"") is None
+    assert copilot().exit_cause(1, None, b"") is Cause.HARNESS_CRASH

@@ -1,0 +1,80 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.harnesses.gemini_cli import GeminiCli
+from bridle.types import Cause
+
+
+def gemini(mcp_servers=(), skills_path=None, **settings):
+    return GeminiCli(
+        AgentSpec(
+            harness="gemini_cli",
+            settings=settings,
+            mcp_servers=mcp_servers,
+            skills_path=skills_path,
+        )
+    )
+
+
+def settings_file(harness):
+    return json.loads(harness.launch(context()).files["/h/.gemini/settings.json"])
+
+
+def test_the_launch_line_is_the_documented_one():
+    launch = gemini(args=["--debug"]).launch(context(instruction="do it"))
+    assert launch.command == (
+        "/b/node_modules/.bin/node", "/b/node_modules/@google/gemini-cli/bundle/gemini.js",
+        "--yolo", "--model", "bridle-policy", "--output-format", "stream-json", "--debug",
+    )  # fmt: skip
+    assert launch.stdin == b"do it"
+    assert launch.env["GOOGLE_GEMINI_BASE_URL"] == "http://gw/s/x"
+    assert launch.env["GEMINI_API_KEY"] == "key-1"
+
+
+def test_its_settings_choose_the_key_and_switch_off_what_would_make_runs_differ():
+    made = settings_file(gemini(config={"security": {"auth": {"selectedType": "oauth"}}}))
+    assert made["security"]["auth"]["selectedType"] == "gemini-api-key"
+    assert made["privacy"]["usageStatisticsEnabled"] is False
+    assert made["general"]["enableAutoUpdate"] is False
+    assert made["model"]["maxSessionTurns"] == -1
+
+
+def test_a_turn_limit_and_a_tasks_own_settings_are_written():
+    made = settings_file(gemini(max_turns=4, config={"tools": {"exclude": ["web_fetch"]}}))
+    assert made["model"]["maxSessionTurns"] == 4
+    assert made["tools"] == {"useRipgrep": False, "exclude": ["web_fetch"]}
+
+
+def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    servers = [
+        {"name": "a", "command": "serve"},
+        {"name": "b", "transport": "streamable-http", "url": "http://m"},
+        {"name": "c", "transport": "sse", "url": "http://m"},
+    ]
+    harness = gemini(servers, str(tmp_path))
+    assert settings_file(harness)["mcpServers"] == {
+        "a": {"command": "serve", "args": [], "env": {}, "trust": True},
+        "b": {"httpUrl": "http://m", "headers": {}, "trust": True},
+        "c": {"url": "http://m", "headers": {}, "trust": True},
+    }
+    assert harness.launch(context()).folders == {f"/h/.gemini/skills/{tmp_path.name}": tmp_path}
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "cause"),
+    [
+        (0, b'{"type":"result","status":"success"}', None),
+        (0, b'{"type":"result","status":"error"}', Cause.HARNESS_MODEL_ERROR),
+        (144, b"", Cause.HARNESS_MODEL_ERROR),  # 400
+        (173, b"", Cause.HARNESS_MODEL_ERROR),  # 429
+        (53, b"", Cause.LIMIT),
+        (41, b"", Cause.HARNESS_CRASH),
+        (0, b"", None),
+    ],
+)
+def test_its_exit_codes_are_told_apart(code, stdout, cause):
+    assert gemini().exit_cause(code, None, stdout) is cause

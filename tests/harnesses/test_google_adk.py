@@ -1,0 +1,48 @@
+import json
+
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.harnesses.google_adk import GoogleAdk
+from bridle.types import Cause
+
+
+def adk(mcp_servers=(), skills_path=None, **settings):
+    return GoogleAdk(
+        AgentSpec(
+            harness="google_adk",
+            settings=settings,
+            mcp_servers=mcp_servers,
+            skills_path=skills_path,
+        )
+    )
+
+
+def config(harness):
+    return json.loads(harness.launch(context()).files["/h/.agent/config.json"])
+
+
+def test_its_endpoint_is_the_session():
+    env = adk().launch(context()).env
+    assert env["GOOGLE_GEMINI_BASE_URL"] == "http://gw/s/x"
+    assert env["GOOGLE_API_KEY"] == "key-1"
+    assert env["GOOGLE_GENAI_USE_VERTEXAI"] == "false"
+
+
+def test_settings_reach_the_script():
+    made = config(adk(stream=True, max_turns=7, instructions="be brief"))
+    assert (made["stream"], made["max_turns"], made["instructions"]) == (True, 7, "be brief")
+    assert made["model"] == "bridle-policy"
+
+
+def test_mcp_servers_and_skills_reach_the_script(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    harness = adk([{"name": "a", "command": "serve"}], str(tmp_path))
+    target = f"/h/.agent/skills/{tmp_path.name}"
+    assert config(harness)["mcp_servers"][0]["command"] == "serve"
+    assert config(harness)["skills"] == [target]
+    assert harness.launch(context()).folders == {target: tmp_path}
+
+
+def test_its_exit_codes_are_the_scripts():
+    assert adk().exit_cause(4, None, b"") is Cause.HARNESS_MODEL_ERROR

@@ -1,0 +1,45 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
+from bridle.harnesses.openai_agents import OpenaiAgents
+from bridle.types import Cause, Dialect
+
+
+def agents(mcp_servers=(), **settings):
+    return OpenaiAgents(
+        AgentSpec(harness="openai_agents", settings=settings, mcp_servers=mcp_servers)
+    )
+
+
+def config(harness):
+    return json.loads(harness.launch(context()).files["/h/.agent/config.json"])
+
+
+def test_its_endpoint_is_the_session_and_tracing_is_off():
+    env = agents().launch(context()).env
+    assert env["OPENAI_BASE_URL"] == "http://gw/s/x/v1"
+    assert env["OPENAI_API_KEY"] == "key-1"
+    assert env["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+
+
+@pytest.mark.parametrize("api", ["openai_responses", "openai_chat"])
+def test_it_speaks_both_of_openais_wire_formats(api):
+    harness = agents(api=api, stream=True, max_turns=7, instructions="be brief")
+    assert harness.dialect is Dialect(api)
+    made = config(harness)
+    assert (made["api"], made["stream"], made["max_turns"]) == (api, True, 7)
+    assert (made["model"], made["instructions"]) == ("bridle-policy", "be brief")
+
+
+def test_mcp_servers_reach_the_script_and_skills_are_refused():
+    assert config(agents([{"name": "a", "command": "serve"}]))["mcp_servers"][0]["name"] == "a"
+    with pytest.raises(ConfigError, match="has no skills"):
+        OpenaiAgents(AgentSpec(harness="openai_agents", skills_path="x"))
+
+
+def test_its_exit_codes_are_the_scripts():
+    assert agents().exit_cause(3, None, b"") is Cause.LIMIT

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.harnesses.openhands import Openhands
+from bridle.types import Cause, Dialect
+
+
+def openhands(mcp_servers=(), skills_path=None, **settings):
+    return Openhands(
+        AgentSpec(
+            harness="openhands", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
+        )
+    )
+
+
+def config(harness, **changes):
+    return json.loads(harness.launch(context(**changes)).files["/h/.agent/config.json"])
+
+
+@pytest.mark.parametrize(
+    ("api", "model", "url"),
+    [
+        ("openai_chat", "openai/bridle-policy", "http://gw/s/x/v1"),
+        ("anthropic", "anthropic/bridle-policy", "http://gw/s/x"),
+    ],
+)
+def test_it_speaks_two_wire_formats(api, model, url):
+    harness = openhands(api=api)
+    assert harness.dialect is Dialect(api)
+    made = config(harness, context_length=8000)
+    assert (made["model"], made["base_url"]) == (model, url)
+    assert (made["max_input_tokens"], made["max_output_tokens"]) == (8000, 2000)
+    assert harness.launch(context()).env["LLM_API_KEY"] == "key-1"
+
+
+def test_settings_reach_the_script():
+    made = config(
+        openhands(native_tool_calling=False, max_turns=7, llm={"reasoning_effort": "low"})
+    )
+    assert made["native_tool_calling"] is False
+    assert made["max_turns"] == 7
+    assert made["llm"] == {"reasoning_effort": "low"}
+
+
+def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    servers = [
+        {"name": "a", "command": "serve"},
+        {"name": "b", "transport": "streamable-http", "url": "http://m"},
+        {"name": "c", "transport": "sse", "url": "http://m"},
+    ]
+    harness = openhands(servers, str(tmp_path))
+    assert config(harness)["mcp_servers"] == {
+        "a": {"command": "serve", "args": [], "env": {}},
+        "b": {"url": "http://m", "transport": "http", "headers": {}},
+        "c": {"url": "http://m", "transport": "sse", "headers": {}},
+    }
+    folders = harness.launch(context()).folders
+    assert folders == {f"/h/.openhands/skills/{tmp_path.name}": tmp_path}
+
+
+def test_its_exit_codes_are_the_scripts():
+    assert openhands().exit_cause(3, None, b"") is Cause.LIMIT

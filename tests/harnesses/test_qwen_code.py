@@ -1,0 +1,84 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.harnesses.qwen_code import QwenCode
+from bridle.types import Cause, Dialect
+
+
+def qwen(mcp_servers=(), skills_path=None, **settings):
+    return QwenCode(
+        AgentSpec(
+            harness="qwen_code", settings=settings, mcp_servers=mcp_servers, skills_path=skills_path
+        )
+    )
+
+
+def settings_file(harness, **changes):
+    return json.loads(harness.launch(context(**changes)).files["/h/.qwen/settings.json"])
+
+
+def test_the_launch_line_is_the_documented_one():
+    launch = qwen(args=["--debug"]).launch(context(instruction="do it"))
+    assert launch.command == (
+        "/b/node_modules/.bin/node", "/b/node_modules/@qwen-code/qwen-code/cli-entry.js",
+        "--auth-type", "openai", "--model", "bridle-policy",
+        "--yolo", "--output-format", "stream-json", "--debug",
+    )  # fmt: skip
+    assert launch.stdin == b"do it"
+
+
+@pytest.mark.parametrize(
+    ("api", "auth", "env"),
+    [
+        ("openai_chat", "openai", ("OPENAI_BASE_URL", "http://gw/s/x/v1", "OPENAI_API_KEY")),
+        ("anthropic", "anthropic", ("ANTHROPIC_BASE_URL", "http://gw/s/x", "ANTHROPIC_API_KEY")),
+        ("google", "gemini", ("GOOGLE_GEMINI_BASE_URL", "http://gw/s/x", "GEMINI_API_KEY")),
+    ],
+)
+def test_it_speaks_three_wire_formats(api, auth, env):
+    harness = qwen(api=api)
+    launch = harness.launch(context())
+    url, value, key = env
+    assert harness.dialect is Dialect(api)
+    assert launch.command[3] == auth
+    assert (launch.env[url], launch.env[key]) == (value, "key-1")
+    assert settings_file(harness)["security"]["auth"]["selectedType"] == auth
+
+
+def test_what_would_make_runs_differ_is_off():
+    made = settings_file(qwen(), context_length=9000)
+    assert made["privacy"]["usageStatisticsEnabled"] is False
+    assert made["general"]["enableAutoUpdate"] is False
+    assert made["memory"] == {"enableManagedAutoMemory": False, "enableManagedAutoDream": False}
+    assert made["tools"]["useRipgrep"] is False
+    assert made["model"]["generationConfig"]["contextWindowSize"] == 9000
+
+
+def test_a_tasks_own_settings_stand_over_ours():
+    made = settings_file(qwen(config={"tools": {"exclude": ["web_fetch"]}}))
+    assert made["tools"] == {"useRipgrep": False, "exclude": ["web_fetch"]}
+
+
+def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    servers = [
+        {"name": "a", "command": "serve"},
+        {"name": "b", "transport": "streamable-http", "url": "http://m"},
+        {"name": "c", "transport": "sse", "url": "http://m"},
+    ]
+    harness = qwen(servers, str(tmp_path))
+    assert settings_file(harness)["mcpServers"] == {
+        "a": {"command": "serve", "args": [], "env": {}, "trust": True},
+        "b": {"httpUrl": "http://m", "headers": {}, "trust": True},
+        "c": {"url": "http://m", "headers": {}, "trust": True},
+    }
+    assert harness.launch(context()).folders == {f"/h/.qwen/skills/{tmp_path.name}": tmp_path}
+
+
+def test_its_result_says_that_the_model_failed():
+    stdout = b'{"type":"result","subtype":"success","is_error":true}'
+    assert qwen().exit_cause(0, None, stdout) is Cause.HARNESS_MODEL_ERROR
+    assert qwen().exit_cause(0, None, b"") is None
