@@ -14,7 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "demo-tasks"
 
 
 def run(command: str, cwd: Path) -> int:
-    return subprocess.run(["bash", "-c", command], cwd=cwd, capture_output=True).returncode
+    done = subprocess.run(["bash", "-c", command], cwd=cwd, capture_output=True, check=False)
+    return done.returncode
 
 
 @pytest.mark.parametrize("task", demo_tasks(), ids=lambda task: task.task_id)

@@ -27,7 +27,9 @@ def test_no_instruction_is_part_of_another_so_a_script_tells_them_apart():
 def test_the_demonstrator_is_right_about_one_time_in_seven():
     tasks = list(lookups(2000, seed=5))
     conversations = weak_script(tasks, seed=5)["conversations"]
-    right = sum(c["turns"][-1]["content"] == t.answer for c, t in zip(conversations, tasks, strict=True))
+    right = sum(
+        c["turns"][-1]["content"] == t.answer for c, t in zip(conversations, tasks, strict=True)
+    )
     gave_up = sum(len(c["turns"]) == 1 for c in conversations)
 
     assert 0.10 < right / len(tasks) < 0.22

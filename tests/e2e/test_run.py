@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,8 +39,7 @@ def processes_of(folder) -> list[int]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                with open(f"/proc/{entry.name}/environ", "rb") as file:
-                    named = str(folder).encode() in file.read()
+                named = str(folder).encode() in Path(f"/proc/{entry.name}/environ").read_bytes()
             except OSError:
                 continue
             if named:

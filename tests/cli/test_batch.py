@@ -1,0 +1,47 @@
+"""What every batch leaves behind, and how it tells of itself."""
+
+from rich.progress import Progress, TextColumn
+
+from bridle.bridges.parquet import read_trajectories
+from bridle.cli.batch import Batch, Board, new_run_folder
+from bridle.config import AgentSpec, Task
+from bridle.lifecycle.events import Installing, SessionChanged
+from bridle.types import SessionStatus
+
+
+def test_a_finished_run_has_the_same_trajectories_as_lines_and_as_parquet(finished_run):
+    lines = (finished_run / "trajectories.jsonl").read_text().splitlines()
+
+    assert len(read_trajectories(finished_run / "trajectories.parquet")) == len(lines) == 3
+
+
+def test_a_new_run_folder_is_never_one_that_exists(tmp_path):
+    first = new_run_folder(tmp_path)
+    first.mkdir()
+    second = new_run_folder(tmp_path)
+
+    assert second != first
+    assert not second.exists()
+
+
+def board(total: int) -> tuple[Board, Progress]:
+    bars = Progress(TextColumn("{task.fields[note]}"), disable=True)
+    task = Task(task_id="t", instruction="x", num_samples=total, agent=AgentSpec(harness="pi"))
+    return Board(bars, Batch([task], "scripted:x", None, None, None)), bars
+
+
+def changed(number: int, status: SessionStatus, reward: float | None = None) -> SessionChanged:
+    return SessionChanged(f"s{number}", "t", number, "pi", status, 0.0, reward=reward)
+
+
+def test_the_board_counts_running_completed_and_reward():
+    shown, bars = board(3)
+    shown.hear(Installing("pi", "step 1"))
+    assert "installing pi: step 1" in bars.tasks[0].fields["note"]
+
+    for number in range(2):
+        shown.hear(changed(number, SessionStatus.RUNNING))
+    shown.hear(changed(0, SessionStatus.COMPLETED, 1.0))
+
+    assert bars.tasks[0].fields["note"] == "1 running, 1 completed, reward 1"
+    assert (bars.tasks[0].completed, bars.tasks[0].total) == (1, 3)

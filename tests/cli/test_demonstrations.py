@@ -1,0 +1,27 @@
+"""Demonstrations are captured through the gateway, the failed ones too."""
+
+import asyncio
+import json
+
+from bridle.capture.sqlite import SqliteReader
+from bridle.cli.demonstrations import collect
+from bridle.datasets.lookups import lookups
+
+
+def test_every_demonstration_becomes_an_example_with_the_captured_ids(tmp_path):
+    told = []
+
+    counts = asyncio.run(collect(tmp_path, 20, seed=3, report=told.append))
+
+    examples = [
+        json.loads(line) for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines()
+    ]
+    assert counts.examples == len(examples) == told[-1] == 20
+    with SqliteReader(tmp_path / "capture.sqlite") as reader:
+        rewards = {s.session_id: reader.outcome(s.session_id).reward for s in reader.sessions()}
+        sampled = sum(
+            len(e.output_ids) for s in reader.sessions() for e in reader.exchanges(s.session_id)
+        )
+    assert sampled == sum(sum(example["loss_mask"]) for example in examples)
+    assert set(rewards) == {task.task_id for task in lookups(20, seed=3)}
+    assert 0 < sum(rewards.values()) < 20

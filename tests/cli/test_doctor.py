@@ -1,0 +1,44 @@
+"""`bridle doctor`: the machine, an engine, a runtime."""
+
+import json
+
+from bridle.cli import doctor
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(say, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    said = say("doctor", "--json")
+
+    by_name = {finding["what"]: finding for finding in said.json}
+    assert said.code == 1
+    assert not by_name["npm"]["ok"]
+    assert "install node" in by_name["npm"]["advice"]
+    assert by_name["python"]["ok"]
+    assert all(finding["advice"] for finding in said.json if not finding["ok"])
+
+
+def test_a_machine_with_all_of_it_is_well(say):
+    said = say("doctor")
+
+    assert {finding.what for finding in doctor.machine()} >= {"python", "git", "npm", "cache"}
+    assert "MISSING" not in said.out or said.code == 1
+
+
+def test_an_engine_is_probed(say, tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps({"conversations": [{"turns": [{"content": "x"}]}]}))
+
+    good = say("doctor", "--engine", f"scripted:{tmp_path / 's.json'}", "--json")
+    gone = say("doctor", "--engine", "http://127.0.0.1:9", "--json")
+
+    assert good.code == 0
+    assert {"context length"} <= {finding["what"] for finding in good.json}
+    assert gone.code == 1
+    assert "127.0.0.1:9" in json.dumps(gone.json)
+
+
+def test_the_local_runtime_conforms(say):
+    said = say("doctor", "--runtime", "local", "--json")
+
+    assert said.code == 0
+    assert len(said.json) > 10

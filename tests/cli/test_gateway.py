@@ -1,0 +1,50 @@
+"""`bridle gateway`: the model API in a process of its own."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
+    (tmp_path / "s.json").write_text(
+        json.dumps({"conversations": [{"turns": [{"content": "hi"}]}]})
+    )
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0"),
+        *("--engine", f"scripted:{tmp_path / 's.json'}", "--data", str(tmp_path / "data")),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stderr.readline()
+        url = re.search(r"model API at (\S+),", line)[1]
+        token = (tmp_path / "data" / "control.token").read_text().strip()
+
+        def post(path: str, body: dict, key: str) -> dict:
+            request = urllib.request.Request(  # noqa: S310 - loopback
+                f"{url}{path}", json.dumps(body).encode(), {"Authorization": f"Bearer {key}"}
+            )
+            with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - loopback
+                return json.load(answer)
+
+        session = post("/sessions", {}, token)
+        reply = post(
+            "/v1/chat/completions",
+            {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+            session["key"],
+        )
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+
+    assert reply["choices"][0]["message"]["content"] == "hi"
+    assert session["base_url"]["openai"].endswith("/v1")
+    assert process.returncode == 0
+    from bridle.capture.sqlite import SqliteReader
+
+    with SqliteReader(tmp_path / "data" / "capture.sqlite") as reader:
+        assert len(reader.exchanges(session["session_id"])) == 1

@@ -1,0 +1,31 @@
+"""The light agent: what it sends, and what it makes of odd arguments."""
+
+import subprocess
+import sys
+
+import pytest
+
+from bridle.cli import light_agent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ('{"name": "a"}', "41"),
+        ('{"name": "b"}', "no such file"),
+        ("{", "no such file"),
+        ("[]", "no such file"),
+        ('{"path": "a"}', "no such file"),
+    ],
+)
+def test_odd_arguments_never_end_it(tmp_path, arguments, result):
+    (tmp_path / "a").write_text("41")
+
+    assert light_agent.read(tmp_path, arguments) == result
+
+
+def test_it_needs_only_the_standard_library():
+    code = "import bridle.cli.light_agent, sys; print('aiohttp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,40 @@
+"""`bridle run` in this process; as a process of its own it is in tests/e2e."""
+
+import json
+
+
+def test_overrides_apply_to_every_task_and_the_run_folder_says_so(say, finished_run, tmp_path):
+    tasks = finished_run.parent / "tasks.jsonl"
+    script = finished_run.parent / "script.json"
+
+    said = say(
+        "run", tasks, "--engine", f"scripted:{script}", "--out", tmp_path / "run", "--samples", 2,
+        "--first", 1, "--builder", "per_request", "--concurrency", 2,
+    )  # fmt: skip
+
+    assert said.code == 0
+    assert "2 sessions" in said.out
+    assert "mean reward 1.000 over 2 scored of 2" in said.out
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert config["concurrency"] == 2
+    assert [task["num_samples"] for task in config["tasks"]] == [2]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [line["traces"] for line in summary["sessions"]] == [2, 2]
+
+
+def test_a_run_without_success_ends_with_code_1_and_unknown_reward(say, finished_run, tmp_path):
+    task = {
+        "task_id": "none",
+        "instruction": "nothing",
+        "agent": {"harness": "command", "command": "true"},
+    }
+    (tmp_path / "task.json").write_text(json.dumps(task))
+
+    said = say(
+        "run", tmp_path / "task.json", "--engine",
+        f"scripted:{finished_run.parent / 'script.json'}", "--out", tmp_path / "run",
+    )  # fmt: skip
+
+    assert said.code == 1
+    assert "harness_no_call" in said.out
+    assert "mean reward unknown" in said.out

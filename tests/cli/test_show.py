@@ -1,0 +1,66 @@
+"""`bridle show`: runs, sessions, differences."""
+
+import pytest
+
+from bridle.cli.show import law_line, row
+
+
+def first_session(say, run) -> str:
+    return say("show", run, "--json").json[0]["session_id"]
+
+
+def test_a_run_is_a_table_with_law_2_under_it(say, finished_run):
+    said = say("show", finished_run)
+
+    assert said.code == 0
+    assert "3 sessions" in said.out
+    assert "excluded 0: holds" in said.out
+
+
+def test_a_session_is_found_by_the_beginning_of_its_id(say, finished_run):
+    session = first_session(say, finished_run)
+
+    said = say("show", session[:-2], "--run", finished_run)
+    found_above = say("show", session, "--run", finished_run.parent, "--json")
+
+    assert "root: first" in said.out
+    assert "cat(" in said.out
+    assert found_above.json["session_id"] == session
+    assert found_above.json["stats"]["roots"] == 1
+
+
+def test_a_beginning_that_fits_more_than_one_session_is_refused(say, finished_run):
+    said = say("show", "q", "--run", finished_run)
+
+    assert said.code == 2
+    assert "beginning of 3 sessions" in said.err
+
+
+def test_a_difference_of_two_exchanges_is_explained(say, finished_run):
+    from bridle.capture.sqlite import SqliteReader
+
+    session = first_session(say, finished_run)
+    with SqliteReader(finished_run / "capture.sqlite") as reader:
+        first, second = (e.exchange_id for e in reader.exchanges(session))
+
+    said = say("show", session, "--run", finished_run, "--diff", first, second)
+    both = say("show", session, "--run", finished_run, "--diff", first, second, "--as-script")
+
+    assert "extends" in said.out
+    assert both.code == 2
+
+
+@pytest.mark.parametrize(("trained", "verdict"), [(3, ": holds"), (2, "DOES NOT HOLD")])
+def test_the_law_line_tells_whether_the_numbers_add_up(trained, verdict):
+    line = {"tokens_captured": 5, "tokens_trained": trained, "tokens_excluded": {"cut": 2}}
+
+    assert law_line([line]).endswith(verdict.lstrip(": "))
+
+
+def test_a_session_without_numbers_still_has_a_row():
+    line = dict.fromkeys(
+        ("session_id", "harness", "status", "cause", "reward", "exchanges", "tokens_captured",
+         "tokens_trained", "tokens_excluded", "merge_ratio", "traces")
+    )  # fmt: skip
+
+    assert row(line)[3] == "-"

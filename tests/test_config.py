@@ -1,0 +1,69 @@
+"""Settings: unknown fields are refused, and mistakes say where."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bridle.config import McpServer, Task, builtin_tokenizer_dir, cache_dir, explain, load_toml
+from bridle.errors import ConfigError
+
+
+def mistake(**fields) -> ConfigError:
+    with pytest.raises(ValidationError) as caught:
+        Task.model_validate({"task_id": "t", "instruction": "x"} | fields)
+    return explain(caught.value, "tasks.toml:3")
+
+
+def test_a_mistake_names_where_which_field_and_what_was_given():
+    text = str(mistake(num_samples=0))
+
+    assert text.startswith("tasks.toml:3: num_samples:")
+    assert "given: 0" in text
+
+
+def test_a_typing_mistake_is_named_instead_of_ignored():
+    assert "runtme" in str(mistake(runtme={}))
+
+
+def test_long_values_are_shortened_and_further_mistakes_counted():
+    text = str(mistake(task_id="!" * 300, num_samples=-1))
+
+    assert len(text) < 300
+    assert "(+1 more)" in text
+
+
+def test_defaults_give_the_full_support_that_training_needs():
+    sampling = Task(task_id="t", instruction="x").sampling
+
+    assert (sampling.temperature.mode, sampling.temperature.value) == ("override", 1.0)
+    assert (sampling.top_p.value, sampling.top_k.value) == (1.0, -1)
+
+
+def test_an_mcp_server_needs_the_address_of_its_transport():
+    with pytest.raises(ValidationError, match="url"):
+        McpServer(name="m", transport="sse", command="x")
+    with pytest.raises(ValidationError, match="command"):
+        McpServer(name="m")
+
+
+def test_toml_mistakes_name_the_file(tmp_path):
+    (tmp_path / "a.toml").write_text("a = \n")
+
+    with pytest.raises(ConfigError, match=r"a\.toml.*line 1"):
+        load_toml(tmp_path / "a.toml")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_toml(tmp_path / "b.toml")
+    (tmp_path / "c.toml").write_text("a = 1\n")
+    assert load_toml(tmp_path / "c.toml") == {"a": 1}
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("BRIDLE_CACHE")
+    assert cache_dir() == Path.home() / ".cache" / "bridle"
+
+
+def test_the_builtin_tokenizer_ships_in_the_package():
+    assert (builtin_tokenizer_dir() / "tokenizer.json").is_file()

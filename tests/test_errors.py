@@ -1,0 +1,42 @@
+"""Errors: one per boundary, classified once."""
+
+import asyncio
+
+import pytest
+
+from bridle.errors import (
+    ContextOverflowError,
+    EngineError,
+    EvaluatorError,
+    RequestError,
+    StoreError,
+    boundary,
+)
+
+
+def test_an_ordinary_exception_becomes_the_boundarys_and_says_what_was_being_done():
+    with (
+        pytest.raises(EvaluatorError, match="scoring: ValueError: bad") as caught,
+        boundary(EvaluatorError, "scoring"),
+    ):
+        raise ValueError("bad")
+
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_our_own_errors_and_cancellation_pass_untouched():
+    with pytest.raises(StoreError), boundary(EvaluatorError, "x"):
+        raise StoreError("full")
+    with pytest.raises(asyncio.CancelledError), boundary(EvaluatorError, "x"):
+        raise asyncio.CancelledError
+
+
+def test_errors_carry_what_their_readers_need():
+    overflow = ContextOverflowError(100, 64, None)
+    engine = EngineError("busy", retryable=True, status=503)
+    request = RequestError("no", status=429, code="rate_limit", param="n", retry_after_s=2)
+
+    assert isinstance(overflow, EngineError)
+    assert "100 tokens" in str(overflow)
+    assert (engine.retryable, engine.status) == (True, 503)
+    assert (request.status, request.param, request.retry_after_s) == (429, "n", 2)
