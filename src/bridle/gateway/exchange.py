@@ -38,7 +38,7 @@ from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import Sample, Sampler
 from bridle.gateway.settings import GatewaySettings
-from bridle.prompting.canonical import answer_atoms, canonical
+from bridle.prompting.canonical import answer_atoms, canonical, messages_after
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
@@ -134,7 +134,9 @@ class Exchanges:
         return Question(request, wire, key, placement, template_args)
 
     def _refuse_if_spent(self, session: Session) -> None:
-        """Raise if the policy is paused or the session's limits leave no call."""
+        """Raise if the gateway ends, the policy is paused, or the session's limits leave no call."""
+        if self.closing:
+            raise faults.shutting_down()
         if self.policy.paused:
             raise faults.paused()
         in_flight = session.in_flight()
@@ -261,7 +263,7 @@ class Exchanges:
                 before,
                 output_ids,
                 parent.finish,
-                request.messages[placement.new_from :],
+                messages_after(request.messages, placement.new_from),
                 request.tools,
                 thinking=request.thinking,
             )
