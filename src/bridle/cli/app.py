@@ -55,7 +55,7 @@ app.add_typer(harness.app, name="harness")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; always ends by `SystemExit` with a documented code."""
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="bridle", standalone_mode=False)
         if code == INTERRUPTED:
             code = _fail("interrupted; what was captured is kept", INTERRUPTED)
     except KeyboardInterrupt:

@@ -1,0 +1,89 @@
+"""What can be chosen by name is documented, and what is documented can be chosen."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridle.config import Budgets, Limits, Task
+from bridle.engines import ENGINES
+from bridle.evaluators import EVALUATORS
+from bridle.harnesses import HARNESSES
+from bridle.runtimes import RUNTIMES
+from bridle.trajectory import BUILDERS, MaskReason
+from bridle.types import Cause
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "where"),
+    [
+        (EVALUATORS, "guides/tasks.md"),
+        (RUNTIMES, "guides/tasks.md"),
+        (BUILDERS, "guides/tasks.md"),
+        (Task.model_fields, "guides/tasks.md"),
+        (Limits.model_fields, "guides/tasks.md"),
+        (Budgets.model_fields, "guides/tasks.md"),
+        ([cause.value for cause in Cause], "guides/tasks.md"),
+        (HARNESSES, "guides/harnesses/index.md"),
+        ([name for name in ENGINES if name != "https"], "guides/engines.md"),
+        ([reason.key for reason in MaskReason], "reference/trajectory.md"),
+    ],
+)
+def test_every_name_that_can_be_chosen_is_on_its_page(names, where):
+    text = page(where)
+
+    missing = [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+
+    assert missing == []
+
+
+def test_the_command_lines_help_in_the_docs_is_its_own(load_script):
+    made = load_script("make_cli_docs").page()
+
+    assert made == page("reference/cli.md")
+
+
+def test_every_make_target_that_the_readme_names_exists():
+    targets = subprocess.run(
+        ["make", "-pRrq", "-C", ROOT], capture_output=True, check=False, text=True
+    ).stdout
+    named = re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+    assert named
+    for target in named:
+        assert re.search(rf"^{target}:", targets, re.MULTILINE), target
+
+
+def test_every_toml_and_json_example_of_the_docs_is_read_as_the_thing_it_shows(tmp_path):
+    import json
+    import tomllib
+
+    from bridle.engines.script import make_script
+
+    toml = re.findall(r"```toml\n(.*?)```", page("guides/tasks.md"), re.DOTALL)
+    scripts = re.findall(r"```json\n(.*?)```", page("guides/engines.md"), re.DOTALL)
+
+    assert toml
+    assert scripts
+    for text in toml:
+        Task.model_validate(tomllib.loads(text))
+    for text in scripts:
+        make_script(json.loads(text), "engines.md")
+
+
+def test_bridle_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "bridle.cli", "--version"],
+        capture_output=True, check=True, text=True,
+    )  # fmt: skip
+
+    assert done.stdout.startswith("bridle ")
