@@ -137,14 +137,15 @@ def test_results_in_order_of_completion_have_the_key_of_call_order():
     ordered = [CALLS, result("a", "1"), result("b", "2"), result("c", "3")]
     shuffled = [CALLS, ordered[3], ordered[1], ordered[2]]
     assert key(*shuffled) == key(*ordered)
-    assert results_in_call_order(shuffled) == tuple(ordered)
+    assert results_in_call_order(shuffled) == results_in_call_order(ordered)
+    assert [m.text for m in results_in_call_order(shuffled)[1:]] == ["1", "2", "3"]
     seen = canonical(request(*shuffled), {})
     assert seen.message_of == (0, 0, 0, 2, 3, 1)
 
 
 def test_results_whose_ids_are_not_all_known_stay_as_they_came():
     shuffled = [CALLS, result("c", "3"), result("x", "?"), result("a", "1")]
-    assert results_in_call_order(shuffled) == tuple(shuffled)
+    assert [m.text for m in results_in_call_order(shuffled)[1:]] == ["3", "?", "1"]
     assert key(*shuffled) != key(CALLS, result("a", "1"), result("x", "?"), result("c", "3"))
     unnamed = [CALLS, result(None, "2"), result(None, "1")]
     assert results_in_call_order(unnamed) == tuple(unnamed)
@@ -152,8 +153,14 @@ def test_results_whose_ids_are_not_all_known_stay_as_they_came():
 
 def test_a_call_id_that_answers_twice_is_no_order():
     twice = [CALLS, result("b", "2"), result("b", "2"), result("a", "1")]
-    assert results_in_call_order(twice) == tuple(twice)
+    assert [m.text for m in results_in_call_order(twice)[1:]] == ["2", "2", "1"]
     assert canonical(request(*twice), {}).message_of == (0, 0, 0, 1, 2, 3)
+
+
+def test_a_result_without_a_name_gets_that_of_its_call():
+    messages = [CALLS, result("c", "3"), result("x", "?"), result("a", "1", name="own"), user("u")]
+    named = [(m.text, m.name) for m in results_in_call_order(messages)[1:]]
+    assert named == [("3", "bash"), ("?", None), ("1", "own"), ("u", None)]
 
 
 def test_each_run_of_results_is_ordered_by_its_own_calls():
@@ -172,7 +179,7 @@ def test_each_run_of_results_is_ordered_by_its_own_calls():
 
 def test_the_messages_after_an_answer_come_in_the_order_of_its_calls():
     messages = (user("u"), CALLS, result("b", "2"), result("a", "1"), user("v"))
-    assert messages_after(messages, 2) == (messages[3], messages[2], messages[4])
+    assert [m.text for m in messages_after(messages, 2)] == ["1", "2", "v"]
     assert messages_after(messages, 5) == ()
     assert messages_after(messages, 0)[:2] == messages[:2]
 

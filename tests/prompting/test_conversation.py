@@ -1,4 +1,7 @@
-"""A request finds what it continues: the edge cases of the matching document, each as one truth."""
+"""A request finds what it continues: the edge cases of the matching document, each as one truth.
+
+Longer than other files: the document's list of cases stands here whole.
+"""
 
 import pytest
 from hypothesis import given

@@ -13,9 +13,10 @@ from bridle.prompting.family import (
     make_family,
     plain_parser,
 )
-from bridle.prompting.renderer import TAIL
+from bridle.prompting.renderer import TAIL, load_renderer
 from bridle.prompting.template import ChatTemplate
 from bridle.prompting.tokenizer import load_tokenizer
+from bridle.types import Message, Role, TextPart
 
 TOOLS = next(tools for _, _, tools in PROBES if tools)
 CALLED, RESULT = PROBES[5][1][2:]
@@ -73,7 +74,7 @@ def test_a_suffix_depends_on_the_parents_tail_only(look_alike, name):
 
 def test_our_own_tokenizer_is_found_to_speak_qwen3(tokens):
     template = ChatTemplate(tokens, [2024])
-    assert find_family(tokens, template) == "qwen3"
+    assert find_family(tokens, template) == ("qwen3", None)
     family = make_family("qwen3", tokens, thinking=None, history="exact")
     assert list(differences(family, template)) == []
 
@@ -85,6 +86,18 @@ def test_thinking_on_and_off_begin_a_turn_as_the_template_does(tokens, thinking)
     for _, messages, tools in PROBES:
         wanted = template.render(messages, tools, thinking=thinking)
         assert family.render_ids(messages, tools=tools, add_generation_prompt=True) == wanted
+
+
+def test_a_template_that_does_not_think_by_default_is_found_with_thinking_off(folder):
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("enable_thinking is defined and not", "not"))
+    tokenizer = load_tokenizer(folder)
+    assert find_family(tokenizer, ChatTemplate(tokenizer, [2024])) == ("qwen3", False)
+    made = load_renderer(str(folder))
+    user = Message(Role.USER, (TextPart("hi"),))
+    off, on = (made.decode(made.render([user], (), thinking=way)) for way in (None, True))
+    assert off.endswith("<think>\n\n</think>\n\n")
+    assert on.endswith("<|im_start|>assistant\n")
 
 
 def test_a_template_that_no_family_speaks_has_none(folder):

@@ -127,6 +127,17 @@ def test_an_extension_that_rewrites_the_turn_before_it_is_refused(template, toke
     assert after(template(rewrites), tokens, RESULT) is None
 
 
+def test_a_template_that_shows_the_name_of_a_call_needs_the_name(template, tokens):
+    shows = (
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ messages[loop.index0 - 1].tool_calls[0].function.name }}={% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}" + BEGUN
+    )
+    named, unnamed = RESULT, {"role": "tool", "tool_call_id": "c", "content": "out"}
+    assert after(template(shows), tokens, named) == "look=out<|im_end|><|im_start|>assistant:"
+    assert after(template(shows), tokens, unnamed) is None
+
+
 def test_a_suffix_whose_ids_depend_on_what_is_before_is_refused(folder):
     import json
 

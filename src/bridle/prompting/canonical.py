@@ -13,7 +13,7 @@ and sampling are not in the chain: tools are guarded by `tools_digest`, the othe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
 
@@ -203,10 +203,11 @@ def message_atoms(
 
 
 def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with each run of tool results in the order of the calls that they answer (R8).
+    """The messages with each run of tool results as the calls that they answer stand (R8).
 
-    A template without ids shows results by position only. A run is left as it came unless the id
-    of every result in it is known from the assistant messages right before.
+    A template without ids shows results by position only, so they come in the order of the calls;
+    a run is left in its own order unless the id of every result in it is known from the assistant
+    messages right before. A result without a name gets its call's, for templates that show it.
     """
     ordered = list(messages)
     start = 0
@@ -214,18 +215,29 @@ def results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
         end = start
         while end < len(ordered) and ordered[end].role is Role.TOOL:
             end += 1
-        if end - start > 1:
-            ids = [message.tool_call_id for message in ordered[start:end]]
-            ranks = _ranks(_call_ids_before(ordered, start), ids)
-            if ranks is not None:
-                run = zip(ranks, ordered[start:end], strict=True)
-                ordered[start:end] = [m for _, m in sorted(run, key=lambda pair: pair[0])]
+        if end > start:
+            ordered[start:end] = _settled(_calls_before(ordered, start), ordered[start:end])
         start = max(end, start + 1)
     return tuple(ordered)
 
 
+def _settled(calls: Sequence[ToolCall], results: Sequence[Message]) -> list[Message]:
+    """One run of results, named and in order."""
+    names = {call.id: call.name for call in calls if call.id is not None}
+    named = [
+        replace(message, name=names[message.tool_call_id])
+        if message.name is None and message.tool_call_id in names
+        else message
+        for message in results
+    ]
+    ranks = _ranks([call.id for call in calls], [message.tool_call_id for message in results])
+    if ranks is None:
+        return named
+    return [named[index] for index in sorted(range(len(named)), key=ranks.__getitem__)]
+
+
 def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message, ...]:
-    """The messages from `new_from` on, results in the order of the calls before them.
+    """The messages from `new_from` on, results named and ordered by the calls before them.
 
     What a prompt is extended by: as `results_in_call_order` of all, at the cost of these only.
     """
@@ -415,12 +427,12 @@ def _tools_digest_of(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]])
     return known[0].digest
 
 
-def _call_ids_before(messages: Sequence[Message], start: int) -> list[str | None]:
-    """Ids of the calls in the assistant messages that end right before `start`."""
+def _calls_before(messages: Sequence[Message], start: int) -> list[ToolCall]:
+    """The calls of the assistant messages that end right before `start`."""
     first = start
     while first and messages[first - 1].role is Role.ASSISTANT:
         first -= 1
-    return [call.id for message in messages[first:start] for call in message.tool_calls]
+    return [call for message in messages[first:start] for call in message.tool_calls]
 
 
 def _ranks(calls: Sequence[str | None], results: Sequence[str | None]) -> list[int] | None:

@@ -119,6 +119,10 @@ _SIGNS = {"gpt-oss": "<|channel|>"}
 """A token without which a family is not tried: this one would download its own vocabulary."""
 
 
+_SWITCHES = ("enable_thinking", "thinking")
+"""What families call the setting that turns thinking on or off."""
+
+
 def family_names() -> list[str]:
     """The families that can be asked for by name."""
     from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-untyped]
@@ -143,22 +147,30 @@ def make_family(
         settings: JSON = {}
         if history == "exact":
             settings["thinking_retention"] = "all"
-        if thinking is not None and "enable_thinking" in type(default).model_fields:
-            settings["enable_thinking"] = thinking
+        if thinking is not None:
+            fields = type(default).model_fields
+            settings |= {name: thinking for name in _SWITCHES if name in fields}
         return cast("Family", create_renderer(tokenizer, type(default)(**settings)))
 
 
-def find_family(tokenizer: PromptTokenizer, template: ChatTemplate) -> str | None:
-    """The first family that renders every probe as the template does; `None` = no such."""
+def find_family(
+    tokenizer: PromptTokenizer, template: ChatTemplate
+) -> tuple[str, bool | None] | None:
+    """The first family that renders every probe as the template does, and how it thinks.
+
+    That is `None` where family and template agree by themselves, else the setting of the family
+    that the template has for its default. `None` for both = no family.
+    """
     for name in family_names():
         if _SIGNS.get(name) not in {None, *tokenizer.added}:
             continue
-        try:
-            family = make_family(name, tokenizer, thinking=None, history="exact")
-        except RenderError:
-            continue
-        if not any(differences(family, template)):
-            return name
+        for thinking in (None, False, True):
+            try:
+                family = make_family(name, tokenizer, thinking=thinking, history="exact")
+            except RenderError:
+                break
+            if not any(differences(family, template)):
+                return name, thinking
     return None
 
 

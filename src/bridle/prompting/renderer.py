@@ -122,7 +122,10 @@ def load_renderer(
         )
     stop_ids = stop_ids_of(folder, tokenizer)
     template = ChatTemplate(tokenizer, stop_ids)
-    found = family or find_family(tokenizer, template)
+    found = family
+    if found is None and (match := find_family(tokenizer, template)) is not None:
+        found, default = match
+        thinking = default if thinking is None else thinking
     try:
         return TokenRenderer(
             tokenizer,
@@ -162,7 +165,7 @@ class TokenRenderer:
         self._parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
         named = [*self._parser.get_stop_token_ids(), *stop_ids]
         self.stop_token_ids = tuple(dict.fromkeys(named))
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = max(len(tokenizer), *(id_ + 1 for id_ in tokenizer.control_ids), 0)
         self.tokenizer = tokenizer.fast
 
     @property

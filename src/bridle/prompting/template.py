@@ -21,6 +21,9 @@ from bridle.types import JSON
 STAND_IN = MARK + "2"
 """Content of the stand-in turn; escaped text never holds it."""
 
+_STAND_IN_NAME = MARK + "3"
+"""Name of a stand-in call; where a suffix shows it, the suffix is not used."""
+
 _USER: JSON = {"role": "user", "content": "x"}
 
 _CHECKS: tuple[list[JSON], ...] = (
@@ -112,7 +115,7 @@ class ChatTemplate:
         end = ending.rfind(self.close) + len(self.close)
         if not (found and again) or end < len(self.close) or not behind.startswith(ending):
             return None
-        return behind[end:]
+        return None if _STAND_IN_NAME in behind[end:] else behind[end:]
 
     def _find_close(self) -> str | None:
         """The end token that stands right behind an assistant's text."""
@@ -153,7 +156,7 @@ def _stand_in(new_messages: Sequence[JSON]) -> JSON:
     for message in new_messages:
         if message["role"] != "tool":
             break
-        function: JSON = {"name": message.get("name") or "f", "arguments": {}}
+        function: JSON = {"name": message.get("name") or _STAND_IN_NAME, "arguments": {}}
         calls.append(
             {"type": "function", "id": message.get("tool_call_id", ""), "function": function}
         )
