@@ -8,7 +8,7 @@ import pytest
 
 from bridle.engines.base import CutError, GenerateChunk, GenerateRequest
 from bridle.errors import EngineError
-from bridle.gateway.sampling import FRUITLESS, Sampler, another_prompt
+from bridle.gateway.sampling import FRUITLESS, MOST_TRIES, Sampler, another_prompt
 from bridle.prompting.prompt import PromptIds
 from bridle.types import FinishReason, LogprobMode, Reply, Sampling, VersionSpan
 
@@ -96,6 +96,17 @@ async def test_an_engine_that_only_gives_up_fails_retryably():
     with pytest.raises(EngineError, match="gave the call up") as failed:
         await sampled(engine)
     assert failed.value.retryable
+
+
+async def test_a_call_given_up_just_when_its_budget_was_used_has_ended():
+    sample = await sampled(Pieces([chunk([1, 2], ABORT)]), most=2)
+    assert (sample.output_ids.tolist(), sample.finish) == ([1, 2], LENGTH)
+
+
+async def test_an_engine_that_never_ends_a_call_fails_after_many_tries():
+    engine = Pieces(*([chunk([1], ABORT)] for _ in range(MOST_TRIES)))
+    with pytest.raises(EngineError, match="gave the call up"):
+        await sampled(engine)
 
 
 @pytest.mark.parametrize("pieces", [[], [chunk([1])]])

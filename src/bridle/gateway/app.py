@@ -88,8 +88,9 @@ class Gateway:
             nursery = await stack.enter_async_context(Nursery(_log_lost))
             self._assemble(nursery)
             register_stored(self._registry, self._store)
-            stack.push_async_callback(self._end_sessions)
+            stack.push_async_callback(self._settle_records)
             await self._listen(stack)
+            stack.push_async_callback(self._end_sessions)
             self._stack = stack.pop_all()
         return self
 
@@ -165,8 +166,13 @@ class Gateway:
         return await self._control.handle(http, split_target(http.raw_path))
 
     async def _end_sessions(self) -> None:
-        """Cancel what is in flight, and write down what became of every reply."""
+        """Cancel what is in flight, so that every client hears of the end."""
         self._exchanges.closing = True
+        for session in self._registry:
+            await self._quiesce(session)
+
+    async def _settle_records(self) -> None:
+        """Have every record written; nobody is connected any more."""
         for session in self._registry:
             await self._quiesce(session)
         await self._store.flush()

@@ -32,9 +32,9 @@ from bridle.gateway.relay import JSON_TYPE
 from bridle.gateway.routing import Target
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.views import encode, exchanges_json
-from bridle.trajectory import build
+from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_json
-from bridle.types import JSON, Kind, SessionStatus
+from bridle.types import JSON, SessionStatus
 
 log = structlog.get_logger()
 
@@ -42,10 +42,9 @@ TOKEN_ENV: Final = "BRIDLE_CONTROL_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_FILE: Final = "control.token"  # noqa: S105 - the name of a file
 HEALTH_TIMEOUT_S: Final = 5.0
 BODY_TIMEOUT_S: Final = 20.0
-MAX_BODY_BYTES: Final = 1 << 20
+MAX_BODY_BYTES: Final = 1_000_000
 ModelT = TypeVar("ModelT", bound=Settings)
 ID: Final = "{id}"
-TRAINED: Final = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
 
 
 class OpenSession(Settings):
@@ -108,7 +107,9 @@ def control_token(settings: GatewaySettings) -> str:
 def _kept_token(path: Path) -> str:
     try:
         if path.exists():
-            return path.read_text().strip()
+            if token := path.read_text().strip():
+                return token
+            raise ConfigError(f"{path}: is empty; remove it to have a new token made")
         path.parent.mkdir(parents=True, exist_ok=True)
         token = secrets.token_urlsafe(32)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -255,7 +256,8 @@ class ControlPlane:
             sampling=wanted.sampling,
             limits=wanted.limits,
         )
-        return _json(asdict(handle), 201)
+        opened = {"session_id": handle.session_id, "key": handle.key, "base_url": handle.base_urls}
+        return _json(opened)
 
     def _facts(self, session_id: str) -> SessionFacts:
         try:
@@ -291,16 +293,9 @@ class ControlPlane:
         return _json({"exchanges": exchanges_json(capture.exchanges, capture.deliveries)})
 
     async def _trajectory(self, asked: Asked) -> web.StreamResponse:
-        strategy = parse_qs(asked.query).get("builder", [BuilderSpec().strategy])[-1]
-        capture = self._capture(asked.session_id)
-        trajectory = build(
-            capture.session,
-            capture.exchanges,
-            capture.deliveries,
-            capture.outcome,
-            builder=BuilderSpec(strategy=strategy),
-            train=TRAINED,
-        )
+        wanted = parse_qs(asked.query).get("builder")
+        builder = None if wanted is None else BuilderSpec(strategy=wanted[-1])
+        trajectory = rebuild(self._capture(asked.session_id), builder=builder)
         return _json(trajectory_json(trajectory))
 
 

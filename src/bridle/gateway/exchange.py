@@ -134,7 +134,7 @@ class Exchanges:
         return Question(request, wire, key, placement, template_args)
 
     def _refuse_if_spent(self, session: Session) -> None:
-        """Raise if the gateway ends, the policy is paused, or the session's limits leave no call."""
+        """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
         if self.closing:
             raise faults.shutting_down()
         if self.policy.paused:

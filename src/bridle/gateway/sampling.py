@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 import numpy as np
 import orjson
 
-from bridle.capture.records import no_ids
+from bridle.capture.records import no_ids, no_logprobs
 from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest
 from bridle.errors import EngineError, boundary
 from bridle.prompting.prompt import PromptIds
@@ -33,6 +33,9 @@ Array = TypeVar("Array", bound="npt.NDArray[np.generic]")
 
 FRUITLESS: Final = 3
 """Tries in a row that gave no token before a call counts as failed."""
+
+MOST_TRIES: Final = 100
+"""Tries of one call, fruitful ones included."""
 
 BACKOFF_S: Final = 0.05
 """Wait before a fruitless try is repeated; doubles."""
@@ -107,9 +110,10 @@ class Sampler:
         sofar = _Sofar()
         while True:
             last = await self._try(_rest(request, prompt, sofar), sofar, began)
+            last = last or _budget_spent(request, sofar)
             if last is not None:
                 return self._whole(request, sofar, last)
-            if sofar.fruitless >= FRUITLESS:
+            if sofar.fruitless >= FRUITLESS or sofar.tries >= MOST_TRIES:
                 raise EngineError("the engine gave the call up", retryable=True)
             if sofar.fruitless:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
@@ -158,13 +162,21 @@ def _rest(request: GenerateRequest, prompt: PromptIds, sofar: _Sofar) -> Generat
     if not sofar.tokens:
         return request
     most = request.sampling.max_tokens
-    left = None if most is None else max(1, most - sofar.tokens)
+    left = None if most is None else most - sofar.tokens
     return replace(
         request,
         request_id=f"{request.request_id}-{sofar.tries}",
         prompt=prompt.extend(_joined(sofar.ids), no_ids()),
         sampling=replace(request.sampling, max_tokens=left),
     )
+
+
+def _budget_spent(request: GenerateRequest, sofar: _Sofar) -> GenerateChunk | None:
+    """The end of a call that was given up just when its output budget was used."""
+    most = request.sampling.max_tokens
+    if most is None or sofar.tokens < most:
+        return None
+    return GenerateChunk(no_ids(), no_logprobs(), FinishReason.LENGTH)
 
 
 def _joined(arrays: list[Array]) -> Array:

@@ -14,33 +14,33 @@ class GatewaySettings(Settings):
 
     host: str = "127.0.0.1"
     """Address of both listeners; loopback unless a sandbox must reach it from elsewhere."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the data routes; 0 = any free one."""
-    control_port: int | None = Field(None, ge=0, le=65535)
+    control_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the control routes; `None` = the same listener as the data routes."""
     public_url: str | None = None
     """What harnesses are told instead of `http://host:port` (another name of the same listener,
     as seen from inside a sandbox)."""
     data_dir: Path | None = None
     """Folder of `control.token`; `None` = a made token lives in memory only."""
-    control_token: str | None = Field(None, min_length=16, repr=False)
+    control_token: str | None = Field(default=None, min_length=16, repr=False)
     """`None` = `BRIDLE_CONTROL_TOKEN`, else the one kept in `data_dir`, else a new one."""
-    retry_grace_s: float = Field(10, ge=0)
+    retry_grace_s: float = Field(default=10, ge=0)
     """How long a call whose client has gone is kept for a retry; 0 cancels it at once."""
-    headers_after_s: float = Field(10, gt=0)
+    headers_after_s: float = Field(default=10, gt=0)
     """A stream's headers leave after this even if nothing is sampled yet (one client gives up
     after 60 s without headers)."""
-    keepalive_s: float = Field(15, gt=0)
+    keepalive_s: float = Field(default=15, gt=0)
     """Longest silence in a started stream."""
-    max_body_bytes: int = Field(1 << 30, gt=0)
+    max_body_bytes: int = Field(default=1 << 30, gt=0)
     """Larger requests are refused with 413."""
-    head_timeout_s: float = Field(20, gt=0)
+    head_timeout_s: float = Field(default=20, gt=0)
     """How long a begun request may take to its last header line."""
-    body_timeout_s: float = Field(60, gt=0)
+    body_timeout_s: float = Field(default=60, gt=0)
     """How long a request's body may take to arrive."""
-    write_timeout_s: float = Field(300, gt=0)
+    write_timeout_s: float = Field(default=300, gt=0)
     """How long a client may take to accept a reply before it counts as gone."""
-    min_output_tokens: int = Field(64, ge=1)
+    min_output_tokens: int = Field(default=64, ge=1)
     """Less room than this in the model's context is a context overflow."""
     allow_untokenized: bool = False
     """Serve an engine that gives no ids or logprobs: captures text only, nothing can be trained."""

@@ -1,0 +1,218 @@
+"""The gateway as a whole: starting, sessions, sealing, ending."""
+
+import asyncio
+import socket
+
+import pytest
+from tests.gateway.house import TOKEN, house, renderer, scripted, user
+from tests.gateway.test_relay import sent
+
+from bridle.capture.store import MemoryStore
+from bridle.config import Limits
+from bridle.engines.base import EngineInfo
+from bridle.errors import ConfigError, EngineError
+from bridle.gateway.app import Gateway, check_engine
+from bridle.gateway.settings import GatewaySettings
+from bridle.types import DeliveryState, LogprobMode
+
+SLOW = {"content": "a", "delay_s": 0.2}
+
+
+async def test_base_urls_lead_each_family_of_clients_to_its_session():
+    async with house({"content": "a"}) as home:
+        handle = await home.gateway.open_session("one", task_id="t", metadata={"n": 1})
+        base = f"{home.gateway.url}/s/one"
+        assert handle.base_urls == {"anthropic": base, "openai": f"{base}/v1", "google": base}
+        assert handle.key.startswith("bk-")
+        (record,) = home.store.sessions()
+        assert (record.session_id, record.task_id, record.metadata["n"]) == ("one", "t", 1)
+        assert handle.key not in str(record)
+
+
+async def test_harnesses_are_told_the_public_address():
+    async with house({"content": "a"}, public_url="http://gateway.internal:99/") as home:
+        handle = await home.gateway.open_session("one")
+        assert handle.base_urls["google"] == "http://gateway.internal:99/s/one"
+        assert home.gateway.control_url != home.gateway.url
+
+
+async def test_an_id_is_made_where_none_is_given_and_never_taken_twice():
+    async with house({"content": "a"}) as home:
+        first = await home.gateway.open_session()
+        second = await home.gateway.open_session()
+        assert first.session_id != second.session_id
+        with pytest.raises(ConfigError, match="exists already"):
+            await home.gateway.open_session(first.session_id)
+        with pytest.raises(ConfigError, match="session id"):
+            await home.gateway.open_session("a/b")
+        assert home.gateway.session_ids() == [first.session_id, second.session_id]
+
+
+async def test_facts_count_what_came_of_the_calls():
+    async with house({"content": "a"}) as home:
+        caller = await home.session(limits=Limits(max_turns=5))
+        assert (caller.facts.calls, caller.facts.turns, caller.facts.delivered) == (0, 0, 0)
+        await caller.ask([user("go")])
+        await caller.post(b"{")
+        facts = caller.facts
+        assert (facts.calls, facts.turns, facts.delivered) == (2, 1, 1)
+        assert facts.tokens == len(caller.exchanges[0].output_ids)
+        assert facts.failed_last
+        with pytest.raises(KeyError):
+            home.gateway.facts("unknown")
+
+
+# ---- sealing
+
+
+async def test_a_seal_cancels_calls_and_tells_their_clients():
+    async with house({"content": "a", "delay_s": 30}) as home:
+        caller = await home.session()
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(caller.post({"model": "m", "messages": [user("go")]}))
+            await caller.until(lambda: caller.facts.calls == 1)
+            await asyncio.sleep(0.05)
+            facts = await home.gateway.seal(caller.session_id)
+        assert asking.result()[0] == 401
+        assert (facts.turns, facts.sealed) == (0, True)
+        assert await home.gateway.seal(caller.session_id) == caller.facts
+
+
+async def test_a_seal_waits_for_commits_and_settles_what_was_not_delivered():
+    async with house(SLOW) as home:
+        caller = await home.session()
+        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        writer.close()
+        await caller.until(lambda: caller.facts.turns == 1)
+        facts = await home.gateway.seal(caller.session_id)
+        assert (facts.turns, facts.delivered) == (1, 0)
+        assert caller.delivery(0) is DeliveryState.ABANDONED
+
+
+async def test_a_seal_right_after_a_reply_finds_it_delivered():
+    async with house({"content": "a"}) as home:
+        for _ in range(10):
+            caller = await home.session()
+            await caller.ask([user("go")])
+            assert (await home.gateway.seal(caller.session_id)).delivered == 1
+            assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_an_unknown_session_cannot_be_sealed():
+    async with house({"content": "a"}) as home:
+        with pytest.raises(KeyError):
+            await home.gateway.seal("unknown")
+
+
+# ---- ending
+
+
+async def test_leaving_the_gateway_ends_calls_and_closes_the_port():
+    async with house({"content": "a", "delay_s": 30}) as home:
+        caller = await home.session()
+        reader, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        url = home.gateway.url
+    answer = await reader.read()
+    assert b"503" in answer.split(b"\r\n")[0]
+    writer.close()
+    host, _, port = url.removeprefix("http://").partition(":")
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection(host, int(port))
+
+
+async def test_leaving_the_gateway_settles_every_reply():
+    store = MemoryStore()
+    async with house(SLOW, store=store) as home:
+        caller = await home.session("one")
+        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        writer.close()
+        await caller.until(lambda: caller.facts.turns == 1)
+    (record,) = store.deliveries("one").values()
+    assert record.state is DeliveryState.ABANDONED
+
+
+# ---- starting
+
+
+def gateway(engine=None, **settings):
+    return Gateway(
+        engine=engine or scripted({"content": "a"}),
+        renderer=renderer(),
+        store=MemoryStore(),
+        settings=GatewaySettings(control_token=TOKEN, **settings),
+    )
+
+
+async def test_a_port_in_use_is_a_clear_error_and_leaves_nothing_behind():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for settings in ({"port": port}, {"control_port": port}):
+            with pytest.raises(ConfigError, match=f":{port}: the port is in use"):
+                async with gateway(**settings):
+                    pass
+
+
+class Lacking:
+    """An engine that cannot give what training needs."""
+
+    def __init__(self, **info):
+        self._inner = scripted({"content": "a"})
+        self._info = info
+        self.closed = False
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def start(self):
+        info = await self._inner.start()
+        fields = {name: getattr(info, name) for name in EngineInfo.__slots__}
+        return EngineInfo(**{**fields, **self._info})
+
+    async def aclose(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("info", "missing"),
+    [({"token_in": False}, "token ids"), ({"logprob_mode": LogprobMode.NONE}, "no logprobs")],
+)
+async def test_an_engine_that_cannot_be_trained_on_is_refused_and_closed(info, missing):
+    engine = Lacking(**info)
+    with pytest.raises(EngineError, match=missing) as refused:
+        async with gateway(engine):
+            pass
+    assert "--allow-untokenized" in str(refused.value)
+    assert engine.closed
+
+
+async def test_text_only_capture_is_an_explicit_choice():
+    info = await scripted({"content": "a"}).start()
+    check_engine(info, allow_untokenized=False)
+    lacking = EngineInfo("m", 100, LogprobMode.NONE, token_in=False, version=0)
+    check_engine(lacking, allow_untokenized=True)
+    with pytest.raises(EngineError, match="'m' cannot be trained on"):
+        check_engine(lacking, allow_untokenized=False)
+
+
+async def test_control_and_data_routes_are_separate_listeners_where_a_port_is_given():
+    async with house({"content": "a"}, control_port=0) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        assert home.gateway.control_url != home.gateway.url
+        assert (await home.control("GET", "/sessions"))[0] == 200
+        for path, status in (("/sessions", 404), ("/policy", 404), ("/health", 200)):
+            url = home.gateway.url + path
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with home.client.get(url, headers=headers) as response:
+                assert response.status == status
+        url = f"{home.gateway.control_url}/v1/chat/completions"
+        async with home.client.post(url, headers=caller.headers) as response:
+            assert response.status == 401

@@ -1,0 +1,230 @@
+"""The control routes: sessions, what was captured, policy, metrics, health."""
+
+import stat
+from typing import Any
+
+import orjson
+import pytest
+from tests.gateway.house import TOKEN, house, scripted, user
+
+from bridle.errors import ConfigError, EngineError
+from bridle.gateway.control import TOKEN_ENV, control_token
+from bridle.gateway.settings import GatewaySettings
+
+
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", "bk-key"])
+async def test_every_control_route_but_health_asks_for_the_token(token):
+    routes = [
+        ("GET", "/sessions"),
+        ("POST", "/sessions"),
+        ("GET", "/sessions/one"),
+        ("DELETE", "/sessions/one"),
+        ("GET", "/sessions/one/exchanges"),
+        ("GET", "/sessions/one/trajectory"),
+        ("GET", "/policy"),
+        ("POST", "/policy"),
+        ("GET", "/metrics"),
+        ("GET", "/sessions/one/unknown"),
+    ]
+    async with house({"content": "a"}) as home:
+        await home.session("one")
+        for method, path in routes:
+            assert (await home.control(method, path, token=token))[0] == 401, path
+        assert (await home.control("GET", "/health", token=token)) == (200, {"status": "ok"})
+        assert home.gateway.session_ids() == ["one"]
+
+
+async def test_a_session_is_opened_used_read_and_ended_over_http():
+    async with house({"content": "hello"}) as home:
+        body = {"session_id": "one", "metadata": {"n": 1}, "limits": {"max_turns": 3}}
+        status, opened = await home.control("POST", "/sessions", body)
+        assert status == 200
+        assert opened["session_id"] == "one"
+        assert opened["base_url"]["openai"] == f"{home.gateway.url}/s/one/v1"
+        url = opened["base_url"]["openai"] + "/chat/completions"
+        headers = {"Authorization": f"Bearer {opened['key']}"}
+        request: Any = {"model": "m", "messages": [user("go")]}
+        async with home.client.post(url, json=request, headers=headers) as response:
+            reply = await response.json()
+        request["messages"] += [reply["choices"][0]["message"], user("on")]
+        async with home.client.post(url, json=request, headers=headers) as response:
+            assert response.status == 200
+
+        _, listed = await home.control("GET", "/sessions")
+        assert [session["session_id"] for session in listed["sessions"]] == ["one"]
+        _, facts = await home.control("GET", "/sessions/one")
+        assert (facts["turns"], facts["delivered"], facts["outcome"]) == (2, 2, None)
+
+        _, read = await home.control("GET", "/sessions/one/exchanges")
+        first, second = read["exchanges"]
+        assert second["parent_id"] == second["continues"] == first["exchange_id"]
+        before = first["prompt_ids"] + first["output_ids"]
+        assert second["prompt_ids"][: len(before)] == before
+        assert len(first["logprobs"]) == len(first["output_ids"])
+        assert first["versions"] == [{"version": 0, "start": 0, "end": len(first["output_ids"])}]
+        assert (first["delivered"], first["finish_reason"]) == (True, "stop")
+        assert first["reply"]["choices"][0]["message"]["content"] == "hello"
+
+        for builder, traces in (("prefix_merging", 1), ("per_request", 2)):
+            _, trajectory = await home.control("GET", f"/sessions/one/trajectory?builder={builder}")
+            assert len(trajectory["traces"]) == traces
+            stats = trajectory["metadata"]["stats"]
+            excluded = sum(stats["tokens_excluded"].values())
+            assert stats["tokens_captured"] == stats["tokens_trained"] + excluded
+
+        status, facts = await home.control("DELETE", "/sessions/one")
+        assert (status, facts["sealed"]) == (200, True)
+        async with home.client.post(url, json=request, headers=headers) as response:
+            assert response.status == 401
+        assert (await home.control("DELETE", "/sessions/one"))[0] == 200
+        _, facts = await home.control("GET", "/sessions/one")
+        assert facts["outcome"]["status"] == "COMPLETED"
+        assert len((await home.control("GET", "/sessions/one/exchanges"))[1]["exchanges"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"session_id": "a/b"}, 400, "session id"),
+        ({"sesion": "a"}, 400, "sesion"),
+        ({"sampling": {"temperature": 1}}, 400, "sampling.temperature"),
+        ({"session_id": "taken"}, 409, "'taken' exists already"),
+        ([], 400, "the request's body"),
+    ],
+)
+async def test_a_wrong_session_request_says_what_is_wrong(body, status, message):
+    async with house({"content": "a"}) as home:
+        await home.session("taken")
+        told, reply = await home.control("POST", "/sessions", body)
+        assert told == status
+        assert message in reply["error"]["message"]
+
+
+async def test_an_empty_body_opens_a_session():
+    async with house({"content": "a"}) as home:
+        status, opened = await home.control("POST", "/sessions")
+        assert status == 200
+        assert opened["session_id"] in home.gateway.session_ids()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/sessions/none", 404),
+        ("DELETE", "/sessions/none", 404),
+        ("GET", "/sessions/none/exchanges", 404),
+        ("GET", "/sessions/none/trajectory", 404),
+        ("GET", "/sessions/one/unknown", 404),
+        ("PUT", "/sessions", 404),
+        ("POST", "/health", 404),
+        ("GET", "/sessions/one/trajectory?builder=none", 400),
+    ],
+)
+async def test_what_does_not_exist_is_a_clear_error(method, path, status):
+    async with house({"content": "a"}) as home:
+        await home.session("one")
+        told, reply = await home.control(method, path)
+        assert told == status
+        assert reply["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_refused():
+    async with house({"content": "a"}) as home:
+        status, _ = await home.control("POST", "/policy", "x" * 1_040_000)
+        assert status == 413
+
+
+async def test_the_policy_is_told_and_set():
+    async with house({"content": "a"}) as home:
+        _, policy = await home.control("GET", "/policy")
+        assert policy == {"version": 0, "paused": False, "model": "scripted"}
+        _, policy = await home.control("POST", "/policy", {"version": 3, "paused": True})
+        assert (policy["version"], policy["paused"]) == (3, True)
+        _, policy = await home.control("POST", "/policy", {"paused": False})
+        assert (policy["version"], policy["paused"]) == (3, False)
+
+
+async def test_metrics_count_what_happened():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        await caller.post(b"{")
+        _, text = await home.control("GET", "/metrics")
+    route = 'dialect="openai_chat",route="generate"'
+    assert f'bridle_requests_total{{{route},status="200"}} 1.0' in text
+    assert f'bridle_requests_total{{{route},status="400"}} 1.0' in text
+    assert 'bridle_calls_total{outcome="committed"} 1.0' in text
+    assert 'bridle_deliveries_total{state="delivered"} 1.0' in text
+    assert "bridle_sessions_open 1.0" in text
+    assert "bridle_calls_in_flight 0.0" in text
+
+
+class Sick:
+    """An engine that cannot sample now."""
+
+    def __init__(self):
+        self._inner = scripted({"content": "a"})
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def health(self):
+        raise EngineError("secret address")
+
+
+async def test_health_is_that_of_the_engine_and_says_no_more():
+    async with house(engine=Sick()) as home:
+        status, reply = await home.control("GET", "/health", token="")
+        assert status == 503
+        assert "secret" not in orjson.dumps(reply).decode()
+
+
+async def test_a_bug_in_a_control_route_is_a_500_and_told_to_nobody():
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(scripted({"content": "a"}), name)
+
+        async def health(self):
+            raise KeyError("secret")
+
+    async with house(engine=Broken()) as home:
+        status, reply = await home.control("GET", "/health")
+        assert status == 500
+        assert "secret" not in str(reply)
+
+
+# ---- the token
+
+
+def test_a_token_is_made_once_and_kept_for_its_owner_only(tmp_path):
+    settings = GatewaySettings(data_dir=tmp_path / "data")
+    token = control_token(settings)
+    kept = tmp_path / "data" / "control.token"
+    assert control_token(settings) == token == kept.read_text().strip()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert len(token) >= 43
+
+
+def test_a_given_token_comes_before_the_environment_and_that_before_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_ENV, "from-the-environment")
+    assert control_token(GatewaySettings(data_dir=tmp_path)) == "from-the-environment"
+    given = GatewaySettings(data_dir=tmp_path, control_token="given-given-given")
+    assert control_token(given) == "given-given-given"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_the_token_lives_in_memory_only():
+    assert control_token(GatewaySettings()) != control_token(GatewaySettings())
+
+
+def test_a_token_file_that_cannot_be_had_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"control\.token"):
+        control_token(GatewaySettings(data_dir=tmp_path / "file"))
+    (tmp_path / "control.token").mkdir()
+    with pytest.raises(ConfigError, match=r"control\.token"):
+        control_token(GatewaySettings(data_dir=tmp_path))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "control.token").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        control_token(GatewaySettings(data_dir=tmp_path / "empty"))

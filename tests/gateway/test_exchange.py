@@ -1,0 +1,369 @@
+"""A call from its request to its commit, over real HTTP."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
+
+from bridle.capture.store import MemoryStore
+from bridle.config import FieldPolicy, Limits, SamplingPolicy
+from bridle.engines.base import GenerateChunk
+from bridle.errors import StoreError
+from bridle.types import DeliveryState, FinishReason, Kind
+
+CALL = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
+
+
+def whole_prompt(exchanges, index):
+    """All prompt ids of an exchange, put together from its parents."""
+    by_id = {exchange.exchange_id: i for i, exchange in enumerate(exchanges)}
+    exchange = exchanges[index]
+    if exchange.parent_id is None:
+        return exchange.suffix_ids.tolist()
+    parent = exchanges[by_id[exchange.parent_id]]
+    before = whole_prompt(exchanges, by_id[exchange.parent_id]) + parent.output_ids.tolist()
+    return before[: exchange.kept] + exchange.suffix_ids.tolist()
+
+
+async def test_a_conversation_extends_the_exact_ids_that_were_sampled():
+    turns = ({"reasoning": "look", **CALL}, {"content": "one file"}, {"content": "bye"})
+    async with house(*turns) as home:
+        caller = await home.session()
+        messages = [user("list"), await caller.ask([user("list")], tools=[SHELL_TOOL])]
+        messages.append(tool_result(messages[1]["tool_calls"][0], "a.txt"))
+        messages.append(await caller.ask(messages, tools=[SHELL_TOOL]))
+        messages.append(user("thanks"))
+        await caller.ask(messages, tools=[SHELL_TOOL])
+        exchanges = caller.exchanges
+        first, second, third = exchanges
+    assert [e.index for e in exchanges] == [0, 1, 2]
+    assert [e.parent_id for e in exchanges] == [None, first.exchange_id, second.exchange_id]
+    assert [e.continues for e in exchanges] == [None, first.exchange_id, second.exchange_id]
+    assert [e.root_reason for e in exchanges] == ["first", None, None]
+    for parent, child in ((first, second), (second, third)):
+        assert child.kept == parent.prompt_length + len(parent.output_ids)
+    text = renderer().decode(np.array(whole_prompt(exchanges, 2), dtype=np.int32))
+    assert text.count("look") == 1  # the reasoning stays in context
+    assert text.endswith("<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_reasoning_that_the_harness_dropped_is_said_to_be_restored():
+    async with house({"reasoning": "hm", "content": "a"}, {"content": "b"}) as home:
+        caller = await home.session()
+        reply = await caller.ask([user("go")])
+        assert reply.pop("reasoning_content") == "hm"
+        await caller.ask([user("go"), reply, user("on")])
+        assert caller.exchanges[1].extra["reasoning_restored"] is True
+        assert caller.exchanges[1].parent_id == caller.exchanges[0].exchange_id
+        assert "reasoning_restored" not in caller.exchanges[0].extra
+
+
+async def test_another_tool_list_starts_a_root_that_says_what_it_continues():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        reply = await caller.ask([user("go")], tools=[SHELL_TOOL])
+        await caller.ask([user("go"), reply, user("on")])
+        first, second = caller.exchanges
+    assert (second.parent_id, second.continues) == (None, first.exchange_id)
+    assert second.root_reason == "tools_removed"
+    assert second.kept == 0
+
+
+async def test_only_new_messages_are_stored():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        messages = [user("go")]
+        for _ in range(4):
+            messages += [await caller.ask(messages), user("on")]
+        kept = [(e.request.kept_spans, len(e.request.spans)) for e in caller.exchanges]
+        bodies = home.store.bodies(caller.session_id)
+    assert kept == [(0, 1), (1, 2), (3, 2), (5, 2)]
+    assert len(bodies) == 3  # "go", the reply, "on"
+
+
+async def test_the_effective_sampling_is_used_and_recorded():
+    policy = SamplingPolicy(
+        temperature=FieldPolicy(mode="respect"),
+        seed=FieldPolicy(mode="override", value=5),
+        max_output_tokens=50,
+    )
+    async with house({"content": "a"}) as home:
+        caller = await home.session(sampling=policy)
+        await caller.ask([user("go")], temperature=0.3, top_p=0.1, stop=["END"], max_tokens=900)
+        await caller.ask([user("go on")])
+        first, second = (exchange.sampling for exchange in caller.exchanges)
+    assert (first.temperature, first.top_p, first.top_k, first.max_tokens) == (0.3, 1.0, -1, 50)
+    assert first.stop == ("END",)
+    assert first.stop_token_ids == renderer().stop_token_ids
+    assert first.seed != second.seed
+
+
+async def test_the_output_budget_is_the_room_that_the_context_leaves():
+    async with house(engine=scripted({"content": "a"}, context_length=300)) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], max_tokens=100_000)
+        exchange = caller.exchanges[0]
+        assert exchange.sampling.max_tokens == 300 - exchange.prompt_length
+
+
+async def test_a_prompt_without_room_is_refused_with_counted_tokens_and_never_sampled():
+    async with house(engine=scripted({"content": "a"}, context_length=120)) as home:
+        caller = await home.session()
+        status, reply = await caller.post({"model": "m", "messages": [user("word " * 100)]})
+        assert status == 400
+        assert reply["error"]["code"] == "context_length_exceeded"
+        assert "120 tokens" in reply["error"]["message"]
+        assert caller.exchanges == []
+        assert caller.facts.failed_last
+        await caller.ask([user("short")])
+        assert not caller.facts.failed_last
+
+
+async def test_a_length_finish_is_told_and_still_extended():
+    async with house({"content": "cut of", "finish": "length"}, {"content": "rest"}) as home:
+        caller = await home.session()
+        body = {"model": "m", "messages": [user("go")]}
+        _, reply = await caller.post(body)
+        assert reply["choices"][0]["finish_reason"] == "length"
+        await caller.ask([user("go"), reply["choices"][0]["message"], user("on")])
+        first, second = caller.exchanges
+    assert first.finish_reason is FinishReason.LENGTH
+    assert second.parent_id == first.exchange_id
+    assert second.kept == first.prompt_length + len(first.output_ids)
+
+
+class AnotherPrompt:
+    """An engine that samples under a prompt of its own, and says so."""
+
+    def __init__(self, prompt: bytes):
+        self._inner = scripted({"content": "a"})
+        self._prompt = prompt
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        async for chunk in self._inner.generate(request):
+            yield GenerateChunk(
+                chunk.output_ids,
+                chunk.logprobs,
+                chunk.finish_reason,
+                prompt_ids_json=self._prompt,
+                versions=chunk.versions,
+            )
+
+
+async def test_an_exchange_is_stored_under_the_ids_that_the_engine_says_it_used():
+    async with house(engine=AnotherPrompt(b"[5,6,7]")) as home:
+        caller = await home.session()
+        reply = await caller.ask([user("go")])
+        await caller.ask([user("go"), reply, user("on")])
+        first, second = caller.exchanges
+    assert first.suffix_ids.tolist() == [5, 6, 7]
+    assert first.extra["break"] == {"position": 0, "reason": "engine_prompt"}
+    assert (second.parent_id, second.continues) == (None, first.exchange_id)
+    assert second.root_reason == "engine_prompt"
+
+
+async def test_kinds_are_known_by_headers_and_shapes():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], {"x-parent-session-id": "p"})
+        assert caller.exchanges[0].kind is Kind.SUBAGENT
+        assert caller.exchanges[0].extra["kind_rule"] == "subagent_header"
+
+
+# ---- the store
+
+
+class GatedStore(MemoryStore):
+    """A store whose commits wait for `gate` and may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.arrived = asyncio.Event()
+        self.failures = 0
+
+    async def commit(self, exchange, bodies):
+        self.arrived.set()
+        await self.gate.wait()
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("disk full at /secret")
+        await super().commit(exchange, bodies)
+
+
+async def test_no_reply_leaves_before_its_exchange_is_committed():
+    store = GatedStore()
+    async with house({"content": "a"}, store=store) as home:
+        caller = await home.session()
+        store.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(caller.ask([user("go")]))
+            await store.arrived.wait()
+            await asyncio.sleep(0.05)
+            assert not asking.done()
+            store.gate.set()
+        assert len(caller.exchanges) == 1
+
+
+async def test_a_child_that_comes_while_its_parent_is_committed_waits_for_it():
+    store = GatedStore()
+    async with house({"content": "a"}, {"content": "b"}, store=store) as home:
+        caller = await home.session()
+        store.gate.clear()
+        messages = [user("go"), {"role": "assistant", "content": "a"}, user("on")]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(caller.ask([user("go")]))
+            await store.arrived.wait()
+            group.create_task(caller.ask(messages))
+            await asyncio.sleep(0.05)
+            store.gate.set()
+        first, second = caller.exchanges
+    assert second.parent_id == first.exchange_id
+
+
+async def test_a_child_whose_parent_could_not_be_committed_is_placed_again():
+    store = GatedStore()
+    async with house({"content": "a"}, {"content": "b"}, store=store) as home:
+        caller = await home.session()
+        store.gate.clear()
+        store.failures = 1
+        messages = [user("go"), {"role": "assistant", "content": "a"}, user("on")]
+        async with asyncio.TaskGroup() as group:
+            failing = group.create_task(caller.post({"model": "m", "messages": messages[:1]}))
+            await store.arrived.wait()
+            group.create_task(caller.ask(messages))
+            await asyncio.sleep(0.05)
+            store.gate.set()
+        assert failing.result()[0] == 500
+        (exchange,) = caller.exchanges
+    assert exchange.parent_id is None
+    assert exchange.continues is None
+    assert exchange.request.kept_spans == 0
+
+
+async def test_a_store_that_cannot_write_is_the_harness_s_500_and_nothing_is_leaked():
+    store = GatedStore()
+    async with house({"content": "a"}, store=store) as home:
+        caller = await home.session()
+        store.failures = 1
+        status, reply = await caller.post({"model": "m", "messages": [user("go")]})
+        assert status == 500
+        assert "secret" not in str(reply)
+        assert (caller.facts.turns, caller.facts.failed_last) == (0, True)
+        await caller.ask([user("go")])
+        assert caller.facts.turns == 1
+        assert len(home.store.bodies(caller.session_id)) == 1
+
+
+# ---- limits
+
+
+async def test_turns_beyond_the_limit_are_refused_and_the_facts_say_so():
+    async with house({"content": "a"}) as home:
+        caller = await home.session(limits=Limits(max_turns=1))
+        await caller.ask([user("go")])
+        before = caller.facts
+        status, reply = await caller.post({"model": "m", "messages": [user("more")]})
+        assert before.limit is None
+        assert status == 429
+        assert reply["error"]["code"] == "insufficient_quota"
+        facts = caller.facts
+        assert facts.limit == "turns"
+        assert facts.turns == 1
+
+
+async def test_a_token_limit_shortens_the_last_call_and_then_refuses():
+    async with house({"content": "word " * 50}) as home:
+        caller = await home.session(limits=Limits(max_tokens=30))
+        await caller.ask([user("go")])
+        assert caller.exchanges[0].finish_reason is FinishReason.LENGTH
+        assert caller.facts.tokens == 30
+        status, _ = await caller.post({"model": "m", "messages": [user("more")]})
+        assert (status, caller.facts.limit) == (429, "tokens")
+
+
+async def test_calls_in_flight_beyond_the_limit_are_asked_to_come_back():
+    async with house({"content": "a", "delay_s": 0.2}) as home:
+        caller = await home.session(limits=Limits(max_calls_in_flight=1))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(caller.ask([user("go")]))
+            await asyncio.sleep(0.05)
+            status, reply = await caller.post({"model": "m", "messages": [user("other")]})
+        assert status == 429
+        assert reply["error"]["code"] == "rate_limit_exceeded"
+        assert caller.facts.limit is None
+
+
+# ---- engine failures
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(429, 429), (503, 503), (529, 503), (500, 503), (400, 500), ("cut", 503)]
+)
+async def test_an_engine_s_failure_is_told_in_the_dialect_and_not_leaked(fault, status):
+    async with house({"fault": fault, "content": "a"}) as home:
+        caller = await home.session()
+        told, reply = await caller.post({"model": "m", "messages": [user("go")]})
+        assert told == status
+        assert "scripted" not in str(reply)
+        assert caller.facts.failed_last
+        assert caller.exchanges == []
+
+
+async def test_a_reply_that_the_engine_cut_is_resumed_inside():
+    turn = {"content": "a long answer of words", "fault": "cut", "fault_times": 1}
+    async with house(turn) as home:
+        caller = await home.session()
+        reply = await caller.ask([user("go")])
+        assert reply["content"] == "a long answer of words"
+        (exchange,) = caller.exchanges
+        assert exchange.extra["resumed"] >= 1
+        assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_a_bug_behind_the_gateway_is_a_500_in_shape():
+    class Broken(AnotherPrompt):
+        async def generate(self, request):
+            raise KeyError("internal name")
+            yield
+
+    async with house(engine=Broken(b"")) as home:
+        caller = await home.session()
+        status, reply = await caller.post({"model": "m", "messages": [user("go")]})
+        assert status == 500
+        assert "internal name" not in str(reply)
+
+
+async def test_messages_that_cannot_be_shown_are_a_400():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        message = {"role": "user", "content": [image]}
+        status, reply = await caller.post({"model": "m", "messages": [message]})
+        assert status == 400
+        assert "cannot be shown" in reply["error"]["message"]
+
+
+async def test_calls_are_refused_while_paused():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await home.control("POST", "/policy", {"paused": True})
+        status, reply = await caller.post({"model": "m", "messages": [user("go")]})
+        assert (status, reply["error"]["type"]) == (503, "server_error")
+        await home.control("POST", "/policy", {"paused": False})
+        await caller.ask([user("go")])
+
+
+async def test_policy_versions_follow_the_engine():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        assert (await home.control("POST", "/policy", {"version": 4}))[1]["version"] == 4
+        await caller.ask([user("more")])
+        versions = [exchange.versions[0].version for exchange in caller.exchanges]
+        assert versions == [0, 4]

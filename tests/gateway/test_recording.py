@@ -1,0 +1,196 @@
+"""A finished call as the facts that capture keeps."""
+
+import numpy as np
+import pytest
+
+from bridle.capture.records import no_ids
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import content_digest
+from bridle.engines.base import GenerateChunk
+from bridle.gateway.call import Asked, Call, Question, SpanList
+from bridle.gateway.recording import (
+    Finished,
+    Prompted,
+    exchange_record,
+    issued_ids,
+    new_bodies,
+    reasoning_restored,
+)
+from bridle.gateway.sampling import Sample
+from bridle.prompting.canonical import canonical
+from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.prompting.prompt import PromptIds
+from bridle.types import (
+    Dialect,
+    FinishReason,
+    Kind,
+    LogprobMode,
+    Message,
+    ModelRequest,
+    Reply,
+    Role,
+    Sampling,
+    TextPart,
+    ToolCall,
+    VersionSpan,
+)
+
+SPANS = (b'{"role":"user"}', b'{"role":"assistant"}', b'{"role":"user","n":2}')
+DIGESTS = tuple(map(content_digest, SPANS))
+
+
+def ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def a_request(spans=SPANS, tools=None, reasoning=None, **fields):
+    messages = (
+        Message(Role.USER, (TextPart("go"),)),
+        Message(Role.ASSISTANT, (TextPart("a"),), reasoning=reasoning),
+        Message(Role.USER, (TextPart("on"),)),
+    )
+    return ModelRequest(
+        dialect=Dialect.OPENAI_CHAT,
+        model="m",
+        messages=messages,
+        tools=(),
+        sampling=Sampling(),
+        stream=False,
+        message_spans=spans,
+        span_digests=tuple(map(content_digest, spans)),
+        tools_span=tools,
+        head=b'{"model":"m"}',
+        **fields,
+    )
+
+
+def a_call(exchange_id="e2", base=None, digests=DIGESTS, **fields):
+    call = Call(exchange_id, "s", 100.0, 0.0, b"tools", asked=Asked(kind=Kind.SUBAGENT))
+    call.spans = SpanList(base, digests)
+    for name, value in fields.items():
+        setattr(call, name, value)
+    return call
+
+
+def finished(call=None, *, parent=None, request=None, engine_prompt=None, placement=None, **sample):
+    request = request or a_request()
+    prompt = PromptIds.root(ids(1, 2, 3))
+    if parent is not None:
+        before, output = parent.sampled()
+        prompt = before.extend(output, ids(9))
+    question = Question(
+        request,
+        DIALECTS[Dialect.OPENAI_CHAT],
+        canonical(request, {}),
+        placement or Placement(PlacementKind.ROOT, reason="first", new_from=2),
+        None,
+    )
+    fields = {
+        "output_ids": ids(4, 5),
+        "logprobs": np.zeros(2, np.float32),
+        "finish": FinishReason.STOP,
+        "versions": (VersionSpan(3, 0, 2),),
+        "last": GenerateChunk(no_ids(), np.zeros(0, np.float32), FinishReason.STOP),
+        "engine_prompt": engine_prompt,
+        "break_position": None if engine_prompt is None else 1,
+        "resumed": 0,
+    }
+    return Finished(
+        call=call or a_call(),
+        question=question,
+        prompted=Prompted(prompt, parent, None if parent else "first"),
+        sample=Sample(**{**fields, **sample}),
+        effective=Sampling(temperature=1.0),
+        reply=Reply("a", None, (), FinishReason.STOP),
+        body=b"{}",
+        first_token_s=0.1,
+        logprob_mode=LogprobMode.RAW,
+    )
+
+
+def a_parent(**fields):
+    return a_call(
+        "e1",
+        digests=DIGESTS[:1],
+        prompt=PromptIds.root(ids(1, 2)),
+        output_ids=ids(3),
+        **fields,
+    )
+
+
+def test_a_root_keeps_its_whole_prompt():
+    exchange = exchange_record(finished(), 0)
+    assert (exchange.parent_id, exchange.root_reason, exchange.kept) == (None, "first", 0)
+    assert exchange.suffix_ids.tolist() == [1, 2, 3]
+    assert exchange.kind is Kind.SUBAGENT
+
+
+def test_a_child_keeps_only_what_is_new():
+    parent = a_parent()
+    call = a_call(base=parent.spans, base_id="e1", continues="e1")
+    exchange = exchange_record(finished(call, parent=parent), 1)
+    assert (exchange.parent_id, exchange.continues, exchange.root_reason) == ("e1", "e1", None)
+    assert (exchange.kept, exchange.suffix_ids.tolist(), exchange.prompt_length) == (3, [9], 4)
+    assert (exchange.request.base, exchange.request.kept_spans) == ("e1", 1)
+    assert exchange.request.spans == DIGESTS[1:]
+
+
+def test_the_engine_s_own_prompt_makes_a_root_and_a_break():
+    parent = a_parent()
+    call = a_call(continues="e1")
+    done = finished(call, parent=parent, engine_prompt=PromptIds.root(ids(1, 8)))
+    exchange = exchange_record(done, 1)
+    assert (exchange.parent_id, exchange.continues) == (None, "e1")
+    assert exchange.root_reason == "engine_prompt"
+    assert exchange.suffix_ids.tolist() == [1, 8]
+    assert exchange.extra["break"] == {"position": 1, "reason": "engine_prompt"}
+
+
+def test_bodies_are_those_that_the_store_lacks():
+    tools = b'[{"type":"function"}]'
+    done = finished(request=a_request(tools=tools))
+    assert set(new_bodies(done, set()).values()) == {*SPANS, tools}
+    assert set(new_bodies(done, {DIGESTS[0], content_digest(tools)}).values()) == set(SPANS[1:])
+    assert exchange_record(done, 0).request.tools == content_digest(tools)
+
+
+def test_extra_facts_are_there_only_if_they_say_something():
+    assert exchange_record(finished(), 0).extra == {"placement": "root", "model": "m"}
+    placement = Placement(
+        PlacementKind.REWRITTEN, "e1", drift="rewritten_args", tie="id", repeats=("e0",), new_from=2
+    )
+    last = GenerateChunk(
+        no_ids(), np.zeros(0, np.float32), FinishReason.STOP, cached_tokens=7, extra={"x": 1}
+    )
+    call = a_call(asked=Asked(retry_count=2, kind_rule="title"))
+    request = a_request(extra={"removed": {"billing": ["x"]}})
+    done = finished(call, placement=placement, last=last, resumed=2, request=request)
+    assert exchange_record(done, 0).extra == {
+        "placement": "rewritten",
+        "model": "m",
+        "kind_rule": "title",
+        "retry_count": 2,
+        "drift": "rewritten_args",
+        "tie": "id",
+        "repeats": ["e0"],
+        "resumed": 2,
+        "removed": {"billing": ["x"]},
+        "cached_tokens": 7,
+        "engine": {"x": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("reasoned", "echoed", "restored"),
+    [(True, None, True), (True, "hm", False), (False, None, False)],
+)
+def test_reasoning_is_restored_where_the_harness_sent_none_back(reasoned, echoed, restored):
+    parent = a_parent(reasoned=reasoned)
+    done = finished(parent=parent, request=a_request(reasoning=echoed))
+    assert reasoning_restored(done) is restored
+
+
+def test_every_id_that_we_made_is_issued():
+    calls = (ToolCall("call_1", "bash", "{}"), ToolCall(None, "bash", "{}"))
+    message = Message(Role.ASSISTANT, tool_calls=calls, issued_ids=("sig",))
+    assert issued_ids((message, message)) == ["call_1", "sig"] * 2

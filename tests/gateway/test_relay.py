@@ -1,0 +1,311 @@
+"""Replies on the wire: streams, keep-alives, late failures, clients that go or are slow."""
+
+import asyncio
+
+import aiohttp
+import orjson
+import pytest
+from tests.gateway.house import events, house, scripted, user
+
+from bridle.engines.base import CutError, GenerateChunk
+from bridle.errors import EngineError
+from bridle.types import DeliveryState
+
+LATE = {"content": "a", "delay_s": 0.25}
+
+
+async def opened_stream(caller, messages=None, **more):
+    """A raw connection with a streaming request sent."""
+    body = {"model": "m", "messages": messages or [user("go")], "stream": True, **more}
+    return await sent(caller, body)
+
+
+async def sent(caller, body, headers=()):
+    host, _, port = caller.house.gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = orjson.dumps(body)
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        f"Content-Length: {len(data)}",
+        f"Authorization: Bearer {caller.handle.key}",
+        *headers,
+    ]
+    writer.write("\r\n".join([*head, "", ""]).encode() + data)
+    await writer.drain()
+    return reader, writer
+
+
+async def test_a_stream_says_what_was_sampled_and_ends_with_its_last_event():
+    call = {"name": "bash", "arguments": {"command": "ls"}}
+    async with house({"reasoning": "hm", "content": "text", "tool_calls": [call]}) as home:
+        caller = await home.session()
+        tool = {"type": "function", "function": {"name": "bash", "parameters": {}}}
+        chunks = await caller.stream([user("go")], tools=[tool])
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1] if chunk["choices"]]
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
+        assert "".join(delta.get("content") or "" for delta in deltas).strip() == "text"
+        assert any(delta.get("tool_calls") for delta in deltas)
+        assert chunks[-1] == "[DONE]"
+        assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_usage_in_a_stream_is_what_was_used():
+    async with house({"content": "text"}) as home:
+        caller = await home.session()
+        chunks = await caller.stream([user("go")], stream_options={"include_usage": True})
+        usage = chunks[-2]["usage"]
+        (exchange,) = caller.exchanges
+        assert usage["prompt_tokens"] == exchange.prompt_length
+        assert usage["completion_tokens"] == len(exchange.output_ids)
+
+
+async def test_headers_leave_before_the_first_token_and_keepalives_fill_the_silence():
+    async with house(LATE, headers_after_s=0.05, keepalive_s=0.03) as home:
+        caller = await home.session()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        reader, writer = await opened_stream(caller)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"text/event-stream" in head
+        assert loop.time() - started < 0.2
+        rest = await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+        assert rest.count(b"data: ") >= 6
+        assert b"[DONE]" in rest
+
+
+async def test_a_json_reply_waits_without_a_byte():
+    async with house(LATE, headers_after_s=0.01, keepalive_s=0.01) as home:
+        caller = await home.session()
+        reader, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await reader.read(1)
+        assert b"200 OK" in await reader.readline()
+        writer.close()
+
+
+class Failing:
+    """A scripted engine that fails after its first token."""
+
+    def __init__(self, error, *, after_s=0.0):
+        self._inner = scripted({"content": "some words of a reply"})
+        self._error = error
+        self._after_s = after_s
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        async for chunk in self._inner.generate(request):
+            yield GenerateChunk(chunk.output_ids[:1], chunk.logprobs[:1])
+            await asyncio.sleep(self._after_s)
+            raise self._error
+
+
+async def test_a_failure_before_the_headers_has_its_own_status():
+    async with house({"fault": 503, "content": "a"}) as home:
+        caller = await home.session()
+        status, _ = await caller.post({"model": "m", "messages": [user("go")], "stream": True})
+        assert status == 503
+
+
+async def late_failure(home, path, body):
+    """What a streaming client reads of a reply that fails after its first token."""
+    caller = await home.session()
+    async with home.client.post(
+        home.gateway.url + path, json=body, headers=caller.headers
+    ) as response:
+        assert response.status == 200
+        pieces = []
+        try:
+            pieces.extend([piece async for piece in response.content.iter_any()])
+        except aiohttp.ClientPayloadError:
+            pieces.append(b"<cut>")
+    assert caller.facts.failed_last
+    assert caller.exchanges == []
+    return b"".join(pieces)
+
+
+MESSAGES = {"model": "m", "messages": [user("go")], "stream": True}
+CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "go"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {**MESSAGES, "max_tokens": 100}),
+        ("/v1/responses", {"model": "m", "input": "go", "stream": True}),
+    ],
+)
+async def test_a_late_failure_is_told_by_the_dialect_s_error_event(path, body):
+    async with house(engine=Failing(EngineError("secret"), after_s=0.05)) as home:
+        raw = await late_failure(home, path, body)
+    assert b"error" in raw
+    assert b"secret" not in raw
+    assert b"<cut>" not in raw
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1beta/models/m:streamGenerateContent?alt=sse", CONTENTS),
+    ],
+)
+async def test_where_the_client_retries_on_a_cut_a_late_failure_cuts_the_stream(path, body):
+    async with house(engine=Failing(EngineError("secret"), after_s=0.05)) as home:
+        raw = await late_failure(home, path, body)
+    assert raw.endswith(b"<cut>") or b"error" in raw
+    assert b"[DONE]" not in raw
+    assert b"secret" not in raw
+
+
+async def test_codex_hears_of_an_overflow_in_a_started_stream():
+    async with house(engine=scripted({"content": "a"}, context_length=100)) as home:
+        caller = await home.session()
+        body = {"model": "m", "input": "word " * 100, "stream": True}
+        async with home.client.post(
+            f"{home.gateway.url}/v1/responses", json=body, headers=caller.headers
+        ) as response:
+            assert response.status == 200
+            raw = await response.read()
+        assert b"response.failed" in raw
+        assert b"context_length_exceeded" in raw
+
+
+# ---- clients that go
+
+
+async def test_a_client_that_went_may_ask_again_and_gets_the_same_sample():
+    async with house(LATE) as home:
+        caller = await home.session()
+        body = {"model": "m", "messages": [user("go")]}
+        _, writer = await sent(caller, body)
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        writer.close()
+        await asyncio.sleep(0.05)
+        await caller.ask([user("go")])
+        (exchange,) = caller.exchanges
+        assert caller.facts.calls == 2
+        assert caller.delivery(0) is DeliveryState.DELIVERED
+        assert exchange.finish_reason == "stop"
+
+
+async def test_a_retry_that_comes_after_the_commit_gets_the_committed_reply():
+    async with house(LATE) as home:
+        caller = await home.session()
+        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        writer.close()
+        await caller.until(lambda: caller.facts.turns == 1)
+        assert caller.delivery(0) is None
+        # The same question as a stream: another form of the same reply.
+        chunks = await caller.stream([user("go")])
+        assert chunks[-1] == "[DONE]"
+        assert caller.facts.turns == 1
+        assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_a_retry_that_says_so_joins_a_call_whose_client_still_waits():
+    async with house(LATE) as home:
+        caller = await home.session()
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(caller.ask([user("go")]))
+            await asyncio.sleep(0.05)
+            again = group.create_task(caller.ask([user("go")], {"x-stainless-retry-count": "1"}))
+        assert first.result() == again.result()
+        assert caller.facts.turns == 1
+
+
+async def test_identical_requests_of_waiting_clients_are_separate_samples():
+    async with house(LATE) as home:
+        caller = await home.session()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(caller.ask([user("go")]))
+        assert caller.facts.turns == 3
+        assert [caller.delivery(i) for i in range(3)] == [DeliveryState.DELIVERED] * 3
+
+
+async def test_an_unclaimed_call_is_cancelled_after_its_grace():
+    async with house({"content": "a", "delay_s": 5}, retry_grace_s=0.05) as home:
+        caller = await home.session()
+        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        writer.close()
+        metrics = ""
+        async with asyncio.timeout(3):
+            while 'outcome="cancelled"} 1.0' not in metrics:
+                metrics = (await home.control("GET", "/metrics"))[1]
+                await asyncio.sleep(0.01)
+        assert caller.exchanges == []
+        assert not caller.facts.failed_last
+
+
+async def test_an_unclaimed_reply_is_kept_as_abandoned():
+    async with house(LATE, retry_grace_s=0.4) as home:
+        caller = await home.session()
+        _, writer = await opened_stream(caller)
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.05)
+        writer.close()
+        await caller.until(lambda: caller.facts.turns == 1)
+        await caller.until(lambda: caller.delivery(0) is not None)
+        assert caller.delivery(0) is DeliveryState.ABANDONED
+        # A late retry is still the same sample.
+        await caller.ask([user("go")])
+        assert caller.facts.turns == 1
+        assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_a_reply_asked_for_again_after_delivery_is_superseded_until_continued():
+    async with house({"content": "a"}, {"content": "b"}) as home:
+        caller = await home.session()
+        reply = await caller.ask([user("go")])
+        await caller.ask([user("go")])
+        assert caller.delivery(0) is DeliveryState.SUPERSEDED
+        assert caller.delivery(1) is DeliveryState.DELIVERED
+        await caller.ask([user("go"), reply, user("on")])
+        states = {caller.delivery(0), caller.delivery(1)}
+        assert DeliveryState.DELIVERED in states
+
+
+async def test_a_client_that_reads_slowly_holds_only_its_own_connection():
+    async with house({"content": "word " * 20_000}, write_timeout_s=0.3) as home:
+        caller = await home.session()
+        reader, writer = await opened_stream(caller)
+        await reader.read(1)
+        writer.transport.pause_reading()
+        await caller.until(lambda: caller.facts.turns == 1)
+        other = await home.session()
+        await other.ask([user("go")], max_tokens=20)
+        writer.close()
+        await caller.until(lambda: not caller.facts.failed_last)
+
+
+async def test_streamed_events_are_those_of_the_json_reply():
+    async with house({"content": "same words"}) as home:
+        caller = await home.session()
+        chunks = await caller.stream([user("go")])
+        whole = await caller.ask([user("go again")])
+        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
+        assert text == whole["content"] == "same words"
+
+
+def test_no_reply_is_an_event_stream_without_data():
+    assert events(b"") == []
+
+
+async def test_what_an_engine_sampled_before_it_cut_for_good_is_kept_up_to_the_budget():
+    async with house(engine=Failing(CutError("cut"))) as home:
+        caller = await home.session()
+        status, reply = await caller.post({"model": "m", "messages": [user("go")], "max_tokens": 3})
+        assert status == 200
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert caller.exchanges[0].extra["resumed"] == 2

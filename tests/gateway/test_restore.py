@@ -1,0 +1,242 @@
+"""A gateway that was killed and started again on the same store."""
+
+import asyncio
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import orjson
+import pytest
+from tests.gateway.house import Caller, House, house, scripted, tool_result, user
+from tests.gateway.test_data import REQUESTS, request
+from tests.gateway.test_relay import sent
+
+from bridle.capture.sqlite import SqliteStore
+from bridle.config import Limits
+from bridle.types import DeliveryState, Dialect
+
+TURNS = (
+    {
+        "reasoning": "hm",
+        "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}],
+    },
+    {"content": "one file"},
+    {"content": "more"},
+)
+
+
+@asynccontextmanager
+async def on_disk(path, *turns, **settings):
+    """A gateway on the SQLite file at `path`."""
+    store = await SqliteStore.open(path)
+    try:
+        async with house(*turns, store=store, **settings) as home:
+            yield home
+    finally:
+        await store.aclose()
+
+
+def again(home: House, caller: Caller) -> Caller:
+    """The same harness, its base URL pointing at the new gateway."""
+    moved = Caller(home, caller.handle)
+    moved.url = f"{home.gateway.url}/s/{caller.session_id}/v1/chat/completions"
+    return moved
+
+
+async def test_an_old_session_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "capture.sqlite"
+    messages = [user("list")]
+    async with on_disk(path, *TURNS) as home:
+        caller = await home.session("one", limits=Limits(max_turns=3))
+        messages.append(await caller.ask(messages))
+        messages.append(tool_result(messages[1]["tool_calls"][0], "a.txt"))
+        messages.append(await caller.ask(messages))
+        before = caller.facts
+    messages.append(user("go on"))
+    async with on_disk(path, *TURNS) as home:
+        caller = again(home, caller)
+        assert home.gateway.session_ids() == ["one"]
+        facts = caller.facts
+        assert (facts.turns, facts.tokens, facts.delivered) == (2, before.tokens, 2)
+        assert (await caller.ask(messages))["content"] == "more"
+        first, second, third = caller.exchanges
+        assert (third.parent_id, third.index) == (second.exchange_id, 2)
+        assert third.kept == second.prompt_length + len(second.output_ids)
+        assert third.request.kept_spans == 3
+        # The limit of the session still holds.
+        assert (await caller.post({"model": "m", "messages": [user("x")]}))[0] == 429
+        assert first.parent_id is None
+        _, trajectory = await home.control("GET", "/sessions/one/trajectory")
+        assert trajectory["metadata"]["stats"]["merge_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+async def test_every_dialect_s_exchanges_come_back(dialect, tmp_path):
+    path, body, _ = REQUESTS[dialect]
+    async with on_disk(tmp_path / "c.sqlite", {"content": "hello"}) as home:
+        caller = await home.session("one")
+        _, _, raw = await request(home, "POST", path, key=caller.handle.key, body=body)
+    body = {**body, **continued(dialect, body, orjson.loads(raw))}
+    async with on_disk(tmp_path / "c.sqlite", {"content": "hello"}, {"content": "again"}) as home:
+        caller = again(home, caller)
+        status, _, raw = await request(home, "POST", path, key=caller.handle.key, body=body)
+        assert status == 200, raw
+        first, second = caller.exchanges
+        assert second.parent_id == first.exchange_id
+
+
+def continued(dialect, body, reply):
+    """What a faithful client sends after `reply`."""
+    match dialect:
+        case Dialect.ANTHROPIC:
+            answer = {"role": "assistant", "content": reply["content"]}
+            return {"messages": [*body["messages"], answer, user("on")]}
+        case Dialect.OPENAI_CHAT:
+            answer = reply["choices"][0]["message"]
+            return {"messages": [*body["messages"], answer, user("on")]}
+        case Dialect.OPENAI_RESPONSES:
+            return {"input": [user(body["input"]), *reply["output"], user("on")]}
+        case Dialect.GOOGLE:
+            answer = reply["candidates"][0]["content"]
+            on = {"role": "user", "parts": [{"text": "on"}]}
+            return {"contents": [*body["contents"], answer, on]}
+
+
+async def test_an_ended_session_stays_ended_and_can_be_read(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one")
+        await caller.ask([user("go")])
+        await home.control("DELETE", "/sessions/one")
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        assert (await caller.post({"model": "m", "messages": [user("go")]}))[0] == 401
+        assert (caller.facts.turns, caller.facts.sealed) == (1, True)
+        _, read = await home.control("GET", "/sessions/one/exchanges")
+        assert len(read["exchanges"]) == 1
+
+
+async def test_a_reply_that_never_arrived_is_given_to_the_retry_after_a_restart(tmp_path):
+    path = tmp_path / "c.sqlite"
+    call = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}], "delay_s": 0.1}
+    body = {"model": "m", "messages": [user("go")]}
+    async with on_disk(path, call) as home:
+        caller = await home.session("one")
+        _, writer = await sent(caller, body)
+        await caller.until(lambda: caller.facts.calls == 1)
+        await asyncio.sleep(0.02)
+        writer.close()
+        await caller.until(lambda: caller.facts.turns == 1)
+        kept = orjson.loads(caller.exchanges[0].reply)["choices"][0]["message"]
+    async with on_disk(path, call) as home:
+        caller = again(home, caller)
+        reply = await caller.ask([user("go")])
+        assert reply == kept
+        assert caller.facts.turns == 1
+        assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_a_branch_of_an_old_session_keeps_only_what_is_new(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one")
+        messages = [user("go")]
+        for step in range(3):
+            messages += [await caller.ask(messages), user(f"on {step}")]
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        await caller.ask([*messages[:2], user("another way")])
+        branch = caller.exchanges[-1]
+        assert branch.parent_id == caller.exchanges[0].exchange_id
+        assert branch.request.kept_spans == 1 + (branch.request.base != branch.parent_id)
+
+
+async def test_sessions_that_no_gateway_opened_are_left_alone(tmp_path):
+    store = await SqliteStore.open(tmp_path / "c.sqlite")
+    from bridle.capture.records import SessionRecord
+
+    await store.open_session(SessionRecord("foreign", 0.0))
+    try:
+        async with house({"content": "a"}, store=store) as home:
+            assert home.gateway.session_ids() == []
+    finally:
+        await store.aclose()
+
+
+# ---- kill -9
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.gateway.house import house, scripted
+from bridle.capture.sqlite import SqliteStore
+
+async def main():
+    store = await SqliteStore.open(Path(sys.argv[1]))
+    async with house(engine=scripted({{"content": "a reply of some words"}}), store=store) as home:
+        handle = await home.gateway.open_session("one")
+        print(home.gateway.url, handle.key, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_every_reply_that_left_before_a_kill_is_there_after_it(tmp_path):
+    path = tmp_path / "c.sqlite"
+    program = SERVER.format(root=str(Path(__file__).parents[2]))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(path), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        url, key = (await process.stdout.readline()).decode().split()
+        replies = await ask_until_killed(url, key, process.kill)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    async with on_disk(path, {"content": "a"}) as home:
+        exchanges = home.store.exchanges("one")
+        assert {orjson.loads(exchange.reply)["id"] for exchange in exchanges} >= replies
+        assert len(replies) >= 8
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "m", "messages": [user("once more")]}
+        url = f"{home.gateway.url}/v1/chat/completions"
+        async with home.client.post(url, json=body, headers=headers) as response:
+            assert response.status == 200
+
+
+async def ask_until_killed(url, key, kill) -> set[str]:
+    """Ask in four conversations at once; kill after some replies; the ids of all that arrived."""
+    replies: set[str] = set()
+    headers = {"Authorization": f"Bearer {key}"}
+
+    async def ask(client, name):
+        messages = [user(name)]
+        try:
+            while True:
+                body = {"model": "m", "messages": messages}
+                async with client.post(
+                    f"{url}/v1/chat/completions", json=body, headers=headers
+                ) as response:
+                    reply = await response.json()
+                replies.add(reply["id"])
+                messages += [reply["choices"][0]["message"], user("on")]
+                if len(replies) == 8:
+                    kill()
+        except (aiohttp.ClientError, OSError):
+            return
+
+    async with aiohttp.ClientSession() as client, asyncio.TaskGroup() as group:
+        for name in "abcd":
+            group.create_task(ask(client, name))
+    return replies
+
+
+def test_the_server_of_this_file_is_a_program():
+    compile(SERVER.format(root="x"), "server", "exec")
+    assert scripted({"content": "a"}).script.model == "scripted"
