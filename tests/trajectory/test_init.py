@@ -11,7 +11,7 @@ from bridle.capture.records import SessionCapture
 from bridle.config import BuilderSpec
 from bridle.errors import ConfigError
 from bridle.trajectory import build, rebuild, with_outcome
-from bridle.trajectory.result import trajectory_bytes
+from bridle.trajectory.result import trace_metadata, trajectory_bytes
 from bridle.trajectory.sample import MaskReason
 from bridle.types import DeliveryState, Kind, VersionSpan
 
@@ -279,4 +279,4 @@ def test_a_body_that_is_missing_costs_the_messages_not_the_tokens():
     (trace,) = built(made).traces
     assert trace.loss_mask.sum() == 10
     assert trace.prompt_messages == []
-    assert "exchange x0: cannot read its request" in trace.metadata["messages_missing"]
+    assert "exchange x0: cannot read its request" in trace_metadata(trace)["messages_missing"]

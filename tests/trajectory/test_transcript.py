@@ -1,5 +1,6 @@
 """A trace's messages: the first request, then what was sampled and what the harness added."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,7 @@ from tests.capture.made import MadeSession, content_digest
 
 from bridle.capture.records import Exchange, RequestRecord
 from bridle.errors import StoreError
-from bridle.trajectory.transcript import Transcript
+from bridle.trajectory.transcript import Messages, Transcript
 from bridle.types import Dialect
 
 
@@ -218,3 +219,40 @@ def test_bases_that_form_a_ring_end():
     made = MadeSession()
     chat.exchanges[0] = made.call(exchange_id="x0", request=ring)
     assert chat.transcript().prompt_messages(chat.exchanges[1])
+
+
+# ---- read when used
+
+
+def test_messages_are_read_when_the_first_is_asked_for_and_once():
+    read = []
+
+    def reading():
+        read.append(True)
+        return [{"role": "user"}, {"role": "tool"}]
+
+    messages = Messages(reading)
+    assert read == []
+    assert messages == [{"role": "user"}, {"role": "tool"}]
+    assert messages != []
+    assert messages != 3
+    assert messages[1:] == [messages[1]] == [{"role": "tool"}]
+    assert repr(messages) == "[{'role': 'user'}, {'role': 'tool'}]"
+    assert isinstance(copy.copy(messages), list)
+    assert (len(messages), messages.missing, read) == (2, None, [True])
+
+
+def test_messages_that_cannot_be_read_are_none_and_say_why():
+    def reading():
+        raise StoreError("x0: gone")
+
+    messages = Messages(reading)
+    assert (len(messages), messages.missing) == (0, "x0: gone")
+
+
+def test_tools_are_none_only_where_none_were_sent():
+    chat = a_chat()
+    assert chat.transcript().trace(chat.exchanges)[2] is None
+    chat = Recorded(Dialect.OPENAI_CHAT, {"model": "m"}, tools=[])
+    chat.call([{"role": "user", "content": "hi"}], None)
+    assert chat.transcript().trace(chat.exchanges)[2] == []

@@ -38,7 +38,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridle.errors import BridleError, boundary
-from bridle.trajectory.result import encode, trajectory_json, trajectory_of, writable
+from bridle.trajectory.result import (
+    encode,
+    trace_metadata,
+    trajectory_json,
+    trajectory_of,
+    writable,
+)
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
 
@@ -178,9 +184,10 @@ def _table(rows: Sequence[tuple[Trajectory, Trace]]) -> pa.Table:
     }
     for name in _PLAIN:
         columns[name] = [str(getattr(trace, name)) for trace in traces]
-    for name in _JSON:
+    columns["metadata"] = [encode(trace_metadata(trace)).decode() for trace in traces]
+    for name in _JSON[:3]:
         values = [getattr(trace, name) for trace in traces]
-        columns[name] = [None if value is None else encode(value).decode() for value in values]
+        columns[name] = [None if value is None else encode([*value]).decode() for value in values]
     for name, kind in _ARRAYS.items():
         columns[name] = _lists([getattr(trace, name) for trace in traces], kind)
     arrays = [pa.array(columns[field.name], type=field.type) for field in SCHEMA]

@@ -84,7 +84,7 @@ def example(trajectory: Trajectory, trace: Trace) -> JSON:
     mask = np.concatenate([np.zeros(len(trace.prompt_ids), np.uint8), trace.loss_mask])
     return {
         "messages": [_plain(m) for m in (*trace.prompt_messages, *trace.response_messages)],
-        "tools": trace.tools,
+        "tools": None if trace.tools is None else [*trace.tools],
         "input_ids": ids.tolist(),
         "loss_mask": mask.tolist(),
         "reward": trace.reward,

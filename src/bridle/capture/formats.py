@@ -2,12 +2,7 @@
 
 One SQLite file (WAL) holds the facts of many sessions. Anybody can read it with `sqlite3` and
 numpy: ids are little-endian int32 blobs, logprobs float32 blobs, small structures JSON text.
-Texts (the reply, and the bodies that an exchange brings for the first time in its session) lie
-packed in one blob per exchange, because each has exactly one exchange that brought it:
-
-    codec (1 byte: 0 plain, 1 zlib) | packed
-    packed = entry*   entry = kind (1 byte: 0 body, 1 request head, 2 reply)
-                              | 16-byte digest | u32 length | bytes
+Texts lie packed in one blob per exchange (`bridle.capture.texts`).
 
 A file says what it is by SQLite's `application_id` and which version by `user_version`. A newer
 version is refused by name. An older one is brought forward by a converter per step, in
@@ -18,12 +13,9 @@ stays in `tests/capture/files`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import sqlite3
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,12 +23,14 @@ import numpy as np
 import orjson
 
 from bridle.capture.records import (
+    Damaged,
     Delivery,
     Exchange,
     Outcome,
     RequestRecord,
     SessionRecord,
 )
+from bridle.capture.texts import DIGEST_BYTES, SessionTexts, StoredExchange
 from bridle.errors import StoreError, boundary
 from bridle.types import (
     DeliveryState,
@@ -56,14 +50,6 @@ APPLICATION_ID = 0x42524431
 
 PAGE_BYTES = 4096
 """8 and 16 KiB pages fill better (by 10 %) but cost a short session's file 25 to 75 KiB more."""
-
-COMPRESS_FROM_BYTES = 256
-"""Below this zlib saves less than its 20 us are worth."""
-
-COMPRESS_LEVEL = 1
-"""On chat JSON level 1 keeps 0.45 of the bytes at 90 MB/s, level 6 0.40 at 35 MB/s."""
-
-DIGEST_BYTES = 16
 
 SCHEMA = """
 CREATE TABLE sessions (
@@ -109,21 +95,6 @@ class Format:
 
 CURRENT = Format(version=1, converters={})
 """There is one version; the next one adds its converter from 1."""
-
-Bodies = dict[bytes, bytes]
-"""Content digest -> raw bytes."""
-
-
-class Entry(NamedTuple):
-    """One text of an exchange's packed blob."""
-
-    kind: int
-    digest: bytes
-    text: bytes
-
-
-BODY, HEAD, REPLY = 0, 1, 2
-_ENTRY = struct.Struct("<B16sI")
 
 
 # ---- files
@@ -246,47 +217,6 @@ def _bring_forward(connection: sqlite3.Connection, form: Format) -> None:
         connection.execute("COMMIT")
 
 
-# ---- texts
-
-
-def pack(entries: Iterable[Entry]) -> bytes:
-    """Entries as one blob, compressed where that saves an eighth or more."""
-    plain = b"".join(
-        part
-        for kind, digest, text in entries
-        for part in (_ENTRY.pack(kind, digest, len(text)), text)
-    )
-    if len(plain) >= COMPRESS_FROM_BYTES:
-        small = zlib.compress(plain, COMPRESS_LEVEL)
-        if len(small) * 8 <= len(plain) * 7:
-            return b"\x01" + small
-    return b"\x00" + plain
-
-
-def unpack(blob: bytes) -> Iterator[Entry]:
-    """The entries of a blob. A malformed one raises `ValueError`, `zlib.error`, `struct.error`."""
-    codec, packed = blob[:1], blob[1:]
-    if codec == b"\x01":
-        packed = zlib.decompress(packed)
-    elif codec != b"\x00":
-        message = f"unknown text codec {codec!r}"
-        raise ValueError(message)
-    at = 0
-    while at < len(packed):
-        kind, digest, length = _ENTRY.unpack_from(packed, at)
-        at += _ENTRY.size
-        if at + length > len(packed):
-            message = "a text ends before its length"
-            raise ValueError(message)
-        yield Entry(kind, digest, packed[at : at + length])
-        at += length
-
-
-def head_digest(head: bytes) -> bytes:
-    """Content address of a request's head."""
-    return hashlib.sha256(head).digest()[:DIGEST_BYTES]
-
-
 # ---- rows
 
 # Looking a member up by value through the enum takes ten times as long.
@@ -378,36 +308,55 @@ def _blob(array: npt.NDArray[Any], dtype: str) -> bytes:
     return np.ascontiguousarray(array, dtype=dtype).tobytes()
 
 
-def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> tuple[list[Exchange], Bodies]:
-    """The exchanges of a session's rows, in commit order, and the bodies they brought."""
-    exchanges: list[Exchange] = []
-    bodies: Bodies = {}
-    heads: Bodies = {}
+def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
+    """The exchanges of a session's rows, in commit order, and their texts, not yet unpacked.
+
+    A row that cannot be one (an array of half a number, a kind that does not exist) is `damaged`.
+    """
+    found = Rows([], SessionTexts(), [])
+    # The same text again and again, row after row.
     samplings: dict[str, Sampling] = {}
+    spans: dict[str, tuple[VersionSpan, ...]] = {}
     for row in rows:
-        reply = b""
-        for kind, digest, text in unpack(row[-1]):
-            if kind == BODY:
-                bodies[digest] = text
-            elif kind == HEAD:
-                heads[digest] = text
-            else:
-                reply = text
-        if (sampling := samplings.get(row[18])) is None:
-            sampling = samplings[row[18]] = _sampling_of(row[18])
-        exchanges.append(_exchange_of(session_id, row, heads, reply, sampling))
-    return exchanges, bodies
+        head = found.texts.add(row[29], row[20])
+        try:
+            if (sampling := samplings.get(row[18])) is None:
+                sampling = samplings[row[18]] = _sampling_of(row[18])
+            if (versions := spans.get(row[16])) is None:
+                versions = tuple(VersionSpan(*span) for span in _of_json(row[16]))
+                spans[row[16]] = versions
+            exchange = _exchange_of(session_id, row, head, sampling, versions)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found.damaged.append(_damage(row, error))
+        else:
+            exchange.read_reply_from(found.texts)
+            found.exchanges.append(exchange)
+    return found
+
+
+class Rows(NamedTuple):
+    """What the rows of a session hold."""
+
+    exchanges: list[Exchange]
+    texts: SessionTexts
+    damaged: list[Damaged]
+
+
+def _damage(row: tuple[Any, ...], error: Exception) -> Damaged:
+    """What can still be said of a row that is no exchange."""
+    sampled = len(row[13]) // 4 if isinstance(row[13], bytes) else 0
+    return Damaged(str(row[2]), sampled, f"{type(error).__name__}: {error}")
 
 
 def _exchange_of(
     session_id: str,
     row: tuple[Any, ...],
-    heads: Mapping[bytes, bytes],
-    reply: bytes,
+    head: bytes,
     sampling: Sampling,
-) -> Exchange:
+    versions: tuple[VersionSpan, ...],
+) -> StoredExchange:
     spans: bytes = row[23]
-    return Exchange(
+    return StoredExchange(
         session_id=session_id,
         exchange_id=row[2],
         index=row[3],
@@ -423,12 +372,12 @@ def _exchange_of(
         output_ids=np.frombuffer(row[13], dtype="<i4"),
         logprobs=np.frombuffer(row[14], dtype="<f4"),
         logprob_mode=_MODES[row[15]],
-        versions=tuple(VersionSpan(*span) for span in _of_json(row[16])),
+        versions=versions,
         finish_reason=_FINISHES[row[17]],
         sampling=sampling,
         constrained=bool(row[19]),
         request=RequestRecord(
-            head=heads[row[20]],
+            head=head,
             base=row[21],
             kept_spans=row[22],
             spans=tuple(spans[at : at + DIGEST_BYTES] for at in range(0, len(spans), DIGEST_BYTES)),
@@ -438,7 +387,7 @@ def _exchange_of(
         first_token_s=row[26],
         duration_s=row[27],
         extra=_of_json(row[28]) if row[28] != "{}" else {},
-        reply=reply,
+        reply=b"",
     )
 
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
 
+_NONE = LogprobMode.NONE
+
+
 def no_ids() -> Ids:
     """An empty id array."""
     return np.empty(0, dtype=np.int32)
@@ -121,7 +124,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""
-        wanted = 0 if self.logprob_mode is LogprobMode.NONE else len(self.output_ids)
+        wanted = 0 if self.logprob_mode is _NONE else len(self.output_ids)
         if len(self.logprobs) != wanted:
             message = (
                 f"exchange {self.exchange_id}: {len(self.output_ids)} sampled ids "
@@ -167,6 +170,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Damaged:
+    """A row of a capture file that is no exchange any more."""
+
+    exchange_id: str
+    sampled: int
+    """Tokens that it seems to hold; 0 where that cannot be told either."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionCapture:
     """Everything that capture holds of one session: all that a trajectory is a function of."""
 
@@ -179,3 +192,5 @@ class SessionCapture:
     """Content digest -> raw JSON of a message, item, tool list or media body."""
     outcome: Outcome | None
     """`None` = the session has not ended, or was killed."""
+    damaged: Sequence[Damaged] = ()
+    """What was committed and cannot be read; trajectories count it as excluded."""

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from bridle.capture import formats
-from bridle.capture.formats import BODY, HEAD, REPLY, Entry
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.capture.texts import BODY, DIGEST_BYTES, HEAD, REPLY, Entry, head_digest, pack, unpack
 from bridle.errors import StoreError, boundary
 
 CHECKPOINT_FRAMES = 2000
@@ -66,12 +66,19 @@ class SqliteReader:
             return [formats.session_of(row) for row in rows]
 
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
-        """A session's exchanges in commit order; empty if there are none or it is unknown."""
-        return self._exchanges_and_bodies(session_id)[0]
+        """A session's exchanges in commit order; empty if there are none or it is unknown.
+
+        A damaged row is an error here; `read` gives what is left of its session.
+        """
+        rows = self._exchange_rows(session_id)
+        for damaged in rows.damaged:
+            message = f"{self.path}: cannot read exchange {damaged.exchange_id}: {damaged.why}"
+            raise StoreError(message)
+        return rows.exchanges
 
     def bodies(self, session_id: str) -> Mapping[bytes, bytes]:
-        """All content-addressed bodies of a session."""
-        return self._exchanges_and_bodies(session_id)[1]
+        """All content-addressed bodies of a session; those of damaged rows are missing."""
+        return self._exchange_rows(session_id).texts
 
     def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
         """The last delivery record per exchange id."""
@@ -89,16 +96,25 @@ class SqliteReader:
             return formats.outcome_of(session_id, rows[0]) if rows else None
 
     def read(self, session_id: str) -> SessionCapture:
-        """Everything of one session, read once. `StoreError` if it was never opened."""
+        """Everything of one session, read once; texts are unpacked when one is asked for.
+
+        A row that is damaged stands in `damaged`, the rest is read. `StoreError` if the session was
+        never opened.
+        """
         with self._reading():
             rows = self._session_rows("SELECT * FROM sessions WHERE n = ?", session_id)
         if not rows:
             message = f"{self.path}: session {session_id!r} was never opened"
             raise StoreError(message)
         outcome = self.outcome(session_id)
-        exchanges, bodies = self._exchanges_and_bodies(session_id)
+        found = self._exchange_rows(session_id)
         return SessionCapture(
-            formats.session_of(rows[0]), exchanges, self.deliveries(session_id), bodies, outcome
+            formats.session_of(rows[0]),
+            found.exchanges,
+            self.deliveries(session_id),
+            found.texts,
+            outcome,
+            found.damaged,
         )
 
     def close(self) -> None:
@@ -115,7 +131,7 @@ class SqliteReader:
     def _reading(self) -> AbstractContextManager[None]:
         return boundary(StoreError, f"{self.path}: cannot read")
 
-    def _exchanges_and_bodies(self, session_id: str) -> tuple[list[Exchange], formats.Bodies]:
+    def _exchange_rows(self, session_id: str) -> formats.Rows:
         with self._reading():
             rows = self._session_rows(
                 "SELECT * FROM exchanges WHERE session = ? ORDER BY n",
@@ -395,13 +411,13 @@ class _Writer:
         if exchange.exchange_id in state.exchange_ids:
             message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
             raise StoreError(message)
-        head = formats.head_digest(exchange.request.head)
-        entries = [Entry(REPLY, bytes(formats.DIGEST_BYTES), exchange.reply)]
+        head = head_digest(exchange.request.head)
+        entries = [Entry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
             entries.append(Entry(HEAD, head, exchange.request.head))
         new = {digest: body for digest, body in bodies.items() if digest not in state.bodies}
         entries += [Entry(BODY, digest, body) for digest, body in new.items()]
-        row = formats.exchange_row(state.number, exchange, formats.pack(entries), head)
+        row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
         state.heads.add(head)
@@ -458,7 +474,7 @@ class _Writer:
         for exchange_id, head, texts in rows(query, state.number):
             state.exchange_ids.add(exchange_id)
             state.heads.add(head)
-            state.bodies.update(e.digest for e in formats.unpack(texts) if e.kind == BODY)
+            state.bodies.update(e.digest for e in unpack(texts) if e.kind == BODY)
         query = "SELECT count(*) FROM deliveries WHERE session = ?"
         state.deliveries = rows(query, state.number)[0][0]
         state.closed = bool(rows("SELECT 1 FROM outcomes WHERE session = ?", state.number))

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Settings, Task, explain
-from bridle.errors import ConfigError, StoreError
+from bridle.errors import ConfigError
 from bridle.plugins import load
 from bridle.trajectory.builders import BUILDERS, Builder, Plan, assemble, masked, shorten
 from bridle.trajectory.graph import Graph, grow, order_of
@@ -200,16 +200,14 @@ def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Tra
     }
     if transcript is None:
         return dataclasses.replace(trace, metadata=metadata)
-    try:
-        return dataclasses.replace(
-            trace,
-            prompt_messages=transcript.prompt_messages(path[0]),
-            response_messages=transcript.response_messages(path),
-            tools=transcript.tools(path[0]),
-            metadata=metadata,
-        )
-    except StoreError as error:
-        return dataclasses.replace(trace, metadata=metadata | {"messages_missing": str(error)})
+    before, after, tools = transcript.trace(path)
+    return dataclasses.replace(
+        trace,
+        prompt_messages=before,
+        response_messages=after,
+        tools=tools,
+        metadata=metadata,
+    )
 
 
 def _metadata(

@@ -38,7 +38,7 @@ BUILDERS: Mapping[str, str] = {
 """Short name -> builder; `package.module:function` works too."""
 
 
-_TRAINED = MaskReason.TRAINED
+_TRAINED, _PROMPT = MaskReason.TRAINED, MaskReason.PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
     ids: Ids = np.concatenate(runs)
     split = leaf.exchange.prompt_length if plan.whole_prompt else _first_sampled(path)
     size = len(ids) - split
-    reasons = np.full(size, MaskReason.PROMPT, dtype=np.uint8)
+    reasons = np.full(size, _PROMPT, dtype=np.uint8)
     logprobs = np.zeros(size, dtype=np.float32)
     versions = np.full(size, -1, dtype=np.int32)
     exchange_ids: list[str] = []
@@ -157,21 +157,22 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
         if start < 0 or not piece.is_output:
             continue
         exchange = piece.node.exchange
-        own = _reasons_here(exchange.exchange_id, len(piece.ids), marks, plan.train)
-        reasons[start:at] = own
-        trains = own == _TRAINED
-        if trains.any():
-            np.copyto(logprobs[start:at], exchange.logprobs[: len(piece.ids)], where=trains)
+        exchange_id, count = exchange.exchange_id, len(piece.ids)
+        reasons[start:at] = _reasons_here(exchange_id, count, marks, plan.train)
+        if exchange_id in plan.train:
+            logprobs[start:at] = exchange.logprobs[:count]
             modes.add(exchange.logprob_mode)
         for span in exchange.versions:
             versions[start + max(span.start, 0) : min(start + max(span.end, 0), at)] = span.version
-        exchange_ids.append(exchange.exchange_id)
+        exchange_ids.append(exchange_id)
         turn_ends.append(at)
+    trained = reasons == _TRAINED
+    logprobs[~trained] = 0.0
     return Trace(
         trace_id=trace_id,
         prompt_ids=ids[:split],
         response_ids=ids[split:],
-        loss_mask=(reasons == _TRAINED).view(np.uint8),
+        loss_mask=trained.view(np.uint8),
         response_logprobs=logprobs,
         versions=versions,
         reasons=reasons,

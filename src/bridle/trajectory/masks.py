@@ -28,6 +28,13 @@ LARGEST_LOGPROB = 1e-3
 """Rounding may lift a logprob a little over 0; what is larger is not a logprob."""
 
 
+# An enum's member costs ten times a name of this module.
+_TRAINED = MaskReason.TRAINED
+_DELIVERED = DeliveryState.DELIVERED
+_ABORT = FinishReason.ABORT
+_NONE, _PROCESSED = LogprobMode.NONE, LogprobMode.PROCESSED
+
+
 @dataclass(frozen=True, slots=True)
 class Marks:
     """What becomes of each sampled token of a session before any builder looks at it."""
@@ -58,7 +65,7 @@ def mark(
     for exchange_id, node in graph.nodes.items():
         exchange = node.exchange
         reason = MaskReason.BROKEN if not node.sound else _of_sampling(exchange, train)
-        if reason is MaskReason.TRAINED and exchange_id not in shown:
+        if reason is _TRAINED and exchange_id not in shown:
             reason = _of_delivery(deliveries.get(exchange_id), again=exchange_id in again)
         by_exchange[exchange_id] = reason
     by_token, trained = _of_tokens(graph, by_exchange)
@@ -87,7 +94,7 @@ def _asked_again(exchanges: list[Exchange], deliveries: Mapping[str, Delivery]) 
         exchange.exchange_id
         for exchange in exchanges
         if (delivery := deliveries.get(exchange.exchange_id)) is not None
-        and delivery.state is DeliveryState.DELIVERED
+        and delivery.state is _DELIVERED
         and last_start[exchange.dialect, exchange.prompt_digest] >= delivery.at
         and last_start[exchange.dialect, exchange.prompt_digest] > exchange.started_at
     }
@@ -97,21 +104,21 @@ def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
     """What the call itself decides."""
     if exchange.kind not in train:
         return MaskReason.KIND
-    if exchange.finish_reason is FinishReason.ABORT:
+    if exchange.finish_reason is _ABORT:
         return MaskReason.ABORTED
-    if exchange.logprob_mode is LogprobMode.NONE:
+    if exchange.logprob_mode is _NONE:
         return MaskReason.UNPAIRED
-    if exchange.constrained and exchange.logprob_mode is not LogprobMode.PROCESSED:
+    if exchange.constrained and exchange.logprob_mode is not _PROCESSED:
         return MaskReason.CONSTRAINED
-    return MaskReason.TRAINED
+    return _TRAINED
 
 
 def _of_delivery(delivery: Delivery | None, *, again: bool) -> MaskReason:
     """What the record says of a reply that no later request shows."""
     if delivery is None:
         return MaskReason.UNRESOLVED
-    if delivery.state is DeliveryState.DELIVERED:
-        return MaskReason.SUPERSEDED if again else MaskReason.TRAINED
+    if delivery.state is _DELIVERED:
+        return MaskReason.SUPERSEDED if again else _TRAINED
     return _UNDELIVERED[delivery.state]
 
 
@@ -145,6 +152,3 @@ def _of_tokens(
             if count < size:
                 own[~usable] = MaskReason.UNPAIRED
     return by_token, trained
-
-
-_TRAINED = MaskReason.TRAINED

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
+from bridle.trajectory.transcript import Messages
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ def trace_json(trace: Trace) -> JSON:
         "prompt_ids": trace.prompt_ids.tolist(),
         "response_ids": trace.response_ids.tolist(),
         "loss_mask": trace.loss_mask.tolist(),
-        "prompt_messages": trace.prompt_messages,
-        "response_messages": trace.response_messages,
-        "tools": trace.tools,
+        "prompt_messages": [*trace.prompt_messages],
+        "response_messages": [*trace.response_messages],
+        "tools": None if trace.tools is None else [*trace.tools],
         "finish_reason": str(trace.finish_reason),
         "response_logprobs": _shortest(trace.response_logprobs),
         "reward": trace.reward,
-        "metadata": trace.metadata,
+        "metadata": trace_metadata(trace),
         "trace_id": trace.trace_id,
         "versions": trace.versions.tolist(),
         "reasons": trace.reasons.tolist(),
@@ -40,6 +41,14 @@ def trace_json(trace: Trace) -> JSON:
         "turn_ends": list(trace.turn_ends),
         "logprob_mode": str(trace.logprob_mode),
     }
+
+
+def trace_metadata(trace: Trace) -> JSON:
+    """A trace's metadata; with `messages_missing` where its messages cannot be read."""
+    for part in (trace.prompt_messages, trace.response_messages, trace.tools):
+        if isinstance(part, Messages) and part.missing is not None:
+            return trace.metadata | {"messages_missing": part.missing}
+    return trace.metadata
 
 
 def trajectory_json(trajectory: Trajectory) -> JSON:

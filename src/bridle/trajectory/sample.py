@@ -6,6 +6,7 @@ are exactly ids that the engine was given and sampled (law 1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -79,9 +80,11 @@ class Trace:
     """For each exchange, the end of its sampled tokens in `response_ids`."""
     finish_reason: str
     logprob_mode: str
-    prompt_messages: list[JSON] = field(default_factory=list)
-    response_messages: list[JSON] = field(default_factory=list)
-    tools: list[JSON] | None = None
+    prompt_messages: Sequence[JSON] = field(default_factory=list)
+    """In the form of OpenAI Chat; `bridle.trajectory.transcript.Messages` are read when used."""
+    response_messages: Sequence[JSON] = field(default_factory=list)
+    tools: Sequence[JSON] | None = None
+    """`None` = none were sent."""
     reward: float | None = None
     metadata: JSON = field(default_factory=dict)
 

@@ -5,13 +5,16 @@ together again and read by the dialect that read it when it came, so what a trac
 model was shown. A trace's messages are those of its first request, then, turn by turn, the reply as
 it was given and what the harness added to it. The harness's own copy of a reply is left out: what
 was sampled is the fact.
+
+Who trains needs ids, not messages: `Messages` reads them when somebody looks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import overload
 
 from bridle.capture.records import Exchange
 from bridle.dialects import DIALECTS
@@ -61,6 +64,16 @@ class Transcript:
                 known = wire.reply_messages(exchange.reply) if exchange.reply else ()
             self._replies[exchange.exchange_id] = known
         return known
+
+    def trace(self, path: Sequence[Exchange]) -> tuple[Messages, Messages, Messages | None]:
+        """A trace's messages before its first reply, those from that on, and its tools."""
+        root = path[0]
+        sent = root.request.tools is not None
+        return (
+            Messages(lambda: self.prompt_messages(root)),
+            Messages(lambda: self.response_messages(path)),
+            Messages(lambda: self.tools(root) or []) if sent else None,
+        )
 
     def prompt_messages(self, exchange: Exchange) -> list[JSON]:
         """All messages of a request as OpenAI Chat has them."""
@@ -115,6 +128,57 @@ class Transcript:
                 return [digest for run in reversed(runs) for digest in run]
             seen.add(at.exchange_id)
             at = self._exchanges[request.base]
+
+
+class Messages(Sequence[JSON]):
+    """Messages or tools in the form of OpenAI Chat, read when the first of them is asked for.
+
+    Equal to any list of the same messages. Empty where they cannot be read; `missing` says why.
+    """
+
+    def __init__(self, read: Callable[[], list[JSON]]) -> None:
+        self._read: Callable[[], list[JSON]] | None = read
+        self._messages: list[JSON] = []
+        self._missing: str | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """Why they cannot be read; `None` = they can."""
+        self.whole()
+        return self._missing
+
+    def whole(self) -> list[JSON]:
+        """All of them."""
+        if self._read is not None:
+            try:
+                self._messages = self._read()
+            except StoreError as error:
+                self._missing = str(error)
+            self._read = None
+        return self._messages
+
+    @overload
+    def __getitem__(self, index: int) -> JSON: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[JSON]: ...
+
+    def __getitem__(self, index: int | slice) -> JSON | Sequence[JSON]:
+        return self.whole()[index]
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.whole() == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.whole())
+
+    def __reduce__(self) -> tuple[type[list[JSON]], tuple[list[JSON]]]:
+        return list, (self.whole(),)
 
 
 @contextmanager
