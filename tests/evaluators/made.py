@@ -1,5 +1,6 @@
 """What the tests of this room share: a context over a real local runtime."""
 
+import secrets
 from contextlib import asynccontextmanager
 
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
@@ -16,7 +17,7 @@ async def evaluation(folder, *, env=None, harness=ENDED_WELL):
     """An `EvaluationContext` in `folder`; its runtime is started and stopped."""
     scratch = folder / "scratch"
     scratch.mkdir()
-    runtime = LocalRuntime(RuntimeSpec(), "s-1", scratch)
+    runtime = LocalRuntime(RuntimeSpec(), f"s-{secrets.token_hex(8)}", scratch)
     await runtime.start()
     task = Task(
         task_id="t-1",

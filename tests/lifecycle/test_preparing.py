@@ -1,4 +1,5 @@
 import asyncio
+import secrets
 
 import pytest
 
@@ -12,7 +13,7 @@ from bridle.runtimes.local import LocalRuntime
 @pytest.fixture
 async def runtime(tmp_path):
     (tmp_path / "scratch").mkdir()
-    made = LocalRuntime(RuntimeSpec(), "s", tmp_path / "scratch")
+    made = LocalRuntime(RuntimeSpec(), f"s-{secrets.token_hex(8)}", tmp_path / "scratch")
     await made.start()
     yield made
     await made.stop()

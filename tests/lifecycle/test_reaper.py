@@ -1,11 +1,15 @@
 import json
 import os
+import secrets
 import subprocess
 
 import pytest
 
 from bridle.errors import RuntimeFailure
 from bridle.lifecycle.reaper import OWNER, Scratch, reap, started_at
+
+LEFT, OTHER = (f"s-{secrets.token_hex(8)}" for _ in range(2))
+"""Session ids of this run alone: another run of these tests may be under way."""
 
 
 @pytest.fixture
@@ -50,9 +54,9 @@ async def test_a_living_nodes_folder_is_left_alone(tmp_path):
 
 async def test_what_a_dead_node_left_is_removed_with_its_processes(tmp_path, dead):
     scratch = Scratch.make(tmp_path)
-    scratch.session("s-left")
+    scratch.session(LEFT)
     disown(scratch, dead)
-    left, other = sleeper("s-left"), sleeper("s-other")
+    left, other = sleeper(LEFT), sleeper(OTHER)
     assert await reap(tmp_path) == 1
     assert left.wait(timeout=5) != 0
     assert other.poll() is None

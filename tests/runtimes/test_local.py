@@ -1,4 +1,5 @@
 import os
+import secrets
 import socket
 
 import pytest
@@ -8,10 +9,13 @@ from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import Mount
 from bridle.runtimes.local import LocalRuntime
 
+SESSION = f"s-{secrets.token_hex(8)}"
+"""Of this run alone: another run of these tests may be under way."""
+
 
 @pytest.fixture
 async def runtime(tmp_path):
-    made = LocalRuntime(RuntimeSpec(env={"FROM": "spec"}, workdir="repo"), "s-1", tmp_path)
+    made = LocalRuntime(RuntimeSpec(env={"FROM": "spec"}, workdir="repo"), SESSION, tmp_path)
     await made.start()
     yield made
     await made.stop()
@@ -30,11 +34,11 @@ async def runtime(tmp_path):
 )
 def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
-        LocalRuntime(RuntimeSpec(**asked), "s", tmp_path)
+        LocalRuntime(RuntimeSpec(**asked), SESSION, tmp_path)
 
 
 def test_it_does_not_claim_to_contain(tmp_path):
-    assert LocalRuntime(RuntimeSpec(), "s", tmp_path).contains is False
+    assert LocalRuntime(RuntimeSpec(), SESSION, tmp_path).contains is False
 
 
 async def test_the_environment_holds_nothing_of_the_callers(runtime):
@@ -56,7 +60,7 @@ async def test_the_workdir_may_be_a_folder_below(runtime, tmp_path):
 
 
 async def test_stop_leaves_an_empty_scratch_folder(tmp_path):
-    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path)
+    runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path)
     await runtime.start()
     await runtime.exec(
         "mkdir -p a/b && touch a/b/c ~/x && ln -s /etc link && chmod 000 a && chmod 500 ."
@@ -66,28 +70,28 @@ async def test_stop_leaves_an_empty_scratch_folder(tmp_path):
 
 
 async def test_before_the_start_nothing_works(tmp_path):
-    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path)
+    runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path)
     for work in (runtime.exec("true"), runtime.write("x", b""), runtime.download("x", tmp_path)):
         with pytest.raises(RuntimeFailure, match="not started"):
             await work
 
 
 async def test_a_missing_mount_is_named(tmp_path):
-    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path, [Mount(tmp_path / "bundle", "/opt/b")])
+    runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path, [Mount(tmp_path / "bundle", "/opt/b")])
     with pytest.raises(RuntimeFailure, match=r"does not exist: .*/bundle"):
         await runtime.start()
 
 
 async def test_without_bash_it_does_not_start(tmp_path):
-    runtime = LocalRuntime(RuntimeSpec(env={"PATH": "/nowhere"}), "s", tmp_path)
+    runtime = LocalRuntime(RuntimeSpec(env={"PATH": "/nowhere"}), SESSION, tmp_path)
     with pytest.raises(RuntimeFailure, match="needs bash"):
         await runtime.start()
 
 
 async def test_a_scratch_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeFailure, match="cannot make the folders of session s"):
-        await LocalRuntime(RuntimeSpec(), "s", tmp_path / "file").start()
+    with pytest.raises(RuntimeFailure, match="cannot make the folders of session s-"):
+        await LocalRuntime(RuntimeSpec(), SESSION, tmp_path / "file").start()
 
 
 async def test_an_upload_of_nothing_is_told(runtime, tmp_path):
@@ -104,7 +108,7 @@ async def test_a_socket_is_no_file_to_download(runtime, tmp_path):
 
 
 async def test_a_folder_that_cannot_be_removed_is_told(tmp_path):
-    runtime = LocalRuntime(RuntimeSpec(), "s", tmp_path)
+    runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path)
     await runtime.start()
     (tmp_path / "home").rmdir()
     (tmp_path / "home").write_text("a file cannot be removed as a folder")

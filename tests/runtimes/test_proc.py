@@ -1,5 +1,6 @@
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -9,6 +10,10 @@ import pytest
 from bridle.errors import RuntimeFailure
 from bridle.runtimes import proc
 from bridle.runtimes.proc import Leaders, end_all, is_marked, living, members, send
+
+MARK = secrets.token_hex(8)
+MINE = f"MARK={MARK}".encode()
+"""Of this run alone: another run of these tests may be under way."""
 
 
 def spawn(command, *, env=None, session=True):
@@ -28,7 +33,7 @@ def end(process):
 
 @pytest.fixture
 def sleeper():
-    process = spawn("sleep 60 & echo up; wait", env={"MARK": "mine"})
+    process = spawn("sleep 60 & echo up; wait", env={"MARK": MARK})
     process.stdout.readline()
     yield process
     end(process)
@@ -40,24 +45,24 @@ def test_without_marks_nothing_is_marked_and_nobody_is_a_member():
 
 
 def test_a_mark_is_the_whole_entry(sleeper):
-    assert is_marked(sleeper.pid, (b"MARK=mine",))
-    assert not is_marked(sleeper.pid, (b"MARK=min",))
-    assert not is_marked(sleeper.pid, (b"MARK=mine", b"OTHER=1"))
+    assert is_marked(sleeper.pid, (MINE,))
+    assert not is_marked(sleeper.pid, (MINE[:-1],))
+    assert not is_marked(sleeper.pid, (MINE, b"OTHER=1"))
 
 
 def test_a_process_that_has_gone_is_not_marked():
-    assert not is_marked(2**22 + 1, (b"MARK=mine",))
+    assert not is_marked(2**22 + 1, (MINE,))
 
 
 def test_marked_processes_bring_their_descendants(sleeper):
-    found = members((b"MARK=mine",), Leaders())
+    found = members((MINE,), Leaders())
     assert sleeper.pid in found
     assert len(found) == 2  # bash and sleep
     assert os.getpid() not in found
 
 
 def test_a_process_without_marks_is_found_by_its_group():
-    process = spawn("env -i /bin/bash -c 'sleep 60 & echo up; wait' & exit", env={"MARK": "mine"})
+    process = spawn("env -i /bin/bash -c 'sleep 60 & echo up; wait' & exit", env={"MARK": MARK})
     process.stdout.readline()
     leaders = Leaders()
     leaders.add(process.pid)
@@ -96,17 +101,17 @@ def test_zombies_are_not_living():
 
 
 async def test_end_all_says_how_many_it_found(sleeper):
-    find = lambda: members((b"MARK=mine",), Leaders())  # noqa: E731
+    find = lambda: members((MINE,), Leaders())  # noqa: E731
     assert await end_all(find, grace_s=5) == 2
     assert await end_all(find, grace_s=5) == 0
     assert sleeper.wait() == -signal.SIGTERM
 
 
 async def test_end_all_kills_what_ignores_sigterm():
-    process = spawn("trap '' TERM; echo up; while true; do sleep 0.01; done", env={"M": "stubborn"})
+    process = spawn("trap '' TERM; echo up; while true; do sleep 0.01; done", env={"MARK": MARK})
     process.stdout.readline()
     began = time.monotonic()
-    await end_all(lambda: members((b"M=stubborn",), Leaders()), grace_s=0.1)
+    await end_all(lambda: members((MINE,), Leaders()), grace_s=0.1)
     assert process.wait() == -signal.SIGKILL
     assert time.monotonic() - began < 5
     process.stdout.close()
