@@ -6,6 +6,7 @@ from tests.lifecycle.house import a_node, checked, task
 
 from bridle.config import AgentSpec, BuilderSpec, EvaluatorSpec, RuntimeSpec
 from bridle.errors import ConfigError, HarnessError
+from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
 from bridle.lifecycle.events import Installing, SessionChanged
 from bridle.lifecycle.manager import NodeSettings
@@ -123,6 +124,16 @@ async def test_a_harness_is_installed_once_and_told(tmp_path):
     assert Counted.installed == 1
     assert lines == ["counted: working"]
     assert {run.result().cause for run in runs} == {Cause.HARNESS_NO_CALL}
+
+
+async def test_an_installation_holds_back_no_other_harness(tmp_path):
+    settings = {"bundles": tmp_path / "bundles", "init_slots": 2}
+    async with a_node(tmp_path, settings=settings) as node, asyncio.TaskGroup() as group:
+        slow = group.create_task(node.install(open_harness(counted("true").agent)))
+        await asyncio.sleep(0)
+        assert await node.install(open_harness(task("true").agent)) is None
+        assert not slow.done()
+    assert slow.result() is not None
 
 
 async def test_a_harness_that_cannot_be_installed_is_not_tried_again(tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class Node:
         self._scratch_base = scratch_base
         self._sessions: dict[str, Session] = {}
         self._bundles: dict[tuple[str, str], Path | HarnessError | None] = {}
-        self._installing = asyncio.Lock()
+        self._installing: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -171,7 +172,7 @@ class Node:
     async def install(self, harness: Harness) -> Path | None:
         """The harness's bundle, made now if it is not there; `HarnessError`, once found, stays."""
         name = (harness.name, harness.version)
-        async with self._installing:
+        async with self._installing[name]:
             if name not in self._bundles:
                 self._bundles[name] = await self._install(harness)
         bundle = self._bundles[name]
