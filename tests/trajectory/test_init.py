@@ -15,7 +15,7 @@ from bridle.trajectory.result import trace_metadata, trajectory_bytes
 from bridle.trajectory.sample import MaskReason
 from bridle.types import DeliveryState, Kind, VersionSpan
 
-STRATEGIES = ("per_request", "prefix_merging")
+STRATEGIES = ("per_request", "prefix_merging", "tree")
 
 
 def stats(trajectory):
@@ -83,10 +83,11 @@ def test_the_order_of_capture_does_not_matter(strategy, made, data):
 
 
 @given(made=sessions())
-def test_both_builders_train_the_same_tokens(made):
-    one, two = (
+def test_all_builders_train_the_same_tokens(made):
+    one, two, three = (
         stats(rebuild(made.capture(), builder=BuilderSpec(strategy=name))) for name in STRATEGIES
     )
+    assert two == three
     assert one["tokens_trained"] == two["tokens_trained"]
     assert one["tokens_excluded"] == two["tokens_excluded"]
 
@@ -186,7 +187,7 @@ def test_the_sessions_own_settings_are_used_where_none_are_given():
     [
         (
             BuilderSpec(strategy="best"),
-            "unknown builder 'best'; known: per_request, prefix_merging",
+            "unknown builder 'best'; known: per_request, prefix_merging, tree",
         ),
         (BuilderSpec(config={"max_token": 3}), "builder prefix_merging: config: max_token"),
         (BuilderSpec(config={"max_tokens": 0}), "max_tokens"),

@@ -3,8 +3,8 @@
 `rebuild(capture)` is the one way from facts to a trajectory, live and offline: `graph` grows the
 conversation and checks token identity, `masks` says why each sampled token trains or not,
 `builders` choose paths and put the arrays together, `transcript` adds the messages, `stats` counts.
-`sample` holds the values that come out, `result` their JSON, `credit` turns rewards into
-advantages, `tree` draws a conversation for people.
+`packing` lays traces out as one tree, `sample` holds the values that come out, `result` their JSON,
+`credit` turns rewards into advantages, `tree` draws a conversation for people.
 
 Nothing here does I/O or knows the time. The same facts give the same bytes, in whatever order the
 exchanges were captured.
@@ -23,8 +23,10 @@ from bridle.config import BuilderSpec, Settings, Task, explain
 from bridle.errors import ConfigError
 from bridle.plugins import load
 from bridle.trajectory.builders import BUILDERS, Builder, Plan, assemble, masked, shorten
+from bridle.trajectory.builders import tree as tree_paths
 from bridle.trajectory.graph import Graph, grow, order_of
 from bridle.trajectory.masks import Marks, mark
+from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import measure
 from bridle.trajectory.transcript import Transcript
@@ -115,6 +117,8 @@ def build(
     traces, truncated = _traces(session, builder.strategy, config, graph, marks, plans, transcript)
     stats = measure(graph, marks, exchanges, traces, truncated)
     metadata = _metadata(session, builder, train, stats, plans)
+    if choose is tree_paths:
+        metadata["tree"] = _tree(traces)
     trajectory = Trajectory(
         session.session_id, SessionStatus.RUNNING, tuple(traces), None, None, metadata
     )
@@ -208,6 +212,13 @@ def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Tra
         tools=tools,
         metadata=metadata,
     )
+
+
+def _tree(traces: list[Trace]) -> JSON:
+    """What packing a session's own traces saves."""
+    alone = Trajectory("", "", tuple(traces), None, None, {})
+    size = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
+    return {"tokens": len(pack([alone]).ids), "path_tokens": size}
 
 
 def _metadata(

@@ -9,6 +9,7 @@ made: every sampled token that may train lies in exactly one plan's `train` rang
   lies on several paths trains on the one with the most sampled tokens that may train (ties by the
   digest of its ids) and is masked context in the others. What follows a path's last such token is
   not part of the trace, and a path on which nothing would train gives none.
+- `tree`: the same paths, for a trainer that packs them with `bridle.trajectory.packing.pack`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 BUILDERS: Mapping[str, str] = {
     "per_request": "bridle.trajectory.builders:per_request",
     "prefix_merging": "bridle.trajectory.builders:prefix_merging",
+    "tree": "bridle.trajectory.builders:tree",
 }
 """Short name -> builder; `package.module:function` works too."""
 
@@ -77,6 +79,11 @@ def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
         if train:
             plans.append(Plan(end, train))
     return plans
+
+
+def tree(graph: Graph, marks: Marks) -> list[Plan]:
+    """The plans of `prefix_merging`: a tree is a packing of its traces."""
+    return prefix_merging(graph, marks)
 
 
 def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:

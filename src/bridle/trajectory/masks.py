@@ -136,19 +136,25 @@ def _of_tokens(
 
     A token without a usable logprob has its own reason. All arrays are views of one.
     """
-    sizes = [len(node.exchange.output_ids) for node in graph.nodes.values()]
-    ends = list(itertools.accumulate(sizes))
+    exchanges = [node.exchange for node in graph.nodes.values()]
+    if not exchanges:
+        return {}, {}
+    sizes = [len(exchange.output_ids) for exchange in exchanges]
+    starts = [0, *itertools.accumulate(sizes)]
     reasons = np.repeat(np.fromiter(by_exchange.values(), np.uint8, len(sizes)), sizes)
-    by_token: dict[str, npt.NDArray[np.uint8]] = {}
-    trained: dict[str, int] = {}
-    for exchange_id, size, end in zip(by_exchange, sizes, ends, strict=True):
-        own = by_token[exchange_id] = reasons[end - size : end]
-        trained[exchange_id] = 0
-        if by_exchange[exchange_id] is _TRAINED:
-            logprobs = graph.nodes[exchange_id].exchange.logprobs
-            # NaN fails both comparisons.
-            usable = (logprobs <= LARGEST_LOGPROB) & (logprobs > -np.inf)
-            trained[exchange_id] = count = int(np.count_nonzero(usable))
-            if count < size:
-                own[~usable] = MaskReason.UNPAIRED
-    return by_token, trained
+    logprobs = np.concatenate(
+        [
+            exchange.logprobs if len(exchange.logprobs) == size else np.full(size, np.nan)
+            for exchange, size in zip(exchanges, sizes, strict=True)
+        ]
+    )
+    # NaN fails both comparisons.
+    usable = (logprobs <= LARGEST_LOGPROB) & (logprobs > -np.inf)
+    reasons[(reasons == _TRAINED) & ~usable] = MaskReason.UNPAIRED
+    until = np.concatenate(([0], np.cumsum(reasons == _TRAINED)))[starts].tolist()
+    by_token = {
+        exchange_id: reasons[start:end]
+        for exchange_id, (start, end) in zip(by_exchange, itertools.pairwise(starts), strict=True)
+    }
+    counts = (end - start for start, end in itertools.pairwise(until))
+    return by_token, dict(zip(by_exchange, counts, strict=True))
