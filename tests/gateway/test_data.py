@@ -1,6 +1,8 @@
 """The data routes: who is let in, what is refused, and how it is told."""
 
 import asyncio
+import json
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -366,3 +368,40 @@ async def test_256_streams_at_once_are_served():
 
 async def test_events_of_a_test_stream_are_read():
     assert events(b'data: {"a":1}\n\n: comment\n\ndata: [DONE]\n\n') == [{"a": 1}, "[DONE]"]
+
+
+# ---- fuzz
+
+
+def mangled(random: Random, value: Any) -> Any:
+    """`value` with one of its parts replaced by something odd."""
+    odd = [None, True, 0, -1, 1e300, "", "x" * 50, [], {}, [[]], {"type": "zzz"}, "\ud800"]
+    if isinstance(value, dict) and value and random.random() < 0.8:
+        key = random.choice(list(value))
+        return {**value, key: mangled(random, value[key])}
+    if isinstance(value, list) and value and random.random() < 0.8:
+        index = random.randrange(len(value))
+        return [*value[:index], mangled(random, value[index]), *value[index + 1 :]]
+    return random.choice(odd)
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+async def test_odd_bodies_are_answered_or_refused_in_shape_and_never_a_500(dialect):
+    random = Random(dialect.value)
+    path, body, _ = REQUESTS[dialect]
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        for _ in range(60):
+            value = body
+            for _ in range(random.randint(1, 3)):
+                value = mangled(random, value)
+            raw = json.dumps(value).encode()
+            if random.random() < 0.2:
+                raw = raw[: random.randrange(len(raw) + 1)]
+            async with asyncio.timeout(5):
+                status, _, reply = await request(
+                    home, "POST", path, key=caller.handle.key, body=raw
+                )
+            assert status == 200 or 400 <= status < 500, (raw, reply)
+            if status != 200:
+                assert "error" in orjson.loads(reply)

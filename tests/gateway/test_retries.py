@@ -4,6 +4,8 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bridle.aio import Nursery
 from bridle.capture.records import SessionRecord
@@ -247,3 +249,57 @@ async def test_the_end_of_a_session_settles_every_reply():
             room.add(call)
             room.deliveries.close(room.session, call)
         assert [call.delivery for call in calls.values()] == list(calls)
+
+
+# ---- any interleaving
+
+MOVES = ("ask", "retry", "leave", "commit", "receive", "fail")
+
+
+@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 9)), max_size=30))
+async def test_any_interleaving_of_retries_keeps_every_call_s_books(moves):
+    async with a_room(grace_s=0) as room:
+        calls: list[Call] = []
+        for move, choice in moves:
+            await play(room, calls, move, choice)
+            for call in calls:
+                assert call.clients >= 0
+                settled = call.stage is Stage.COMMITTED and call.clients == 0
+                assert not settled or call.delivery is not None
+        delivered = sum(call.delivered for call in calls)
+        assert room.session.delivered == delivered
+        for call in calls:
+            await room.recorded(call)
+
+
+async def play(room: Room, calls: list[Call], move: str, choice: int) -> None:
+    """One step of one client or of the engine; steps that cannot happen now do nothing."""
+    live = [call for call in calls if call.stage is not Stage.FAILED]
+    if move in {"ask", "retry"}:
+        asked = RETRY if move == "retry" else FRESH
+        joined = joinable(live, REQUEST, KEY.tools_digest, asked)
+        if joined is None:
+            room.deliveries.asked_again(room.session, live, "later")
+            joined = room.add(a_call(f"e{len(calls)}"))
+            joined.task = room.nursery.start(asyncio.sleep(30), name="call")
+            calls.append(joined)
+        room.deliveries.attach(joined, asked)
+        return
+    if not calls:
+        return
+    call = calls[choice % len(calls)]
+    sampling = call.stage is Stage.SAMPLING
+    assert call.task is not None
+    match move:
+        case "commit" if sampling and not call.task.cancelling():
+            call.enter(Stage.COMMITTING)
+            call.enter(Stage.COMMITTED)
+            room.deliveries.committed(room.session, call)
+        case "fail" if sampling:
+            call.enter(Stage.FAILED)
+        case "leave" if call.clients:
+            room.deliveries.left(room.session, call, partly=choice % 2 == 0)
+            if call.task.cancelling():  # as the call's own task would
+                call.enter(Stage.FAILED)
+        case "receive" if call.clients and call.stage is Stage.COMMITTED:
+            room.deliveries.received(room.session, call)

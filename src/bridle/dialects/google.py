@@ -90,7 +90,7 @@ class Google(WireFormat):
             return self._parse(route, body, memo)
 
     def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields, spans = split_body(body, "contents")
+        fields, spans = split_body(body, "contents", memo, _SALT)
         inner = fields.get("generateContentRequest") or fields.get("generate_content_request")
         if inner is not None:  # countTokens takes a whole request, too
             fields, spans = split_body(bytes(inner), "contents")

@@ -97,7 +97,7 @@ class OpenAIChat(WireFormat):
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields, spans = split_body(body, "messages")
+        fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")
         if not spans:

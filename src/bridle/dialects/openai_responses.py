@@ -103,7 +103,7 @@ class OpenAIResponses(WireFormat):
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
-        fields, items = split_body(body, "input")
+        fields, items = split_body(body, "input", memo, _SALT)
         if items is None:
             items = _input_items(fields)
         tools_span = sent(fields.pop("tools", None))

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from bridle.dialects.base import SpanMemo, content_digest
+from bridle.dialects.history import Begun, History
 from bridle.errors import RequestError
 from bridle.types import JSON, Message
 
@@ -152,34 +153,58 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     return {key: msgspec.Raw(json.dumps(item).encode()) for key, item in value.items()}
 
 
-def split_body(body: bytes, key: str) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
+def split_body(
+    body: bytes, key: str, memo: SpanMemo | None = None, salt: bytes = b""
+) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...] | None]:
     """The body's fields, and the raw items of its array `key` in place of that field.
 
     Reads the body once: the items come from a first look, the other fields from what is left when
-    the array's inside and the tool list are cut out. `None` for the items (the field is then among
-    the fields) where the body is not plain enough for that; `RequestError` as `split_object`.
+    the array's inside and the tool list are cut out. Items that a `History` knows are not looked at
+    again. `None` for the items (the field is then among the fields) where the body is not plain
+    enough for that; `RequestError` as `split_object`.
     """
+    history = memo if isinstance(memo, History) else None
+    known = None if history is None else history.find(body, key, salt)
+    text = body if known is None else known[1]
     try:
-        found: Any = _BODIES[key].decode(body)
+        found: Any = _BODIES[key].decode(text)
         items: list[msgspec.Raw] = getattr(found, key)
-        fields = _OBJECT.decode(_without(body, items, found.tools))
+        fields = _OBJECT.decode(_without(text, items, found.tools))
     except _REFUSED:
         return split_object(body), None
     assert not bytes(fields.pop(key)).strip(b"[] \t\r\n"), "the items were not cut out"
     if "tools" in fields:
         fields["tools"] = found.tools
-    return fields, tuple(map(bytes, items))
+    new = tuple(map(bytes, items))
+    if history is None:
+        return fields, new
+    begun = None if known is None else known[0]
+    if items:
+        start, end = _place(text, items)
+        if begun is not None:
+            start, end = begun.start, end + len(body) - len(text)
+        history.reads(begun, body, start, end)
+    elif begun is not None:
+        history.reads(begun, body, begun.start, len(begun.prefix))
+    return fields, new if begun is None else begun.items + new
+
+
+def _place(body: bytes, items: Sequence[msgspec.Raw]) -> tuple[int, int]:
+    """Where in `body` the first of `items` begins and the last one ends."""
+    base = _address(body)
+    return (
+        _address(items[0]) - base,
+        _address(items[-1]) - base + memoryview(items[-1]).nbytes,
+    )
 
 
 def _without(body: bytes, items: Sequence[msgspec.Raw], tools: msgspec.Raw) -> bytes:
     """`body` with the array of `items` empty and `tools` (if not empty) null."""
-    base = _address(body)
     cuts: list[tuple[int, int, bytes]] = []
     if items:
-        start, last = _address(items[0]) - base, _address(items[-1]) - base
-        cuts.append((start, last + memoryview(items[-1]).nbytes, b""))
+        cuts.append((*_place(body, items), b""))
     if size := memoryview(tools).nbytes:
-        start = _address(tools) - base
+        start = _address(tools) - _address(body)
         cuts.append((start, start + size, b"null"))
     kept, place = [], 0
     for start, end, filler in sorted(cuts):
@@ -218,21 +243,26 @@ def read_spans(
 
     `salt` names the dialect in the memo's keys: one session may speak several.
     """
-    messages: list[Message] = []
-    digests: list[bytes] = []
-    lengths: list[int] = []
-    for index, span in enumerate(spans):
-        digest = content_digest(span)
+    history = memo if isinstance(memo, History) else None
+    begun = None if history is None else history.begun(spans)
+    messages = [] if begun is None else list(begun.messages)
+    digests = [] if begun is None else list(begun.digests)
+    lengths = [] if begun is None else list(begun.lengths)
+    for index in range(len(digests), len(spans)):
+        digest = content_digest(spans[index])
         key = salt + digest
         known = memo.get(key)
         if known is None:
             where = f"{path}[{index}]"
             with shallow(where):
-                known = memo[key] = read(an_object(decode(span, where), where), where)
+                known = memo[key] = read(an_object(decode(spans[index], where), where), where)
         messages += known
         digests.append(digest)
         lengths.append(len(known))
-    return messages, tuple(digests), tuple(lengths)
+    found = Begun(salt, path, b"", 0, tuple(spans), tuple(digests), tuple(lengths), tuple(messages))
+    if history is not None:
+        history.remember(begun, found)
+    return messages, found.digests, found.lengths
 
 
 @contextmanager

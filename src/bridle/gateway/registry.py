@@ -12,10 +12,11 @@ import hmac
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bridle.capture.records import SessionRecord
 from bridle.config import Limits, SamplingPolicy
+from bridle.dialects.history import History
 from bridle.errors import ConfigError
 from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan
@@ -24,9 +25,6 @@ from bridle.gateway.keys import PREFIX, key_digest
 from bridle.prompting.canonical import AtomMemo
 from bridle.prompting.conversation import Conversation
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.types import Message
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 
@@ -78,8 +76,8 @@ class Session:
         self.conversation = Conversation()
         self.atoms = AtomMemo()
         """Memo of `canonical`."""
-        self.messages: dict[bytes, tuple[Message, ...]] = {}
-        """Memo of the dialects: each raw message is decoded once."""
+        self.messages = History()
+        """Memo of the dialects: each raw message is split, hashed and decoded once."""
         self.stored: set[bytes] = set()
         """Digests of the bodies that the store has."""
         self.calls: dict[str, Call] = {}
@@ -139,7 +137,7 @@ class Session:
         self.conversation = Conversation()
         self.calls.clear()
         self.atoms = AtomMemo()
-        self.messages.clear()
+        self.messages = History()
         self.stored.clear()
 
 

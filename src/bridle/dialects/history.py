@@ -1,0 +1,108 @@
+"""A session's memory of what its requests began with, so that a growing history is read once.
+
+Harnesses send their whole history again with every call. A body that begins with the bytes of an
+earlier one, up to the end of that one's last message, holds the same messages there: the same bytes
+put a JSON reader into the same state. So only what follows is split, hashed and decoded, and the
+cost of a request is one comparison of bytes plus its new messages. Comparing 100 kB takes 2 us,
+splitting and hashing them 110.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bridle.types import Message
+
+KEPT = 4
+"""Beginnings that a session remembers: one per conversation that goes on (agent, sub-agents)."""
+
+SMALLEST = 2_000
+"""Bytes below which remembering does not pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How an earlier body began, and what was read there."""
+
+    salt: bytes
+    """The dialect in the memo's keys."""
+    key: str
+    """The array's name."""
+    prefix: bytes
+    """The body up to the end of the array's last item."""
+    start: int
+    """Where in it the first item begins."""
+    items: tuple[bytes, ...]
+    digests: tuple[bytes, ...]
+    lengths: tuple[int, ...]
+    messages: tuple[Message, ...]
+
+    def rest(self, body: bytes) -> bytes | None:
+        """`body` without the items that are known; `None` if it does not begin like this."""
+        if not body.startswith(self.prefix):
+            return None
+        after = body[len(self.prefix) :]
+        # A second array of that name would be the one that counts.
+        if b'"%s"' % self.key.encode() in after:
+            return None
+        match after[:1]:
+            case b"]":
+                return body[: self.start] + after
+            case b"," if not after[1:].lstrip(b" \t\r\n").startswith(b"]"):
+                return body[: self.start] + after[1:]
+        return None
+
+
+class History(dict[bytes, tuple[Message, ...]]):
+    """A `bridle.dialects.base.SpanMemo` that remembers beginnings too; one per session.
+
+    Used by `bridle.dialects.reading` in this order: `find` when a body is split, `reads` when its
+    items are known, `begun` and `remember` when they are read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: list[Begun] = []
+        """Newest first."""
+        self._found: Begun | None = None
+        self._place: tuple[bytes, int, int] | None = None
+        """Body, start and end of the items that are being read."""
+
+    def find(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
+        """The longest known beginning of `body`, and the body without its items."""
+        self._found = self._place = None
+        best: tuple[Begun, bytes] | None = None
+        for begun in self._begun:
+            if begun.key != key or begun.salt != salt:
+                continue
+            if best is not None and len(begun.prefix) <= len(best[0].prefix):
+                continue
+            if (rest := begun.rest(body)) is not None:
+                best = begun, rest
+        return best
+
+    def reads(self, found: Begun | None, body: bytes, start: int, end: int) -> None:
+        """The items between these offsets of `body` are about to be read, after those `found`."""
+        self._found = found
+        self._place = (body, start, end) if end - start >= SMALLEST else None
+
+    def begun(self, items: Sequence[bytes]) -> Begun | None:
+        """What is known of the first of these items."""
+        found, self._found = self._found, None
+        if found is None or len(items) < len(found.items) or items[0] is not found.items[0]:
+            return None
+        return found
+
+    def remember(self, begun: Begun | None, read: Begun) -> None:
+        """Keep what was read of the present body, in place of the shorter beginning `begun`.
+
+        Of `read`, `prefix` and `start` are filled in here.
+        """
+        place, self._place = self._place, None
+        if place is None:
+            return
+        body, start, end = place
+        kept = [other for other in self._begun if other is not begun]
+        newest = replace(read, prefix=body[:end], start=start)
+        self._begun = [newest, *kept][:KEPT]

@@ -1,0 +1,141 @@
+"""What a session remembers of its bodies changes nothing but the work."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.history import KEPT, SMALLEST, History
+from bridle.errors import RequestError
+from bridle.types import Dialect
+
+CHAT = DIALECTS[Dialect.OPENAI_CHAT]
+LONG = "x" * SMALLEST
+
+
+def parsed(wire, body, memo):
+    """What a body is read as; a refusal as its text."""
+    route = Route(wire.dialect, RouteKind.GENERATE, model="m", stream=False)
+    try:
+        return wire.parse(route, body, memo)
+    except RequestError as error:
+        return str(error), error.param
+
+
+def chat(*texts, before="", after="", comma=","):
+    messages = comma.join(json.dumps({"role": "user", "content": text}) for text in texts)
+    return f'{{"model":"m"{before},"messages":[{messages}]{after}}}'.encode()
+
+
+class Counting(History):
+    """Counts the spans that had to be hashed and looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.looked = 0
+
+    def get(self, key, default=None):
+        self.looked += 1
+        return super().get(key, default)
+
+
+texts = st.lists(st.sampled_from([LONG, "a", '"messages"', "b]", "c,", "messages"]), max_size=6)
+frames = st.sampled_from(["", ',"stream":true', ',"tools":[{"type":"function"}]', ',"x":"]"'])
+
+
+@given(
+    bodies=st.lists(
+        st.builds(
+            lambda t, before, after, comma: chat(*t, before=before, after=after, comma=comma),
+            texts,
+            frames,
+            frames,
+            st.sampled_from([",", " , "]),
+        ),
+        max_size=8,
+    )
+)
+def test_a_body_is_read_the_same_whatever_was_read_before(bodies):
+    memo = History()
+    for body in bodies:
+        assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
+
+
+def test_only_new_messages_are_looked_at():
+    memo = Counting()
+    history = [LONG]
+    for turn in range(20):
+        parsed(CHAT, chat(*history), memo)
+        assert memo.looked == 2 * turn + 1
+        history += [f"answer {turn}", f"more {turn}"]
+
+
+def test_the_same_body_again_costs_nothing():
+    memo = Counting()
+    for _ in range(3):
+        parsed(CHAT, chat(LONG, "a"), memo)
+    assert memo.looked == 2
+
+
+def test_several_conversations_at_once_are_remembered():
+    memo = Counting()
+    for turn in range(3):
+        for name in range(KEPT):
+            parsed(CHAT, chat(f"{name}{LONG}", *map(str, range(turn))), memo)
+    assert memo.looked == KEPT * 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(LONG, "a", after=',"messages":[{"role":"user","content":"other"}]'),
+        chat(LONG, "a")[:-2] + b",]}",
+        chat(LONG, "a")[:-2],
+        chat(LONG, "a")[:-2] + b',{"role":5}]}',
+        chat(LONG, "a")[:-2] + b'x,{"role":"user"}]}',
+        chat(LONG, "a")[:-2] + b' ,{"role":"user","content":"b"}]}',
+    ],
+)
+def test_a_body_that_only_begins_alike_is_read_as_ever(body):
+    memo = History()
+    parsed(CHAT, chat(LONG, "a"), memo)
+    assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
+
+
+def test_a_fault_in_a_new_message_names_its_place():
+    memo = History()
+    parsed(CHAT, chat(LONG, "a"), memo)
+    body = chat(LONG, "a")[:-2] + b',{"role":"user","content":5}]}'
+    assert parsed(CHAT, body, memo)[1] == "messages[2].content"
+
+
+def test_two_dialects_in_one_session_are_kept_apart():
+    memo = History()
+    body = chat(LONG, "a", before=',"max_tokens":5')
+    for dialect in (Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.OPENAI_CHAT):
+        wire = DIALECTS[dialect]
+        assert parsed(wire, body, memo) == parsed(wire, body, {})
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_every_dialect_s_growing_history_is_read_the_same(dialect):
+    wire = DIALECTS[dialect]
+    memo, fresh = Counting(), Counting()
+    for turns in range(1, 5):
+        body = growing(dialect, turns)
+        assert parsed(wire, body, memo) == parsed(wire, body, dict(fresh))
+    assert memo.looked <= 5
+
+
+def growing(dialect, turns):
+    texts = [LONG, *map(str, range(turns))]
+    if dialect is Dialect.GOOGLE:
+        contents = [{"role": "user", "parts": [{"text": text}]} for text in texts]
+        return json.dumps({"contents": contents}, separators=(",", ":")).encode()
+    messages = [{"role": "user", "content": text} for text in texts]
+    field = "input" if dialect is Dialect.OPENAI_RESPONSES else "messages"
+    body = {"model": "m", "max_tokens": 5, field: messages}
+    return json.dumps(body, separators=(",", ":")).encode()
