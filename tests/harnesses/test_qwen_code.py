@@ -59,7 +59,8 @@ def test_what_would_make_runs_differ_is_off():
 
 def test_a_tasks_own_settings_stand_over_ours():
     made = settings_file(qwen(config={"tools": {"exclude": ["web_fetch"]}}))
-    assert made["tools"] == {"useRipgrep": False, "exclude": ["web_fetch"]}
+    search = {"toolSearch": {"enabled": False}}
+    assert made["tools"] == {"useRipgrep": False, **search, "exclude": ["web_fetch"]}
 
 
 def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):

@@ -54,7 +54,10 @@ def output_budget(context_length: int) -> int:
 def refuse_extras(
     agent: AgentSpec, *, transports: Collection[str] = TRANSPORTS, skills: bool = True
 ) -> None:
-    """Raise `ConfigError` where a task gives a program MCP servers or skills it can't use."""
+    """Raise `ConfigError` where a task gives a program MCP servers or skills it can't use.
+
+    So it does where there are no skills in the folder that is named.
+    """
     for server in agent.mcp_servers:
         if server.transport not in transports:
             can = ", ".join(transports) or "no MCP server at all"
@@ -66,6 +69,7 @@ def refuse_extras(
     if agent.skills_path is not None and not skills:
         message = f"agent.skills_path: {agent.harness!r} has no skills"
         raise ConfigError(message)
+    skill_folders(agent, "")
 
 
 def mcp_entries(agent: AgentSpec, remote: Callable[[McpServer], JSON]) -> JSON:

@@ -40,6 +40,9 @@ class QwenCodeSettings(Settings):
 
     api: Literal[Dialect.OPENAI_CHAT, Dialect.ANTHROPIC, Dialect.GOOGLE] = Dialect.OPENAI_CHAT
     """Wire format that it speaks."""
+    tool_search: bool = False
+    """Whether it hides the rarer half of its tools behind a search: a prompt shorter by a quarter,
+    and a tool list that may change in the middle of a conversation, which forks it."""
     config: JSON = Field(default_factory=dict)
     """Merged over our `settings.json`, e.g. `{"tools": {"exclude": ["web_fetch"]}}`."""
     args: tuple[str, ...] = ()
@@ -82,6 +85,8 @@ class QwenCode:
             **self._endpoint(context),
             "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
             "QWEN_CODE_NO_RELAUNCH": "true",
+            # Their tools are there from the first call on.
+            "QWEN_CODE_LEGACY_MCP_BLOCKING": "1",
             "QWEN_CODE_MAX_OUTPUT_TOKENS": str(output_budget(context.context_length)),
         }
         return Launch(
@@ -128,7 +133,10 @@ class QwenCode:
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "checkpointing": {"enabled": False}},
             "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
-            "tools": {"useRipgrep": False},
+            "tools": {
+                "useRipgrep": False,
+                "toolSearch": {"enabled": self._settings.tool_search},
+            },
             "security": {"auth": {"selectedType": AUTH[self.dialect]}},
             "model": {"name": context.model_name, "generationConfig": generation},
             "mcpServers": {

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from bridle.capture.records import SessionCapture, SessionRecord
 from bridle.capture.store import Store
-from bridle.config import Limits, SamplingPolicy, Settings, Task
+from bridle.config import AgentSpec, Limits, SamplingPolicy, Settings, Task
 from bridle.engines.base import EngineInfo
 from bridle.errors import ConfigError, HarnessError
 from bridle.evaluators import open_evaluator
@@ -111,6 +111,14 @@ def naming(task: Task) -> Iterator[None]:
         raise ConfigError(f"task {task.task_id!r}: {error}") from error
 
 
+def _located(task: Task) -> AgentSpec:
+    """The task's agent, with its skills where they are for this process."""
+    if task.agent.skills_path is None:
+        return task.agent
+    skills = Path(task.task_dir or "", task.agent.skills_path)
+    return task.agent.model_copy(update={"skills_path": str(skills)})
+
+
 class Node:
     """Runs sessions. Use as an async context manager, inside the gateway's and the store's own."""
 
@@ -167,7 +175,7 @@ class Node:
         with naming(task):
             make_runtime(task.runtime, "check", Path("check"))
             rebuild(_NOTHING, builder=task.builder)
-            return Plan(task, open_harness(task.agent), open_evaluator(task.evaluator))
+            return Plan(task, open_harness(_located(task)), open_evaluator(task.evaluator))
 
     async def install(self, harness: Harness) -> Path | None:
         """The harness's bundle, made now if it is not there; `HarnessError`, once found, stays."""

@@ -24,29 +24,32 @@ from google.adk.tools.mcp_tool.mcp_session_manager import (
     StreamableHTTPConnectionParams,
 )
 from google.adk.tools.mcp_tool.mcp_toolset import McpToolset
-from google.adk.tools.skill_toolset import SkillToolset
+from google.adk.tools.skill_toolset import SkillDiscoveryMode, SkillToolset
 from google.genai import errors, types
 from mcp import StdioServerParameters
 
 
 def toolset(config: dict[str, Any]) -> McpToolset:
-    """One MCP server's tools, as the SDK takes them."""
+    """One MCP server's tools, as the SDK takes them, named after it."""
+    params: StdioConnectionParams | SseConnectionParams | StreamableHTTPConnectionParams
     if config["transport"] == "stdio":
         process = StdioServerParameters(
             command=config["command"], args=config["args"], env=config["env"] or None
         )
-        return McpToolset(
-            connection_params=StdioConnectionParams(server_params=process, timeout=60)
-        )
-    kind = SseConnectionParams if config["transport"] == "sse" else StreamableHTTPConnectionParams
-    return McpToolset(connection_params=kind(url=config["url"], headers=config["headers"]))
+        params = StdioConnectionParams(server_params=process, timeout=60)
+    elif config["transport"] == "sse":
+        params = SseConnectionParams(url=config["url"], headers=config["headers"])
+    else:
+        params = StreamableHTTPConnectionParams(url=config["url"], headers=config["headers"])
+    return McpToolset(connection_params=params, tool_name_prefix=config["name"])
 
 
 async def run(config: dict[str, Any], instruction: str) -> str:
     """Let the agent do the task; returns its last word."""
     tools: list[Any] = [bash, *map(toolset, config["mcp_servers"])]
     if config["skills"]:
-        tools.append(SkillToolset([load_skill_from_dir(Path(one)) for one in config["skills"]]))
+        skills = [load_skill_from_dir(Path(one)) for one in config["skills"]]
+        tools.append(SkillToolset(skills, discovery_mode=SkillDiscoveryMode.EAGER))
     base_url = os.environ["GOOGLE_GEMINI_BASE_URL"]
     agent = LlmAgent(
         name="agent",

@@ -50,6 +50,8 @@ async def run(config: dict[str, Any], instruction: str) -> str:
             model=kind(model=config["model"], openai_client=client),
             tools=[function_tool(bash)],
             mcp_servers=servers,
+            # Two servers may have tools of one name, which ends the run otherwise.
+            mcp_config={"include_server_in_tool_names": True},
         )
         if not config["stream"]:
             return str(

@@ -15,8 +15,9 @@ from openhands.sdk.conversation.exceptions import ConversationRunError
 from openhands.sdk.conversation.state import ConversationExecutionStatus
 from openhands.sdk.event import Event
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
+from openhands.sdk.mcp.config import MCPServer
 from openhands.tools.preset.default import get_default_agent
-from pydantic import SecretStr
+from pydantic import SecretStr, TypeAdapter
 
 
 def show(event: Event) -> None:
@@ -44,9 +45,10 @@ def run(config: dict[str, Any], instruction: str) -> int:
         native_tool_calling=config["native_tool_calling"],
         **config["llm"],
     )
+    servers: TypeAdapter[Any] = TypeAdapter(dict[str, MCPServer])
     agent = get_default_agent(llm=llm, cli_mode=True).model_copy(
         update={
-            "mcp_config": {"mcpServers": config["mcp_servers"]} if config["mcp_servers"] else {},
+            "mcp_config": servers.validate_python(config["mcp_servers"]),
             "agent_context": AgentContext(load_user_skills=True, load_project_skills=True),
         }
     )

@@ -1,0 +1,84 @@
+"""Runs an unmodified program through a real gateway with a scripted engine, for the suite's tests.
+
+The script is the same for each: one call of the program's own shell tool, then two at once, then a
+last word. What each test then asks of the result is in `did_its_work`.
+"""
+
+from contextlib import asynccontextmanager
+
+from bridle.capture.sqlite import SqliteStore
+from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
+from bridle.gateway.app import Gateway
+from bridle.gateway.settings import GatewaySettings
+from bridle.lifecycle.manager import Node, NodeSettings
+from bridle.lifecycle.run_folder import RunFolder
+from bridle.prompting.renderer import load_renderer
+from bridle.testing import scripted_engine
+
+MADE = 'test "$(cat made.txt)" = hello && test "$(cat one.txt)" = 1 && test "$(cat two.txt)" = 2'
+
+TURNS = [
+    {
+        "reasoning": "A file is asked for.",
+        "content": "I make it.",
+        "shell": ["echo hello > made.txt"],
+    },
+    {"content": "Two more.", "shell": ["echo 1 > one.txt", "echo 2 > two.txt"]},
+    {"content": "All three files are there."},
+]
+
+NO_NODE = "/usr/local/bin:/usr/bin:/bin"
+
+
+@asynccontextmanager
+async def a_node(tmp_path, *, conversations=(), turns=TURNS, **gateway):
+    """A node with a real gateway whose engine plays `turns` where no conversation fits."""
+    engine = scripted_engine(list(turns), conversations=list(conversations), context_length=131_072)
+    (tmp_path / "scratch").mkdir()
+    async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
+        with RunFolder.create(tmp_path / "run", config={}) as folder:
+            async with (
+                Gateway(
+                    engine=engine,
+                    renderer=load_renderer("builtin"),
+                    store=store,
+                    settings=GatewaySettings(**gateway),
+                ) as open_gateway,
+                Node(
+                    gateway=open_gateway,
+                    store=store,
+                    folder=folder,
+                    settings=NodeSettings(),
+                    scratch_base=tmp_path / "scratch",
+                ) as node,
+            ):
+                yield node
+
+
+async def run(tmp_path, harness, *, check=MADE, agent=None, runtime=None, **house):
+    """One session of `harness`; returns its result and the exchanges that it left."""
+    task = Task(
+        task_id=f"real-{harness}",
+        instruction='Make the files "made.txt", one.txt and two.txt.',
+        agent=AgentSpec(harness=harness, **(agent or {})),
+        runtime=RuntimeSpec(**(runtime or {})),
+        evaluator=EvaluatorSpec(strategy="command", config={"command": check}),
+        task_dir=str(tmp_path),
+    )
+    async with a_node(tmp_path, **house) as node:
+        result = await node.run(task)
+        return result, node.store.read(result.session_id).exchanges
+
+
+def did_its_work(result, exchanges, *, calls=3):
+    """The run succeeded, every call extends the one before, and all that was sampled trains."""
+    assert (result.status, result.cause, result.error) == ("COMPLETED", None, None), result.error
+    assert (result.reward, result.exit_code, result.signal) == (1.0, 0, None)
+    stats = result.trajectory.metadata["stats"]
+    assert (stats["exchanges"], stats["roots"], stats["branches"]) == (calls, 1, 0), [
+        (e.kind, e.root_reason, e.parent_id) for e in exchanges
+    ]
+    assert stats["merge_ratio"] == 1.0
+    assert stats["breaks"] == []
+    assert stats["tokens_captured"] == stats["tokens_trained"]
+    assert [len(trace.exchange_ids) for trace in result.trajectory.traces] == [calls]

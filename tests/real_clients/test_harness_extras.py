@@ -1,0 +1,92 @@
+"""MCP servers and skills of a task reach the unmodified programs in the form that each takes."""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+from tests.real_clients.real import run
+
+from bridle.prompting.renderer import load_renderer
+
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+
+SERVER = Path(__file__).with_name("mcp_server.py")
+SKILL = """---
+name: tidy-up
+description: How to put the quartzbarn files in order.
+---
+Remove what is not needed.
+"""
+
+PREFIXES = {
+    "claude_agent_sdk": "mcp__{}__",
+    "claude_code": "mcp__{}__",
+    "cline": "{}__",
+    "codex": "mcp__{}__",
+    "copilot": "{}-",
+    "gemini_cli": "mcp_{}_",
+    "google_adk": "{}_",
+    "openai_agents": "mcp_{}__",
+    "opencode": "{}_",
+    "openhands": "{}_",
+    "qwen_code": "mcp__{}__",
+}
+"""What each program puts before the name of a server's tool."""
+
+
+@contextlib.asynccontextmanager
+async def http_server(folder):
+    """An MCP server over HTTP; yields its URL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(SERVER), str(folder / "stamps.txt"), str(folder / "port")
+    )
+    try:
+        while not (folder / "port").exists() or not (folder / "port").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        yield f"http://127.0.0.1:{(folder / 'port').read_text()}/mcp"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("harness", sorted(PREFIXES))
+async def test_tools_of_mcp_servers_are_called_over_stdio_and_http(tmp_path, harness):
+    stdio = {
+        "name": "near",
+        "command": sys.executable,
+        "args": [str(SERVER), str(tmp_path / "stamps.txt")],
+    }
+    near, far = (PREFIXES[harness].format(name) + "stamp" for name in ("near", "far"))
+    turns = [
+        {"tool_calls": [{"name": near, "arguments": {"text": "by stdio"}}]},
+        {"tool_calls": [{"name": far, "arguments": {"text": "by http"}}]},
+        {"content": "Both are stamped."},
+    ]
+    async with http_server(tmp_path) as url:
+        remote = {"name": "far", "transport": "streamable-http", "url": url}
+        result, exchanges = await run(
+            tmp_path, harness, agent={"mcp_servers": [stdio, remote]}, turns=turns, check="true"
+        )
+    assert (result.status, result.error) == ("COMPLETED", None)
+    assert (tmp_path / "stamps.txt").read_text().split("\n")[:2] == ["by stdio", "by http"]
+    assert len(exchanges) == 3
+    assert result.trajectory.metadata["stats"]["merge_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("harness", sorted(set(PREFIXES) - {"openai_agents"}))
+async def test_skills_are_told_to_the_model(tmp_path, harness):
+    (tmp_path / "skills/tidy-up").mkdir(parents=True)
+    (tmp_path / "skills/tidy-up/SKILL.md").write_text(SKILL)
+    result, exchanges = await run(
+        tmp_path,
+        harness,
+        agent={"skills_path": "skills"},
+        turns=[{"content": "I see it."}],
+        check="true",
+    )
+    assert (result.status, result.error) == ("COMPLETED", None)
+    # Cline tells only their names.
+    told = "tidy-up" if harness == "cline" else "quartzbarn"
+    assert told in load_renderer("builtin").decode(exchanges[0].suffix_ids)
