@@ -4,6 +4,7 @@ import secrets
 import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -26,7 +27,8 @@ def spawn(command, *, env=None, session=True):
 
 
 def end(process):
-    os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
 
