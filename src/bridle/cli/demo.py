@@ -55,11 +55,13 @@ def demo(
     show_part(real)
     show_tree(real)
     console.rule("[bold]2. A small model samples for a light script harness")
+    from bridle.cli.demo_model import demo_model
     from bridle.cli.demo_policy import policy_part, show_policy
 
-    policy, model = policy_part(out / "policy", fresh, rebuild_model=rebuild_model)
+    model = demo_model(again=rebuild_model)
+    policy = policy_part(out / "policy", fresh, model)
     rate = show_policy(policy, model)
-    summary = {
+    summary: JSON = {
         "sessions": real.sessions + policy.sessions,
         "success_rate": rate,
         "model": str(model),

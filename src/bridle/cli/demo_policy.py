@@ -9,7 +9,6 @@ from pathlib import Path
 from bridle.cli.batch import Batch, run_batch
 from bridle.cli.captured import sessions
 from bridle.cli.demo import FRESH_SEED, Part, light_agent_command, show_part
-from bridle.cli.demo_model import demo_model
 from bridle.cli.output import console
 from bridle.config import BuilderSpec, Task
 from bridle.datasets.lookups import Lookup, lookups, write_files
@@ -19,13 +18,12 @@ SHOWN = 6
 """Sessions of this part that are listed one by one."""
 
 
-def policy_part(folder: Path, count: int, *, rebuild_model: bool) -> tuple[Part, Path]:
-    """Run `count` fresh lookups with the small model, which is made first if need be."""
-    model = demo_model(again=rebuild_model)
+def policy_part(folder: Path, count: int, model: Path) -> Part:
+    """Run `count` fresh lookups with the model in a folder."""
     tasks = [_task(task, folder / "tasks") for task in lookups(count, seed=FRESH_SEED)]
     began = time.monotonic()
     batch = Batch(tasks, f"embedded:{model}", None, folder / "run", 8, "light agent, small model")
-    return Part(folder / "run", run_batch(batch), time.monotonic() - began), model
+    return Part(folder / "run", run_batch(batch), time.monotonic() - began)
 
 
 def _task(task: Lookup, folder: Path) -> Task:
@@ -54,7 +52,9 @@ def show_policy(part: Part, model: Path) -> float:
     show_part(Part(part.folder, part.sessions[:SHOWN], part.seconds))
     rate = sum(line["reward"] or 0.0 for line in part.sessions) / len(part.sessions)
     calls = sum(line["exchanges"] for line in part.sessions)
-    console.print(f"... and {len(part.sessions) - SHOWN} more; model: {model}")
+    if (more := len(part.sessions) - SHOWN) > 0:
+        console.print(f"... and {more} more")
+    console.print(f"model: {model}")
     console.print(
         f"[bold]{rate:.0%}[/] of {len(part.sessions)} fresh tasks right, {calls} model calls; the "
         "model learned from a demonstrator that is weak on purpose"
