@@ -1,5 +1,6 @@
 """Random sessions for the laws: trees with retries, sub-agents, compaction, abandoned calls."""
 
+import numpy as np
 from hypothesis import strategies as st
 from tests.capture.made import MadeSession
 
@@ -16,18 +17,22 @@ MOVES = ("extend",) * 6 + ("root", "retry", "branch", "partial", "fork")
 
 
 @st.composite
-def sessions(draw, max_calls=14):
-    """A `MadeSession` of up to `max_calls` exchanges, in order of capture."""
+def sessions(draw, max_calls=14, drift=False):
+    """A `MadeSession` of up to `max_calls` exchanges, in order of capture.
+
+    With `drift` some prompts are a chat template's, that writes sampled turns in its own way.
+    """
     made = MadeSession(seed=draw(st.integers(0, 3)), texts=False)
+    moves = (*MOVES, *("template",) * 6) if drift else MOVES
     for number in range(draw(st.integers(0, max_calls))):
-        _call(draw, made, number)
+        _call(draw, made, number, moves)
     if draw(st.booleans()):
         made.end(draw(st.sampled_from([0.0, 1.0, None])))
     return made
 
 
-def _call(draw, made, number):
-    move = draw(st.sampled_from(MOVES)) if number else "root"
+def _call(draw, made, number, moves):
+    move = draw(st.sampled_from(moves)) if number else "root"
     fields = {
         "output": draw(st.integers(0, 6)),
         "kind": draw(st.sampled_from(KINDS)),
@@ -64,5 +69,18 @@ def _call(draw, made, number):
                 new=new,
                 continues=before.exchange_id,
                 root_reason=draw(st.sampled_from(["history_changed", "partial"])),
+                **fields,
+            )
+        case "template":
+            shown = made.full(before.exchange_id)
+            at = draw(st.integers(0, len(shown)))
+            mended = draw(st.integers(0, 2))
+            again = np.concatenate([shown[: len(shown) - at], made.ids(mended), shown[-1:]])
+            made.call(
+                None,
+                new=np.concatenate([again if draw(st.booleans()) else shown, made.ids(new)]),
+                continues=before.exchange_id,
+                root_reason="engine_prompt",
+                extra=draw(st.sampled_from([{}, {}, {"drift": "changed"}])),
                 **fields,
             )

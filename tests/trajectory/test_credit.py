@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from bridle.trajectory.credit import (
     grpo_advantages,
+    leave_one_out_baselines,
+    returns_to_go,
     rloo_advantages,
     session_weights,
+    token_advantages,
     token_weights,
 )
 
@@ -75,3 +78,21 @@ def test_all_tokens_of_a_session_together_weigh_one():
     assert token_weights([30, 10]) @ np.array([30, 10]) == pytest.approx(1.0)
     assert token_weights([0, 0]).tolist() == [0.0, 0.0]
     assert token_weights([]).tolist() == []
+
+
+def test_each_is_held_against_the_mean_of_the_others():
+    baselines = leave_one_out_baselines([1.0, 0.0, math.nan, 0.5])
+    assert baselines.tolist() == [0.25, 0.75, 0.5, 0.5]
+    assert np.isnan(leave_one_out_baselines([1.0, math.nan])).tolist() == [True, False]
+    assert rloo_advantages([1.0, 0.0, math.nan, 0.5]).tolist() == [0.75, -0.75, 0.0, 0.0]
+
+
+def test_an_advantage_falls_on_the_tokens_that_train():
+    assert token_advantages([1, 0, 1], -0.5).tolist() == [-0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("discount", "expected"), [(1.0, [3.0, 2.0, 2.0]), (0.5, [1.5, 1.0, 2.0]), (0.0, [1, 0, 2])]
+)
+def test_a_token_is_worth_what_follows_it(discount, expected):
+    assert returns_to_go([1.0, 0.0, 2.0], discount=discount).tolist() == expected

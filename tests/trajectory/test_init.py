@@ -1,5 +1,7 @@
 """The laws of trajectories, over random conversations and over hand-made ones."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,13 +9,13 @@ from hypothesis import strategies as st
 from tests.capture.made import MadeSession
 from tests.trajectory.conversations import sessions
 
-from bridle.capture.records import SessionCapture
+from bridle.capture.records import Damaged, SessionCapture
 from bridle.config import BuilderSpec
 from bridle.errors import ConfigError
 from bridle.trajectory import build, rebuild, with_outcome
-from bridle.trajectory.result import trace_metadata, trajectory_bytes
+from bridle.trajectory.result import trace_json, trace_metadata, trajectory_bytes
 from bridle.trajectory.sample import MaskReason
-from bridle.types import DeliveryState, Kind, VersionSpan
+from bridle.types import DeliveryState, FinishReason, Kind, VersionSpan
 
 STRATEGIES = ("per_request", "prefix_merging", "tree")
 
@@ -230,6 +232,126 @@ def test_what_a_length_limit_costs_is_counted(overlong, traces, trained):
     assert numbers["tokens_excluded"] == {"truncated": 15 - trained}
     for trace in trajectory.traces:
         assert trace.metadata["tokens_trained"] == trained
+
+
+def test_an_overlong_trace_can_stay_and_is_counted():
+    trajectory = built(chain(3), {"max_tokens": 30, "overlong": "keep"})
+    numbers = stats(trajectory)
+    assert (numbers["tokens_trained"], numbers["overlong"]) == (15, 1)
+
+
+def cut_sessions():
+    """How a session can be cut, with what its numbers call it."""
+    by_length = chain(1)
+    by_length.call("x0", finish_reason=FinishReason.LENGTH)
+    by_length.end()
+    by_time, by_limit = chain(2), chain(2)
+    by_time.end(None, status="TIMEOUT")
+    by_limit.end(0.0, status="ERROR", cause="limit")
+    return [(by_length, "length"), (by_time, "timeout"), (by_limit, "limit")]
+
+
+@pytest.mark.parametrize(("made", "why"), cut_sessions(), ids=lambda value: str(value)[:7])
+@pytest.mark.parametrize(
+    ("setting", "traces", "trained"), [("keep", 1, 10), ("mask", 1, 0), ("drop", 0, 0)]
+)
+def test_what_becomes_of_a_session_that_was_cut_is_a_setting(made, why, setting, traces, trained):
+    trajectory = built(made, {"truncated": setting})
+    numbers = stats(trajectory)
+    assert (len(trajectory.traces), numbers["traces"]) == (traces, traces)
+    assert (numbers["tokens_trained"], numbers["truncated"]) == (trained, why)
+    assert numbers["tokens_excluded"] == ({} if trained else {"truncated": 10})
+    for trace in trajectory.traces:
+        assert trace.loss_mask.sum() == trace.metadata["tokens_trained"] == trained
+    without = rebuild(
+        dataclasses.replace(made.capture(), outcome=None),
+        builder=BuilderSpec(config={"truncated": setting}),
+    )
+    assert trajectory_bytes(with_outcome(without, made.outcome)) == trajectory_bytes(trajectory)
+
+
+def test_a_session_that_ended_by_itself_is_not_truncated():
+    made = chain(2)
+    made.call("x1", kind=Kind.SIDE, finish_reason=FinishReason.LENGTH)
+    made.end()
+    numbers = stats(built(made, {"truncated": "drop"}))
+    assert (numbers["truncated"], numbers["tokens_trained"]) == (None, 10)
+
+
+def test_each_token_gets_its_own_reward_where_they_fit():
+    made = chain(2)
+    made.end(0.5, metadata={"token_rewards": [[0.25] * 20]})
+    trajectory = built(made)
+    (trace,) = trajectory.traces
+    assert trace.token_rewards.tolist() == [0.25] * 20
+    assert trace.reward == 0.5
+    made.end(0.5, metadata={"token_rewards": [[0.25] * 19]})
+    trajectory = built(made)
+    assert trajectory.traces[0].token_rewards is None
+    assert "token_rewards_ignored" in trajectory.metadata
+
+
+def test_a_damaged_row_is_an_exclusion_and_the_rest_is_built():
+    made = chain(2)
+    made.call(None, continues=None)
+    made.call("x2")
+    capture = dataclasses.replace(
+        made.capture(),
+        exchanges=[made.exchanges[0], made.exchanges[1], made.exchanges[3]],
+        damaged=[Damaged("x2", 5, "ValueError")],
+    )
+    trajectory = rebuild(capture)
+    numbers = stats(trajectory)
+    assert numbers["exchanges"] == 4
+    assert (numbers["tokens_captured"], numbers["tokens_trained"]) == (20, 10)
+    assert numbers["tokens_excluded"] == {"broken": 10}
+    assert {b["exchange"]: b["reason"] for b in numbers["breaks"]} == {
+        "x2": "damaged_row",
+        "x3": "unknown_parent",
+    }
+
+
+# ---- media
+
+IMAGE = "data:image/png;base64,aGk="
+
+
+def an_image_session():
+    """One call with an image in its message."""
+    made = MadeSession()
+
+    def shown(source):
+        part = {"type": "image_url", "image_url": {"url": source}}
+        return {"role": "user", "content": [{"type": "text", "text": "see"}, part]}
+
+    made.call(first_message=shown(IMAGE))
+    return made
+
+
+def test_images_stand_in_order_with_their_placeholders():
+    made = an_image_session()
+    (plain,) = built(made).traces
+    (part,) = plain.media
+    digest = part["digest"]
+    place = {"digest": digest, "start": 2, "length": 4, "grid": [1, 2, 2]}
+    for extra in ({"media": [place]}, {"engine": {"media": [place]}}):
+        made.exchanges[0] = dataclasses.replace(made.exchanges[0], extra=extra)
+        (trace,) = built(made).traces
+        assert trace.media == [{"media_type": "image/png", **place}]
+        assert trace_json(trace)["media"] == [{"media_type": "image/png", **place}]
+    made.exchanges[0] = dataclasses.replace(made.exchanges[0], extra={})
+    (trace,) = built(made).traces
+    assert trace.media == [{"digest": digest, "media_type": "image/png"}]
+
+
+def test_without_bodies_the_placeholders_are_what_the_engine_told():
+    made = an_image_session()
+    place = {"digest": "d", "start": 2, "length": 4}
+    made.exchanges[0] = dataclasses.replace(made.exchanges[0], extra={"media": [place]})
+    trajectory = build(
+        made.record, made.exchanges, made.deliveries, None, builder=BuilderSpec(), train=list(Kind)
+    )
+    assert trajectory.traces[0].media == [place]
 
 
 def test_a_session_without_an_outcome_runs():

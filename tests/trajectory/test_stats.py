@@ -33,6 +33,9 @@ def test_an_append_only_session():
         "merge_ratio": 1.0,
         "drift": {"exact": 3},
         "breaks": [],
+        "spliced": {"spans": 0, "tokens": 0},
+        "overlong": 0,
+        "truncated": None,
     }
 
 
@@ -48,6 +51,9 @@ def test_an_empty_session():
         "merge_ratio": 1.0,
         "drift": {},
         "breaks": [],
+        "spliced": {"spans": 0, "tokens": 0},
+        "overlong": 0,
+        "truncated": None,
     }
 
 
@@ -116,7 +122,16 @@ def test_breaks_are_told_in_order():
     made = chain(2)
     made.call(None, continues="x1", root_reason="tools_changed", new=made.full("x1")[:4])
     made.call("x1", prompt_digest=b"wrong")
-    assert numbers(made)["breaks"] == [
-        {"exchange": "x2", "position": 4, "reason": "tools_changed"},
-        {"exchange": "x3", "position": 0, "reason": "digest_mismatch"},
-    ]
+    old = made.full("x1")[4:20].tolist()
+    first, second = numbers(made)["breaks"]
+    assert first == {
+        "exchange": "x2",
+        "position": 4,
+        "reason": "tools_changed",
+        "ids": [old, []],
+    }
+    assert second == {"exchange": "x3", "position": 0, "reason": "digest_mismatch"}
+    told = rebuild(made.capture(), decode=lambda ids: " ".join(map(str, ids)))
+    first, second = told.metadata["stats"]["breaks"]
+    assert first["texts"] == [" ".join(map(str, old)), ""]
+    assert "texts" not in second

@@ -19,6 +19,8 @@ Any reader of Parquet can use the file (pyarrow, pandas, polars, `datasets`). Co
 | prompt_messages, response_messages, tools | string | JSON in the form of OpenAI Chat |
 | reward | double | of the trace |
 | metadata | string | JSON |
+| token_rewards | list<float> | reward of each response id; null = none given |
+| media | string | JSON: images on the path with their placeholders |
 
 A session without any trace has no row; it stands, as its JSON, in the file's metadata under
 `sessions_without_traces`, so that reading gives back every trajectory that was written.
@@ -78,6 +80,7 @@ SCHEMA = pa.schema(
     + [("finish_reason", pa.string()), ("logprob_mode", pa.string())]
     + [(name, pa.string()) for name in _JSON[:3]]
     + [("reward", pa.float64()), ("metadata", pa.string())]
+    + [("token_rewards", pa.list_(pa.float32())), ("media", pa.string())]
 )
 
 
@@ -188,6 +191,8 @@ def _table(rows: Sequence[tuple[Trajectory, Trace]]) -> pa.Table:
     for name in _JSON[:3]:
         values = [getattr(trace, name) for trace in traces]
         columns[name] = [None if value is None else encode([*value]).decode() for value in values]
+    columns["token_rewards"] = [trace.token_rewards for trace in traces]
+    columns["media"] = [encode([*trace.media]).decode() for trace in traces]
     for name, kind in _ARRAYS.items():
         columns[name] = _lists([getattr(trace, name) for trace in traces], kind)
     arrays = [pa.array(columns[field.name], type=field.type) for field in SCHEMA]
@@ -241,4 +246,8 @@ def _trace(values: dict[str, Any]) -> Trace:
         fields[name] = None if text is None else orjson.loads(text)
     for name in ("exchange_ids", "turn_ends"):
         fields[name] = tuple(values[name].as_py())
+    if "token_rewards" in values:
+        rewards = values["token_rewards"].as_py()
+        given = None if rewards is None else np.array(rewards, dtype=np.float32)
+        fields |= {"token_rewards": given, "media": orjson.loads(values["media"].as_py())}
     return Trace(**fields)

@@ -1,8 +1,9 @@
 """Trajectories: pure functions of what capture holds.
 
 `rebuild(capture)` is the one way from facts to a trajectory, live and offline: `graph` grows the
-conversation and checks token identity, `masks` says why each sampled token trains or not,
-`builders` choose paths and put the arrays together, `transcript` adds the messages, `stats` counts.
+conversation and checks token identity, `drift` joins what a template wrote anew, `masks` says why
+each sampled token trains or not, `builders` choose paths and put the arrays together, `transcript`
+adds the messages, `stats` counts.
 `packing` lays traces out as one tree, `sample` holds the values that come out, `result` their JSON,
 `credit` turns rewards into advantages, `tree` draws a conversation for people.
 
@@ -13,24 +14,45 @@ exchanges were captured.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from pydantic import Field, ValidationError
 
-from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.capture.records import (
+    Damaged,
+    Delivery,
+    Exchange,
+    Outcome,
+    SessionCapture,
+    SessionRecord,
+)
 from bridle.config import BuilderSpec, Settings, Task, explain
 from bridle.errors import ConfigError
 from bridle.plugins import load
-from bridle.trajectory.builders import BUILDERS, Builder, Plan, assemble, masked, shorten
+from bridle.trajectory.builders import (
+    BUILDERS,
+    Builder,
+    Plan,
+    assemble,
+    masked,
+    per_request,
+    shorten,
+)
 from bridle.trajectory.builders import tree as tree_paths
-from bridle.trajectory.graph import Graph, grow, order_of
-from bridle.trajectory.masks import Marks, mark
+from bridle.trajectory.drift import Joined, join
+from bridle.trajectory.graph import Node, grow, order_of
+from bridle.trajectory.masks import mark
 from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
-from bridle.trajectory.stats import measure
-from bridle.trajectory.transcript import Transcript
-from bridle.types import JSON, Kind, SessionStatus
+from bridle.trajectory.stats import Built, measure, with_texts
+from bridle.trajectory.transcript import Messages, Transcript
+from bridle.types import JSON, Cause, FinishReason, Kind, SessionStatus
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
 
 __all__ = ["BUILDERS", "MaskReason", "Trace", "Trajectory", "build", "rebuild", "with_outcome"]
 
@@ -42,10 +64,25 @@ class BuilderConfig(Settings):
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest trace, prompt and response together; `None` = any length."""
-    overlong: Literal["truncate", "mask", "drop"] = "truncate"
-    """What becomes of a longer one: its last turns go, nothing in it trains, or it goes."""
+    overlong: Literal["truncate", "keep", "mask", "drop"] = "truncate"
+    """What becomes of a longer one: its last turns go, it stays, nothing in it trains, or it
+    goes."""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """What becomes of the traces of a session that was cut: by its time, by a limit, or its last
+    reply by its length."""
+    on_drift: Literal["fork", "splice"] = "fork"
+    """Where an engine's template wrote a turn anew: fork, or keep the sampled tokens and flag what
+    later turns saw as others (`bridle.trajectory.drift`). `per_request` never splices."""
+    close_token_ids: tuple[int, ...] = ()
+    """Tokens that end a turn, as sampled or in the template; for `splice`."""
     end_of_turn_token_id: int | None = None
-    """Taken from clients of Polar, whose builder needs it; ids here are exact without it."""
+    """One more of `close_token_ids`, by the name that Polar's clients use."""
+
+    @property
+    def closes(self) -> tuple[int, ...]:
+        """All tokens that end a turn."""
+        one = self.end_of_turn_token_id
+        return self.close_token_ids if one is None else (*self.close_token_ids, one)
 
 
 def rebuild(
@@ -53,11 +90,13 @@ def rebuild(
     *,
     builder: BuilderSpec | None = None,
     train: Collection[Kind] | None = None,
+    decode: Callable[[Ids], str] | None = None,
 ) -> Trajectory:
     """A session's trajectory from everything that capture holds of it.
 
     `builder` and `train` are those of the session's own metadata where they are `None` (the
-    defaults of a task if it has none either). Raises `ConfigError` for an unknown builder or
+    defaults of a task if it has none either). `decode` turns ids into text: the breaks then have
+    both texts beside their ids. Raises `ConfigError` for an unknown builder or
     setting; faults in the exchanges become exclusions and `breaks`, never an error.
     """
     session = capture.session
@@ -68,7 +107,7 @@ def rebuild(
             raise explain(error, f"session {session.session_id}: builder") from None
     if train is None:
         train = _kinds(session)
-    return build(
+    built = build(
         capture.session,
         capture.exchanges,
         capture.deliveries,
@@ -76,7 +115,12 @@ def rebuild(
         builder=builder,
         train=train,
         bodies=capture.bodies,
+        damaged=capture.damaged,
     )
+    if decode is None:
+        return built
+    stats = with_texts(built.metadata["stats"], decode)
+    return dataclasses.replace(built, metadata=built.metadata | {"stats": stats})
 
 
 def _kinds(session: SessionRecord) -> Collection[Kind]:
@@ -100,8 +144,11 @@ def build(
     builder: BuilderSpec,
     train: Collection[Kind],
     bodies: Mapping[bytes, bytes] | None = None,
+    damaged: Sequence[Damaged] = (),
 ) -> Trajectory:
     """A session's trajectory. `bodies` give the traces their messages; without them, none.
+
+    `damaged` rows are counted as excluded.
 
     Linear in the new tokens of the session plus the length of its traces. Raises `ConfigError`.
     """
@@ -110,12 +157,18 @@ def build(
         config = BuilderConfig.model_validate(builder.config)
     except ValidationError as error:
         raise explain(error, f"builder {builder.strategy}: config") from None
-    graph = grow(session.session_id, exchanges)
+    grown = grow(session.session_id, exchanges)
+    splice = config.on_drift == "splice" and choose is not per_request
+    joined = join(grown, splice=splice, close_token_ids=config.closes)
+    graph = joined.graph
     marks = mark(graph, exchanges, deliveries, train)
     plans = sorted(choose(graph, marks), key=_place)
     transcript = None if bodies is None else Transcript(exchanges, bodies)
-    traces, truncated = _traces(session, builder.strategy, config, graph, marks, plans, transcript)
-    stats = measure(graph, marks, exchanges, traces, truncated)
+    name = f"{session.session_id}/{builder.strategy}"
+    whole = [assemble(plan, marks, f"{name}/{number}") for number, plan in enumerate(plans)]
+    built = _limited(whole, config, _last_cut(exchanges, train))
+    traces = [_described(trace, joined, transcript) for trace in built.traces]
+    stats = measure(joined, marks, exchanges, built, damaged=damaged)
     metadata = _metadata(session, builder, train, stats, plans)
     if choose is tree_paths:
         metadata["tree"] = _tree(traces)
@@ -129,27 +182,74 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
     """The trajectory of a session that has ended: status, error and rewards are the outcome's.
 
     The same as building it with the outcome. Rewards per trace are used if there is one for each
-    trace; else every trace gets the session's reward and the metadata says so.
+    trace; else every trace gets the session's reward and the metadata says so. Rewards per token
+    (`outcome.metadata["token_rewards"]`, one list per trace) must fit each trace's response.
     """
+    metadata, traces = trajectory.metadata, trajectory.traces
     rewards: Sequence[float | None] | None = outcome.trace_rewards
-    metadata = trajectory.metadata
-    if rewards is not None and len(rewards) != len(trajectory.traces):
-        note = f"{len(rewards)} rewards for {len(trajectory.traces)} traces"
+    if rewards is not None and len(rewards) != len(traces):
+        note = f"{len(rewards)} rewards for {len(traces)} traces"
         metadata = metadata | {"trace_rewards_ignored": note}
         rewards = None
     if rewards is None:
-        rewards = [outcome.reward] * len(trajectory.traces)
-    return dataclasses.replace(
+        rewards = [outcome.reward] * len(traces)
+    tokens: Sequence[Sequence[float] | None] = outcome.metadata.get("token_rewards") or ()
+    if tokens and [len(own or ()) for own in tokens] != [len(t.response_ids) for t in traces]:
+        metadata = metadata | {"token_rewards_ignored": "they do not fit the traces' responses"}
+        tokens = ()
+    ended = dataclasses.replace(
         trajectory,
         status=outcome.status,
         reward=outcome.reward,
         error=outcome.error,
         metadata=metadata,
         traces=tuple(
-            dataclasses.replace(trace, reward=reward)
-            for trace, reward in zip(trajectory.traces, rewards, strict=True)
+            dataclasses.replace(
+                trace,
+                reward=reward,
+                token_rewards=None if own is None else np.asarray(own, dtype=np.float32),
+            )
+            for trace, reward, own in zip(
+                traces, rewards, tokens or [None] * len(traces), strict=True
+            )
         ),
     )
+    return _cut_by(ended, outcome)
+
+
+def _cut_by(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
+    """What the task's setting leaves of a session that its time or a limit ended."""
+    cut = outcome.cause if outcome.cause in (Cause.TIMEOUT, Cause.LIMIT) else None
+    if cut is None and outcome.status == SessionStatus.TIMEOUT:
+        cut = Cause.TIMEOUT
+    stats = trajectory.metadata.get("stats")
+    if cut is None or stats is None:
+        return trajectory
+    setting = trajectory.metadata["builder"]["config"].get("truncated", "keep")
+    stats = stats | {"truncated": str(cut)}
+    traces: Sequence[Trace] = trajectory.traces
+    if setting != "keep":
+        lost = stats["tokens_trained"]
+        excluded = Counter(stats["tokens_excluded"])
+        excluded[MaskReason.TRUNCATED.key] += lost
+        traces = _without_training(traces) if setting == "mask" else ()
+        stats |= {
+            "tokens_trained": 0,
+            "traces": len(traces),
+            "tokens_excluded": {name: n for name, n in sorted(excluded.items()) if n},
+        }
+    metadata = trajectory.metadata | {"stats": stats, "trace_count": stats["traces"]}
+    return dataclasses.replace(trajectory, traces=tuple(traces), metadata=metadata)
+
+
+def _without_training(traces: Iterable[Trace]) -> list[Trace]:
+    """The traces with nothing left to train; their metadata says so."""
+    return [
+        dataclasses.replace(
+            masked(trace, MaskReason.TRUNCATED), metadata=trace.metadata | {"tokens_trained": 0}
+        )
+        for trace in traces
+    ]
 
 
 def _place(plan: Plan) -> tuple[tuple[float, str], tuple[float, str]]:
@@ -160,26 +260,25 @@ def _place(plan: Plan) -> tuple[tuple[float, str], tuple[float, str]]:
     return order_of(root.exchange), order_of(plan.leaf.exchange)
 
 
-def _traces(
-    session: SessionRecord,
-    strategy: str,
-    config: BuilderConfig,
-    graph: Graph,
-    marks: Marks,
-    plans: Sequence[Plan],
-    transcript: Transcript | None,
-) -> tuple[list[Trace], int]:
-    """The traces of all plans, and how many tokens train nowhere because of a length limit."""
-    traces: list[Trace] = []
-    truncated = 0
-    for number, plan in enumerate(plans):
-        whole = assemble(plan, marks, f"{session.session_id}/{strategy}/{number}")
-        trace = _within(whole, config)
-        kept = 0 if trace is None else int(trace.loss_mask.sum())
-        truncated += int(whole.loss_mask.sum()) - kept
-        if trace is not None:
-            traces.append(_described(trace, graph, transcript))
-    return traces, truncated
+def _last_cut(exchanges: Sequence[Exchange], train: Collection[Kind]) -> str | None:
+    """`length` if the last reply that may train was cut by its length."""
+    replies = [exchange for exchange in exchanges if exchange.kind in train]
+    last = max(replies, key=order_of, default=None)
+    cut = last is not None and last.finish_reason is FinishReason.LENGTH
+    return str(FinishReason.LENGTH) if cut else None
+
+
+def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> Built:
+    """What the settings leave of the traces, and how many tokens they cost."""
+    limit = config.max_tokens
+    sizes = [len(trace.prompt_ids) + len(trace.response_ids) for trace in whole]
+    overlong = 0 if limit is None else sum(size > limit for size in sizes)
+    kept = [short for trace in whole if (short := _within(trace, config)) is not None]
+    if cut is not None and config.truncated != "keep":
+        mask = config.truncated == "mask"
+        kept = [masked(trace, MaskReason.TRUNCATED) for trace in kept] if mask else []
+    lost = sum(int(t.loss_mask.sum()) for t in whole) - sum(int(t.loss_mask.sum()) for t in kept)
+    return Built(kept, lost, overlong, cut)
 
 
 def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
@@ -187,14 +286,17 @@ def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
     size = len(trace.prompt_ids) + len(trace.response_ids)
     if config.max_tokens is None or size <= config.max_tokens:
         return trace
+    if config.overlong == "keep":
+        return trace
     if config.overlong == "truncate":
         return shorten(trace, config.max_tokens)
     return masked(trace, MaskReason.TRUNCATED) if config.overlong == "mask" else None
 
 
-def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Trace:
-    """The trace with its messages, tools and metadata."""
-    path = [graph.nodes[exchange_id].exchange for exchange_id in trace.exchange_ids]
+def _described(trace: Trace, joined: Joined, transcript: Transcript | None) -> Trace:
+    """The trace with its messages, tools, media and metadata."""
+    nodes = [joined.graph.nodes[exchange_id] for exchange_id in trace.exchange_ids]
+    path = [node.exchange for node in nodes]
     sampled = trace.versions[trace.versions >= 0]
     metadata: JSON = {
         "kind": str(path[-1].kind),
@@ -202,8 +304,11 @@ def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Tra
         "tokens_trained": int(trace.loss_mask.sum()),
         "policy_versions": [int(sampled.min()), int(sampled.max())] if len(sampled) else None,
     }
+    if spans := _spliced(nodes, joined, len(trace.prompt_ids)):
+        metadata["spliced"] = spans
+    placeholders = [place for node in nodes for place in _placeholders(node)]
     if transcript is None:
-        return dataclasses.replace(trace, metadata=metadata)
+        return dataclasses.replace(trace, metadata=metadata, media=placeholders)
     before, after, tools = transcript.trace(path)
     return dataclasses.replace(
         trace,
@@ -211,7 +316,45 @@ def _described(trace: Trace, graph: Graph, transcript: Transcript | None) -> Tra
         response_messages=after,
         tools=tools,
         metadata=metadata,
+        media=Messages(lambda: _media(transcript.media(path), placeholders)),
     )
+
+
+def _spliced(nodes: Sequence[Node], joined: Joined, start: int) -> list[JSON]:
+    """Spans of a trace's response that later turns of it saw as other tokens."""
+    found = [(node, joined.splices.get(node.exchange.exchange_id)) for node in nodes]
+    return [
+        {
+            "exchange": splice.exchange,
+            "start": node.kept - splice.tokens - start,
+            "end": node.kept - start,
+            "class": str(splice.kind),
+        }
+        for node, splice in found
+        if splice is not None
+    ]
+
+
+def _placeholders(node: Node) -> list[JSON]:
+    """What the engine told of the media of a prompt that are new with it, placed in the path."""
+    extra = node.exchange.extra
+    told = extra.get("media") or (extra.get("engine") or {}).get("media") or []
+    shift = node.prompt_length - node.exchange.prompt_length
+    return [
+        place | {"start": place["start"] + shift} if "start" in place else place for place in told
+    ]
+
+
+def _media(parts: list[JSON], placeholders: Sequence[JSON]) -> list[JSON]:
+    """The media of the messages, in order, each with the next placeholder of its digest."""
+    waiting = [*placeholders]
+    found = []
+    for part in parts:
+        own = next((p for p in waiting if p.get("digest", part["digest"]) == part["digest"]), {})
+        if own:
+            waiting.remove(own)
+        found.append(part | own)
+    return found
 
 
 def _tree(traces: list[Trace]) -> JSON:

@@ -150,7 +150,7 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
     path = pieces(leaf, leaf.length)
     runs = [piece.ids for piece in path]
     ids: Ids = np.concatenate(runs)
-    split = leaf.exchange.prompt_length if plan.whole_prompt else _first_sampled(path)
+    split = leaf.prompt_length if plan.whole_prompt else _first_sampled(path)
     size = len(ids) - split
     reasons = np.full(size, _PROMPT, dtype=np.uint8)
     logprobs = np.zeros(size, dtype=np.float32)

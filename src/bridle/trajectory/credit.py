@@ -48,12 +48,43 @@ def rloo_advantages(group: Sequence[float]) -> Floats:
     """
     rewards, known = _known(group)
     advantages = np.zeros_like(rewards)
-    count = int(known.sum())
-    if count < 2:
-        return advantages
-    others = (rewards[known].sum() - rewards[known]) / (count - 1)
-    advantages[known] = rewards[known] - others
+    if known.sum() > 1:
+        advantages[known] = rewards[known] - leave_one_out_baselines(group)[known]
     return advantages
+
+
+def leave_one_out_baselines(group: Sequence[float]) -> Floats:
+    """For each session the mean reward of all others that have one; shape (G,).
+
+    `NaN` where no other has one.
+    """
+    rewards, known = _known(group)
+    values = np.where(known, rewards, 0.0)
+    others = known.sum() - known
+    means: Floats = np.full(len(rewards), np.nan)
+    np.divide(values.sum() - values, others, out=means, where=others > 0)
+    return means
+
+
+def token_advantages(mask: Sequence[int], advantage: float) -> Floats:
+    """A session's advantage on each token that trains, 0 elsewhere; shape (R,)."""
+    return np.asarray(mask, dtype=np.float64) * advantage
+
+
+def returns_to_go(token_rewards: Sequence[float], *, discount: float = 1.0) -> Floats:
+    """For each token the discounted sum of its own and all later rewards; shape (R,).
+
+    `discount` counts tokens: a reward `k` tokens later weighs `discount ** k`.
+    """
+    rewards = np.asarray(token_rewards, dtype=np.float64)
+    if discount == 1.0:
+        sums: Floats = np.cumsum(rewards[::-1])[::-1]
+        return sums
+    found = np.empty_like(rewards)
+    after = 0.0
+    for at in range(len(rewards) - 1, -1, -1):
+        after = found[at] = rewards[at] + discount * after
+    return found
 
 
 def session_weights(traces: Sequence[int]) -> list[Floats]:

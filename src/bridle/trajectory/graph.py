@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 
+SHOWN = 16
+"""Ids of each side that a break shows."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Break:
     """A place where something that should go on does not."""
@@ -41,6 +45,8 @@ class Break:
     """First differing token position, or 0 where no position can be told."""
     reason: str
     """A root reason of capture (`tools_changed`...), or one of the checks of `grow`."""
+    around: tuple[tuple[int, ...], tuple[int, ...]] | None = field(default=None, compare=False)
+    """Ids from the position on, as they stood and as they came; `None` = they cannot be told."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +62,16 @@ class Node:
     """sha256 of the ids from the root to the end of this output."""
     sound: bool
     """Whether the prompt is what the engine was given."""
+    prompt_length: int
+    """Ids from the root to the start of this output."""
+    suffix: Ids
+    """Ids of the prompt after the `kept` ones: the exchange's own, or what `drift.join` left."""
     children: list[Node] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         """Ids from the root to the end of this output."""
-        return self.exchange.prompt_length + len(self.exchange.output_ids)
+        return self.prompt_length + len(self.exchange.output_ids)
 
     @property
     def is_leaf(self) -> bool:
@@ -70,7 +80,7 @@ class Node:
 
     def sampled(self, take: int) -> int:
         """How many of its own output ids lie in the first `take` ids of its path."""
-        return max(0, take - self.exchange.prompt_length)
+        return max(0, take - self.prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +135,10 @@ def pieces(node: Node, take: int) -> list[Piece]:
         exchange = at.exchange
         if (sampled := at.sampled(take)) > 0:
             found.append(Piece(at, is_output=True, ids=exchange.output_ids[:sampled]))
-            take = exchange.prompt_length
+            take = at.prompt_length
         own = take - at.kept
         if own > 0:
-            found.append(Piece(at, is_output=False, ids=exchange.suffix_ids[:own]))
+            found.append(Piece(at, is_output=False, ids=at.suffix[:own]))
             take = at.kept
         at = at.parent
     return found[::-1]
@@ -202,9 +212,15 @@ class _Grower:
         self._hashes: dict[str, tuple[_Hash, _Hash]] = {}
         """After the prompt, after the output."""
 
-    def note(self, exchange: Exchange, reason: str, position: int = 0) -> None:
+    def note(
+        self,
+        exchange: Exchange,
+        reason: str,
+        position: int = 0,
+        around: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> None:
         """Note a break at an exchange."""
-        found = Break(exchange.exchange_id, position, reason)
+        found = Break(exchange.exchange_id, position, reason, around)
         self._breaks.append((order_of(exchange), found))
 
     def breaks_by_time(self) -> list[Break]:
@@ -259,7 +275,8 @@ class _Grower:
         self._hashes[exchange.exchange_id] = state, end
         while parent is not None and kept <= parent.kept:
             parent = parent.parent
-        node = Node(exchange, parent, kept, end.digest(), sound)
+        length, suffix = exchange.prompt_length, exchange.suffix_ids
+        node = Node(exchange, parent, kept, end.digest(), sound, length, suffix)
         if parent is not None:
             parent.children.append(node)
         self.nodes[exchange.exchange_id] = node
@@ -281,20 +298,21 @@ class _Grower:
         An exchange whose engine used another prompt than ours says itself where they part.
         """
         for exchange in unique.values():
-            if told := exchange.extra.get("break"):
-                self.note(exchange, told["reason"], told["position"])
-                continue
             before = exchange.continues
+            old, new = self.nodes.get(before or ""), self.nodes.get(exchange.exchange_id)
+            if told := exchange.extra.get("break"):
+                around = None if old is None or new is None else _around(old, new, told["position"])
+                self.note(exchange, told["reason"], told["position"], around)
+                continue
             if before is None or exchange.parent_id is not None:
                 continue
-            old, new = self.nodes.get(before), self.nodes.get(exchange.exchange_id)
             reason = exchange.root_reason or "forked"
             if before not in unique:
                 self.note(exchange, "unknown_continues")
             elif old is not None and new is not None:
                 prompt = ids(new, exchange.prompt_length)
                 position = first_difference(ids(old, old.length), prompt)
-                self.note(exchange, reason, position)
+                self.note(exchange, reason, position, _around(old, new, position))
             else:
                 self.note(exchange, reason)
 
@@ -306,6 +324,13 @@ class _Grower:
             if exchange.index > expected:
                 self.note(exchange, "missing_exchange")
             expected = exchange.index + 1
+
+
+def _around(old: Node, new: Node, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`SHOWN` ids of both from where they part."""
+    end = position + SHOWN
+    one, two = ids(old, min(old.length, end)), ids(new, min(new.prompt_length, end))
+    return tuple(one[position:].tolist()), tuple(two[position:].tolist())
 
 
 def _bytes(array: Ids) -> bytes | memoryview:

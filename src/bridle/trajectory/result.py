@@ -40,12 +40,14 @@ def trace_json(trace: Trace) -> JSON:
         "exchange_ids": list(trace.exchange_ids),
         "turn_ends": list(trace.turn_ends),
         "logprob_mode": str(trace.logprob_mode),
+        "token_rewards": None if trace.token_rewards is None else _shortest(trace.token_rewards),
+        "media": [*trace.media],
     }
 
 
 def trace_metadata(trace: Trace) -> JSON:
     """A trace's metadata; with `messages_missing` where its messages cannot be read."""
-    for part in (trace.prompt_messages, trace.response_messages, trace.tools):
+    for part in (trace.prompt_messages, trace.response_messages, trace.tools, trace.media):
         if isinstance(part, Messages) and part.missing is not None:
             return trace.metadata | {"messages_missing": part.missing}
     return trace.metadata
@@ -81,6 +83,7 @@ def trajectory_of(value: JSON) -> Trajectory:
 
 def _trace_of(value: JSON) -> Trace:
     mask = np.asarray(value["loss_mask"], dtype=np.uint8)
+    rewards = value.get("token_rewards")
     sampled = np.where(mask == 1, MaskReason.TRAINED, MaskReason.PROMPT)
     return Trace(
         trace_id=value.get("trace_id") or "",
@@ -99,6 +102,8 @@ def _trace_of(value: JSON) -> Trace:
         tools=value.get("tools"),
         reward=value.get("reward"),
         metadata=value["metadata"],
+        token_rewards=None if rewards is None else np.asarray(rewards, dtype=np.float32),
+        media=value.get("media") or (),
     )
 
 

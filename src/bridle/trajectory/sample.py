@@ -87,6 +87,12 @@ class Trace:
     """`None` = none were sent."""
     reward: float | None = None
     metadata: JSON = field(default_factory=dict)
+    token_rewards: npt.NDArray[np.float32] | None = None
+    """Reward of each response token, where an evaluator gave them; shape (R,)."""
+    media: Sequence[JSON] = ()
+    """Images and other media on the path, in order: `digest`, `media_type`, and, where the engine
+    told, the placeholder's `start` (in `prompt_ids + response_ids`) and `length`, its `grid`, and
+    whatever else it said. Read when used, as messages are."""
 
     def __post_init__(self) -> None:
         """All response arrays have the same length."""
@@ -96,6 +102,7 @@ class Trace:
             len(self.response_logprobs),
             len(self.versions),
             len(self.reasons),
+            len(self.reasons if self.token_rewards is None else self.token_rewards),
         }
         if len(lengths) != 1:
             message = f"trace {self.trace_id}: response arrays of different lengths {lengths}"

@@ -7,49 +7,104 @@ All token counts are of sampled tokens. Law 2 is asserted here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridle.capture.records import Exchange
-from bridle.trajectory.graph import Graph
+from bridle.capture.records import Damaged, Exchange
+from bridle.trajectory.drift import Joined
+from bridle.trajectory.graph import Break, Graph
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
 from bridle.types import JSON
 
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a builder made of a session, as far as it is counted."""
+
+    traces: Sequence[Trace]
+    truncated: int = 0
+    """Tokens that would have trained but for a length limit."""
+    overlong: int = 0
+    """Traces over the length limit."""
+    cut: str | None = None
+    """Why the session counts as truncated; `None` = it does not."""
+
 
 def measure(
-    graph: Graph,
+    joined: Joined,
     marks: Marks,
     exchanges: Sequence[Exchange],
-    traces: Sequence[Trace],
-    truncated: int,
+    built: Built,
+    *,
+    damaged: Sequence[Damaged] = (),
 ) -> JSON:
-    """The law numbers. `truncated` = tokens that would have trained but for a length limit."""
+    """The law numbers."""
+    graph = joined.graph
     captured = sum(len(exchange.output_ids) for exchange in exchanges)
-    trained = sum(int(np.count_nonzero(trace.loss_mask)) for trace in traces)
+    captured += sum(row.sampled for row in damaged)
+    trained = sum(int(np.count_nonzero(trace.loss_mask)) for trace in built.traces)
     excluded = _excluded(graph, marks)
-    if truncated:
-        excluded[MaskReason.TRUNCATED.key] += truncated
+    if broken := sum(row.sampled for row in damaged):
+        excluded[MaskReason.BROKEN.key] += broken
+    if built.truncated:
+        excluded[MaskReason.TRUNCATED.key] += built.truncated
     assert captured == trained + excluded.total(), (captured, trained, excluded)
-    extended = sum(exchange.parent_id is not None for exchange in exchanges)
+    extended = sum(
+        exchange.parent_id is not None or exchange.exchange_id in joined.extended
+        for exchange in exchanges
+    )
     continuing = [exchange for exchange in exchanges if exchange.continues is not None]
     roots = sum(1 for _ in graph.roots)
     leaves = sum(node.is_leaf for node in graph.nodes.values())
     return {
-        "exchanges": len(exchanges),
+        "exchanges": len(exchanges) + len(damaged),
         "roots": roots,
         "branches": leaves - roots,
-        "traces": len(traces),
+        "traces": len(built.traces),
         "tokens_captured": captured,
         "tokens_trained": trained,
         "tokens_excluded": dict(sorted(excluded.items())),
         "merge_ratio": extended / len(continuing) if continuing else 1.0,
-        "drift": dict(sorted(_drift(continuing).items())),
-        "breaks": [
-            {"exchange": b.exchange, "position": b.position, "reason": b.reason}
-            for b in graph.breaks
+        "drift": dict(sorted(_drift(continuing, joined).items())),
+        "breaks": [_break(found) for found in graph.breaks]
+        + [
+            {"exchange": row.exchange_id, "position": 0, "reason": "damaged_row"} for row in damaged
         ],
+        "spliced": {
+            "spans": len(joined.splices),
+            "tokens": sum(splice.tokens for splice in joined.splices.values()),
+        },
+        "overlong": built.overlong,
+        "truncated": built.cut,
+    }
+
+
+def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:
+    """The numbers, with the texts of its breaks beside their ids."""
+    breaks = [
+        found | {"texts": [decode(np.array(side, dtype=np.int32)) for side in found["ids"]]}
+        if "ids" in found
+        else found
+        for found in stats["breaks"]
+    ]
+    return stats | {"breaks": breaks}
+
+
+def _break(found: Break) -> JSON:
+    """A break, with the ids on both sides where they are known."""
+    sides = {} if found.around is None else {"ids": [list(side) for side in found.around]}
+    return {
+        "exchange": found.exchange,
+        "position": found.position,
+        "reason": found.reason,
+        **sides,
     }
 
 
@@ -65,6 +120,11 @@ def _excluded(graph: Graph, marks: Marks) -> Counter[str]:
     return counts
 
 
-def _drift(continuing: Iterable[Exchange]) -> Counter[str]:
-    """How the harness's copy of the turn it continues differs from what was sampled."""
-    return Counter(str(exchange.extra.get("drift") or "exact") for exchange in continuing)
+def _drift(continuing: Iterable[Exchange], joined: Joined) -> Counter[str]:
+    """How a turn came back in the next prompt: by the ids where a template wrote it, else by the
+    harness's copy of the message.
+    """
+    return Counter(
+        str(joined.classes.get(exchange.exchange_id) or exchange.extra.get("drift") or "exact")
+        for exchange in continuing
+    )

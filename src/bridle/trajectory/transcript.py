@@ -21,7 +21,7 @@ from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
 from bridle.dialects.messages import chat_messages, chat_tools
 from bridle.errors import RequestError, StoreError, boundary
-from bridle.types import JSON, Message, ModelRequest, Role
+from bridle.types import JSON, MediaPart, Message, ModelRequest, Role
 
 
 class Transcript:
@@ -74,6 +74,15 @@ class Transcript:
             Messages(lambda: self.response_messages(path)),
             Messages(lambda: self.tools(root) or []) if sent else None,
         )
+
+    def media(self, path: Sequence[Exchange]) -> list[JSON]:
+        """The media of a path's last request, in order: digest and type."""
+        return [
+            {"digest": part.digest, "media_type": part.media_type}
+            for message in self.request(path[-1]).messages
+            for part in message.content
+            if isinstance(part, MediaPart)
+        ]
 
     def prompt_messages(self, exchange: Exchange) -> list[JSON]:
         """All messages of a request as OpenAI Chat has them."""

@@ -78,7 +78,7 @@ def _root_line(exchange: Exchange) -> str:
 def _exchange_line(node: Node, reason: MaskReason, transcript: Transcript) -> str:
     exchange = node.exchange
     fate = "trains" if reason is MaskReason.TRAINED else f"masked: {reason.key}"
-    new = exchange.prompt_length - node.kept
+    new = node.prompt_length - node.kept
     parts = [
         f"{exchange.exchange_id} {exchange.kind}",
         f"{_speakers(exchange, transcript)} -> assistant",
