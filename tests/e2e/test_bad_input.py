@@ -99,6 +99,19 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(batch, run_arguments):
     assert "run" in said
 
 
+def test_a_run_that_could_not_begin_leaves_its_folder_free_for_a_second_try(batch, run_arguments):
+    folder = batch(1)
+    script = folder / "script.json"
+    script.rename(folder / "away")
+
+    failed, _ = failure(*run_arguments(folder))
+    (folder / "away").rename(script)
+    code, said = failure(*run_arguments(folder))
+
+    assert failed == 2
+    assert code == 0, said
+
+
 def test_showing_what_is_no_run_says_where_it_looked(tmp_path):
     code, said = failure("show", "nothing", "--run", tmp_path)
 

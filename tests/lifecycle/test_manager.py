@@ -9,7 +9,7 @@ from bridle.errors import ConfigError, HarnessError
 from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
 from bridle.lifecycle.events import Installing, SessionChanged
-from bridle.lifecycle.manager import NodeSettings
+from bridle.lifecycle.manager import NodeSettings, check
 from bridle.types import Cause
 
 
@@ -84,7 +84,7 @@ async def test_what_a_task_names_and_is_not_there_is_told_before_anything_runs(
 ):
     async with a_node(tmp_path) as node:
         with pytest.raises(ConfigError, match=rf"task 't-1': .*{said}"):
-            node.check([task(), task(**changes)])
+            check([task(), task(**changes)])
         with pytest.raises(ConfigError, match=said):
             await node.run(task(**changes))
         assert node.seen == []

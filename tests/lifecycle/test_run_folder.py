@@ -121,3 +121,22 @@ def test_the_totals_count_every_session_and_only_known_rewards():
         "tokens_excluded": {"cut": 6, "kind": 2},
     }
     assert summarise([])["totals"]["reward_mean"] is None
+
+
+async def test_a_folder_with_a_captured_session_is_never_discarded(tmp_path):
+    from bridle.capture.records import SessionRecord
+    from bridle.capture.sqlite import SqliteStore
+
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        async with await SqliteStore.open(folder.capture) as store:
+            await store.open_session(SessionRecord("s", 1.0))
+        folder.discard_if_unused()
+
+        assert folder.capture.exists()
+
+
+async def test_a_folder_without_a_session_can_be_used_again(tmp_path):
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        folder.discard_if_unused()
+
+    RunFolder.create(tmp_path / "run", config={}).close()

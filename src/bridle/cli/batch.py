@@ -26,7 +26,7 @@ from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.lifecycle.events import Event, Installing, SessionChanged
-from bridle.lifecycle.manager import Node, NodeSettings
+from bridle.lifecycle.manager import Node, NodeSettings, check
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import FINAL
 from bridle.trajectory import rebuild
@@ -69,9 +69,11 @@ def run_batch(batch: Batch) -> list[JSON]:
 
 
 async def _run(batch: Batch, board: Board) -> list[JSON]:
+    check(batch.tasks)
     async with AsyncExitStack() as stack:
         engine, renderer = open_parts(batch.engine, batch.tokenizer)
         folder = stack.enter_context(RunFolder.create(batch.folder, config=_config(batch)))
+        stack.callback(folder.discard_if_unused)
         store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
         board.say("starting the engine")
         gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=GatewaySettings())

@@ -41,7 +41,8 @@ def run(  # noqa: PLR0913 - one parameter per flag
 
     overrides: JSON = {}
     if harness is not None:
-        overrides["agent"] = {"harness": harness}
+        # A task's own command line belongs to its own harness.
+        overrides["agent"] = {"harness": harness, "command": None, "import_path": None}
     if samples is not None:
         overrides["num_samples"] = samples
     if builder is not None:

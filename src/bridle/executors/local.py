@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from bridle.config import Task
-from bridle.lifecycle.manager import Node
+from bridle.lifecycle.manager import Node, check
 from bridle.lifecycle.results import SessionResult
 
 
@@ -24,7 +24,7 @@ class LocalExecutor:
         Tasks start in order, samples of a task together. Results that nobody takes hold back new
         sessions, so memory stays bounded.
         """
-        self._node.check(tasks)
+        check(tasks)
         total = sum(task.num_samples for task in tasks)
         ended: asyncio.Queue[SessionResult] = asyncio.Queue()
         room = asyncio.Semaphore(self._node.capacity)

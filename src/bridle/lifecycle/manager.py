@@ -119,6 +119,20 @@ def _located(task: Task) -> AgentSpec:
     return task.agent.model_copy(update={"skills_path": str(skills)})
 
 
+def check(tasks: Sequence[Task]) -> None:
+    """Raise the `ConfigError` that running one of `tasks` would raise; nothing is started."""
+    for task in tasks:
+        plan(task)
+
+
+def plan(task: Task) -> Plan:
+    """The task with all that it names found; `ConfigError` names the task and the field."""
+    with naming(task):
+        make_runtime(task.runtime, "check", Path("check"))
+        rebuild(_NOTHING, builder=task.builder)
+        return Plan(task, open_harness(_located(task)), open_evaluator(task.evaluator))
+
+
 class Node:
     """Runs sessions. Use as an async context manager, inside the gateway's and the store's own."""
 
@@ -165,18 +179,6 @@ class Node:
         settings = self.settings
         return settings.ready_buffer + settings.run_slots + 2 * settings.post_slots
 
-    def check(self, tasks: Sequence[Task]) -> None:
-        """Raise the `ConfigError` that `run` would raise for one of `tasks`."""
-        for task in tasks:
-            self.plan(task)
-
-    def plan(self, task: Task) -> Plan:
-        """The task with all that it names found; `ConfigError` names the task and the field."""
-        with naming(task):
-            make_runtime(task.runtime, "check", Path("check"))
-            rebuild(_NOTHING, builder=task.builder)
-            return Plan(task, open_harness(_located(task)), open_evaluator(task.evaluator))
-
     async def install(self, harness: Harness) -> Path | None:
         """The harness's bundle, made now if it is not there; `HarnessError`, once found, stays."""
         name = (harness.name, harness.version)
@@ -204,7 +206,7 @@ class Node:
         `StoreError` if the result cannot be written. A cancelled caller leaves a session that has
         ended and is recorded, and no result.
         """
-        session = Session(self.plan(task), sample_index, self)
+        session = Session(plan(task), sample_index, self)
         self._sessions[session.session_id] = session
         try:
             result = await session.run()

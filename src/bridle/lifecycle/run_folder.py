@@ -28,6 +28,7 @@ from typing import Protocol, Self
 
 from bridle import __version__
 from bridle.capture.records import SessionCapture, SessionRecord
+from bridle.capture.sqlite import SqliteReader
 from bridle.errors import ConfigError, StoreError
 from bridle.lifecycle.results import SessionResult, result_from
 from bridle.trajectory.result import trajectory_bytes
@@ -162,6 +163,22 @@ class RunFolder:
         result = result_from(captures.read(session_id))
         self._summaries[session_id] = result.summary()
         return trajectory_bytes(result.trajectory) + b"\n"
+
+    def discard_if_unused(self) -> None:
+        """Empty the folder again if no session was ever opened, so that a second try can use it.
+
+        For a run that could not begin; what cannot be read is left alone.
+        """
+        try:
+            if self.capture.exists():
+                with SqliteReader(self.capture) as reader:
+                    if reader.sessions():
+                        return
+        except StoreError:
+            return
+        for name in (RUN, CAPTURE, f"{CAPTURE}-wal", f"{CAPTURE}-shm"):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / SESSIONS, ignore_errors=True)
 
     def drop_logs(self, session_id: str) -> None:
         """Remove a session's folder."""
