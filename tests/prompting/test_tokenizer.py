@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.errors import RenderError
-from bridle.prompting.tokenizer import MARK, PromptTokenizer, load_tokenizer, stop_ids_of
+from bridle.prompting.tokenizer import (
+    LONG,
+    MARK,
+    SHORT,
+    PromptTokenizer,
+    load_tokenizer,
+    stop_ids_of,
+)
 
 NAMES = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "<|endoftext|>"]
 
@@ -145,3 +152,22 @@ def test_a_broken_generation_config_is_named(folder, tokens):
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(RenderError, match="generation_config"):
         stop_ids_of(folder, tokens)
+
+
+@pytest.mark.parametrize("text", ["user\n", "word " * 1000, "", "x" * SHORT, "x" * LONG])
+def test_a_remembered_text_gives_the_same_ids_to_everybody(tokens, text):
+    first = tokens.encode(text)
+    kept = list(first)
+    first.append(-1)  # a caller may do what it likes with its list
+    assert tokens.encode(text) == kept == tokens._encode(text)
+
+
+def test_long_texts_are_forgotten_the_least_lately_used_first(tokens):
+    tokens = PromptTokenizer(tokens.fast, long_kept_chars=3 * LONG)
+    texts = [str(n) * LONG for n in range(3)]
+    for text in texts:
+        tokens.encode(text)
+    tokens.encode(texts[0])
+    tokens.encode("new " * (LONG // 4))
+    assert set(texts) - set(tokens._long) == {texts[1]}
+    assert tokens._long_chars == sum(map(len, tokens._long)) <= 3 * LONG

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from bridle.errors import RenderError, boundary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from bridle.types import Ids
 
 MARK = "\x7f"
 """The escape character (DEL). `str.strip` leaves it alone, and `json.dumps` too, unless it was told
@@ -34,13 +39,27 @@ _UNESCAPED = {
 _TO_UNESCAPE = re.compile("|".join(map(re.escape, _UNESCAPED)))
 
 
+SHORT = 32
+"""Characters up to which a text counts as scaffold: role names, line breaks, markers."""
+
+SHORT_KEPT = 4096
+"""Scaffold texts that are remembered."""
+
+LONG = 2048
+"""Characters from which a text is remembered: 2,048 take 0.5 ms to tokenise."""
+
+LONG_KEPT_CHARS = 1 << 23
+"""Characters of long texts that are remembered, the least lately used going first: 8 MiB of text,
+and about 8 MiB of ids."""
+
+
 class PromptTokenizer:
     """A fast tokenizer with escaping, in the shape that the `renderers` package asks for.
 
     It has no `__call__` on purpose: without offsets `renderers` encodes once, in half the time.
     """
 
-    def __init__(self, fast: Any) -> None:  # noqa: ANN401 - a transformers fast tokenizer
+    def __init__(self, fast: Any, *, long_kept_chars: int = LONG_KEPT_CHARS) -> None:  # noqa: ANN401 - a transformers fast tokenizer
         from tokenizers import Tokenizer
 
         self.fast = fast
@@ -65,6 +84,11 @@ class PromptTokenizer:
             for name in names
         ]
         self._to_split = re.compile("(" + "|".join(spaced) + ")") if names else None
+        self.unk_token_id: int | None = fast.unk_token_id
+        self._short: dict[str, tuple[int, ...]] = {}
+        self._long: OrderedDict[str, Ids] = OrderedDict()
+        self._long_chars = 0
+        self._long_kept_chars = long_kept_chars
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the tokenizer has
         if name == "__call__":
@@ -88,7 +112,35 @@ class PromptTokenizer:
         return text
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:  # noqa: FBT001, FBT002 - the shape that is asked for
-        """Ids of rendered text; its escaped parts become ordinary tokens."""
+        """Ids of rendered text; its escaped parts become ordinary tokens.
+
+        What a template says in every turn (`SHORT`) and the long texts that sessions share
+        (`LONG`: system prompts, tools, a task) are remembered.
+        """
+        if add_special_tokens:
+            return self._encode(text, add_special_tokens=True)
+        if len(text) <= SHORT:
+            short = self._short.get(text)
+            if short is None:
+                short = tuple(self._encode(text))
+                if len(self._short) < SHORT_KEPT:
+                    self._short[text] = short
+            return list(short)
+        if len(text) < LONG:
+            return self._encode(text)
+        known = self._long.get(text)
+        if known is not None:
+            self._long.move_to_end(text)
+            remembered: list[int] = known.tolist()
+            return remembered
+        ids = self._encode(text)
+        self._long[text] = np.array(ids, dtype=np.int32)
+        self._long_chars += len(text)
+        while self._long_chars > self._long_kept_chars:
+            self._long_chars -= len(self._long.popitem(last=False)[0])
+        return ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if MARK not in text and _MARK_ASCII not in text:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         ids: list[int] = []
@@ -109,8 +161,10 @@ class PromptTokenizer:
     def convert_tokens_to_ids(self, tokens: Any) -> Any:  # noqa: ANN401 - the shape that is asked for
         """Id of a token, or ids of a list; unknown ones give the unknown token's id or `None`."""
         if isinstance(tokens, str):
+            if (added := self.added.get(tokens)) is not None:
+                return added
             known = self._backend.token_to_id(tokens)
-            return self.fast.unk_token_id if known is None else known
+            return self.unk_token_id if known is None else known
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
 
