@@ -64,3 +64,21 @@ def test_a_session_without_numbers_still_has_a_row():
     )  # fmt: skip
 
     assert row(line)[3] == "-"
+
+
+def test_a_run_is_one_page_that_says_whether_its_data_is_right(say, finished_run):
+    said = say("show", finished_run, "--report")
+    numbers = say("show", finished_run, "--report", "--json").json
+
+    assert "law 1     holds" in said.out
+    assert "law 2     holds" in said.out
+    assert len(said.out.splitlines()) < 40
+    assert (numbers["sessions"], numbers["merge_ratio"]) == (3, 1.0)
+    assert numbers["tokens_captured"] == numbers["tokens_trained"]
+
+
+def test_a_report_of_a_session_is_refused(say, finished_run):
+    said = say("show", first_session(say, finished_run), "--run", finished_run, "--report")
+
+    assert said.code == 2
+    assert "is over a run" in said.err

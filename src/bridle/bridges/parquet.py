@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -84,6 +85,27 @@ SCHEMA = pa.schema(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One trajectory as a file holds it; can be sent to another process."""
+
+    table: pa.Table | None
+    """A row per trace; `None` without traces."""
+    tokens: int
+    """Ids in all traces."""
+    without_traces: JSON | None
+    """The whole trajectory, where there is no trace."""
+
+
+def rows_of(trajectory: Trajectory) -> Rows:
+    """A trajectory's rows."""
+    traces = trajectory.traces
+    if not traces:
+        return Rows(None, 0, trajectory_json(trajectory))
+    tokens = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
+    return Rows(_table([(trajectory, trace) for trace in traces]), tokens, None)
+
+
 class TrajectoryWriter:
     """Writes trajectories as they come. The file appears, whole, when the writer is closed.
 
@@ -94,7 +116,7 @@ class TrajectoryWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._part = self.path.with_name(self.path.name + ".part")
-        self._rows: list[tuple[Trajectory, Trace]] = []
+        self._tables: list[pa.Table] = []
         self._tokens = 0
         self._without_traces: list[JSON] = []
         with self._writing():
@@ -102,11 +124,15 @@ class TrajectoryWriter:
 
     def write(self, trajectory: Trajectory) -> None:
         """Add one trajectory."""
-        if not trajectory.traces:
-            self._without_traces.append(trajectory_json(trajectory))
-        for trace in trajectory.traces:
-            self._rows.append((trajectory, trace))
-            self._tokens += len(trace.prompt_ids) + len(trace.response_ids)
+        self.add(rows_of(trajectory))
+
+    def add(self, rows: Rows) -> None:
+        """Add one trajectory's rows."""
+        if rows.without_traces is not None:
+            self._without_traces.append(rows.without_traces)
+        if rows.table is not None:
+            self._tables.append(rows.table)
+            self._tokens += rows.tokens
         if self._tokens >= GROUP_TOKENS:
             self._write_group()
 
@@ -137,10 +163,10 @@ class TrajectoryWriter:
             self._part.unlink(missing_ok=True)
 
     def _write_group(self) -> None:
-        if self._rows:
+        if self._tables:
             with self._writing():
-                self._writer.write_table(_table(self._rows))
-            self._rows, self._tokens = [], 0
+                self._writer.write_table(pa.concat_tables(self._tables).combine_chunks())
+            self._tables, self._tokens = [], 0
 
     def _writing(self) -> AbstractContextManager[None]:
         return boundary(BridleError, f"{self.path}: cannot write trajectories")

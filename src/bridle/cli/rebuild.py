@@ -7,17 +7,21 @@ from typing import Annotated
 
 import typer
 
-from bridle.cli.output import console, print_json
+from bridle.cli.output import console, print_json, progress
 from bridle.errors import ConfigError
 
 
 def rebuild(
     target: Annotated[Path, typer.Argument(help="Run folder or capture file.")],
     builder: Annotated[
-        str | None, typer.Option(help="per_request or prefix_merging; as it was run if not given.")
+        str | None,
+        typer.Option(help="per_request, prefix_merging, tree or module:function; default: as run."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write to; RUN/rebuilt if not given.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as cores if not given.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -27,32 +31,39 @@ def rebuild(
     for a finished run and the same builder, byte for byte what the run wrote.
     """
     from bridle.bridges.parquet import TrajectoryWriter
-    from bridle.cli.captured import sessions
+    from bridle.bridges.rebuild import rebuild_all
+    from bridle.capture.sqlite import SqliteReader
+    from bridle.cli.captured import capture_file
     from bridle.config import BuilderSpec
     from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
     from bridle.trajectory import BUILDERS
-    from bridle.trajectory import rebuild as build_again
-    from bridle.trajectory.result import trajectory_bytes
 
-    if builder is not None and builder not in BUILDERS:
+    if builder is not None and builder not in BUILDERS and ":" not in builder:
         raise ConfigError(f"unknown builder {builder!r}; known: {', '.join(sorted(BUILDERS))}")
     spec = None if builder is None else BuilderSpec(strategy=builder)
+    path = capture_file(target)
+    with SqliteReader(path) as reader:
+        names = [session.session_id for session in reader.sessions()]
     base = target if target.is_dir() else target.parent
     folder = out or base / "rebuilt"
     folder.mkdir(parents=True, exist_ok=True)
     totals = {"sessions": 0, "exchanges": 0, "traces": 0, "captured": 0, "trained": 0}
     lines = folder / f"{TRAJECTORIES}.part"
-    with lines.open("wb") as file, TrajectoryWriter(folder / TRAJECTORIES_PARQUET) as parquet:
-        for capture in sessions(target):
-            trajectory = build_again(capture, builder=spec)
-            file.write(trajectory_bytes(trajectory) + b"\n")
-            parquet.write(trajectory)
-            stats = trajectory.metadata["stats"]
+    with (
+        progress() as shown,
+        lines.open("wb") as file,
+        TrajectoryWriter(folder / TRAJECTORIES_PARQUET) as parquet,
+    ):
+        task = shown.add_task("rebuild", total=len(names), note="")
+        for rebuilt in rebuild_all(path, names, spec, workers=workers):
+            file.write(rebuilt.line + b"\n")
+            parquet.add(rebuilt.rows)
             totals["sessions"] += 1
-            totals["exchanges"] += stats["exchanges"]
-            totals["traces"] += stats["traces"]
-            totals["captured"] += stats["tokens_captured"]
-            totals["trained"] += stats["tokens_trained"]
+            totals["exchanges"] += rebuilt.stats["exchanges"]
+            totals["traces"] += rebuilt.stats["traces"]
+            totals["captured"] += rebuilt.stats["tokens_captured"]
+            totals["trained"] += rebuilt.stats["tokens_trained"]
+            shown.advance(task)
     lines.replace(folder / TRAJECTORIES)
     if json:
         print_json({"folder": str(folder), **totals})

@@ -31,15 +31,23 @@ def show(
     as_script: Annotated[
         bool, typer.Option("--as-script", help="Print the session as a scripted engine's script.")
     ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Is my data right? One page over the run.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a run as a table, or a session as its conversation tree and law numbers."""
     path = Path(target)
     if path.is_dir() or path.is_file():
-        _show_run(path, json=json)
+        if report:
+            _show_report(path, json=json)
+        else:
+            _show_run(path, json=json)
         return
     from bridle.cli.captured import find_session
 
+    if report:
+        raise ConfigError(f"--report is over a run, and {target} is no run folder")
     if diff is not None and as_script:
         raise ConfigError("--diff and --as-script cannot be given together")
     _, capture = find_session(target, run)
@@ -87,6 +95,23 @@ def _show_run(target: Path, *, json: bool) -> None:
         return
     console.print(table(f"{target}: {len(lines)} sessions", COLUMNS, map(row, lines)))
     console.print(law_line(lines))
+
+
+def _show_report(target: Path, *, json: bool) -> None:
+    from bridle.cli.captured import sessions
+    from bridle.lifecycle.results import result_from
+    from bridle.trajectory.report import report_of
+
+    results = map(result_from, sessions(target))
+    report = report_of(
+        (r.session_id, r.harness or "-", str(r.status), r.trajectory.metadata["stats"])
+        for r in results
+    )
+    if json:
+        print_json(report.as_json())
+        return
+    for line in report.lines():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _show_session(capture: SessionCapture, *, json: bool) -> None:

@@ -1,0 +1,184 @@
+"""Is my data right? One page over a batch, from the law numbers of its sessions.
+
+Pure: `report_of` adds up `metadata.stats` of many trajectories, `lines` writes the page, `as_json`
+the same numbers. What a reader should act on begins with `!`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from bridle.types import JSON
+
+IDENTITY = frozenset(
+    {"digest_mismatch", "unknown_parent", "parent_lost", "no_parent", "cycle", "duplicate",
+     "kept_beyond_parent", "foreign_session", "missing_exchange", "damaged_row"}
+)  # fmt: skip
+"""Breaks that mean an exchange could not be proved to be what the engine was given."""
+
+LINES_OF_FORKS = 12
+"""Kinds of fork that the page shows; the rest are one line."""
+
+LOW_MERGE_RATIO = 0.9
+"""Below this a batch costs its trainer many times its tokens."""
+
+
+@dataclass(slots=True)
+class Report:
+    """A batch in numbers; all tokens are sampled ones."""
+
+    sessions: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    exchanges: int = 0
+    traces: int = 0
+    captured: int = 0
+    trained: int = 0
+    excluded: Counter[str] = field(default_factory=Counter)
+    """Tokens by reason."""
+    unequal: list[str] = field(default_factory=list)
+    """Sessions in which captured is not trained + excluded."""
+    unproved: Counter[str] = field(default_factory=Counter)
+    """Failed checks of token identity, by name."""
+    forks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Places where a conversation went on and its ids did not, by harness and reason."""
+    continuing: int = 0
+    """Exchanges that continue another one's messages."""
+    extending: int = 0
+    """Those of them whose prompt extends its ids."""
+    drift: Counter[str] = field(default_factory=Counter)
+    spliced: int = 0
+    """Tokens in spliced spans: the exceptions to law 1 that were asked for."""
+    overlong: int = 0
+    cut: Counter[str] = field(default_factory=Counter)
+    """Sessions that count as truncated, by why."""
+    untrained: list[str] = field(default_factory=list)
+    """Sessions of which nothing trains."""
+
+    @property
+    def merge_ratio(self) -> float:
+        """Exchanges that extend another / exchanges that continue another."""
+        return self.extending / self.continuing if self.continuing else 1.0
+
+    def add(self, session_id: str, harness: str, status: str, stats: JSON) -> None:
+        """Add one session's `metadata.stats`."""
+        self.sessions += 1
+        self.statuses[status] += 1
+        captured, trained = stats["tokens_captured"], stats["tokens_trained"]
+        excluded = stats["tokens_excluded"]
+        self.exchanges += stats["exchanges"]
+        self.traces += stats["traces"]
+        self.captured += captured
+        self.trained += trained
+        self.excluded.update(excluded)
+        if captured != trained + sum(excluded.values()):
+            self.unequal.append(session_id)
+        if not trained:
+            self.untrained.append(session_id)
+        for found in stats["breaks"]:
+            if found["reason"] in IDENTITY:
+                self.unproved[found["reason"]] += 1
+            else:
+                self.forks[harness, found["reason"]] += 1
+        continuing = sum(stats["drift"].values())
+        self.continuing += continuing
+        self.extending += round(stats["merge_ratio"] * continuing)
+        self.drift.update(stats["drift"])
+        self.spliced += stats.get("spliced", {}).get("tokens", 0)
+        self.overlong += stats.get("overlong", 0)
+        if (cut := stats.get("truncated")) is not None:
+            self.cut[cut] += 1
+
+    def as_json(self) -> JSON:
+        """The numbers as plain JSON values."""
+        return {
+            "sessions": self.sessions,
+            "statuses": dict(sorted(self.statuses.items())),
+            "exchanges": self.exchanges,
+            "traces": self.traces,
+            "tokens_captured": self.captured,
+            "tokens_trained": self.trained,
+            "tokens_excluded": dict(sorted(self.excluded.items())),
+            "law_1_unproved": dict(sorted(self.unproved.items())),
+            "law_2_unequal": self.unequal,
+            "merge_ratio": self.merge_ratio,
+            "forks": [
+                {"harness": harness, "reason": reason, "count": count}
+                for (harness, reason), count in _ranked(self.forks)
+            ],
+            "drift": dict(sorted(self.drift.items())),
+            "tokens_spliced": self.spliced,
+            "overlong_traces": self.overlong,
+            "truncated_sessions": dict(sorted(self.cut.items())),
+            "untrained_sessions": self.untrained,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The page."""
+        yield f"sessions  {self.sessions} ({_listed(self.statuses)})"
+        yield f"calls     {self.exchanges} in {self.traces} traces"
+        yield ""
+        yield from self._laws()
+        yield ""
+        yield f"excluded  {_share(sum(self.excluded.values()), self.captured)} of sampled tokens"
+        for reason, count in self.excluded.most_common():
+            yield f"  {reason:<14} {count:>10}  {_share(count, self.captured)}"
+        yield ""
+        low = "! " if self.merge_ratio < LOW_MERGE_RATIO else ""
+        yield (
+            f"{low}merge ratio  {self.merge_ratio:.3f}"
+            f" ({self.extending} of {self.continuing} calls that continue another extend its ids)"
+        )
+        yield f"drift     {_listed(self.drift)}"
+        yield f"forks     {sum(self.forks.values())}"
+        ranked = _ranked(self.forks)
+        for (harness, reason), count in ranked[:LINES_OF_FORKS]:
+            yield f"  {harness:<18} {reason:<22} {count:>6}"
+        if rest := ranked[LINES_OF_FORKS:]:
+            yield f"  {len(rest)} other kinds {sum(count for _, count in rest):>33}"
+        yield from self._limits()
+
+    def _laws(self) -> Iterator[str]:
+        failed = sum(self.unproved.values())
+        if failed:
+            yield f"! law 1   {failed} calls are not proved: {_listed(self.unproved)}"
+        else:
+            yield "law 1     holds: every trace is what the engine was given and sampled"
+        if self.spliced:
+            yield f"          but for {self.spliced} tokens in spans that were spliced on demand"
+        held = f"captured {self.captured} = trained {self.trained} + excluded "
+        held += str(sum(self.excluded.values()))
+        if self.unequal:
+            yield f"! law 2   DOES NOT HOLD in {', '.join(self.unequal[:3])}: {held}"
+        else:
+            yield f"law 2     holds: {held}"
+
+    def _limits(self) -> Iterator[str]:
+        if self.overlong:
+            yield f"overlong  {self.overlong} traces"
+        if self.cut:
+            yield f"cut       {sum(self.cut.values())} sessions ({_listed(self.cut)})"
+        if self.untrained:
+            shown = ", ".join(self.untrained[:3]) + (", ..." if len(self.untrained) > 3 else "")
+            yield f"! nothing trains in {len(self.untrained)} sessions: {shown}"
+
+
+def report_of(sessions: Iterable[tuple[str, str, str, JSON]]) -> Report:
+    """A batch's report from `(session id, harness, status, stats)` of each session."""
+    report = Report()
+    for session_id, harness, status, stats in sessions:
+        report.add(session_id, harness, status, stats)
+    return report
+
+
+def _ranked(forks: Counter[tuple[str, str]]) -> list[tuple[tuple[str, str], int]]:
+    return sorted(forks.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "none"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole if whole else 0:.1f} %"

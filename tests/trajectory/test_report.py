@@ -1,0 +1,99 @@
+"""The one page that says whether a batch's data is right."""
+
+from tests.capture.made import MadeSession
+from tests.trajectory.test_init import a_hard_session
+
+from bridle.trajectory import rebuild
+from bridle.trajectory.report import LINES_OF_FORKS, Report, report_of
+from bridle.types import Kind
+
+
+def a_session(number):
+    """Four calls: a turn, its extension, a fork with a reason, a side call."""
+    made = MadeSession(f"s{number}", seed=number)
+    made.call(output=6)
+    made.call("x0", output=6)
+    made.call(None, continues="x1", root_reason="tools_changed", output=6)
+    made.call(None, continues=None, kind=Kind.SIDE, output=2)
+    made.end()
+    return f"s{number}", "pi", "COMPLETED", rebuild(made.capture()).metadata["stats"]
+
+
+def test_a_batch_that_is_right_says_so():
+    lines = list(report_of(a_session(number) for number in range(4)).lines())
+    text = "\n".join(lines)
+    assert "sessions  4 (4 COMPLETED)" in text
+    assert "law 1     holds" in text
+    assert "law 2     holds: captured 80 = trained 72 + excluded 8" in text
+    assert "excluded  10.0 % of sampled tokens" in text
+    assert "kind                    8  10.0 %" in text
+    assert "! merge ratio  0.500 (4 of 8 calls" in text
+    assert "drift     8 exact" in text
+    assert "pi                 tools_changed               4" in text
+    assert len(lines) < 40
+
+
+def test_the_same_numbers_are_json():
+    assert report_of([a_session(0)]).as_json() == {
+        "sessions": 1,
+        "statuses": {"COMPLETED": 1},
+        "exchanges": 4,
+        "traces": 2,
+        "tokens_captured": 20,
+        "tokens_trained": 18,
+        "tokens_excluded": {"kind": 2},
+        "law_1_unproved": {},
+        "law_2_unequal": [],
+        "merge_ratio": 0.5,
+        "forks": [{"harness": "pi", "reason": "tools_changed", "count": 1}],
+        "drift": {"exact": 2},
+        "tokens_spliced": 0,
+        "overlong_traces": 0,
+        "truncated_sessions": {},
+        "untrained_sessions": [],
+    }
+
+
+def test_what_is_wrong_is_marked():
+    _, harness, status, stats = a_session(0)
+    stats |= {
+        "tokens_trained": 0,
+        "breaks": [{"exchange": "x", "position": 0, "reason": "digest_mismatch"}],
+        "spliced": {"spans": 1, "tokens": 3},
+        "overlong": 2,
+        "truncated": "timeout",
+    }
+    several = [(f"s{n}", harness, status, stats) for n in range(4)]
+    marked = [line for line in report_of(several).lines() if line.startswith("!")]
+    assert marked == [
+        "! law 1   4 calls are not proved: 4 digest_mismatch",
+        "! law 2   DOES NOT HOLD in s0, s1, s2: captured 80 = trained 0 + excluded 8",
+        "! merge ratio  0.500 (4 of 8 calls that continue another extend its ids)",
+        "! nothing trains in 4 sessions: s0, s1, s2, ...",
+    ]
+    text = "\n".join(report_of(several).lines())
+    assert "but for 12 tokens in spans that were spliced" in text
+    assert "overlong  8 traces" in text
+    assert "cut       4 sessions (4 timeout)" in text
+
+
+def test_many_kinds_of_fork_are_one_page_still():
+    report = Report()
+    for number in range(100):
+        report.forks["pi", f"reason{number}"] = number + 1
+    lines = list(report.lines())
+    assert len(lines) < LINES_OF_FORKS + 15
+    assert "88 other kinds" in "\n".join(lines)
+
+
+def test_nothing_is_a_page_too():
+    assert "law 2     holds: captured 0 = trained 0 + excluded 0" in list(report_of([]).lines())
+
+
+def test_a_hard_session_is_right():
+    made, lost = a_hard_session()
+    stats = rebuild(made.capture()).metadata["stats"]
+    report = report_of([("s1", "pi", "COMPLETED", stats)])
+    assert (report.unequal, report.unproved, report.untrained) == ([], {}, [])
+    assert report.excluded == {"abandoned": sum(lost.values())}
+    assert report.forks == {("pi", "history_changed"): 2}
