@@ -1,17 +1,18 @@
-"""Capture in one SQLite file: one writer thread with group commit, readers beside it.
+"""Capture in one SQLite file: one writer with group commit, readers beside it.
 
-Callers on event loops put records in a queue and await. The writer thread takes all that waits,
+Callers on event loops put records in a queue and await. The writer's thread takes all that waits,
 writes it in one transaction, and tells each caller's loop. When `commit` returns, the record is in
 the operating system's hands: `kill -9` of this process cannot take it. `fsync="group"` makes each
 transaction durable against power loss too, one fsync for all that waited.
 
-Measured on two shared cores with a 500-token record (benchmarks/trajectory.py): 0.1 to 0.2 ms from
-`commit` to its return, of which 0.045 ms compress texts, 0.03 ms are SQLite and 0.02 ms the
-hand-off. On the event loop itself it would be no quicker, and every stall of the disk would stall
-all sessions.
+Without fsync, a small record that finds the writer idle is written by its caller at once. In a
+gateway on two shared cores, between other processes, that takes 0.09 ms where two hand-offs between
+threads make it 0.30 ms (benchmarks/gateway.py); of the 0.09 ms half compresses texts. A write that
+the disk held up sends all that follow to the thread for a while, so a slow disk stalls one call,
+not all sessions.
 
-The writer owns what must not be done twice (which ids and bodies a session has), so nothing needs a
-lock. Readers use a connection of their own and wait until all that was given before is written.
+The writer owns what must not be done twice (which ids and bodies a session has). Readers use a
+connection of their own and wait until all that was given before is written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import queue
 import sqlite3
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -42,6 +44,18 @@ CHECKPOINT_FRAMES_BUSY = 16 * CHECKPOINT_FRAMES
 GROUP_WITHOUT_FSYNC = 4
 """Most records of one transaction where it costs no fsync: the first of many that wait together are
 then not held up by the last (32 at once: median 1.5 ms, against 2.5 ms in one transaction)."""
+
+OTHERS_MS = 5000
+"""How long a write waits for another process that writes to the file; as `formats` opens it."""
+
+WRITTEN_HERE = 1 << 15
+"""Bytes of texts up to which a caller writes its own record: more takes long to compress."""
+
+HELD_UP_S = 0.005
+"""A transaction without fsync that takes longer met a busy disk."""
+
+SHY_S = 5.0
+"""How long callers leave the writing to the thread after that."""
 
 Work = Callable[["_Writer"], None]
 
@@ -185,7 +199,8 @@ class SqliteStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
-        await self._write(lambda writer: writer.commit(exchange, bodies))
+        size = len(exchange.reply) + sum(map(len, bodies.values()))
+        await self._write(lambda writer: writer.commit(exchange, bodies), size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply; readers in this process see it at once."""
@@ -197,7 +212,7 @@ class SqliteStore:
 
     async def flush(self) -> None:
         """Return when all that was given before is on the disk itself."""
-        await self._write(lambda writer: writer.want_sync())
+        await self._write(lambda writer: writer.want_sync(), size=sys.maxsize)
 
     async def aclose(self) -> None:
         """Write what was given, release the file; idempotent."""
@@ -242,8 +257,14 @@ class SqliteStore:
             message = f"{self.path}: the store is closed"
             raise StoreError(message)
 
-    async def _write(self, work: Work) -> None:
+    async def _write(self, work: Work, *, size: int = 0) -> None:
+        """Have `work` done: here where the writer is idle, else by the writer's thread.
+
+        `size` is about how many bytes it writes.
+        """
         self._check_open()
+        if size <= WRITTEN_HERE and self._writer.write_now(work):
+            return
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._writer.give(_Job(work, loop, done))
@@ -292,7 +313,10 @@ class _SessionState:
 
 
 class _Writer:
-    """The thread that alone writes. Methods without a note run in it, inside a transaction."""
+    """The thread that writes. Methods without a note run in it, inside a transaction.
+
+    A caller that finds nothing queued or running may do its work itself: `write_now`.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, group: int) -> None:
         self._path = path
@@ -301,6 +325,13 @@ class _Writer:
         self._states: dict[str, _SessionState] = {}
         self._frames = 0
         self._sync_wanted = False
+        self._turn = threading.Lock()
+        """Held by whoever uses the connection."""
+        self._given = 0
+        self._done = 0
+        """Jobs ever given to the thread (changed by callers) and finished by it."""
+        self._shy_until = 0.0
+        self._patience_ms = OTHERS_MS
         self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
         # A daemon: what was acknowledged is written, so an exit without `aclose` loses nothing.
         self._thread = threading.Thread(target=self._run, name=f"capture {path}", daemon=True)
@@ -310,7 +341,30 @@ class _Writer:
 
     def give(self, job: _Job) -> None:
         """Queue a job."""
+        self._given += 1
         self._jobs.put(job)
+
+    def write_now(self, work: Work) -> bool:
+        """Do `work` in the calling thread; `False` = it must be queued. Raises `StoreError`."""
+        started = time.monotonic()
+        busy = self._given != self._done or started < self._shy_until
+        if self._group > GROUP_WITHOUT_FSYNC or busy or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            self._wait_for_others(0)
+            self._transact([work])
+        except StoreError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
+                raise
+            return False  # another process writes; the thread can wait for it
+        finally:
+            self._turn.release()
+        if self._frames >= CHECKPOINT_FRAMES:
+            self._jobs.put(threading.Event())  # wakes the thread, which sees to it
+        ended = time.monotonic()
+        if ended - started > HELD_UP_S:
+            self._shy_until = ended + SHY_S
+        return True
 
     def wait_until_written(self) -> None:
         """Block until every job given before has been tried."""
@@ -334,15 +388,24 @@ class _Writer:
                 waiting = [self._jobs.get()]
                 while len(waiting) < self._group and not self._jobs.empty():
                     waiting.append(self._jobs.get())
-                self._write([job for job in waiting if isinstance(job, _Job)])
+                with self._turn:
+                    self._wait_for_others(OTHERS_MS)
+                    self._write([job for job in waiting if isinstance(job, _Job)])
                 for event in waiting:
                     if isinstance(event, threading.Event):
                         event.set()
                 if None in waiting:
                     return
-                self._checkpoint()
+                with self._turn:
+                    self._checkpoint()
         finally:
             self._connection.close()
+
+    def _wait_for_others(self, milliseconds: int) -> None:
+        """How long a transaction waits for another process that writes."""
+        if milliseconds != self._patience_ms:
+            self._connection.execute(f"PRAGMA busy_timeout = {milliseconds}")
+            self._patience_ms = milliseconds
 
     def _write(self, jobs: list[_Job]) -> None:
         """Write all jobs in one transaction; if it fails, each in its own, so that one bad record
@@ -351,23 +414,27 @@ class _Writer:
         if not jobs:
             return
         try:
-            self._transact(jobs)
+            self._transact([job.work for job in jobs])
         except StoreError as error:
             if len(jobs) == 1:
-                jobs[0].finish(error)
+                self._finish(jobs[0], error)
                 return
             for job in jobs:
                 self._write([job])
             return
         for job in jobs:
-            job.finish(None)
+            self._finish(job, None)
 
-    def _transact(self, jobs: list[_Job]) -> None:
+    def _finish(self, job: _Job, error: StoreError | None) -> None:
+        self._done += 1
+        job.finish(error)
+
+    def _transact(self, works: Sequence[Work]) -> None:
         with boundary(StoreError, f"{self._path}: cannot write"):
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
-                for job in jobs:
-                    job.work(self)
+                for work in works:
+                    work(self)
                 self._connection.execute("COMMIT")
                 if self._sync_wanted:
                     self._sync_wanted = False
@@ -378,7 +445,7 @@ class _Writer:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-        self._frames += 4 * len(jobs)
+        self._frames += 4 * len(works)
 
     def _checkpoint(self) -> None:
         """Move the WAL into the file when it is long, best while nobody waits."""
