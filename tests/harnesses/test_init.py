@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.config import AgentSpec
+from bridle.config import AgentSpec, McpServer
 from bridle.errors import ConfigError
 from bridle.harnesses import HARNESSES, open_harness
 
@@ -45,3 +45,17 @@ def test_a_setting_that_it_does_not_have_is_named(name):
     agent = AgentSpec(harness=name, command=None, settings={"thinkin": "high"})
     with pytest.raises(ConfigError, match=rf"agent\.settings of harness '{name}': thinkin"):
         open_harness(agent)
+
+
+@pytest.mark.parametrize("name", ["aider", "command", "mini_swe_agent", "pi"])
+def test_a_program_without_an_mcp_client_refuses_a_server(name):
+    server = McpServer(name="a", command="serve")
+    agent = AgentSpec(harness=name, command=None, mcp_servers=(server,))
+    with pytest.raises(ConfigError, match=rf"agent\.mcp_servers: '{name}' cannot use 'a'"):
+        open_harness(agent)
+
+
+@pytest.mark.parametrize("name", sorted(set(HARNESSES) - {"aider", "command", "mini_swe_agent"}))
+def test_skills_are_looked_for_before_anything_is_started(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"agent\.skills_path: "):
+        open_harness(AgentSpec(harness=name, skills_path=str(tmp_path)))

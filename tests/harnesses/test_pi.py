@@ -42,6 +42,12 @@ def test_settings_become_flags():
     assert line[9:] == ("--thinking", "off", "--tools", "bash,read", "--no-context-files")
 
 
+def test_skills_lie_in_its_home(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    launch = Pi(AgentSpec(harness="pi", skills_path=str(tmp_path))).launch(context())
+    assert launch.folders == {f"/h/.pi/agent/skills/{tmp_path.name}": tmp_path}
+
+
 def event(reason, role="assistant"):
     return json.dumps(
         {"type": "message_end", "message": {"role": role, "stopReason": reason}},

@@ -160,3 +160,14 @@ async def test_a_node_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):
     (tmp_path / "run").rename(tmp_path / "first")
     async with a_node(tmp_path):
         assert not left.exists()
+
+
+def test_skills_are_looked_for_beside_the_task_file(tmp_path):
+    located = task(
+        agent={"harness": "pi", "command": None, "skills_path": "s"}, task_dir=str(tmp_path)
+    )
+    with pytest.raises(ConfigError, match=rf"task 't-1': agent\.skills_path: .* in {tmp_path}/s"):
+        check([located])
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/SKILL.md").write_text("x")
+    check([located])

@@ -5,6 +5,7 @@ last word. What each test then asks of the result is in `did_its_work`.
 """
 
 from contextlib import asynccontextmanager
+from typing import Any
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
@@ -17,7 +18,7 @@ from bridle.testing import scripted_engine
 
 MADE = 'test "$(cat made.txt)" = hello && test "$(cat one.txt)" = 1 && test "$(cat two.txt)" = 2'
 
-TURNS = [
+TURNS: list[dict[str, Any]] = [
     {
         "reasoning": "A file is asked for.",
         "content": "I make it.",
@@ -26,8 +27,6 @@ TURNS = [
     {"content": "Two more.", "shell": ["echo 1 > one.txt", "echo 2 > two.txt"]},
     {"content": "All three files are there."},
 ]
-
-NO_NODE = "/usr/local/bin:/usr/bin:/bin"
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ async def test_tools_of_mcp_servers_are_called_over_stdio_and_http(tmp_path, har
     assert result.trajectory.metadata["stats"]["merge_ratio"] == 1.0
 
 
-@pytest.mark.parametrize("harness", sorted(set(PREFIXES) - {"openai_agents"}))
+@pytest.mark.parametrize("harness", sorted({*PREFIXES, "pi"} - {"openai_agents"}))
 async def test_skills_are_told_to_the_model(tmp_path, harness):
     (tmp_path / "skills/tidy-up").mkdir(parents=True)
     (tmp_path / "skills/tidy-up/SKILL.md").write_text(SKILL)

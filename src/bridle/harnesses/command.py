@@ -17,6 +17,7 @@ from pathlib import Path
 from bridle.config import AgentSpec, Settings
 from bridle.errors import ConfigError
 from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings
+from bridle.harnesses.configuration import refuse_extras
 from bridle.types import Cause, Dialect
 
 VARIABLES = {
@@ -52,6 +53,7 @@ class CommandHarness:
 
     def __init__(self, agent: AgentSpec) -> None:
         parse_settings(agent, CommandSettings)
+        refuse_extras(agent, transports=(), skills=False)
         if not agent.command or not agent.command.strip():
             raise ConfigError("agent.command: harness 'command' needs a command line")
         self._line = fill(agent.command)

@@ -18,6 +18,7 @@ from pydantic import Field
 from bridle.config import AgentSpec, Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
 from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import merged, refuse_extras
 from bridle.harnesses.installers import PYTHON, python_recipe
 from bridle.types import JSON, Cause, Dialect
 
@@ -43,6 +44,7 @@ class MiniSweAgent:
 
     def __init__(self, agent: AgentSpec) -> None:
         refuse_unpinned(agent, VERSION)
+        refuse_extras(agent, transports=(), skills=False)
         self._settings = parse_settings(agent, MiniSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
@@ -82,7 +84,7 @@ class MiniSweAgent:
             "LITELLM_TELEMETRY": "False",
         }
         # JSON is YAML.
-        text = json.dumps(_merged(self._settings.config, own)).encode()
+        text = json.dumps(merged(self._settings.config, own)).encode()
         return Launch(command, env, files={config: text}, logs=(log,))
 
     def exit_cause(
@@ -93,12 +95,3 @@ class MiniSweAgent:
     ) -> Cause | None:
         """Exit code 1 is a traceback of its own, most often a model call that kept failing."""
         return crash(exit_code, signal)
-
-
-def _merged(under: JSON, over: JSON) -> JSON:
-    """`over` laid over `under`, objects member by member."""
-    both = {**under, **over}
-    for name in under.keys() & over.keys():
-        if isinstance(under[name], dict) and isinstance(over[name], dict):
-            both[name] = _merged(under[name], over[name])
-    return both

@@ -15,6 +15,7 @@ from typing import Literal
 from bridle.config import AgentSpec, Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
 from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import refuse_extras, skill_folders
 from bridle.harnesses.installers import NODE, node_recipe
 from bridle.types import JSON, Cause, Dialect
 
@@ -45,6 +46,8 @@ class Pi:
 
     def __init__(self, agent: AgentSpec) -> None:
         refuse_unpinned(agent, VERSION)
+        refuse_extras(agent, transports=())
+        self._agent = agent
         self._settings = parse_settings(agent, PiSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
@@ -77,7 +80,9 @@ class Pi:
             f"{folder}/settings.json": b'{"enableInstallTelemetry": false, "quietStartup": true}',
         }
         # From stdin: an argument has a size limit, and one that begins with @ or - means another.
-        return Launch(tuple(command), env, files, stdin=context.instruction.encode())
+        stdin = context.instruction.encode()
+        folders = skill_folders(self._agent, f"{folder}/skills")
+        return Launch(tuple(command), env, files, folders=folders, stdin=stdin)
 
     def _models(self, context: LaunchContext) -> JSON:
         model = {
