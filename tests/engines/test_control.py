@@ -172,3 +172,13 @@ def test_versions_are_numbers():
     assert (as_version("12"), as_version(3)) == (12, 3)
     with pytest.raises(EngineError, match="'v2' is no number"):
         as_version("v2")
+
+
+def test_weights_that_nobody_numbered_count_as_what_the_reader_knows():
+    """vLLM calls its weights `default` until it is told a version (seen on 0.32.0)."""
+    assert as_version("default", unnamed=4) == 4
+    assert as_version("5", unnamed=4) == 5
+    with pytest.raises(EngineError, match="number the versions"):
+        as_version("default")
+    with pytest.raises(EngineError, match="'v2' is no number"):
+        as_version("v2", unnamed=4)

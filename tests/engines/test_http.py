@@ -105,6 +105,9 @@ def test_failures_are_told_apart(status, body, retryable, says):
     [
         "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
         "maximum model length of 4096 reached",
+        # vLLM 0.32.0: the chat route, then completions.
+        "Input length (5000) exceeds model's maximum context length (4096).",
+        "This model's maximum context length is 4096 tokens. However, your prompt contains 5000.",
     ],
 )
 def test_an_overflow_is_an_overflow(text):

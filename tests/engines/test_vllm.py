@@ -321,19 +321,45 @@ async def test_a_server_that_ignores_ids_is_refused_with_the_cure(stub, connecte
     assert "--enable-scale-out" in str(caught.value)
 
 
-async def test_the_first_route_that_gives_all_is_taken(stub, connected):
-    def generate(body):
-        read = json.loads(body)
-        entries = [{"token_id": 7, "logprob": -1.0}, {"token_id": 8, "logprob": -2.0}]
-        return sampled(read["token_ids"], logprobs={"content": entries}, message=None)
+def generate(body):
+    """The token route, honest."""
+    read = json.loads(body)
+    entries = [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.5}]
+    return sampled(read["token_ids"], logprobs={"content": entries}, message=None)
 
+
+def taken(engine):
+    """Paths of the route that was taken."""
+    return [row["found"] for row in engine.report.rows() if row["what"] == "route"]
+
+
+async def test_a_fresh_vllm_whose_weights_have_no_number_is_at_version_0(stub, connected):
+    server = await stub(**{CHAT: honest(), "weight_info": {"weight_version": "default"}})
+    engine = await connected(server.url)
+    assert (await engine.start()).version == 0
+    await engine.set_version(6)
+    (chunk,) = await collect(engine, request())
+    assert chunk.versions == (VersionSpan(6, 0, 2),)
+
+
+async def test_where_weights_can_change_the_route_that_tells_versions_comes_first(stub, connected):
+    replies = {CHAT: honest(), "inference/v1/generate": generate}
+    fixed = await stub(**replies)
+    assert taken(await connected(fixed.url)) == ["/v1/chat/completions"]
+    changing = await stub(**replies, weight_info={"weight_version": "3"})
+    assert taken(await connected(changing.url)) == ["/inference/v1/generate"]
+    assert taken(await connected(changing.url, engine_parses=True)) == ["/v1/chat/completions"]
+    closed = await stub(**{CHAT: honest(), "weight_info": {"weight_version": "3"}})
+    assert taken(await connected(closed.url)) == ["/v1/chat/completions"]
+
+
+async def test_the_first_route_that_gives_all_is_taken(stub, connected):
     server = await stub(**{CHAT: sampled([1, 2, 3]), "inference/v1/generate": generate})
     engine = await connected(server.url)
     (chunk,) = await collect(engine, request())
     assert chunk.output_ids.tolist() == [7, 8]
     assert server.bodies[-1]["sampling_params"]["max_tokens"] == 1000 - len(PROMPT)
-    routes = [row["found"] for row in engine.report.rows() if row["what"] == "route"]
-    assert routes == ["/inference/v1/generate"]
+    assert taken(engine) == ["/inference/v1/generate"]
 
 
 def text_only(body):

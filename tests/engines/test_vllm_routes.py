@@ -164,6 +164,13 @@ def test_an_error_in_a_stream_can_be_tried_again():
     assert caught.value.retryable
 
 
+def test_tokens_of_weights_without_a_version_carry_the_one_that_is_known():
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2}]
+    told = json.dumps(sampled(PROMPT, weight_versions=spans)).encode()
+    assert read_answer(told).spans == (VersionSpan(0, 0, 1), VersionSpan(9, 1, 2))
+    assert read_answer(told, unnamed=8).spans == (VersionSpan(8, 0, 1), VersionSpan(9, 1, 2))
+
+
 def test_versions_stop_strings_extras_and_cache_hits_are_read():
     told = sampled(PROMPT, stop_reason="END", routed_experts="AAA", sampling_mask=[[1]],
                    weight_versions=[{"version": "3", "start": 0, "end": 2}])  # fmt: skip

@@ -83,6 +83,15 @@ async def test_a_call_that_the_engine_gave_up_is_resumed_from_the_tokens_so_far(
     assert resumed.request_id != engine.requests[0].request_id
 
 
+@pytest.mark.parametrize(("least", "left"), [(5, 2), (3, 0), (1, 0), (None, None)])
+async def test_a_resumed_call_owes_only_the_rest_of_its_least_tokens(least, left):
+    engine = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
+    sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7)
+    asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=5, min_tokens=least))
+    await sampler.sample(asked, PROMPT, began=lambda: None)
+    assert engine.requests[1].sampling.min_tokens == left
+
+
 async def test_a_cut_connection_is_resumed_too():
     engine = Pieces([chunk([1]), CutError("cut")], [CutError("again")], [chunk([2], STOP)])
     sample = await sampled(engine)

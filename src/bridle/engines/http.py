@@ -25,7 +25,7 @@ from bridle.types import JSON
 KEEPALIVE_S = 4.0
 """Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
 
-_OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? (\d+)", re.IGNORECASE)
+_OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)", re.IGNORECASE)
 _CONNECT_S = 10.0
 _LARGE = 1 << 20
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Self
@@ -30,11 +30,16 @@ API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
 ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
 """The order in which routes are tried where none is asked for."""
 
+VERSIONED_ROUTES = (Route.GENERATE, Route.CHAT, Route.COMPLETIONS)
+"""The order for a server with weight routes: its weights may change in mid-reply, and only this
+route tells which tokens are whose (vLLM 0.32.0)."""
+
 
 class VllmEngine:
     """Talks to one vLLM server; implements `bridle.engines.base.Engine` and `Versioned`.
 
-    `route` None takes the first of `ROUTES` that gives all that training needs. `logprob_mode` is
+    `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
+    changed) that gives all that training needs. `logprob_mode` is
     what the server's owner vouches for, where the probe cannot measure it. `allow_untokenized`
     takes a server that gives text only (messages must then come with each request).
     `engine_parses` leaves reasoning and tool calls to the server's parsers. `timeout_s` is how long
@@ -104,9 +109,11 @@ class VllmEngine:
         self._context_length = length
         self.server_version = (await self._client.get("/version", optional=True)).get("version")
         weights = await self._client.get("/weight_info", optional=True)
-        if "weight_version" in weights:
-            self.version = as_version(weights["weight_version"])
-        self.report = await self._probe_routes()
+        versioned = "weight_version" in weights
+        if versioned:
+            self.version = as_version(weights["weight_version"], unnamed=self.version)
+        tell_versions = versioned and not self._engine_parses
+        self.report = await self._probe_routes(VERSIONED_ROUTES if tell_versions else ROUTES)
         self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
         self._strict = not self._allow_untokenized or self.report.usable
         self._token_in = self.report.token_in
@@ -144,10 +151,10 @@ class VllmEngine:
             raise EngineError(f"the engine has no model {self._wanted_model!r}; it has: {names}")
         return models[names.index(self._wanted_model)]
 
-    async def _probe_routes(self) -> ProbeReport:
-        """Probe the wanted route, or each until one is usable; if none is, the first's report."""
+    async def _probe_routes(self, routes: Sequence[Route]) -> ProbeReport:
+        """Probe the wanted route, or each until one is usable; if none is, the chat's report."""
         reports: dict[Route, ProbeReport] = {}
-        for route in (self._wanted_route,) if self._wanted_route else ROUTES:
+        for route in (self._wanted_route,) if self._wanted_route else routes:
             self._route, self._paired = route, None
             report = await probe(self, assume=self._assumed_mode)
             extra = (*self._server_findings(), *report.findings)
@@ -156,7 +163,7 @@ class VllmEngine:
             )
             if report.usable:
                 return reports[route]
-        self._route = next(iter(reports))
+        self._route = self._wanted_route or Route.CHAT
         return reports[self._route]
 
     def _server_findings(self) -> tuple[Finding, ...]:
@@ -218,7 +225,7 @@ class VllmEngine:
         try:
             async with aclosing(self._answers(request, call)) as answers:
                 async for answer in answers:
-                    if (chunk := state.next(read_answer(answer))) is not None:
+                    if (chunk := state.next(read_answer(answer, unnamed=self.version))) is not None:
                         yield chunk
             yield state.last()
         except AbortedError:

@@ -142,20 +142,21 @@ class Read:
     """Whether the reply has a field for sampled ids; they may still be none."""
 
 
-def read_answer(body: bytes) -> Read:
+def read_answer(body: bytes, *, unnamed: int = 0) -> Read:
     """Read a whole reply or one stream chunk of any route.
 
+    `unnamed` is the policy version of tokens whose weights were never given one.
     Raises `EngineError` for what cannot be used: no JSON, another number of logprobs than of ids,
     logprobs of other ids, a missing logprob, an error told in a stream.
     """
     text, prompt_text = cut_ids(body, b"prompt_token_ids")
     try:
-        return _read(_ANSWER.decode(text), prompt_text)
+        return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
         raise EngineError(f"the engine's reply cannot be read: {error}: {_start(body)}") from None
 
 
-def _read(answer: wire.Answer, prompt_text: bytes | None) -> Read:
+def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
     if wire.given(answer.error):
         raise EngineError(f"the engine failed in mid-reply: {_start(answer.error)}", retryable=True)
     usage = answer.usage
@@ -177,7 +178,7 @@ def _read(answer: wire.Answer, prompt_text: bytes | None) -> Read:
     )
     message = choice.message or choice.delta
     told = wire.given(choice.token_ids)
-    return Read(chunk, cached, _spans(choice), paired, message, choice.text, told)
+    return Read(chunk, cached, _spans(choice, unnamed), paired, message, choice.text, told)
 
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -243,11 +244,13 @@ def _finish(reason: str | None) -> FinishReason | None:
     return wire.FINISH[reason]
 
 
-def _spans(choice: wire.Choice) -> tuple[VersionSpan, ...] | None:
+def _spans(choice: wire.Choice, unnamed: int) -> tuple[VersionSpan, ...] | None:
     if not choice.weight_versions:
         return None
-    given = choice.weight_versions
-    return tuple(VersionSpan(as_version(span.version), span.start, span.end) for span in given)
+    return tuple(
+        VersionSpan(as_version(span.version, unnamed=unnamed), span.start, span.end)
+        for span in choice.weight_versions
+    )
 
 
 def _extra(choice: wire.Choice) -> JSON:

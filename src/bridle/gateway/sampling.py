@@ -161,13 +161,14 @@ def _rest(request: GenerateRequest, prompt: PromptIds, sofar: _Sofar) -> Generat
     """What is still to be sampled: the same call, its prompt going on with the tokens so far."""
     if not sofar.tokens:
         return request
-    most = request.sampling.max_tokens
+    most, least = request.sampling.max_tokens, request.sampling.min_tokens
     left = None if most is None else most - sofar.tokens
+    still = None if least is None else max(0, least - sofar.tokens)
     return replace(
         request,
         request_id=f"{request.request_id}-{sofar.tries}",
         prompt=prompt.extend(_joined(sofar.ids), no_ids()),
-        sampling=replace(request.sampling, max_tokens=left),
+        sampling=replace(request.sampling, max_tokens=left, min_tokens=still),
     )
 
 
