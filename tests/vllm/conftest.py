@@ -1,0 +1,26 @@
+"""One real vLLM for the whole suite; it starts with the first test that wants it."""
+
+import pytest
+
+from .serving import VllmServer, make_model
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Two models of one shape and other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return make_model(folder / "a", seed=0), make_model(folder / "b", seed=1)
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory, models):
+    """The server, not started."""
+    with VllmServer(tmp_path_factory.mktemp("vllm"), models[0]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(vllm):
+    """The server as it is by default: raw logprobs, no script."""
+    vllm.say(None)
+    return vllm.running()

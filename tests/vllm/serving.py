@@ -1,0 +1,214 @@
+"""A real vLLM server for tests and benchmarks: its model, its start, its end.
+
+The model is made here: Qwen3's architecture, random weights, the tokenizer that ships in Bridle.
+Its embeddings are not tied, because vLLM's `reload_weights` is wrong for tied ones without saying
+so. vLLM lives in an environment of its own, made by `scripts/test-vllm`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.engines.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
+CONTEXT_LENGTH = 65_536
+START_S = 240.0
+"""How long a start may take: 19 s on two quiet cores, 55 s on two busy ones."""
+
+FLAGS = (
+    *("--dtype", "float32", "--enforce-eager", "--generation-config", "vllm"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
+    *("--enable-prompt-tokens-details", "--max-model-len", str(CONTEXT_LENGTH)),
+    *("--logits-processors", "scripted_logits:ScriptedLogits"),
+)
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first call compiles one function, for 20 s
+    "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{HERE}",
+}
+
+
+def make_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write a model of 1M random weights with its tokenizer; returns `folder`.
+
+    Its output weights are scaled so that its choices are not all alike.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+        max_position_embeddings=CONTEXT_LENGTH,
+        eos_token_id=load_tokenizer(None).end_id,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+    model.save_pretrained(folder)
+    shutil.copytree(builtin_tokenizer_dir(), folder, dirs_exist_ok=True)
+    return folder
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class VllmServer:
+    """One vLLM at a time, on one port. Use as a context manager; leaving it ends the server."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        self.script = folder / "script.json"
+        """What it says; see `say`."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "vllm.log"
+        self.flags: tuple[str, ...] | None = None
+        """Flags that the running server was started with; `None` = it does not run."""
+        self.start_s = 0.0
+        """How long the last start took."""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Nothing runs yet."""
+        self._keeper = self._stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, str(HERE / "keeper.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for us; the keeper sees its input close
+            )
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the server and its keeper."""
+        try:
+            self.stop()
+        finally:
+            self._stack.close()
+
+    def _tell(self, **command: Any) -> int | None:
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        self._keeper.stdin.write(json.dumps(command) + "\n")
+        self._keeper.stdin.flush()
+        pid: int | None = json.loads(self._keeper.stdout.readline())
+        return pid
+
+    def start(self, *flags: str) -> None:
+        """Start, and wait until it answers. `RuntimeError` with the end of its log if it fails."""
+        if not PYTHON.exists():
+            raise RuntimeError(f"{PYTHON} is missing; make test-vllm makes it")
+        began = time.monotonic()
+        module = "vllm.entrypoints.openai.api_server"
+        where = ("--host", "127.0.0.1", "--port", str(self.port))
+        named = ("--model", str(self.model), "--served-model-name", "tiny")
+        self._tell(
+            start=[str(PYTHON), "-m", module, *named, *where, *FLAGS, *flags],
+            env={**os.environ, **ENVIRONMENT, "BRIDLE_TEST_SCRIPT": str(self.script)},
+            log=str(self.log),
+        )
+        self.flags = flags
+        while not self._answers():
+            late = time.monotonic() - began > START_S
+            if self._tell() is None or late:
+                self.stop()
+                tail = self.log.read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"vLLM did not start; its log ends:\n{tail}")
+            time.sleep(0.2)
+        self.start_s = time.monotonic() - began
+
+    def _answers(self) -> bool:
+        try:
+            return self.call("GET", "/health", timeout_s=5) == {}
+        except OSError:
+            return False
+
+    def running(self, *flags: str) -> Self:
+        """This server, started with exactly these extra flags if it is not already."""
+        if self.flags != flags:
+            self.stop()
+            self.start(*flags)
+        return self
+
+    def kill(self) -> None:
+        """`kill -9` of every process of it."""
+        self._tell(signal=signal.SIGKILL)
+        self._tell(wait=10)
+        self.flags = None
+
+    def stop(self) -> None:
+        """End it in its own way, and by force what is left."""
+        if self.flags is not None:
+            self._tell(signal=signal.SIGTERM)
+            self._tell(wait=20)
+            self.kill()
+
+    def say(self, script: dict[str, Any] | None) -> None:
+        """Let it say a script (see `bridle.engines.script`); `None` = let the model speak."""
+        if script is None:
+            self.script.unlink(missing_ok=True)
+            return
+        draft = self.script.with_suffix(".draft")
+        draft.write_text(json.dumps(script))
+        draft.rename(self.script)
+
+    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = 60) -> Any:
+        """JSON of one call; `{}` for an empty answer. Raises `OSError`, for an error status too."""
+        request = urllib.request.Request(  # noqa: S310 - loopback
+            self.url + path,
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310
+            return json.loads(answer.read() or b"{}")
+
+    def metric(self, name: str) -> float:
+        """Sum of a Prometheus metric over its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:  # noqa: S310
+            lines = answer.read().decode().splitlines()
+        found = [line.rpartition(" ")[2] for line in lines if line.partition("{")[0] == name]
+        return sum(map(float, found))
+
+    def load(self, folder: Path, version: int) -> None:
+        """Put other weights of the same shape in; tokens from here on carry `version`."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.call("POST", "/collective_rpc", body)
+        self.call("POST", "/reset_prefix_cache")
+        self.call("POST", "/update_weight_version", {"new_version": str(version)})

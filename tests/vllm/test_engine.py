@@ -1,0 +1,160 @@
+"""The adapter and the probe against a real vLLM, which gives raw logprobs unless told."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from bridle.engines.vllm_routes import Route
+from bridle.errors import ContextOverflowError, EngineError
+from bridle.types import FinishReason, LogprobMode, VersionSpan
+
+from .checks import CLOSE, TOKENIZER, RecordingVllm, plain_logprobs, prompt_of, reply, request
+from .serving import CONTEXT_LENGTH
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PROMPT = prompt_of("Say anything.")
+BLOCK = 128
+"""Tokens of one block of the prefix cache on a CPU; only whole blocks are reused."""
+
+
+@pytest.fixture
+async def opened(server):
+    """Makes adapters on the server, started."""
+    made = []
+
+    async def make(**options):
+        made.append(RecordingVllm(server.url, **options))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.aclose()
+
+
+@pytest.mark.parametrize("route", Route)
+async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, server, route):
+    engine = await opened(route=route)
+    info = await engine.start()
+    assert engine.report.usable
+    assert {f.what: f.ok for f in engine.report.findings} == dict.fromkeys(
+        ("route", "context length", "pairing", "sampled ids", "logprobs", "token in",
+         "logprob mode"), True
+    )  # fmt: skip
+    assert engine.report.duration_s < 5
+    assert info.token_in
+    assert info.logprob_mode is LogprobMode.RAW
+    assert info.context_length == CONTEXT_LENGTH
+    assert info.eos_token_ids == (TOKENIZER.end_id,)
+    assert info.tokenizer_dir == str(server.model)
+
+
+async def test_where_weights_can_change_the_route_is_taken_that_tells_versions(opened):
+    engine = await opened()
+    assert engine.report.findings[0].found == Route.GENERATE.path
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
+    opened, server, route, stream
+):
+    engine = await opened(route=route)
+    asked = request(PROMPT, stream=stream, max_tokens=24, min_tokens=24)
+    ids, logprobs, chunks = await reply(engine, asked)
+    assert len(ids) == 24
+    assert (len(chunks) > 4) is stream
+    assert [c.prompt_ids_json for c in chunks if c.prompt_ids_json] == [asked.prompt.json()]
+    assert chunks[-1].versions == (VersionSpan(0, 0, 24),)
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    expected = plain_logprobs(server.model, PROMPT, ids)
+    assert np.abs(expected - logprobs).max() < CLOSE
+
+
+async def test_a_seed_gives_the_same_reply_on_every_route(opened):
+    found = []
+    for route in Route:
+        engine = await opened(route=route)
+        for stream in (False, True):
+            ids, _, _ = await reply(engine, request(PROMPT, seed=7, stream=stream))
+            found.append(ids.tolist())
+    assert len(found) == 6
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("route", Route)
+async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
+    server.say({"conversations": [{"turns": [{"content": "one two three four"}]}]})
+    engine = await opened(route=route)
+    ids, _, chunks = await reply(engine, request(PROMPT))
+    whole = TOKENIZER.encode("one two three four").tolist()
+    assert ids.tolist() == [*whole, TOKENIZER.end_id]
+    assert (chunks[-1].finish_reason, chunks[-1].stop_text) == (FinishReason.STOP, None)
+
+    ids, _, chunks = await reply(engine, request(PROMPT, stop=("three",)))
+    assert (chunks[-1].finish_reason, chunks[-1].stop_text) == (FinishReason.STOP, "three")
+    assert ids.tolist() == whole[: len(ids)]
+    assert "three" in TOKENIZER.decode(ids)
+
+    third = whole[2]
+    ids, _, chunks = await reply(engine, request(PROMPT, stop_token_ids=(third,)))
+    assert ids.tolist() == whole[: whole.index(third) + 1]
+    assert (chunks[-1].finish_reason, chunks[-1].stop_text) == (FinishReason.STOP, None)
+
+
+@pytest.mark.parametrize("route", Route)
+async def test_what_the_server_refuses_is_told_by_its_kind(opened, route):
+    engine = await opened(route=route)
+    with pytest.raises(EngineError, match="vocabulary") as caught:
+        await reply(engine, request([5, 99_999]))
+    assert (caught.value.status, caught.value.retryable) == (400, False)
+
+    engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not told us
+    with pytest.raises(ContextOverflowError) as overflow:
+        await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
+    assert overflow.value.context_length == CONTEXT_LENGTH
+    await engine.health()
+
+
+@pytest.mark.parametrize("route", Route)
+async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, server, route):
+    engine = await opened(route=route)
+    endless = request(PROMPT, stream=True, max_tokens=20_000, min_tokens=20_000)
+    ids = 0
+    async for chunk in engine.generate(endless):
+        ids += len(chunk.output_ids)
+        if ids >= 5 and chunk.finish_reason is None:
+            await engine.abort("r")
+    assert chunk.finish_reason is FinishReason.ABORT
+    assert 5 <= ids < 20_000
+    async with asyncio.timeout(10):
+        while await asyncio.to_thread(server.metric, "vllm:num_requests_running"):  # noqa: ASYNC110 - a server's state has no event
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("route", Route)
+async def test_a_grammar_is_obeyed(opened, route):
+    engine = await opened(route=route)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    asked = request(PROMPT, max_tokens=200)
+    object.__setattr__(asked, "grammar", {"json_schema": schema | {"additionalProperties": False}})
+    ids, logprobs, _ = await reply(engine, asked)
+    said = json.loads(TOKENIZER.decode(ids, skip_special=True))
+    assert said in ({"a": 1}, {"a": 2})
+    assert len(logprobs) == len(ids)
+
+
+async def test_cached_tokens_are_told(opened):
+    engine = await opened()
+    prompt = prompt_of("word " * 300)
+    await reply(engine, request(prompt))
+    _, _, chunks = await reply(engine, request(prompt))
+    assert chunks[-1].cached_tokens == len(prompt) // BLOCK * BLOCK
+
+
+async def test_an_owner_who_vouches_for_the_wrong_mode_is_told(opened):
+    with pytest.raises(EngineError, match="raw by measurement, processed by configuration"):
+        await opened(logprob_mode=LogprobMode.PROCESSED)

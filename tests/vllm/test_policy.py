@@ -1,0 +1,114 @@
+"""Weights that change while a reply is being sampled."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from bridle.engines.vllm_routes import Route
+from bridle.errors import EngineError
+from bridle.types import VersionSpan
+
+from .checks import (
+    CLOSE,
+    RecordingVllm,
+    openai_client,
+    opened_gateway,
+    plain_logprobs,
+    sampling_of,
+    until,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+TOKENS = 400
+
+
+def check_spans(exchange, models):
+    """Each token's logprob is a plain forward pass's of the weights that its span names.
+
+    Over the whole prompt: vLLM drops what it had computed with the old weights.
+    """
+    for model, span in zip(models, exchange.versions, strict=True):
+        expected = plain_logprobs(model, exchange.suffix_ids, exchange.output_ids)
+        error = np.abs(expected - exchange.logprobs)
+        assert error[span.start : span.end].max() < CLOSE
+        assert len(error) == span.end - span.start or error.max() > 0.1
+
+
+@pytest.fixture
+def updated(server, models):
+    """The server; its first weights come back afterwards."""
+    yield server
+    server.load(models[0], 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_token_knows_the_weights_that_sampled_it(updated, models, stream):
+    async with opened_gateway(updated) as (gateway, store):
+        handle = await gateway.open_session(sampling=sampling_of(TOKENS))
+        async with (
+            openai_client(handle) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            asking = {"min_tokens": TOKENS}
+            said = [{"role": "user", "content": "Say a lot."}]
+            before = await asyncio.to_thread(updated.metric, "vllm:generation_tokens_total")
+            call = group.create_task(
+                client.chat.completions.create(
+                    model="m", messages=said, extra_body=asking, stream=stream
+                )
+            )
+            await until(updated, "vllm:generation_tokens_total", before + 40)
+            await asyncio.to_thread(updated.call, "POST", "/pause?mode=keep")
+            await asyncio.to_thread(updated.load, models[1], 1)
+            await asyncio.to_thread(updated.call, "POST", "/resume")
+            if stream:
+                async for _ in await call:
+                    pass
+        (exchange,) = store.exchanges(handle.session_id)
+    first, second = exchange.versions
+    assert first == VersionSpan(0, 0, first.end)
+    assert second == VersionSpan(1, first.end, TOKENS)
+    assert 20 < first.end < TOKENS
+    check_spans(exchange, models)
+
+
+async def test_a_call_that_an_update_aborts_goes_on_as_one_reply(updated, models):
+    """`pause` with its default mode ends calls; the gateway resumes them under the new weights."""
+    async with opened_gateway(updated) as (gateway, store):
+        handle = await gateway.open_session(sampling=sampling_of(TOKENS))
+        async with (
+            openai_client(handle) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            before = await asyncio.to_thread(updated.metric, "vllm:generation_tokens_total")
+            call = group.create_task(
+                client.chat.completions.create(
+                    model="m",
+                    messages=[{"role": "user", "content": "Say a lot."}],
+                    extra_body={"min_tokens": TOKENS},
+                )
+            )
+            await until(updated, "vllm:generation_tokens_total", before + 40)
+            await asyncio.to_thread(updated.call, "POST", "/pause?mode=abort")
+            await asyncio.to_thread(updated.load, models[1], 1)
+            await asyncio.to_thread(updated.call, "POST", "/resume")
+        assert (await call).choices[0].finish_reason == "length"
+        (exchange,) = store.exchanges(handle.session_id)
+    assert [span.version for span in exchange.versions] == [0, 1]
+    assert len(exchange.output_ids) == TOKENS
+    assert exchange.extra["resumed"] >= 1
+    check_spans(exchange, models)
+
+
+async def test_a_version_that_is_no_number_is_refused_by_name(updated):
+    await asyncio.to_thread(
+        updated.call, "POST", "/update_weight_version", {"new_version": "after-lunch"}
+    )
+    engine = RecordingVllm(updated.url, route=Route.GENERATE)
+    try:
+        with pytest.raises(EngineError, match="after-lunch"):
+            await engine.start()
+    finally:
+        await engine.aclose()
