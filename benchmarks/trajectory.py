@@ -4,15 +4,19 @@ Workload: sessions of 8, 32 and 128 turns with 300 new prompt tokens and 200 sam
 append-only and in three harder variants. All is measured in one process, one after the other, so
 read the ratios.
 
-- `build`: CPU time, best of some runs: from the SQLite file to the trajectory with its messages
-  (`from store`), and from records in memory to its arrays (`arrays`), beside a prefix tree with one
-  dictionary per token, as other systems use to find parents, over lists of ids in memory. The tree
-  alone is timed; such a system still has its traces to make.
+- `build`: CPU time, best of some runs: from the SQLite file to the trajectory (`from store`), the
+  same and all its messages read, which otherwise happens when somebody looks (`with messages`), and
+  from records in memory to arrays (`arrays`), beside a prefix tree with one dictionary per token,
+  as other systems use to find parents, over lists of ids in memory. The tree alone is timed; such a
+  system still has its traces to make.
 - `disk`: size of the closed file against the bytes of its distinct tokens, logprobs and texts.
 - `commit`: wall time from giving an exchange to its acknowledgement, for callers that come at once.
-- `training`: tokens through a model, one trace per request against merged traces, beside the bound.
+- `training`: tokens through a model, one trace per request against merged traces, beside the bound
+  `T(P + Td/2) / (P + Td)` of T turns with a first prompt of P tokens and d new ones a turn.
+- `tree`: a group of 8 sessions of one task packed as one tree against its merged traces, beside the
+  bound `G(P + Td) / (P + GTd)`: the prompt once, everything else once per session.
 
-    python -m benchmarks.trajectory [--turns 8 32 128] [--repeat 5] [--json]
+    python -m benchmarks.trajectory [--turns 8 32 128] [--training-turns 32 64 128] [--json]
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.config import BuilderSpec
 from bridle.trajectory import DEFAULT_TRAIN, rebuild
 from bridle.trajectory import build as build_trajectory
+from bridle.trajectory.packing import pack
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import Trajectory
 from bridle.types import DeliveryState, Kind
@@ -141,6 +146,11 @@ def build(capture: SessionCapture) -> Trajectory:
     )
 
 
+def with_messages(trajectory: Trajectory) -> int:
+    """How many messages its traces have, all of them read."""
+    return sum(len(t.prompt_messages) + len(t.response_messages) for t in trajectory.traces)
+
+
 def delivered_turns(made: MadeSession, trajectory: Trajectory) -> tuple[int, int]:
     """Turns that train and turns that should."""
     trained = {e for trace in trajectory.traces for e in trace.exchange_ids}
@@ -160,6 +170,7 @@ def measure_build(folder: Path, turns: int, variant: str, repeat: int) -> dict[s
         capture = reader.read("s1")
         trajectory = rebuild(capture)
         whole = best_ms(lambda: rebuild(reader.read("s1")), repeat)
+        read = best_ms(lambda: with_messages(rebuild(reader.read("s1"))), repeat)
         arrays = best_ms(lambda: build(capture), repeat)
         written = best_ms(lambda: trajectory_bytes(trajectory), repeat)
     names = [exchange.exchange_id for exchange in made.exchanges]
@@ -170,6 +181,7 @@ def measure_build(folder: Path, turns: int, variant: str, repeat: int) -> dict[s
         "variant": variant,
         "turns": len(names),
         "from store ms": whole,
+        "with messages ms": read,
         "arrays ms": arrays,
         "json ms": written,
         "trie ms": beside,
@@ -236,15 +248,27 @@ async def measure_commit(
     }
 
 
+def uniform(
+    turns: int, session_id: str = "s1", prompt: object = ROOT, seed: int = 0
+) -> MadeSession:
+    """An append-only session: `ROOT` first ids, then `NEW + SAMPLED` a turn."""
+    made = MadeSession(session_id, seed=seed, texts=False)
+    for turn in range(turns):
+        new = NEW if turn else prompt
+        made.call(f"x{turn - 1}" if turn else None, new=new, output=SAMPLED)
+    made.end()
+    return made
+
+
 def measure_training(turns: int) -> dict[str, object]:
     """One row of the training table."""
-    made = make(turns)
-    sizes = {}
-    for strategy in ("per_request", "prefix_merging"):
-        traces = rebuild(made.capture(), builder=BuilderSpec(strategy=strategy)).traces
-        sizes[strategy] = sum(len(t.prompt_ids) + len(t.response_ids) for t in traces)
-    root, new = len(made.prompts["x0"]) - NEW, NEW + SAMPLED
-    bound = turns * (root + turns * new / 2) / (root + turns * new)
+    made = uniform(turns)
+    sizes = {
+        strategy: size_of(rebuild(made.capture(), builder=BuilderSpec(strategy=strategy)))
+        for strategy in ("per_request", "prefix_merging")
+    }
+    new = NEW + SAMPLED
+    bound = turns * (ROOT + turns * new / 2) / (ROOT + turns * new)
     ratio = sizes["per_request"] / sizes["prefix_merging"]
     return {
         "turns": turns,
@@ -253,6 +277,32 @@ def measure_training(turns: int) -> dict[str, object]:
         "times fewer": ratio,
         "bound": bound,
         "of bound": ratio / bound,
+    }
+
+
+def size_of(trajectory: Trajectory) -> int:
+    """Ids in all traces."""
+    return sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectory.traces)
+
+
+def measure_tree(turns: int, repeat: int, group: int = 8) -> dict[str, object]:
+    """One row of the tree table: sessions of one task, each with samples of its own."""
+    prompt = MadeSession(seed=99).ids(ROOT)
+    sessions = [uniform(turns, f"s{n}", prompt, seed=n) for n in range(group)]
+    built = [rebuild(m.capture(), builder=BuilderSpec(strategy="tree")) for m in sessions]
+    merged, packed = sum(map(size_of, built)), len(pack(built).ids)
+    # The last turn's new prompt tokens are never there: a turn's come before its samples.
+    path = ROOT + turns * SAMPLED + (turns - 1) * NEW
+    bound = group * path / (ROOT + group * (path - ROOT))
+    return {
+        "turns": turns,
+        "sessions": group,
+        "merged": merged,
+        "tree": packed,
+        "times fewer": merged / packed,
+        "bound": bound,
+        "of bound": merged / packed / bound,
+        "pack ms": best_ms(lambda: pack(built), repeat),
     }
 
 
@@ -271,6 +321,7 @@ def main() -> None:
     """Measure all and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--turns", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--training-turns", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -286,12 +337,13 @@ def main() -> None:
                 for fsync in ("off", "group")
                 for callers in (1, 8, 32)
             ],
-            "training": [measure_training(turns) for turns in given.turns],
+            "training": [measure_training(turns) for turns in given.training_turns],
+            "tree": [measure_tree(turns, given.repeat) for turns in given.training_turns],
         }
     if given.json:
         sys.stdout.write(json.dumps(tables, indent=2) + "\n")
         return
-    console = Console(width=130)
+    console = Console(width=150)
     for title, rows in tables.items():
         show(console, title, rows)
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from tests.capture.made import MadeSession
+from tests.trajectory.test_init import a_hard_session
 
 from bridle.errors import StoreError
 from bridle.trajectory import DEFAULT_TRAIN
@@ -33,7 +34,7 @@ def test_a_chain_is_flat_and_each_line_tells_the_turn():
     assert lines[2][1].startswith("x1 agent | user -> assistant | 15+10 ids -> 5 sampled")
 
 
-def test_branches_go_deeper_and_roots_begin_anew():
+def test_the_longest_branch_goes_on_and_others_go_deeper():
     made = MadeSession()
     made.call()
     made.call("x0")
@@ -41,7 +42,7 @@ def test_branches_go_deeper_and_roots_begin_anew():
     made.call("x2")
     made.call(None, continues="x3", root_reason="tools_changed")
     assert heads(made) == [
-        *((0, "root:"), (1, "x0"), (2, "x1"), (2, "x2"), (2, "x3")),
+        *((0, "root:"), (1, "x0"), (2, "x1"), (1, "x2"), (1, "x3")),
         *((0, "root:"), (1, "x4")),
     ]
     assert drawn(made)[5][1] == "root: tools_changed, continues x3"
@@ -92,6 +93,19 @@ def test_calls_are_shown_as_calls():
     )
     made.call(reply=reply)
     assert drawn(made)[1][1].endswith("| Let me see. bash({}) bash({})")
+
+
+def test_a_hard_session_is_readable():
+    """200 turns, 3 sub-agents, 2 compactions, a retry every tenth turn."""
+    made, lost = a_hard_session()
+    lines = drawn(made)
+    assert len(lines) == len(made.exchanges) + 6
+    assert max(depth for depth, _ in lines) == 2
+    assert max(2 * depth + len(text) for depth, text in lines) < 160
+    aside = {text.split()[0]: text for depth, text in lines if depth == 2}
+    assert {name for name, text in aside.items() if "abandoned" in text} == set(lost)
+    assert [text for depth, text in lines if depth == 0].count("root: first") == 4
+    assert sum("history_changed, continues" in text for _, text in lines) == 2
 
 
 # ---- why two exchanges did not merge

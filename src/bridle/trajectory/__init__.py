@@ -42,7 +42,7 @@ from bridle.trajectory.builders import (
     shorten,
 )
 from bridle.trajectory.builders import tree as tree_paths
-from bridle.trajectory.drift import Joined, join
+from bridle.trajectory.drift import Joined, Splice, join
 from bridle.trajectory.graph import Node, grow, order_of
 from bridle.trajectory.masks import mark
 from bridle.trajectory.packing import pack
@@ -277,8 +277,12 @@ def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> 
     if cut is not None and config.truncated != "keep":
         mask = config.truncated == "mask"
         kept = [masked(trace, MaskReason.TRUNCATED) for trace in kept] if mask else []
-    lost = sum(int(t.loss_mask.sum()) for t in whole) - sum(int(t.loss_mask.sum()) for t in kept)
-    return Built(kept, lost, overlong, cut)
+    return Built(kept, _trained(whole) - _trained(kept), overlong, cut)
+
+
+def _trained(traces: Sequence[Trace]) -> int:
+    """Tokens of the traces that train."""
+    return sum(int(np.count_nonzero(trace.loss_mask)) for trace in traces)
 
 
 def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
@@ -297,14 +301,16 @@ def _described(trace: Trace, joined: Joined, transcript: Transcript | None) -> T
     """The trace with its messages, tools, media and metadata."""
     nodes = [joined.graph.nodes[exchange_id] for exchange_id in trace.exchange_ids]
     path = [node.exchange for node in nodes]
-    sampled = trace.versions[trace.versions >= 0]
+    # As unsigned numbers -1 is the largest, so the least is the first version that sampled.
+    newest = int(trace.versions.max(initial=-1))
+    oldest = int(trace.versions.view(np.uint32).min(initial=2**32 - 1))
     metadata: JSON = {
         "kind": str(path[-1].kind),
         "root_reason": path[0].root_reason,
-        "tokens_trained": int(trace.loss_mask.sum()),
-        "policy_versions": [int(sampled.min()), int(sampled.max())] if len(sampled) else None,
+        "tokens_trained": int(np.count_nonzero(trace.loss_mask)),
+        "policy_versions": None if newest < 0 else [oldest, newest],
     }
-    if spans := _spliced(nodes, joined, len(trace.prompt_ids)):
+    if joined.splices and (spans := _spliced(nodes[-1], joined, len(trace.prompt_ids))):
         metadata["spliced"] = spans
     placeholders = [place for node in nodes for place in _placeholders(node)]
     if transcript is None:
@@ -320,9 +326,13 @@ def _described(trace: Trace, joined: Joined, transcript: Transcript | None) -> T
     )
 
 
-def _spliced(nodes: Sequence[Node], joined: Joined, start: int) -> list[JSON]:
-    """Spans of a trace's response that later turns of it saw as other tokens."""
-    found = [(node, joined.splices.get(node.exchange.exchange_id)) for node in nodes]
+def _spliced(last: Node, joined: Joined, start: int) -> list[JSON]:
+    """Spans of a trace's response that later turns of it saw as other tokens, in order."""
+    found: list[tuple[Node, Splice | None]] = []
+    at: Node | None = last
+    while at is not None:
+        found.append((at, joined.splices.get(at.exchange.exchange_id)))
+        at = at.parent
     return [
         {
             "exchange": splice.exchange,
@@ -330,7 +340,7 @@ def _spliced(nodes: Sequence[Node], joined: Joined, start: int) -> list[JSON]:
             "end": node.kept - start,
             "class": str(splice.kind),
         }
-        for node, splice in found
+        for node, splice in reversed(found)
         if splice is not None
     ]
 

@@ -165,21 +165,21 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
             continue
         exchange = piece.node.exchange
         exchange_id, count = exchange.exchange_id, len(piece.ids)
-        reasons[start:at] = _reasons_here(exchange_id, count, marks, plan.train)
+        own = reasons[start:at] = _reasons_here(exchange_id, count, marks, plan.train)
         if exchange_id in plan.train:
             logprobs[start:at] = exchange.logprobs[:count]
+            if marks.trained[exchange_id] < count or plan.train[exchange_id] != (0, count):
+                logprobs[start:at][own != _TRAINED] = 0.0
             modes.add(exchange.logprob_mode)
         for span in exchange.versions:
             versions[start + max(span.start, 0) : min(start + max(span.end, 0), at)] = span.version
         exchange_ids.append(exchange_id)
         turn_ends.append(at)
-    trained = reasons == _TRAINED
-    logprobs[~trained] = 0.0
     return Trace(
         trace_id=trace_id,
         prompt_ids=ids[:split],
         response_ids=ids[split:],
-        loss_mask=trained.view(np.uint8),
+        loss_mask=(reasons == _TRAINED).view(np.uint8),
         response_logprobs=logprobs,
         versions=versions,
         reasons=reasons,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -83,8 +83,7 @@ class Node:
         return max(0, take - self.prompt_length)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of ids that one exchange brought, on a path."""
 
     node: Node
@@ -134,11 +133,13 @@ def pieces(node: Node, take: int) -> list[Piece]:
     while at is not None and take > 0:
         exchange = at.exchange
         if (sampled := at.sampled(take)) > 0:
-            found.append(Piece(at, is_output=True, ids=exchange.output_ids[:sampled]))
+            output = exchange.output_ids
+            found.append(Piece(at, is_output=True, ids=output[:sampled]))
             take = at.prompt_length
         own = take - at.kept
         if own > 0:
-            found.append(Piece(at, is_output=False, ids=at.suffix[:own]))
+            suffix = at.suffix
+            found.append(Piece(at, is_output=False, ids=suffix[:own]))
             take = at.kept
         at = at.parent
     return found[::-1]
@@ -333,5 +334,11 @@ def _around(old: Node, new: Node, position: int) -> tuple[tuple[int, ...], tuple
     return tuple(one[position:].tolist()), tuple(two[position:].tolist())
 
 
-def _bytes(array: Ids) -> bytes | memoryview:
-    return np.ascontiguousarray(array, dtype="<i4").data
+_LITTLE = np.dtype("<i4")
+
+
+def _bytes(array: Ids) -> memoryview:
+    """The ids in the form that digests are taken of."""
+    if array.dtype == _LITTLE and array.flags.c_contiguous:
+        return array.data
+    return np.ascontiguousarray(array, dtype=_LITTLE).data

@@ -45,6 +45,8 @@ class Marks:
     """`MaskReason` of each output id of every node, shape (output length,), uint8. Read-only."""
     trained: Mapping[str, int]
     """How many output ids of every node may train."""
+    by_reason: Mapping[MaskReason, int]
+    """How many output ids of all nodes have each reason, `TRAINED` too."""
     shown: frozenset[str]
     """Exchanges whose whole reply a later request shows."""
 
@@ -68,8 +70,8 @@ def mark(
         if reason is _TRAINED and exchange_id not in shown:
             reason = _of_delivery(deliveries.get(exchange_id), again=exchange_id in again)
         by_exchange[exchange_id] = reason
-    by_token, trained = _of_tokens(graph, by_exchange)
-    return Marks(by_exchange, by_token, trained, shown)
+    by_token, trained, by_reason = _of_tokens(graph, by_exchange)
+    return Marks(by_exchange, by_token, trained, by_reason, shown)
 
 
 def _shown(exchanges: list[Exchange]) -> Iterable[str]:
@@ -131,14 +133,14 @@ _UNDELIVERED = {
 
 def _of_tokens(
     graph: Graph, by_exchange: Mapping[str, MaskReason]
-) -> tuple[dict[str, npt.NDArray[np.uint8]], dict[str, int]]:
-    """The exchange's reason for each token, and how many train.
+) -> tuple[dict[str, npt.NDArray[np.uint8]], dict[str, int], dict[MaskReason, int]]:
+    """The exchange's reason for each token, how many train, and how many have each reason.
 
     A token without a usable logprob has its own reason. All arrays are views of one.
     """
     exchanges = [node.exchange for node in graph.nodes.values()]
     if not exchanges:
-        return {}, {}
+        return {}, {}, {}
     sizes = [len(exchange.output_ids) for exchange in exchanges]
     starts = [0, *itertools.accumulate(sizes)]
     reasons = np.repeat(np.fromiter(by_exchange.values(), np.uint8, len(sizes)), sizes)
@@ -157,4 +159,6 @@ def _of_tokens(
         for exchange_id, (start, end) in zip(by_exchange, itertools.pairwise(starts), strict=True)
     }
     counts = (end - start for start, end in itertools.pairwise(until))
-    return by_token, dict(zip(by_exchange, counts, strict=True))
+    found = enumerate(np.bincount(reasons).tolist())
+    by_reason = {MaskReason(reason): count for reason, count in found if count}
+    return by_token, dict(zip(by_exchange, counts, strict=True)), by_reason

@@ -110,10 +110,7 @@ def _break(found: Break) -> JSON:
 
 def _excluded(graph: Graph, marks: Marks) -> Counter[str]:
     """Sampled tokens that train nowhere, by reason; reasons without tokens are left out."""
-    counts: Counter[str] = Counter()
-    if marks.by_token:
-        found = np.bincount(np.concatenate(list(marks.by_token.values())))
-        counts.update({MaskReason(r).key: n for r, n in enumerate(found.tolist()) if n and r})
+    counts = Counter({r.key: n for r, n in marks.by_reason.items() if r is not MaskReason.TRAINED})
     broken = sum(len(exchange.output_ids) for exchange, _ in graph.lost)
     if broken:
         counts[MaskReason.BROKEN.key] += broken

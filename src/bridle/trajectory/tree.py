@@ -1,7 +1,7 @@
 """A conversation as lines for people: who spoke, how many tokens, what trains and why not.
 
 Pure: lines are `(depth, text)`; the command line prints them. A chain of turns stays at one depth;
-where a conversation branches, each branch goes one deeper.
+where a conversation branches, its longest branch does too and the others go one deeper.
 """
 
 from __future__ import annotations
@@ -53,15 +53,26 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
 
 
 def _branches(graph: Graph) -> list[tuple[int, Node]]:
-    """Nodes depth first; only what branches off is deeper than what it follows."""
+    """Nodes depth first. Where a conversation branches, the branch with the most exchanges stays
+    at its depth and comes last, so that a long session with many retries stays narrow.
+    """
+    sizes: dict[str, int] = {}
+    for name, node in reversed(graph.nodes.items()):
+        sizes[name] = 1 + sum(sizes[child.exchange.exchange_id] for child in node.children)
+
+    def rank(node: Node) -> tuple[int, tuple[float, str]]:
+        return sizes[node.exchange.exchange_id], _by_time(node)
+
     found: list[tuple[int, Node]] = []
     stack = [(0, root) for root in sorted(graph.roots, key=_by_time)][::-1]
     while stack:
         depth, node = stack.pop()
         found.append((depth, node))
-        children = sorted(node.children, key=_by_time)
-        deeper = depth if len(children) == 1 else depth + 1
-        stack += [(deeper, child) for child in children][::-1]
+        main = max(node.children, key=rank, default=None)
+        if main is not None:
+            stack.append((depth, main))
+        beside = [child for child in node.children if child is not main]
+        stack += [(depth + 1, child) for child in sorted(beside, key=_by_time)][::-1]
     return found
 
 
