@@ -10,7 +10,7 @@ from tests.gateway.test_relay import sent
 from bridle.capture.store import MemoryStore
 from bridle.config import Limits
 from bridle.engines.base import EngineInfo
-from bridle.errors import ConfigError, EngineError
+from bridle.errors import ConfigError, EngineError, StoreError
 from bridle.gateway.app import Gateway, check_engine
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState, LogprobMode
@@ -60,6 +60,20 @@ async def test_facts_count_what_came_of_the_calls():
         assert facts.failed_last
         with pytest.raises(KeyError):
             home.gateway.facts("unknown")
+
+
+async def test_a_session_that_cannot_be_recorded_does_not_exist():
+    class Full(MemoryStore):
+        async def open_session(self, session):
+            raise StoreError("disk full")
+
+    async with house({"content": "a"}, store=Full()) as home:
+        for _ in range(2):
+            with pytest.raises(StoreError, match="disk full"):
+                await home.gateway.open_session("one")
+        assert home.gateway.session_ids() == []
+        status, reply = await home.control("POST", "/sessions", {"session_id": "one"})
+        assert (status, reply["error"]["message"]) == (500, "disk full")
 
 
 # ---- sealing

@@ -326,6 +326,23 @@ async def test_a_reply_that_the_engine_cut_is_resumed_inside():
         assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
+async def test_a_format_that_the_engine_cannot_give_is_the_harness_s_400():
+    async with house({"content": "a", "fault": 400}) as home:
+        caller = await home.session()
+        body = {"model": "m", "messages": [user("go")]}
+        status, reply = await caller.post({**body, "response_format": {"type": "json_object"}})
+        assert (status, reply["error"]["param"]) == (400, "response_format")
+        assert (await caller.post(body))[0] == 500
+
+
+async def test_a_given_format_marks_the_exchange_as_constrained():
+    async with house({"content": "{}"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], response_format={"type": "json_object"})
+        await caller.ask([user("on")])
+        assert [exchange.constrained for exchange in caller.exchanges] == [True, False]
+
+
 async def test_a_bug_behind_the_gateway_is_a_500_in_shape():
     class Broken(AnotherPrompt):
         async def generate(self, request):

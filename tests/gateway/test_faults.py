@@ -59,3 +59,12 @@ def test_an_overflow_names_both_numbers():
 def test_a_dead_key_and_an_unknown_one_are_both_unauthorised():
     for error in (faults.unauthorized(), faults.session_ended()):
         assert (error.status, error.code) == (401, "authentication_error")
+
+
+def test_a_trace_shows_where_and_no_values():
+    secret = "bk-0123456789abcdef"
+    with pytest.raises(KeyError) as raised:
+        raise KeyError(secret)
+    trace = faults.trace_of(raised.value)
+    assert "test_faults.py" in trace
+    assert secret not in trace

@@ -1,15 +1,25 @@
 """Replies on the wire: streams, keep-alives, late failures, clients that go or are slow."""
 
 import asyncio
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 from tests.gateway.house import events, house, scripted, user
+from tests.gateway.test_retries import FRESH, REQUEST, a_call, a_room
 
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import Route, RouteKind
+from bridle.dialects.openai_chat import OpenAIChat
 from bridle.engines.base import CutError, GenerateChunk
 from bridle.errors import EngineError
-from bridle.types import DeliveryState
+from bridle.gateway.call import Answer, Stage
+from bridle.gateway.listener import Listener
+from bridle.gateway.relay import Relay
+from bridle.gateway.settings import GatewaySettings
+from bridle.types import DeliveryState, Dialect, FinishReason, Reply, Usage
 
 LATE = {"content": "a", "delay_s": 0.25}
 
@@ -276,17 +286,53 @@ async def test_a_reply_asked_for_again_after_delivery_is_superseded_until_contin
         assert DeliveryState.DELIVERED in states
 
 
-async def test_a_client_that_reads_slowly_holds_only_its_own_connection():
-    async with house({"content": "word " * 20_000}, write_timeout_s=0.3) as home:
+async def test_a_client_that_does_not_take_its_reply_counts_as_gone():
+    async with a_room(grace_s=0) as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        reply = Reply("a", None, (), FinishReason.STOP)
+        call.answer = Answer(reply, Usage(1, 1), b"x" * 40_000_000)
+        relay = Relay(GatewaySettings(write_timeout_s=0.1), room.deliveries)
+
+        async def answer(http: web.BaseRequest) -> web.StreamResponse:
+            route = Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE)
+            wire = DIALECTS[Dialect.OPENAI_CHAT]
+            return await relay.answer(http, room.session, call, REQUEST, route, wire)
+
+        async with Listener(
+            answer, host="127.0.0.1", port=0, max_body_bytes=10, head_timeout_s=5
+        ) as listener:
+            port = int(listener.url.rpartition(":")[2])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            transport: Any = writer.transport
+            transport.pause_reading()
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(5):
+                while call.delivery is None:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.01)
+            transport.abort()
+        assert await room.recorded(call) is DeliveryState.CUT
+
+
+async def test_a_fault_in_the_middle_of_a_reply_cuts_it_and_loses_no_client():
+    class Faulty(OpenAIChat):
+        def stream(self, request, head):
+            encoder: Any = super().stream(request, head)
+            encoder.close = None  # not callable: a bug of ours after the stream began
+            return encoder
+
+    call = {"content": "a", "delay_s": 0.05}
+    async with house(call, headers_after_s=0.01, retry_grace_s=0) as home:
         caller = await home.session()
-        reader, writer = await opened_stream(caller)
-        await reader.read(1)
-        writer.transport.pause_reading()
-        await caller.until(lambda: caller.facts.turns == 1)
-        other = await home.session()
-        await other.ask([user("go")], max_tokens=20)
-        writer.close()
-        await caller.until(lambda: not caller.facts.failed_last)
+        plain = DIALECTS[Dialect.OPENAI_CHAT]
+        DIALECTS[Dialect.OPENAI_CHAT] = Faulty()
+        try:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await caller.stream([user("go")])
+        finally:
+            DIALECTS[Dialect.OPENAI_CHAT] = plain
+        assert caller.delivery(0) is DeliveryState.ABANDONED
+        await caller.ask([user("go")])
+        assert caller.delivery(0) is DeliveryState.DELIVERED
 
 
 async def test_streamed_events_are_those_of_the_json_reply():

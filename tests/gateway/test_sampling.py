@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ async def test_a_call_that_the_engine_gave_up_is_resumed_from_the_tokens_so_far(
 
 @pytest.mark.parametrize(("least", "left"), [(5, 2), (3, 0), (1, 0), (None, None)])
 async def test_a_resumed_call_owes_only_the_rest_of_its_least_tokens(least, left):
-    engine = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
+    engine: Any = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7)
     asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=5, min_tokens=least))
     await sampler.sample(asked, PROMPT, began=lambda: None)

@@ -51,8 +51,9 @@ OTHERS_MS = 5000
 WRITTEN_HERE = 1 << 15
 """Bytes of texts up to which a caller writes its own record: more takes long to compress."""
 
-HELD_UP_S = 0.005
-"""A transaction without fsync that takes longer met a busy disk."""
+HELD_UP_S = 0.05
+"""A transaction without fsync that takes longer met a busy disk (on a busy processor a thread waits
+some milliseconds for its turn)."""
 
 SHY_S = 5.0
 """How long callers leave the writing to the thread after that."""

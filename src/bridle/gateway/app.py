@@ -206,7 +206,11 @@ class Gateway:
         )
         session = Session(record, sampling=sampling, limits=limits)
         self._registry.add(session, digest)
-        await self._store.open_session(record)
+        try:
+            await self._store.open_session(record)
+        except BaseException:
+            self._registry.remove(session, digest)
+            raise
         self._metrics.sessions.inc()
         base = f"{self.url}/s/{session_id}"
         base_urls = {"anthropic": base, "openai": f"{base}/v1", "google": base}

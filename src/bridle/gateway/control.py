@@ -26,6 +26,7 @@ from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.engines.base import Engine, EngineInfo, Versioned
 from bridle.errors import BridleError, ConfigError, EngineError
 from bridle.gateway.exchange import Policy
+from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import SessionFacts, SessionHandle
 from bridle.gateway.relay import JSON_TYPE
@@ -186,8 +187,8 @@ class ControlPlane:
             raise
         except BridleError as error:
             return _error(500, str(error))
-        except Exception as error:
-            log.exception("control_request_failed", error=type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            log.error("control_request_failed", trace=trace_of(error))  # noqa: TRY400 - no variables in a log
             return _error(500, "internal error of the gateway")
 
     async def _serve(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:

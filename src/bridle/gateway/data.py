@@ -19,6 +19,7 @@ from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, RequestError
 from bridle.gateway import faults
 from bridle.gateway.exchange import Exchanges
+from bridle.gateway.faults import trace_of
 from bridle.gateway.keys import presented_keys
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import Registry, Session
@@ -67,10 +68,12 @@ class DataPlane:
             log.warning("request_failed", error=f"{type(error).__name__}: {error}")
             response = refusal(wire, faults.request_error(error))
         except Exception as error:
-            log.exception("request_failed", error=type(error).__name__)
+            log.error("request_failed", trace=trace_of(error))  # noqa: TRY400 - no variables in a log
+            if http.writer.output_size:
+                raise ConnectionResetError("the reply had begun") from error
             response = refusal(wire, faults.request_error(error))
         what = "unknown" if route is None else route.kind.value
-        self._metrics.requests.labels(wire.dialect.value, what, str(response.status)).inc()
+        self._metrics.request(wire.dialect.value, what, response.status)
         return response
 
     async def _serve(

@@ -22,7 +22,7 @@ from bridle.aio import Nursery
 from bridle.capture.store import Store
 from bridle.dialects.base import ReplyHead, WireFormat
 from bridle.engines.base import Engine, EngineInfo, GenerateRequest
-from bridle.errors import RenderError, RequestError, boundary
+from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.metrics import Metrics
@@ -163,7 +163,7 @@ class Exchanges:
             self._log_failure(call, error)
             self._fail(session, call, faults.request_error(error), outcome="failed")
         else:
-            self._metrics.calls.labels("committed").inc()
+            self._metrics.call("committed")
             self._deliveries.committed(session, call)
         finally:
             self._metrics.in_flight.dec()
@@ -173,7 +173,7 @@ class Exchanges:
         session.calls.pop(call.exchange_id, None)
         call.error = error
         call.enter(Stage.FAILED)
-        self._metrics.calls.labels(outcome).inc()
+        self._metrics.call(outcome)
 
     def _why_cancelled(self, session: Session) -> RequestError:
         if session.sealed:
@@ -206,19 +206,11 @@ class Exchanges:
             first_token_s = time.perf_counter() - call.clock_start
             call.began.set()
 
-        grammar = question.request.response_schema
-        sampled = await self._sampler.sample(
-            GenerateRequest(
-                request_id=call.exchange_id,
-                prompt=prompted.prompt,
-                sampling=effective,
-                session_id=session.session_id,
-                grammar=None if grammar is None else {"json_schema": grammar},
-                stream=question.request.stream,
-            ),
-            prompted.prompt,
-            began=began,
-        )
+        asked = _generate_request(session, call, prompted, effective)
+        try:
+            sampled = await self._sampler.sample(asked, prompted.prompt, began=began)
+        except EngineError as error:
+            raise _refusal(error, question.request) from error
         await self._finish(session, call, prompted, effective, sampled, first_token_s)
 
     async def _settle(self, session: Session, call: Call) -> None:
@@ -247,7 +239,7 @@ class Exchanges:
         base = None if base is call or base is None or base.spans is None else base
         call.spans = SpanList(base.spans if base else None, question.request.span_digests)
         call.base_id = base.exchange_id if base else None
-        self._metrics.placements.labels(placement.kind.value, str(placement.extend)).inc()
+        self._metrics.placement(placement.kind.value, extended=placement.extend)
 
     def _prompted(self, session: Session, question: Question) -> Prompted:
         """The ids to sample under: the parent's extended, else rendered anew.
@@ -384,3 +376,25 @@ class Exchanges:
 def _parent(session: Session, placement: Placement) -> Call | None:
     """The call that a placement continues; `None` = none, or its commit failed."""
     return None if placement.parent is None else session.calls.get(placement.parent)
+
+
+def _generate_request(
+    session: Session, call: Call, prompted: Prompted, effective: Sampling
+) -> GenerateRequest:
+    request = call.posed().request
+    schema = request.response_schema
+    return GenerateRequest(
+        request_id=call.exchange_id,
+        prompt=prompted.prompt,
+        sampling=effective,
+        session_id=session.session_id,
+        grammar=None if schema is None else {"json_schema": schema},
+        stream=request.stream,
+    )
+
+
+def _refusal(error: EngineError, request: ModelRequest) -> BridleError:
+    """The engine's error; a grammar that it cannot use is told as the harness's own affair."""
+    if error.status == 400 and request.response_schema is not None:
+        return RequestError("this model cannot answer in a given format", param="response_format")
+    return error

@@ -7,7 +7,10 @@ our log and never reaches a harness.
 
 from __future__ import annotations
 
+import traceback
+
 from bridle.errors import ContextOverflowError, EngineError, RenderError, RequestError
+from bridle.gateway.keys import redact
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait after a refusal that passes by itself."""
@@ -26,6 +29,11 @@ def request_error(error: BaseException) -> RequestError:
             return RequestError(f"the messages cannot be shown to this model: {error}")
         case _:
             return RequestError("internal error of the gateway", status=500, code="engine_error")
+
+
+def trace_of(error: BaseException) -> str:
+    """Where a bug of ours is, without the values of variables: they may hold keys and prompts."""
+    return redact("".join(traceback.format_exception(error)))
 
 
 def _engine_failed(error: EngineError) -> RequestError:

@@ -58,6 +58,32 @@ class Metrics:
             registry=self._registry,
         )
 
+        self._bound: dict[tuple[object, ...], Counter] = {}
+
+    def request(self, dialect: str, route: str, status: int) -> None:
+        """One more answered request."""
+        self._count(self.requests, dialect, route, status)
+
+    def call(self, outcome: str) -> None:
+        """One more ended call."""
+        self._count(self.calls, outcome)
+
+    def placement(self, kind: str, *, extended: bool) -> None:
+        """One more placed call."""
+        self._count(self.placements, kind, extended)
+
+    def delivery(self, state: str) -> None:
+        """One more delivery record."""
+        self._count(self.deliveries, state)
+
+    def _count(self, counter: Counter, *values: object) -> None:
+        # `labels` takes a lock and joins texts each time; the few children there are, are kept.
+        key = (counter, *values)
+        child = self._bound.get(key)
+        if child is None:
+            child = self._bound[key] = counter.labels(*map(str, values))
+        child.inc()
+
     def render(self) -> bytes:
         """All of them as Prometheus text, version 0.0.4."""
         return generate_latest(self._registry)

@@ -159,6 +159,11 @@ class Registry:
         self._by_id[session.session_id] = session
         self._by_key[digest] = (digest, session)
 
+    def remove(self, session: Session, digest: bytes) -> None:
+        """Forget a session that could not be opened."""
+        del self._by_id[session.session_id]
+        del self._by_key[digest]
+
     def get(self, session_id: str) -> Session | None:
         """The session of that id, sealed or not; `None` if there is none."""
         return self._by_id.get(session_id)

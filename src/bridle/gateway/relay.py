@@ -61,7 +61,8 @@ class Relay:
     ) -> web.StreamResponse:
         """Wait for `call` and write its reply; the client is detached from it at the end.
 
-        Cancellation means that the client has gone.
+        Cancellation means that the client has gone. `ConnectionError` when it went, or was too
+        slow, in the middle of a reply.
         """
         writer = _Writer(http, self._settings.write_timeout_s)
         task = asyncio.current_task()
@@ -73,7 +74,11 @@ class Relay:
                 response = await self._stream(writer, call, encoder, route, wire)
             else:
                 response = await self._whole(writer, call, wire)
-        except (asyncio.CancelledError, ConnectionError, TimeoutError):
+        except TimeoutError:
+            self._deliveries.left(session, call, partly=writer.began_reply)
+            writer.abort()
+            raise ConnectionResetError("the client did not take its reply in time") from None
+        except BaseException:
             self._deliveries.left(session, call, partly=writer.began_reply)
             raise
         else:
@@ -144,6 +149,11 @@ class _Writer:
         async with asyncio.timeout(self._timeout_s):
             await self._response.write_eof(data)
         return self._response
+
+    def abort(self) -> None:
+        """Drop the connection with whatever is still to be sent."""
+        if self._http.transport is not None:
+            self._http.transport.abort()
 
     async def broken(self, opening: bytes, event: bytes | None) -> web.StreamResponse:
         """Tell a late failure by its event, or cut the stream where that is what is retried."""

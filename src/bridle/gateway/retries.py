@@ -82,7 +82,9 @@ class Deliveries:
     def received(self, session: Session, call: Call) -> None:
         """A client got the whole reply over a live connection."""
         call.clients -= 1
-        self.record(session, call, DeliveryState.DELIVERED)
+        if call.delivery is not DeliveryState.DELIVERED:
+            self.record(session, call, DeliveryState.DELIVERED)
+        self._release(call)
         session.failed_last = False
 
     def refused(self, session: Session, call: Call, message: str, code: str | None = None) -> None:
@@ -94,6 +96,7 @@ class Deliveries:
         """A client went before it had the whole reply; `partly` = some of it was written."""
         call.clients -= 1
         call.partly_written |= partly
+        self._release(call)
         if call.clients or call.delivered or call.stage is Stage.FAILED or session.sealed:
             return
         if self._grace_s == 0:
@@ -152,9 +155,8 @@ class Deliveries:
             call.grace = None
         if call.exchange_id in session.calls:  # not after a seal forgot them
             session.conversation.mark(call.exchange_id, state)
-        self._metrics.deliveries.labels(state.value).inc()
-        if call.delivered and call.clients == 0:
-            call.release()
+        self._metrics.delivery(state.value)
+        self._release(call)
         delivery = Delivery(
             exchange_id=call.exchange_id,
             session_id=session.session_id,
@@ -165,3 +167,8 @@ class Deliveries:
         task = self._nursery.start(self._store.deliver(delivery), name="deliver")
         session.writing.add(task)
         task.add_done_callback(session.writing.discard)
+
+    def _release(self, call: Call) -> None:
+        """Drop what nobody can ask for any more."""
+        if call.delivered and call.clients == 0:
+            call.release()
