@@ -4,7 +4,9 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.claude_code import ClaudeCode
+from bridle.harnesses.bundles import Builder
+from bridle.harnesses.claude_code import ClaudeCode, _place_binary
+from bridle.harnesses.installers import NODE
 from bridle.types import Cause
 
 PROGRAM = "/b/node_modules/@anthropic-ai/claude-code/bin/claude.exe"
@@ -96,3 +98,13 @@ def test_its_result_says_more_than_its_exit_code(code, stdout, cause):
 
 def test_a_signal_is_a_crash_whatever_was_printed():
     assert claude().exit_cause(None, 9, result("success", True)) is Cause.HARNESS_CRASH
+
+
+async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
+    program = tmp_path / NODE
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
+    program.chmod(0o755)
+    await _place_binary(Builder(tmp_path, print, "claude_code"))
+    ran = (tmp_path / "ran.txt").read_text()
+    assert f"{tmp_path}/node_modules/@anthropic-ai/claude-code/install.cjs" in ran

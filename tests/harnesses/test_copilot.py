@@ -4,7 +4,8 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.copilot import Copilot, program
+from bridle.harnesses.bundles import Builder
+from bridle.harnesses.copilot import Copilot, _unpack, program
 from bridle.types import Cause, Dialect
 
 
@@ -73,3 +74,14 @@ def test_its_own_configuration_mcp_servers_and_skills_lie_in_its_home(tmp_path):
 def test_exit_codes_are_believed():
     assert copilot().exit_cause(0, None, b"") is None
     assert copilot().exit_cause(1, None, b"") is Cause.HARNESS_CRASH
+
+
+async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
+    binary = tmp_path / program()
+    binary.parent.mkdir(parents=True)
+    binary.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
+    binary.chmod(0o755)
+    await _unpack(Builder(tmp_path, print, "copilot"))
+    ran = (tmp_path / "ran.txt").read_text()
+    assert "COPILOT_SEA_EXTRACT_ONLY=1" in ran
+    assert f"COPILOT_PKG_CACHE_HOME={tmp_path}/unpacked" in ran

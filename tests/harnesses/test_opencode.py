@@ -4,7 +4,9 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
-from bridle.harnesses.opencode import Opencode
+from bridle.harnesses.bundles import Builder
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.opencode import Opencode, _place_binary
 from bridle.types import Cause, Dialect
 
 
@@ -98,3 +100,13 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
 )
 def test_an_error_as_its_last_event_is_the_models(code, stdout, cause):
     assert opencode().exit_cause(code, None, stdout) is cause
+
+
+async def test_the_bundle_is_set_up_as_the_packages_own_install_step_does(tmp_path):
+    program = tmp_path / NODE
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nenv > ran.txt; echo "$@" >> ran.txt\n')
+    program.chmod(0o755)
+    await _place_binary(Builder(tmp_path, print, "opencode"))
+    ran = (tmp_path / "ran.txt").read_text()
+    assert f"{tmp_path}/node_modules/opencode-ai/postinstall.mjs" in ran
