@@ -7,8 +7,8 @@ read the ratios.
 - `build`: CPU time, best of some runs: from the SQLite file to the trajectory (`from store`), the
   same and all its messages read, which otherwise happens when somebody looks (`with messages`), and
   from records in memory to arrays (`arrays`), beside a prefix tree with one dictionary per token,
-  as other systems use to find parents, over lists of ids in memory. The tree alone is timed; such a
-  system still has its traces to make.
+  as other systems use to find parents: from the same file, each call's whole ids as lists, to the
+  parent of each call. Such a system still has its traces to make.
 - `disk`: size of the closed file against the bytes of its distinct tokens, logprobs and texts.
 - `commit`: wall time from giving an exchange to its acknowledgement, for callers that come at once.
 - `training`: tokens through a model, one trace per request against merged traces, beside the bound
@@ -42,6 +42,7 @@ from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.config import BuilderSpec
 from bridle.trajectory import DEFAULT_TRAIN, rebuild
 from bridle.trajectory import build as build_trajectory
+from bridle.trajectory.graph import grow, ids
 from bridle.trajectory.packing import pack
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import Trajectory
@@ -134,6 +135,15 @@ def trie(calls: list[tuple[list[int], list[int]]]) -> list[int | None]:
     return parents
 
 
+def calls_of(capture: SessionCapture) -> list[tuple[list[int], list[int]]]:
+    """Each call's whole prompt and output, as a per-token tree takes them."""
+    nodes = grow(capture.session.session_id, capture.exchanges).nodes.values()
+    return [
+        (ids(node, node.prompt_length).tolist(), node.exchange.output_ids.tolist())
+        for node in nodes
+    ]
+
+
 def build(capture: SessionCapture) -> Trajectory:
     """A trajectory without messages."""
     return build_trajectory(
@@ -174,8 +184,8 @@ def measure_build(folder: Path, turns: int, variant: str, repeat: int) -> dict[s
         arrays = best_ms(lambda: build(capture), repeat)
         written = best_ms(lambda: trajectory_bytes(trajectory), repeat)
     names = [exchange.exchange_id for exchange in made.exchanges]
-    calls = [(made.prompts[name].tolist(), made.outputs[name].tolist()) for name in names]
-    beside = best_ms(lambda: trie(calls), max(1, repeat // 3))
+    with SqliteReader(path) as reader:
+        beside = best_ms(lambda: trie(calls_of(reader.read("s1"))), max(1, repeat // 3))
     trained, wanted = delivered_turns(made, trajectory)
     return {
         "variant": variant,

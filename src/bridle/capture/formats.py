@@ -224,6 +224,7 @@ _DIALECTS = {str(member): member for member in Dialect}
 _KINDS = {str(member): member for member in Kind}
 _MODES = {str(member): member for member in LogprobMode}
 _FINISHES = {str(member): member for member in FinishReason}
+_IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATES = {str(member): member for member in DeliveryState}
 
 
@@ -368,9 +369,9 @@ def _exchange_of(
         kept=row[9],
         prompt_length=row[10],
         prompt_digest=row[11],
-        suffix_ids=np.frombuffer(row[12], dtype="<i4"),
-        output_ids=np.frombuffer(row[13], dtype="<i4"),
-        logprobs=np.frombuffer(row[14], dtype="<f4"),
+        suffix_ids=np.frombuffer(row[12], _IDS),
+        output_ids=np.frombuffer(row[13], _IDS),
+        logprobs=np.frombuffer(row[14], _LOGPROBS),
         logprob_mode=_MODES[row[15]],
         versions=versions,
         finish_reason=_FINISHES[row[17]],

@@ -88,6 +88,8 @@ def _shown(exchanges: list[Exchange]) -> Iterable[str]:
 
 def _asked_again(exchanges: list[Exchange], deliveries: Mapping[str, Delivery]) -> set[str]:
     """Delivered exchanges whose prompt another exchange began with after the delivery."""
+    if len({exchange.prompt_digest for exchange in exchanges}) == len(exchanges):
+        return set()
     last_start: dict[tuple[str, bytes], float] = {}
     for exchange in exchanges:
         prompt = exchange.dialect, exchange.prompt_digest
