@@ -1,10 +1,14 @@
-"""Engines behind the real server, each for one test."""
+"""Engines behind the real server, adapters and stub servers, each for one test."""
+
+from typing import Any
 
 import aiohttp
 import pytest
 from tests.engines.api import Api
+from tests.engines.stub import Stub
 
 from bridle.engines.server import EngineServer
+from bridle.engines.vllm import VllmEngine
 
 
 @pytest.fixture
@@ -23,3 +27,40 @@ async def api():
     for server, session in opened:
         await session.close()
         await server.__aexit__()
+
+
+@pytest.fixture
+async def connected():
+    """Makes adapters: for an engine of ours behind the real server, or for a URL."""
+    closing: list[Any] = []
+
+    async def make(target, *, start=True, **options):
+        if not isinstance(target, str):
+            server = EngineServer(target)
+            await server.__aenter__()
+            closing.append(server.__aexit__)
+            target = server.url
+        engine = VllmEngine(target, **options)
+        closing.append(engine.aclose)
+        if start:
+            await engine.start()
+        return engine
+
+    yield make
+    for close in reversed(closing):
+        await close()
+
+
+@pytest.fixture
+async def stub():
+    """Makes stub servers."""
+    opened = []
+
+    async def make(**replies):
+        one = Stub(**replies)
+        opened.append(one)
+        return await one.__aenter__()
+
+    yield make
+    for one in opened:
+        await one.__aexit__()

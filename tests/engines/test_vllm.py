@@ -1,10 +1,9 @@
 import asyncio
 import json
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.engines.stub import Stub, events, honest, sampled
+from tests.engines.stub import events, honest, sampled
 
 from bridle.engines.base import CutError, GenerateRequest, Versioned
 from bridle.engines.ids import ArrayIds
@@ -32,43 +31,6 @@ def request(prompt=PROMPT, **fields):
 
 async def collect(engine, made):
     return [chunk async for chunk in engine.generate(made)]
-
-
-@pytest.fixture
-async def connected():
-    """Makes adapters: for an engine of ours behind the real server, or for a URL."""
-    closing: list[Any] = []
-
-    async def make(target, *, start=True, **options):
-        if not isinstance(target, str):
-            server = EngineServer(target)
-            await server.__aenter__()
-            closing.append(server.__aexit__)
-            target = server.url
-        engine = VllmEngine(target, **options)
-        closing.append(engine.aclose)
-        if start:
-            await engine.start()
-        return engine
-
-    yield make
-    for close in reversed(closing):
-        await close()
-
-
-@pytest.fixture
-async def stub():
-    """Makes stub servers."""
-    opened = []
-
-    async def make(**replies):
-        one = Stub(**replies)
-        opened.append(one)
-        return await one.__aenter__()
-
-    yield make
-    for one in opened:
-        await one.__aexit__()
 
 
 # ---- round trips through the real server
