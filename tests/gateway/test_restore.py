@@ -1,8 +1,9 @@
 """A gateway that was killed and started again on the same store."""
 
 import asyncio
+import sqlite3
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import aiohttp
@@ -162,6 +163,22 @@ async def test_sessions_that_no_gateway_opened_are_left_alone(tmp_path):
             assert home.gateway.session_ids() == []
     finally:
         await store.aclose()
+
+
+async def test_a_damaged_exchange_costs_its_session_only_that_exchange(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one")
+        messages = [user("go")]
+        for _ in range(3):
+            messages += [await caller.ask(messages), user("on")]
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE exchanges SET base = 'unknown' WHERE idx = 1")
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        await caller.ask(messages)
+        assert caller.facts.turns == 4
+        assert caller.exchanges[-1].continues == caller.exchanges[0].exchange_id
 
 
 # ---- kill -9

@@ -222,6 +222,7 @@ class Gateway:
         Idempotent. `KeyError` if there is no such session.
         """
         session = self._known(session_id)
+        self._restorer.count(session)
         if not session.sealed:
             session.sealed = True
             self._metrics.sessions.dec()
@@ -247,7 +248,7 @@ class Gateway:
     def facts(self, session_id: str) -> SessionFacts:
         """What has come of a session so far. `KeyError` if there is none of that id."""
         session = self._known(session_id)
-        self._restorer.restore(session)
+        self._restorer.count(session)
         return session.facts()
 
     def session_ids(self) -> list[str]:

@@ -86,6 +86,8 @@ class Session:
         """Handlers that wait for a call or write its reply."""
         self.writing: set[asyncio.Task[None]] = set()
         """Deliveries on their way to the store."""
+        self.counted = True
+        """False until the facts of an old session are read from the store."""
         self.restored = True
         """False until an old session's exchanges are read back."""
         self.sealed = False

@@ -1,9 +1,9 @@
 """Old sessions brought back after their gateway was killed: from the store to a live conversation.
 
-At start-up only keys and settings are read. A session's exchanges are read when its key is used or
-its facts are asked for: each is put together again from what capture kept of it, parsed by the
-dialect that read it the first time, and indexed as if it had just been committed. Its prompt is a
-chain node of stored ids; nothing is rendered and nothing is sampled.
+At start-up only keys and settings are read, and facts are counted when they are asked for. A
+session's exchanges are read when its key is used: each is put together again from what capture kept
+of it, parsed by the dialect that read it the first time, and indexed as if it had just been
+committed. Its prompt is a chain node of stored ids; nothing is rendered and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat
-from bridle.errors import StoreError, boundary
+from bridle.errors import BridleError, StoreError, boundary
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
@@ -40,7 +40,7 @@ def register_stored(registry: Registry, store: Store) -> None:
             sampling=SamplingPolicy.model_validate(kept["sampling"]),
             limits=Limits.model_validate(kept["limits"]),
         )
-        session.restored = False
+        session.restored = session.counted = False
         session.sealed = store.outcome(record.session_id) is not None
         registry.add(session, bytes.fromhex(kept["key_sha256"]))
 
@@ -52,25 +52,44 @@ class Restorer:
         self._store = store
         self._renderer = renderer
 
+    def count(self, session: Session) -> None:
+        """Have the facts of a session of an earlier process counted. `StoreError`."""
+        if session.counted:
+            return
+        session.counted = True
+        session_id = session.session_id
+        exchanges = self._store.exchanges(session_id)
+        deliveries = self._store.deliveries(session_id)
+        session.turns = session.requests = session.begun = len(exchanges)
+        session.next_index = 1 + max((exchange.index for exchange in exchanges), default=-1)
+        session.tokens = sum(len(exchange.output_ids) for exchange in exchanges)
+        session.delivered = sum(
+            delivery.state is DeliveryState.DELIVERED for delivery in deliveries.values()
+        )
+
     def restore(self, session: Session) -> None:
-        """Bring the session's exchanges back; nothing if they are there. `StoreError`."""
+        """Bring the session's exchanges back; nothing if they are there. `StoreError`.
+
+        An exchange that cannot be read (a damaged row) is left out: what continues it starts anew.
+        """
+        self.count(session)
         if session.restored:
             return
         session.restored = True
         capture = self._store.read(session.session_id)
-        session.turns = session.requests = session.begun = len(capture.exchanges)
-        session.next_index = 1 + max((exchange.index for exchange in capture.exchanges), default=-1)
-        session.tokens = sum(len(exchange.output_ids) for exchange in capture.exchanges)
-        session.delivered = sum(
-            delivery.state is DeliveryState.DELIVERED for delivery in capture.deliveries.values()
-        )
-        if session.sealed:
-            return
         session.stored.update(capture.bodies)
-        with boundary(StoreError, f"reading session {session.session_id} back"):
-            for exchange in capture.exchanges:
-                self._bring_back(session, capture, exchange)
-        log.info("session_restored", session=session.session_id, exchanges=len(capture.exchanges))
+        for exchange in capture.exchanges:
+            try:
+                with boundary(StoreError, "reading an exchange back"):
+                    self._bring_back(session, capture, exchange)
+            except BridleError as error:
+                log.warning(
+                    "exchange_not_restored",
+                    session=session.session_id,
+                    exchange=exchange.exchange_id,
+                    error=str(error),
+                )
+        log.info("session_restored", session=session.session_id, exchanges=len(session.calls))
 
     def _bring_back(self, session: Session, capture: SessionCapture, exchange: Exchange) -> None:
         wire = DIALECTS[exchange.dialect]
