@@ -165,8 +165,9 @@ def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
     if not answer.choices:
         return Read(None, cached, None, None, None, None, ids_told=False)
     choice = answer.choices[0]
-    ids = parse_ids(bytes(choice.token_ids)) if wire.given(choice.token_ids) else _NO_IDS
-    logprobs, paired = _logprobs(choice.logprobs, ids)
+    ids_text = bytes(choice.token_ids) if wire.given(choice.token_ids) else b""
+    ids = parse_ids(ids_text) if ids_text else _NO_IDS
+    logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
     chunk = GenerateChunk(
         output_ids=ids,
         logprobs=logprobs,
@@ -194,14 +195,18 @@ def _prompt_text(cut: bytes | None, answer: wire.Answer, choice: wire.Choice) ->
     return None
 
 
-def _logprobs(given: wire.Logprobs | None, ids: Ids) -> tuple[Logprobs, bool | None]:
+def _logprobs(
+    given: wire.Logprobs | None, ids: Ids, ids_text: bytes
+) -> tuple[Logprobs, bool | None]:
     """Logprobs of `ids`, and whether they were seen to belong to them."""
     if given is None:
         return _NO_LOGPROBS, None
     if given.content is not None:
         values = [entry.logprob for entry in given.content]
         names = [entry.token for entry in given.content]
-        numbers = [entry.token_id for entry in given.content]
+        content = given.content
+        told = bool(content) and content[0].token_id is not None
+        numbers = [entry.token_id for entry in content] if told else []
     else:
         values, names = list(given.token_logprobs or ()), given.tokens or []
         numbers = []
@@ -209,7 +214,9 @@ def _logprobs(given: wire.Logprobs | None, ids: Ids) -> tuple[Logprobs, bool | N
         raise EngineError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
     if not len(ids):
         return _NO_LOGPROBS, None
-    paired = _paired(names, numbers, ids)
+    # Nearly always the entries name the very ids: one comparison of texts settles it.
+    named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
+    paired = True if ",".join(names).encode() == named else _paired(names, numbers, ids)
     array = np.array(values, dtype=np.float64).astype(np.float32)
     if not bool((array > _MISSING).all()):
         raise EngineError(
