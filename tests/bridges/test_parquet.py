@@ -17,10 +17,12 @@ from bridle.bridges.parquet import (
     read_trajectories,
     write_trajectories,
 )
+from bridle.config import BuilderSpec
 from bridle.errors import BridleError
-from bridle.trajectory import rebuild
+from bridle.trajectory import build, rebuild
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import MaskReason
+from bridle.types import Kind
 
 
 def made_trajectory(session_id="s1", turns=3, **fields):
@@ -121,3 +123,31 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path):
     other.write_bytes(b"PAR1 no")
     with pytest.raises(BridleError, match="cannot read"):
         read_trajectories(other)
+
+
+def test_token_rewards_and_media_are_read_back(tmp_path):
+    made = MadeSession()
+    made.call(output=3, extra={"media": [{"digest": "d", "start": 2, "length": 4}]})
+    made.call(None, continues=None, output=2)
+    made.end(1.0, metadata={"token_rewards": [[0.5, 0.25, 0.0], [1.0, 2.0]]})
+    one = build(
+        made.record, made.exchanges, made.deliveries, made.outcome, builder=BuilderSpec(),
+        train=list(Kind),
+    )  # fmt: skip
+    write_trajectories(tmp_path / "t.parquet", [one])
+    (read,) = read_trajectories(tmp_path / "t.parquet")
+    rewards = [[*(t.token_rewards if t.token_rewards is not None else ())] for t in read.traces]
+    assert rewards == [[0.5, 0.25, 0.0], [1.0, 2.0]]
+    assert read.traces[0].media == [{"digest": "d", "start": 2, "length": 4}]
+
+
+def test_a_file_without_the_columns_of_today_is_read(tmp_path):
+    made = MadeSession()
+    made.call()
+    write_trajectories(tmp_path / "t.parquet", [rebuild(made.capture())])
+    file = pq.ParquetFile(tmp_path / "t.parquet")
+    table = file.read().drop_columns(["token_rewards", "media"])
+    about = file.metadata.metadata
+    pq.write_table(table.replace_schema_metadata(about), tmp_path / "old.parquet")
+    (trace,) = read_trajectories(tmp_path / "old.parquet")[0].traces
+    assert (trace.token_rewards, trace.media) == (None, ())

@@ -1,5 +1,7 @@
 """Turns that a chat template wrote anew: their class, where they fork, where they are spliced."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -163,6 +165,23 @@ def test_a_turn_whose_prompt_a_child_keeps_in_part_is_not_moved():
     made = session([10, 11, END], [77, END])
     made.call("x1", kept=2, new=[70], output=[71])
     assert built(made, on_drift="splice").metadata["stats"]["roots"] == 2
+
+
+def test_a_turn_that_continues_what_is_not_there_stays_a_root():
+    made = MadeSession()
+    made.call(None, continues="gone", root_reason="template", new=[1, 2], output=[3])
+    stats = built(made, on_drift="splice").metadata["stats"]
+    assert (stats["roots"], stats["drift"]) == (1, {"exact": 1})
+
+
+def test_a_root_is_not_joined_to_what_extends_it():
+    made = MadeSession()
+    made.call(new=[1, 2], output=[3, END], continues="x1", root_reason="template")
+    made.call("x0", new=[], output=[])
+    made.exchanges[0] = dataclasses.replace(
+        made.exchanges[0], suffix_ids=np.array([1, 2], np.int32), continues="x1"
+    )
+    assert built(made, on_drift="splice").metadata["stats"]["roots"] == 1
 
 
 def test_turns_that_continue_each_other_stay_roots():

@@ -203,3 +203,11 @@ def test_the_first_difference_of_arrays():
     assert first_difference(one, one) == 3
     assert first_difference(one, one[:2]) == 2
     assert first_difference(one, no_ids()) == 0
+
+
+def test_ids_in_another_form_have_the_same_digest():
+    made = MadeSession()
+    made.call(new=[5, 6, 7])
+    wide = np.array([5, 0, 6, 0, 7, 0], dtype=np.int32)[::2]
+    exchange = dataclasses.replace(made.exchanges[0], suffix_ids=wide)
+    assert not grow("s1", [exchange]).breaks

@@ -3,13 +3,15 @@
 import json
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.capture.made import MadeSession
 from tests.trajectory.conversations import sessions
 
-from bridle.trajectory import rebuild
+from bridle.config import BuilderSpec
+from bridle.trajectory import build, rebuild
 from bridle.trajectory.result import (
     encode,
     session_result_json,
@@ -18,7 +20,7 @@ from bridle.trajectory.result import (
     trajectory_json,
     trajectory_of,
 )
-from bridle.types import Cause, SessionStatus
+from bridle.types import Cause, Kind, SessionStatus
 
 
 def trajectory(**outcome):
@@ -126,3 +128,25 @@ def test_text_that_utf8_cannot_hold_is_escaped():
         "\\udc80": ["a\\ud800b", ["c", 1.5, None]],
         "n": {"m": True},
     }
+
+
+def test_token_rewards_and_media_are_read_back():
+    made = MadeSession()
+    made.call(output=3, extra={"media": [{"digest": "d", "start": 2, "length": 4}]})
+    made.end(1.0, metadata={"token_rewards": [[0.1, 0.2, 0.3]]})
+    one = build(
+        made.record, made.exchanges, made.deliveries, made.outcome, builder=BuilderSpec(),
+        train=list(Kind),
+    )  # fmt: skip
+    (trace,) = trajectory_of(orjson.loads(trajectory_bytes(one))).traces
+    assert trace.token_rewards is not None
+    assert trace.token_rewards.tolist() == np.array([0.1, 0.2, 0.3], np.float32).tolist()
+    assert trace.media == [{"digest": "d", "start": 2, "length": 4}]
+    (plain,) = trajectory_of(orjson.loads(trajectory_bytes(rebuild(chain_of_one())))).traces
+    assert (plain.token_rewards, plain.media) == (None, ())
+
+
+def chain_of_one():
+    made = MadeSession()
+    made.call()
+    return made.capture()

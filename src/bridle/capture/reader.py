@@ -1,0 +1,121 @@
+"""Reads a capture file: also one that another process is writing or left behind when killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+from bridle.capture import formats
+from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.errors import StoreError, boundary
+
+
+class SqliteReader:
+    """Reads a capture file, also one that another process is writing or left behind when killed.
+
+    From any thread. All failures are `StoreError` with the file's path.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._connection = formats.open_for_reading(self.path)
+        # One connection, so one thread at a time; sqlite3 objects are not to be shared.
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+
+    def sessions(self) -> Sequence[SessionRecord]:
+        """All sessions in the order they were opened."""
+        with self._reading():
+            rows = self._rows("SELECT * FROM sessions ORDER BY n")
+            return [formats.session_of(row) for row in rows]
+
+    def exchanges(self, session_id: str) -> Sequence[Exchange]:
+        """A session's exchanges in commit order; empty if there are none or it is unknown.
+
+        A damaged row is an error here; `read` gives what is left of its session.
+        """
+        rows = self._exchange_rows(session_id)
+        for damaged in rows.damaged:
+            message = f"{self.path}: cannot read exchange {damaged.exchange_id}: {damaged.why}"
+            raise StoreError(message)
+        return rows.exchanges
+
+    def bodies(self, session_id: str) -> Mapping[bytes, bytes]:
+        """All content-addressed bodies of a session; those of damaged rows are missing."""
+        return self._exchange_rows(session_id).texts
+
+    def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
+        """The last delivery record per exchange id."""
+        with self._reading():
+            rows = self._session_rows(
+                "SELECT * FROM deliveries WHERE session = ? ORDER BY n",
+                session_id,
+            )
+            return {row[2]: formats.delivery_of(session_id, row) for row in rows}
+
+    def outcome(self, session_id: str) -> Outcome | None:
+        """How the session ended; `None` = it has not, or was killed."""
+        with self._reading():
+            rows = self._session_rows("SELECT * FROM outcomes WHERE session = ?", session_id)
+            return formats.outcome_of(session_id, rows[0]) if rows else None
+
+    def read(self, session_id: str) -> SessionCapture:
+        """Everything of one session, read once; texts are unpacked when one is asked for.
+
+        A row that is damaged stands in `damaged`, the rest is read. `StoreError` if the session was
+        never opened.
+        """
+        with self._reading():
+            rows = self._session_rows("SELECT * FROM sessions WHERE n = ?", session_id)
+        if not rows:
+            message = f"{self.path}: session {session_id!r} was never opened"
+            raise StoreError(message)
+        outcome = self.outcome(session_id)
+        found = self._exchange_rows(session_id)
+        return SessionCapture(
+            formats.session_of(rows[0]),
+            found.exchanges,
+            self.deliveries(session_id),
+            found.texts,
+            outcome,
+            found.damaged,
+        )
+
+    def close(self) -> None:
+        """Release the file; idempotent."""
+        with self._lock:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return boundary(StoreError, f"{self.path}: cannot read")
+
+    def _exchange_rows(self, session_id: str) -> formats.Rows:
+        with self._reading():
+            rows = self._session_rows(
+                "SELECT * FROM exchanges WHERE session = ? ORDER BY n",
+                session_id,
+            )
+            return formats.exchanges_of(session_id, rows)
+
+    def _session_rows(self, query: str, session_id: str) -> list[tuple[Any, ...]]:
+        """Rows of `query` for a session; none where it is unknown."""
+        number = self._numbers.get(session_id)
+        if number is None:
+            found = self._rows("SELECT n FROM sessions WHERE session_id = ?", (session_id,))
+            if not found:
+                return []
+            number = self._numbers[session_id] = found[0][0]
+        return self._rows(query, (number,))
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()

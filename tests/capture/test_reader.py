@@ -1,0 +1,68 @@
+"""Damage in a capture file: what is left is read, what is not is named."""
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+from tests.capture.test_sqlite import path, three_turns, written
+
+from bridle.capture.reader import SqliteReader
+from bridle.errors import StoreError
+
+__all__ = ["path"]
+
+
+@pytest.mark.parametrize(
+    "texts", [b"", b"\x07abc", b"\x01abc", b"\x00abc", b"\x00\x00" + b"\xff" * 20]
+)
+async def test_damaged_texts_cost_the_texts_and_no_token(path, texts):
+    made = three_turns()
+    await written(path, made)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE exchanges SET texts = ? WHERE n = 2", (texts,))
+    with SqliteReader(path) as reader:
+        capture = reader.read("s1")
+    first, damaged, last = capture.exchanges
+    assert damaged.output_ids.tolist() == made.exchanges[1].output_ids.tolist()
+    assert (first.reply, last.reply) == (made.exchanges[0].reply, made.exchanges[2].reply)
+    with pytest.raises(StoreError, match="texts are damaged"):
+        _ = damaged.reply
+    assert len(capture.bodies) == len(made.bodies) - 2
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "why"),
+    [
+        ("output_ids", b"\x01\x02\x03", "multiple of element size"),
+        ("logprobs", b"", "5 sampled ids but 0 logprobs"),
+        ("suffix_ids", b"\0" * 8, "is not the prompt's length"),
+        ("kind", "agents", "agents"),
+        ("versions", "{", "JSONDecodeError"),
+        ("sampling", '{"heat": 1}', "heat"),
+        ("output_ids", "text", "TypeError"),
+    ],
+)
+async def test_a_damaged_row_is_named_and_the_rest_is_read(path, column, value, why):
+    made = three_turns()
+    await written(path, made)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE exchanges SET {column} = ? WHERE n = 2", (value,))  # noqa: S608
+    with SqliteReader(path) as reader:
+        capture = reader.read("s1")
+        assert [exchange.exchange_id for exchange in capture.exchanges] == ["x0", "x2"]
+        (damaged,) = capture.damaged
+        assert damaged.exchange_id == "x1"
+        assert why in damaged.why
+        assert damaged.sampled == (0 if column == "output_ids" else 5)
+        assert capture.bodies == made.bodies
+        with pytest.raises(StoreError, match=f"{path}: cannot read exchange x1"):
+            reader.exchanges("s1")
+
+
+async def test_reading_leaves_nothing_behind(path):
+    await written(path, three_turns())
+    before = path.read_bytes()
+    with SqliteReader(path) as reader:
+        assert len(reader.exchanges("s1")) == 3
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
