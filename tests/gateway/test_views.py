@@ -61,3 +61,13 @@ def test_only_a_delivered_reply_counts_as_delivered(made):
         (seen,) = exchanges_json([exchange], deliveries)
         assert seen["delivered"] is (state is DeliveryState.DELIVERED)
         assert seen["delivery"] == (None if state is None else state.value)
+
+
+def test_what_stands_on_an_unreadable_exchange_says_so(made):
+    made.call(exchange_id="lost")
+    made.call("lost", exchange_id="child")
+    made.call("child", exchange_id="grandchild")
+    capture = made.capture()
+    seen = exchanges_json(capture.exchanges[1:], capture.deliveries)
+    assert [exchange["prompt_ids"] for exchange in seen] == [None, None]
+    assert [len(exchange["output_ids"]) for exchange in seen] == [5, 5]

@@ -21,22 +21,29 @@ def encode(value: object) -> bytes:
 
 
 def exchanges_json(exchanges: Sequence[Exchange], deliveries: Mapping[str, Delivery]) -> list[JSON]:
-    """One object per exchange, in commit order; `encode` turns it into bytes."""
+    """One object per exchange, in commit order; `encode` turns it into bytes.
+
+    `prompt_ids` are `None` where an exchange that they stand on could not be read.
+    """
     whole: dict[str, Ids] = {}
     shown = []
     for exchange in exchanges:
-        prompt_ids = exchange.suffix_ids
+        prompt_ids: Ids | None = exchange.suffix_ids
         if exchange.parent_id is not None:
-            prompt_ids = np.concatenate(
-                (whole[exchange.parent_id][: exchange.kept], exchange.suffix_ids)
+            before = whole.get(exchange.parent_id)
+            prompt_ids = (
+                None
+                if before is None
+                else np.concatenate((before[: exchange.kept], exchange.suffix_ids))
             )
-        whole[exchange.exchange_id] = np.concatenate((prompt_ids, exchange.output_ids))
+        if prompt_ids is not None:
+            whole[exchange.exchange_id] = np.concatenate((prompt_ids, exchange.output_ids))
         delivery = deliveries.get(exchange.exchange_id)
         shown.append(_exchange_json(exchange, prompt_ids, delivery))
     return shown
 
 
-def _exchange_json(exchange: Exchange, prompt_ids: Ids, delivery: Delivery | None) -> JSON:
+def _exchange_json(exchange: Exchange, prompt_ids: Ids | None, delivery: Delivery | None) -> JSON:
     state = None if delivery is None else delivery.state
     return {
         "exchange_id": exchange.exchange_id,
