@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from tests.gateway.house import TOKEN, house, renderer, scripted, user
+from tests.gateway.test_exchange import GatedStore
 from tests.gateway.test_relay import sent
 
 from bridle.capture.store import MemoryStore
@@ -112,6 +113,21 @@ async def test_a_seal_right_after_a_reply_finds_it_delivered():
             await caller.ask([user("go")])
             assert (await home.gateway.seal(caller.session_id)).delivered == 1
             assert caller.delivery(0) is DeliveryState.DELIVERED
+
+
+async def test_whoever_seals_a_session_again_waits_for_the_same_end():
+    store = GatedStore()
+    async with house({"content": "a"}, store=store) as home:
+        caller = await home.session()
+        store.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(caller.post({"model": "m", "messages": [user("go")]}))
+            await store.arrived.wait()
+            seals = [group.create_task(home.gateway.seal(caller.session_id)) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            assert not any(seal.done() for seal in seals)
+            store.gate.set()
+        assert [seal.result().turns for seal in seals] == [1, 1]
 
 
 async def test_an_unknown_session_cannot_be_sealed():

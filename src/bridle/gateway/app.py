@@ -224,10 +224,15 @@ class Gateway:
         session = self._known(session_id)
         self._restorer.count(session)
         if not session.sealed:
-            session.sealed = True
+            session.sealed, session.ended = True, asyncio.Event()
             self._metrics.sessions.dec()
-            await self._quiesce(session)
-            session.forget_conversation()
+            try:
+                await self._quiesce(session)
+                session.forget_conversation()
+            finally:
+                session.ended.set()
+        elif session.ended is not None:
+            await session.ended.wait()
         return session.facts()
 
     async def _quiesce(self, session: Session) -> None:

@@ -91,6 +91,8 @@ class Session:
         self.restored = True
         """False until an old session's exchanges are read back."""
         self.sealed = False
+        self.ended: asyncio.Event | None = None
+        """Set when what a seal waits for is over; `None` = not sealed by this process."""
         self.requests = 0
         self.begun = 0
         """Calls that were given to the engine; salts the seeds."""
