@@ -64,6 +64,10 @@ class EvaluatorError(BridleError):
     """The evaluator itself failed; the session's reward is unknown."""
 
 
+class TrainingError(BridleError):
+    """A training cannot begin or go on: nothing to train on, unknown ids, a loss not a number."""
+
+
 class RequestError(BridleError):
     """A harness's request is refused; dialects dress it in the provider's own shape."""
 
@@ -103,5 +107,5 @@ def boundary(error: type[BridleError], doing: str) -> Iterator[None]:
         yield
     except BridleError:
         raise
-    except Exception as cause:  # noqa: BLE001 - this is the one classifying boundary
+    except Exception as cause:
         raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause

@@ -13,7 +13,7 @@ from typing import Any
 from bridle.errors import ConfigError
 
 
-def load(name: str, table: Mapping[str, str], *, what: str) -> Any:
+def load(name: str, table: Mapping[str, str], *, what: str) -> Any:  # noqa: ANN401 - whatever the name stands for
     """The object that `name` stands for.
 
     `name` is a key of `table` or `package.module:Attribute`. Raises `ConfigError` naming what was

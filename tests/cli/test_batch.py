@@ -1,5 +1,7 @@
 """What every batch leaves behind, and how it tells of itself."""
 
+from pathlib import Path
+
 from rich.progress import Progress, TextColumn
 
 from bridle.bridges.parquet import read_trajectories
@@ -27,7 +29,7 @@ def test_a_new_run_folder_is_never_one_that_exists(tmp_path):
 def board(total: int) -> tuple[Board, Progress]:
     bars = Progress(TextColumn("{task.fields[note]}"), disable=True)
     task = Task(task_id="t", instruction="x", num_samples=total, agent=AgentSpec(harness="pi"))
-    return Board(bars, Batch([task], "scripted:x", None, None, None)), bars
+    return Board(bars, Batch([task], "scripted:x", None, Path("run"), None)), bars
 
 
 def changed(number: int, status: SessionStatus, reward: float | None = None) -> SessionChanged:

@@ -18,7 +18,8 @@ def test_every_demonstration_becomes_an_example_with_the_captured_ids(tmp_path):
     ]
     assert counts.examples == len(examples) == told[-1] == 20
     with SqliteReader(tmp_path / "capture.sqlite") as reader:
-        rewards = {s.session_id: reader.outcome(s.session_id).reward for s in reader.sessions()}
+        outcomes = [reader.outcome(s.session_id) for s in reader.sessions()]
+        rewards = {o.session_id: o.reward or 0.0 for o in outcomes if o is not None}
         sampled = sum(
             len(e.output_ids) for s in reader.sessions() for e in reader.exchanges(s.session_id)
         )

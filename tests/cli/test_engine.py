@@ -21,7 +21,7 @@ def test_a_scripted_engine_answers_in_vllms_shape_until_it_is_asked_to_end(tmp_p
         *("--port", "0"),
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        url = re.search(r"at (\S+);", process.stderr.readline())[1]
+        url = re.findall(r"at (\S+);", process.stderr.readline() if process.stderr else "")[0]
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
         request = urllib.request.Request(  # noqa: S310 - loopback
             f"{url}/v1/chat/completions",

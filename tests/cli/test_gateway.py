@@ -21,8 +21,8 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
         *("--engine", f"scripted:{tmp_path / 's.json'}", "--data", str(tmp_path / "data")),
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        line = process.stderr.readline()
-        url = re.search(r"model API at (\S+),", line)[1]
+        line = process.stderr.readline() if process.stderr else ""
+        [url] = re.findall(r"model API at (\S+),", line)
         token = (tmp_path / "data" / "control.token").read_text().strip()
 
         def post(path: str, body: dict, key: str) -> dict:

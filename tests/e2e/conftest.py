@@ -28,7 +28,7 @@ def bridle_process(*arguments: object, **options) -> subprocess.Popen:
     )
 
 
-def bridle(*arguments: object, timeout: float = 60) -> subprocess.CompletedProcess:
+def call(*arguments: object, timeout: float = 60) -> subprocess.CompletedProcess:
     """Run `bridle ARGUMENTS` to its end."""
     with bridle_process(*arguments) as process:
         try:

@@ -6,13 +6,13 @@ import socket
 
 import pytest
 
-from .conftest import bridle
+from .conftest import call
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def failure(*arguments: object) -> tuple[int, str]:
-    done = bridle(*arguments)
+    done = call(*arguments)
     assert "Traceback" not in done.stderr
     return done.returncode, " ".join(done.stderr.split())
 
@@ -91,7 +91,7 @@ def test_a_port_in_use_is_named(batch):
 
 def test_a_run_folder_that_holds_a_run_is_not_overwritten(batch, run_arguments):
     folder = batch(1)
-    bridle(*run_arguments(folder))
+    call(*run_arguments(folder))
 
     code, said = failure(*run_arguments(folder))
 

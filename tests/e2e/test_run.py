@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import bridle, bridle_process
+from .conftest import bridle_process, call
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -50,7 +50,7 @@ def processes_of(folder) -> list[int]:
 def test_a_batch_runs_and_its_numbers_add_up(batch, run_arguments):
     folder = batch(samples=2)
 
-    done = bridle(*run_arguments(folder, "--json"))
+    done = call(*run_arguments(folder, "--json"))
 
     assert done.returncode == 0, done.stderr
     sessions = json.loads(done.stdout)["sessions"]
@@ -67,10 +67,10 @@ def test_a_batch_runs_and_its_numbers_add_up(batch, run_arguments):
 
 def test_rebuilding_a_finished_run_gives_the_same_bytes(batch, run_arguments):
     folder = batch(samples=2)
-    bridle(*run_arguments(folder))
+    call(*run_arguments(folder))
     run = folder / "run"
 
-    again = bridle("rebuild", run)
+    again = call("rebuild", run)
 
     assert again.returncode == 0, again.stderr
     for name in ("trajectories.jsonl", "trajectories.parquet"):
@@ -79,9 +79,9 @@ def test_rebuilding_a_finished_run_gives_the_same_bytes(batch, run_arguments):
 
 def test_another_builder_gives_one_trace_per_call(batch, run_arguments):
     folder = batch()
-    bridle(*run_arguments(folder))
+    call(*run_arguments(folder))
 
-    again = bridle("rebuild", folder / "run", "--builder", "per_request", "--json")
+    again = call("rebuild", folder / "run", "--builder", "per_request", "--json")
 
     report = json.loads(again.stdout)
     assert report["traces"] == report["exchanges"] == 8
@@ -99,13 +99,13 @@ def test_sigkill_loses_no_committed_exchange(batch, run_arguments):
     for pid in processes_of(run):
         os.kill(pid, signal.SIGKILL)
 
-    rebuilt = bridle("rebuild", run, "--json")
+    rebuilt = call("rebuild", run, "--json")
 
     assert rebuilt.returncode == 0, rebuilt.stderr
     report = json.loads(rebuilt.stdout)
     assert report["exchanges"] >= before >= 2
     assert report["captured"] > 0
-    shown = bridle("show", run)
+    shown = call("show", run)
     assert "holds" in shown.stdout
 
 
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run
     assert process.returncode == 130, err
     assert "interrupted" in err
     wait_for(lambda: not processes_of(run), "no process of the run is left", 5)
-    shown = bridle("show", run, "--json")
+    shown = call("show", run, "--json")
     lines = json.loads(shown.stdout)
     assert sum(line["exchanges"] for line in lines) >= 2
     assert {line["status"] for line in lines} <= {"CANCELLED", "COMPLETED"}
@@ -128,18 +128,18 @@ def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run
 
 def test_a_session_is_shown_as_a_tree_and_replays_as_a_script(batch, run_arguments):
     folder = batch()
-    bridle(*run_arguments(folder))
+    call(*run_arguments(folder))
     run = folder / "run"
-    session = json.loads(bridle("show", run, "--json").stdout)[0]["session_id"]
+    session = json.loads(call("show", run, "--json").stdout)[0]["session_id"]
 
-    tree = bridle("show", session, "--run", run)
-    script = bridle("show", session, "--run", run, "--as-script")
+    tree = call("show", session, "--run", run)
+    script = call("show", session, "--run", run, "--as-script")
 
     assert "root: first" in tree.stdout
     assert "trains" in tree.stdout
     turns = json.loads(script.stdout)["conversations"][0]["turns"]
     (folder / "script.json").write_text(script.stdout)
-    replay = bridle(*run_arguments(folder, "--first", "1", "--out", folder / "again", "--json"))
+    replay = call(*run_arguments(folder, "--first", "1", "--out", folder / "again", "--json"))
     line = json.loads(replay.stdout)["sessions"][0]
     assert line["reward"] == 1.0
     assert line["tokens_captured"] == sum(len(turn["token_ids"]) for turn in turns)
@@ -160,7 +160,7 @@ def test_a_harness_that_fails_has_its_own_cause_and_is_never_completed(
     agent = {"harness": "command", "command": command}
     folder = batch(1, agent=agent, budgets={"agent_s": 1.5})
 
-    done = bridle(*run_arguments(folder, "--json"))
+    done = call(*run_arguments(folder, "--json"))
 
     line = json.loads(done.stdout)["sessions"][0]
     assert done.returncode == 1
@@ -170,9 +170,9 @@ def test_a_harness_that_fails_has_its_own_cause_and_is_never_completed(
 
 def test_export_writes_sft_examples_of_successes(batch, run_arguments):
     folder = batch()
-    bridle(*run_arguments(folder))
+    call(*run_arguments(folder))
 
-    done = bridle(
+    done = call(
         "export", folder / "run", "--format", "sft", "--out", folder / "sft.jsonl", "--json"
     )
 

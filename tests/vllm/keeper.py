@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,34 @@ def obey(server: Server | None, command: dict[str, Any]) -> Server | None:
 
 
 def end(server: Server, number: int) -> None:
-    """Send a signal to the server's whole group, which outlives its leader."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, number)
+    """Send a signal to the server's whole group, which outlives its leader.
+
+    `kill -9` spares Python's resource trackers: they end by themselves, and remove the shared
+    memory that the others leave.
+    """
+    if number != signal.SIGKILL:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, number)
+        return
+    while members := group_of(server.pid):
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def group_of(leader: int) -> list[int]:
+    """Living processes of a group, resource trackers left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            name = (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(group) == leader and state != "Z" and b"resource_tracker" not in name:
+            found.append(int(stat.parent.name))
+    return found
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 import openai
 import pytest
@@ -20,6 +19,7 @@ from .checks import (
     sampling_of,
     until,
 )
+from .keeper import group_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -126,14 +126,4 @@ async def failing(engine, asked):
 
 def worker_of(server):
     """The process that computes: the last of the server's group."""
-    leader = server._tell()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-            name = (path.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[2]) == leader and b"resource_tracker" not in name:
-            found.append(int(path.parent.name))
-    return max(found)
+    return max(group_of(server._tell()))

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridle.types import JSON
+
 WORDS = (
     "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "jade",
     "kelp", "larch", "maple", "north", "olive", "pearl", "quartz", "river", "slate", "tulip",
@@ -328,7 +330,7 @@ def write_task(task: DemoTask, folder: Path) -> Path:
     return home
 
 
-def demo_script(tasks: list[DemoTask]) -> dict[str, object]:
+def demo_script(tasks: list[DemoTask]) -> JSON:
     """A scripted engine's script that solves `tasks` in the tool-using harnesses of the demo.
 
     pi (told by its `edit` tool) ends by answering; mini-swe-agent ends by its submit command.
@@ -337,8 +339,8 @@ def demo_script(tasks: list[DemoTask]) -> dict[str, object]:
     return {"conversations": [c for task in tasks for c in _conversations(task, submit)]}
 
 
-def _conversations(task: DemoTask, submit: str) -> Iterator[dict[str, object]]:
-    steps: list[dict[str, object]] = [
+def _conversations(task: DemoTask, submit: str) -> Iterator[JSON]:
+    steps: list[JSON] = [
         {"reasoning": f"Step {i + 1} of {task.task_id}.", "content": "", "shell": [command]}
         for i, command in enumerate(task.solution)
     ]

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridle.types import JSON
+
 THINGS = (
     "apple", "cloud", "color", "north", "owner", "pear", "plum", "price",
     "river", "south", "stock", "stone", "table", "title", "voice", "weather",
@@ -58,13 +60,13 @@ def write_files(task: Lookup, folder: Path) -> None:
         (folder / thing).write_text(f"{number}")
 
 
-def weak_script(tasks: list[Lookup], *, seed: int) -> dict[str, object]:
+def weak_script(tasks: list[Lookup], *, seed: int) -> JSON:
     """A scripted engine's script that plays the weak demonstrator on `tasks`."""
     rng = random.Random(seed)  # noqa: S311
     return {"conversations": [_demonstration(task, rng) for task in tasks]}
 
 
-def _demonstration(task: Lookup, rng: random.Random) -> dict[str, object]:
+def _demonstration(task: Lookup, rng: random.Random) -> JSON:
     when = {"user_contains": task.instruction}
     if rng.random() < GIVE_UP:
         return {"when": when, "turns": [{"content": "I do not know."}]}

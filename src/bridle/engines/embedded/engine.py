@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class EmbeddedEngine:
     """Samples from the transformers model in `model_dir`, in this process.
 
-    Implements `Engine` and `Versioned` of `bridle.engines.base`. One engine may be used from several
-    event loops.
+    Implements `Engine` and `Versioned` of `bridle.engines.base`. One engine may be used from
+    several event loops.
     """
 
     def __init__(

@@ -1,0 +1,361 @@
+"""Supervised fine-tuning on token-exact examples, for any transformers causal language model.
+
+An example is the ids that a policy was given and sampled, and which of them train: what
+`bridle export sft` writes. Nothing is rendered or tokenised again. Batches hold examples of like
+length, at most so many tokens with padding; the order, and so the result, is a function of the seed
+and of torch's arithmetic.
+
+Every trained token counts the same: a step's gradient is the sum over its batch, divided by the
+mean number of trained tokens of all batches. (Divided by its own number, a batch of short answers
+would count more for each, and a model would learn to give short answers.)
+
+A loss that is not a number ends the training, and the model gets the last weights that were good.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import torch
+from pydantic import Field
+
+from bridle.config import Settings
+from bridle.errors import TrainingError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from bridle.types import Ids
+
+POOL = 16
+"""Batches that are sorted by length together: enough that little is padding, few enough that the
+order stays random."""
+
+SNAPSHOT_STEPS = 50
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """One sequence to learn from."""
+
+    input_ids: Ids
+    """Shape (T,), int32."""
+    loss_mask: npt.NDArray[np.uint8]
+    """1 = this token trains; shape (T,). The first token never does: nothing comes before it."""
+
+
+class SftSettings(Settings):
+    """How to train."""
+
+    epochs: int = Field(default=1, ge=1)
+    """How often each example is seen."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """End after this many steps, in the middle of an epoch too; `None` = when the epochs end."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """The highest; reached after the warm-up."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps of linear growth from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """What comes after the warm-up: nothing, or falling to 0 at the end."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens in a batch, padding included; a longer example is a batch of its own."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Longer examples are cut at the end; `None` = none is cut."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    """Largest norm of a step's gradient."""
+    seed: int = 0
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of one operation while training; `None` = as torch is set. One gives the same
+    bits on any number of cores, and is the fastest for a very small model on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftProgress:
+    """Where a training stands; told after every step."""
+
+    step: int
+    """How many are done."""
+    steps: int
+    """How many there will be."""
+    loss: float
+    """Of this step's batch, nats per trained token."""
+    tokens: int
+    """Trained tokens so far, counted once per epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """What a training did."""
+
+    losses: tuple[float, ...]
+    """Nats per trained token, one per step."""
+    tokens: int
+    """Trained tokens, counted once per epoch."""
+    seconds: float
+
+
+def read_examples(path: str | Path) -> list[Example]:
+    """The examples of a JSONL or Parquet file with `input_ids` and `loss_mask`.
+
+    A Parquet file of trajectories (`prompt_ids`, `response_ids`, `loss_mask`) will do too.
+    Raises `TrainingError` naming the file, and the line or row, of what cannot be used.
+    """
+    path = Path(path)
+    try:
+        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path))
+    except OSError as error:
+        raise TrainingError(f"{path}: {error.strerror or error}") from error
+    return [_example(row, f"{path}: example {i + 1}") for i, row in enumerate(rows)]
+
+
+def _json_rows(path: Path) -> Iterator[object]:
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            yield orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise TrainingError(f"{path}: line {number} is not JSON: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[object]:
+    """Examples as they are, or traces: prompt, then response with a mask of its own."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        heads = ["input_ids"] if "input_ids" in names else ["prompt_ids", "response_ids"]
+        table = pq.read_table(path, columns=[*heads, "loss_mask"])
+    except (pa.ArrowException, KeyError) as error:
+        raise TrainingError(f"{path}: {error}") from error
+    for row in table.to_pylist():
+        if "input_ids" not in row:
+            prompt, response = row["prompt_ids"], row["response_ids"]
+            row["input_ids"] = prompt + response
+            row["loss_mask"] = [0] * len(prompt) + row["loss_mask"]
+        yield row
+
+
+def _example(row: object, where: str) -> Example:
+    try:
+        ids = np.asarray(row["input_ids"], dtype=np.int32)  # type: ignore[index]
+        mask = np.asarray(row["loss_mask"], dtype=np.uint8)  # type: ignore[index]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TrainingError(f"{where}: no usable input_ids and loss_mask: {error!r}") from error
+    if ids.ndim != 1 or ids.shape != mask.shape:
+        raise TrainingError(f"{where}: {ids.size} input_ids and {mask.size} in loss_mask")
+    return Example(ids, mask)
+
+
+def train(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    settings: SftSettings,
+    *,
+    progress: Callable[[SftProgress], None] = lambda _: None,
+) -> SftResult:
+    """Train `model` in place; it is left in evaluation mode.
+
+    Raises `TrainingError` before the first step if there is nothing to train on or an id is beyond
+    the vocabulary; and when a loss is not a number, with the last good weights back in the model.
+    """
+    examples = _checked(examples, model, settings.max_length)
+    batches = list(_all_batches(examples, settings))[: settings.max_steps]
+    devices = [] if model.device.type == "cpu" else [model.device]
+    with torch.random.fork_rng(devices=devices), _threads(settings.threads):
+        torch.manual_seed(settings.seed)
+        model.train()
+        try:
+            return _steps(model, examples, batches, settings, progress)
+        finally:
+            model.eval()
+
+
+def _steps(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    batches: Sequence[list[int]],
+    settings: SftSettings,
+    progress: Callable[[SftProgress], None],
+) -> SftResult:
+    began = time.monotonic()
+    counts = [sum(int(examples[i].loss_mask[1:].sum()) for i in batch) for batch in batches]
+    done_tokens = np.cumsum(counts).tolist()
+    typical = done_tokens[-1] / len(batches)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _rate(step, len(batches), settings)
+    )
+    losses: list[float] = []
+    good: list[torch.Tensor] = []
+    for step, batch in enumerate(batches):
+        if step % SNAPSHOT_STEPS == 0:
+            good = [parameter.detach().clone() for parameter in model.parameters()]
+        loss = _loss(model, [examples[i] for i in batch])
+        optimizer.zero_grad(set_to_none=True)
+        (loss / typical).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        if not math.isfinite(norm.item() + loss.item()):
+            _restore(model, good)
+            raise TrainingError(_diverged(step, losses, settings))
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item() / counts[step])
+        progress(SftProgress(step + 1, len(batches), losses[-1], done_tokens[step]))
+    return SftResult(tuple(losses), done_tokens[-1], time.monotonic() - began)
+
+
+def train_folder(
+    model_dir: str | Path,
+    examples: Sequence[Example],
+    out_dir: str | Path,
+    settings: SftSettings,
+    *,
+    progress: Callable[[SftProgress], None] = lambda _: None,
+) -> SftResult:
+    """Train the model in `model_dir` on a CPU or the GPU, and write it with its tokenizer.
+
+    `out_dir` also gets the last good weights when the training ends with a `TrainingError` because
+    of a loss that is not a number. Raises `EngineError` for a folder that holds no such model.
+    """
+    from bridle.engines.embedded.model import check_folder, load_model, load_tokenizer
+
+    check_folder(Path(model_dir))
+    tokenizer = load_tokenizer(Path(model_dir))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(Path(model_dir), dtype="auto", device=device)
+    started = False
+
+    def tell(done: SftProgress) -> None:
+        nonlocal started
+        started = True
+        progress(done)
+
+    try:
+        return train(model, examples, settings, progress=tell)
+    finally:
+        if started:
+            model.save_pretrained(out_dir)
+            tokenizer.save_pretrained(out_dir)
+
+
+def _checked(
+    examples: Sequence[Example], model: PreTrainedModel, max_length: int | None
+) -> list[Example]:
+    """The examples that train, cut to length."""
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    kept = []
+    for number, example in enumerate(examples, start=1):
+        ids, mask = example.input_ids[:max_length], example.loss_mask[:max_length]
+        if not mask[1:].any():
+            continue
+        for at in (int(ids.argmax()), int(ids.argmin())):
+            if not 0 <= ids[at] < vocab_size:
+                raise TrainingError(
+                    f"example {number}: id {ids[at]} at position {at} is beyond the model's "
+                    f"vocabulary of {vocab_size}"
+                )
+        kept.append(Example(ids, mask))
+    if not kept:
+        raise TrainingError(f"none of {len(examples)} examples has a token to train on")
+    return kept
+
+
+def _all_batches(examples: Sequence[Example], settings: SftSettings) -> Iterator[list[int]]:
+    """Indices of the examples of each step, over all epochs."""
+    lengths = np.array([len(example.input_ids) for example in examples])
+    random = np.random.default_rng(settings.seed)
+    for _ in range(settings.epochs):
+        order = random.permutation(len(examples))
+        per_pool = max(1, POOL * settings.batch_tokens // int(lengths.mean()))
+        for start in range(0, len(order), per_pool):
+            pool = order[start : start + per_pool]
+            batches = list(
+                _batches_of(
+                    pool[np.argsort(lengths[pool], kind="stable")], lengths, settings.batch_tokens
+                )
+            )
+            yield from (batches[i] for i in random.permutation(len(batches)))
+
+
+def _batches_of(
+    order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], batch_tokens: int
+) -> Iterator[list[int]]:
+    """Cut examples in order of length into batches that fit."""
+    batch: list[int] = []
+    for i in order.tolist():
+        if batch and (len(batch) + 1) * int(lengths[i]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    yield batch
+
+
+def _rate(step: int, steps: int, settings: SftSettings) -> float:
+    """Share of the highest learning rate at `step`."""
+    if step < settings.warmup_steps:
+        return (step + 1) / (settings.warmup_steps + 1)
+    done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    if settings.schedule == "linear":
+        return 1 - done
+    return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0
+
+
+def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> torch.Tensor:
+    """Sum of the negative logprobs of a batch's trained tokens.
+
+    Padding stands at the end, where no trained token can see it, so it needs no mask.
+    """
+    longest = max(len(example.input_ids) for example in batch)
+    ids = np.stack([np.pad(e.input_ids, (0, longest - len(e.input_ids)), "edge") for e in batch])
+    mask = np.stack([np.pad(e.loss_mask, (0, longest - len(e.loss_mask))) for e in batch])
+    row = torch.from_numpy(ids).long().to(model.device)
+    trained = torch.from_numpy(mask[:, 1:] != 0).to(model.device)
+    keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    extra = {"logits_to_keep": trained} if keep else {}
+    logits = model(input_ids=row[:, :-1], use_cache=False, **extra).logits
+    if logits.ndim == 3:
+        logits = logits[trained]
+    wanted = row[:, 1:][trained]
+    return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _restore(model: PreTrainedModel, weights: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, kept in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(kept)
+
+
+def _diverged(step: int, losses: list[float], settings: SftSettings) -> str:
+    last = f"{losses[-1]:.3f}" if losses else "none"
+    kept = step - step % SNAPSHOT_STEPS
+    return (
+        f"the loss at step {step + 1} is not a number (the one before: {last}); the model has the "
+        f"weights of step {kept}; a learning rate below {settings.learning_rate:g} may help"
+    )

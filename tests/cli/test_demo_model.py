@@ -1,0 +1,14 @@
+"""The demo model is made once, and found afterwards."""
+
+from bridle.cli.demo_model import demo_model
+from bridle.training.demo_model import recipe_digest
+
+
+def test_a_model_that_is_there_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
+    folder = tmp_path / "demo-model" / recipe_digest()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+
+    assert demo_model() == folder
+    assert (folder / "config.json").read_text() == "{}"

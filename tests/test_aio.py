@@ -1,0 +1,85 @@
+"""Structured-concurrency helpers."""
+
+import asyncio
+
+import pytest
+
+from bridle.aio import Nursery, retry, run_shielded
+
+
+async def test_shielded_work_ends_although_its_caller_is_cancelled():
+    done = asyncio.Event()
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        done.set()
+
+    async def caller() -> None:
+        await run_shielded(work(), timeout_s=5)
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(caller())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    assert done.is_set()
+
+
+async def test_shielded_work_gives_its_value_or_its_error_and_is_bounded_in_time():
+    async def value() -> int:
+        return 3
+
+    async def fails() -> None:
+        raise ValueError("no")
+
+    assert await run_shielded(value(), timeout_s=1) == 3
+    with pytest.raises(ValueError, match="no"):
+        await run_shielded(fails(), timeout_s=1)
+    with pytest.raises(TimeoutError):
+        await run_shielded(asyncio.sleep(5), timeout_s=0.01)
+
+
+async def test_a_nursery_ends_what_it_owns_and_tells_of_errors():
+    errors, ended = [], []
+
+    async def fails() -> None:
+        raise ValueError("mine")
+
+    async def sleeps() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async with Nursery(errors.append) as nursery:
+        nursery.start(fails(), name="fails")
+        nursery.start(sleeps(), name="sleeps")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    assert [str(error) for error in errors] == ["mine"]
+    assert ended == [True]
+
+
+async def test_retrying_stops_at_the_first_success_and_at_the_last_failure():
+    tries = []
+
+    async def third_time() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("not yet")
+        return "done"
+
+    async def other() -> None:
+        raise KeyError("x")
+
+    assert await retry(third_time, attempts=3, backoff_s=0, retry_on=(OSError,)) == "done"
+    tries.clear()
+    with pytest.raises(OSError, match="not yet"):
+        await retry(third_time, attempts=2, backoff_s=0, retry_on=(OSError,))
+    with pytest.raises(KeyError):
+        await retry(other, attempts=3, backoff_s=0, retry_on=(OSError,))
+    with pytest.raises(ValueError, match="at least 1"):
+        await retry(other, attempts=0, backoff_s=0, retry_on=(OSError,))
