@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.embedded.models import CONFIGS
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError
-from bridle.training.sft import Example, SftSettings, read_examples, train, train_folder
+from bridle.training.sft import (
+    Example,
+    SftSettings,
+    _all_batches,
+    _rate,
+    read_examples,
+    train,
+    train_folder,
+)
 
 
 def model(seed: int = 0):
@@ -45,9 +56,9 @@ def test_it_learns_what_trains_and_nothing_else():
     assert not learner.training
 
 
-def test_the_same_seed_gives_the_same_weights_and_padding_changes_nothing():
+def test_the_same_seed_gives_the_same_weights_and_another_one_others():
     examples = [example([2, 3, 4]), example([5, 6, 7, 8, 9, 10])]
-    few = FAST.model_copy(update={"max_steps": 5})
+    few = FAST.model_copy(update={"max_steps": 5, "batch_tokens": 6})
     one, two, apart = model(), model(), model()
 
     train(one, examples, few)
@@ -58,7 +69,7 @@ def test_the_same_seed_gives_the_same_weights_and_padding_changes_nothing():
         torch.cat([p.flatten() for p in m.parameters()]) for m in (one, two, apart)
     )
     assert torch.equal(first, second)
-    assert first.shape == other.shape
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +85,113 @@ def test_what_cannot_be_trained_on_is_named_before_the_first_step(examples, mess
         train(model(), examples, FAST)
 
 
+def test_what_all_examples_begin_with_is_computed_once_with_the_same_gradients():
+    examples = [example([2, 3, 4, 5, i, i + 1], [0, 0, 0, 0, 0, 1]) for i in range(10, 40)]
+    steps = {"max_steps": 4, "batch_tokens": 64, "learning_rate": 1e-3}
+    plain, shared = model(), model()
+
+    one = train(plain, examples, FAST.model_copy(update={**steps, "batch_tokens": 6 * 30}))
+    other = train(
+        shared,
+        examples,
+        FAST.model_copy(update={**steps, "batch_tokens": 4 + 2 * 30, "share_prefix": True}),
+    )
+
+    assert np.allclose(one.losses, other.losses, atol=1e-5)
+    pairs = zip(plain.parameters(), shared.parameters(), strict=True)
+    assert max((a - b).abs().max().item() for a, b in pairs) < 1e-4
+
+
+def test_examples_with_nothing_in_common_share_nothing():
+    examples = [example([i, i + 1, i + 2]) for i in range(5, 15)]
+    one = train(model(), examples, FAST.model_copy(update={"max_steps": 3}))
+    other = train(model(), examples, FAST.model_copy(update={"max_steps": 3, "share_prefix": True}))
+    assert one.losses == other.losses
+
+
+@given(
+    st.lists(st.integers(2, 40), min_size=1, max_size=60),
+    st.integers(1, 100),
+    st.integers(1, 3),
+    st.integers(0, 5),
+)
+def test_every_epoch_sees_each_example_once_in_batches_that_fit(
+    lengths, batch_tokens, epochs, seed
+):
+    examples = [example([1] * length) for length in lengths]
+    settings = SftSettings(epochs=epochs, batch_tokens=batch_tokens, seed=seed)
+    batches = list(_all_batches(examples, 0, settings))
+    seen = [i for batch in batches for i in batch]
+    per_epoch = [seen[k : k + len(lengths)] for k in range(0, len(seen), len(lengths))]
+    assert len(per_epoch) == epochs
+    assert all(sorted(epoch) == list(range(len(lengths))) for epoch in per_epoch)
+    for batch in batches:
+        assert len(batch) * max(lengths[i] for i in batch) <= batch_tokens or len(batch) == 1
+
+
+def test_every_trained_token_counts_the_same_in_whatever_batch_it_is():
+    """One short answer against two long ones: what is learned is one in three, not one in two."""
+    short = [example([2, 3], [0, 1])] * 32
+    long = [example([2, 4, *[5] * 20], [0, 1, *[1] * 20])] * 64
+    learner = model()
+    steps = {"max_steps": 300, "batch_tokens": 44, "learning_rate": 3e-3, "clip": 1e9}
+
+    train(learner, [*short, *long], FAST.model_copy(update=steps))
+
+    with torch.no_grad():
+        chance = learner(torch.tensor([[2]])).logits[0, -1].softmax(-1)[3].item()
+    assert 0.2 < chance < 0.45
+
+
+def test_a_long_example_is_cut_and_one_that_loses_all_its_targets_is_left_out():
+    examples = [
+        example([2, 3, 4, 5, 99], [0, 1, 0, 0, 1]),
+        example([2, 3, 4, 5, 99], [0, 0, 0, 0, 1]),
+    ]
+    result = train(model(), examples, FAST.model_copy(update={"max_length": 4, "max_steps": 2}))
+    assert result.tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"),
+    [("constant", 1.0, 1.0), ("linear", 0.5, 0.01), ("cosine", 0.5, 0.0)],
+)
+def test_the_learning_rate_grows_and_then_follows_its_schedule(schedule, middle, last):
+    settings = SftSettings(schedule=schedule, warmup_steps=4)
+    rates = [_rate(step, 104, settings) for step in range(104)]
+    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert rates[54] == pytest.approx(middle, abs=0.01)
+    assert rates[-1] == pytest.approx(last, abs=0.01)
+
+
+def test_training_leaves_torch_as_it_was_and_tells_every_step():
+    learner, threads, told = model(), torch.get_num_threads(), []
+    before = torch.get_rng_state()
+
+    train(
+        learner, [example([2, 3])], FAST.model_copy(update={"max_steps": 3}), progress=told.append
+    )
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    assert [(d.step, d.steps, d.tokens) for d in told] == [(1, 3, 1), (2, 3, 2), (3, 3, 3)]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mamba"])
+def test_other_architectures_train_too(name):
+    torch.manual_seed(0)
+    learner = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    result = train(learner, [example([2, 3, 4, 5])], FAST.model_copy(update={"max_steps": 20}))
+    assert result.losses[-1] < result.losses[0] / 2
+
+
 def test_a_loss_that_is_not_a_number_ends_it_with_the_last_good_weights():
     learner = model()
     wild = FAST.model_copy(update={"learning_rate": 1e30, "clip": 1e30, "warmup_steps": 0})
 
-    with pytest.raises(TrainingError):
+    with pytest.raises(
+        TrainingError, match=r"not a number .* a learning rate below 1e\+30 may help"
+    ):
         train(learner, [example([2, 3, 4, 5])], wild)
 
     assert all(torch.isfinite(p).all() for p in learner.parameters())
@@ -127,3 +240,18 @@ def test_a_folder_is_trained_into_another_with_its_tokenizer(tmp_path):
     assert (after / "tokenizer.json").is_file()
     with pytest.raises(EngineError):
         train_folder(tmp_path / "gone", [example([2, 3])], after, FAST)
+
+
+def test_what_went_wrong_late_still_leaves_the_last_good_weights_in_the_folder(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    model().save_pretrained(before)
+    transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir()).save_pretrained(
+        before
+    )
+    wild = FAST.model_copy(update={"learning_rate": 1e30, "clip": 1e30, "warmup_steps": 0})
+
+    with pytest.raises(TrainingError, match="not a number"):
+        train_folder(before, [example([2, 3, 4, 5])], after, wild)
+
+    kept = transformers.AutoModelForCausalLM.from_pretrained(after)
+    assert all(torch.isfinite(p).all() for p in kept.parameters())

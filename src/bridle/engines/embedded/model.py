@@ -38,7 +38,7 @@ CACHE_SHARE_CPU, CACHE_SHARE_GPU = 0.25, 0.6
 PREFIX_SHARE = 0.25
 """Share of the cache memory that remembered beginnings may take."""
 
-SMALL_MODEL = 30_000_000
+SMALL_MODEL = 10_000_000
 """Below this many parameters an operation on a CPU runs on one thread (set for the process).
 
 Measured with 1M parameters at 32 calls on 2 cores: 6,700 tokens/s with one thread against 7,200
