@@ -59,8 +59,10 @@ def pack(entries: Iterable[Entry]) -> bytes:
 
 
 def _compressed(plain: bytes) -> bytes:
-    """Compress with a window no larger than the text: making a window of 32 KiB ready costs more than
-    compressing 2 KB (0.045 ms with it, 0.017 without).
+    """Compress with a window no larger than the text.
+
+    Making a window of 32 KiB ready costs more than compressing 2 KB: 0.045 ms with it, 0.017 ms
+    without.
     """
     window = min(15, max(9, len(plain).bit_length()))
     packer = zlib.compressobj(COMPRESS_LEVEL, zlib.DEFLATED, window, min(8, window - 7))

@@ -66,6 +66,22 @@ def cut_ids(body: bytes, key: bytes) -> tuple[bytes, bytes | None]:
     return b"".join((body[: first - 1], b"null", body[end + 1 :])), b"[" + inner + b"]"
 
 
+def cut_text(body: bytes, key: bytes, value: bytes) -> tuple[bytes, bytes] | None:
+    """Take `value`, an array's text, out of JSON text where it stands under `key`.
+
+    As `cut_ids`, but for ids that are known: one comparison of 5 us instead of five looks at 16,384
+    ids. `None` where `key` does not occur exactly once with exactly this value.
+    """
+    mark = b'"' + key + b'":'
+    start = body.find(mark) + len(mark)
+    end = start + len(value)
+    if start < len(mark) or not body.startswith(value, start) or body[end : end + 1] not in b",}":
+        return None
+    if end >= len(body) or body.find(mark, end) >= 0:
+        return None
+    return b"".join((body[:start], b"null", body[end:])), value
+
+
 def parse_ids(text: bytes) -> Ids:
     """Ids of a JSON array without spaces, int32, shape (T,). Raises `IdsError`.
 

@@ -222,10 +222,12 @@ class VllmEngine:
             )
         call = self._calls[request.request_id] = Call()
         state = _Progress(self, request)
+        sent = request.prompt.json() if self._token_in else None
         try:
             async with aclosing(self._answers(request, call)) as answers:
                 async for answer in answers:
-                    if (chunk := state.next(read_answer(answer, unnamed=self.version))) is not None:
+                    read = read_answer(answer, unnamed=self.version, sent=sent)
+                    if (chunk := state.next(read)) is not None:
                         yield chunk
             yield state.last()
         except AbortedError:

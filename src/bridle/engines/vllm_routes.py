@@ -17,7 +17,7 @@ import numpy as np
 from bridle.engines import wire
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.control import as_version
-from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
+from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -142,14 +142,16 @@ class Read:
     """Whether the reply has a field for sampled ids; they may still be none."""
 
 
-def read_answer(body: bytes, *, unnamed: int = 0) -> Read:
+def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> Read:
     """Read a whole reply or one stream chunk of any route.
 
-    `unnamed` is the policy version of tokens whose weights were never given one.
+    `unnamed` is the policy version of tokens whose weights were never given one. `sent` is the JSON
+    text of the prompt's ids: a reply that repeats it is told by one comparison.
     Raises `EngineError` for what cannot be used: no JSON, another number of logprobs than of ids,
     logprobs of other ids, a missing logprob, an error told in a stream.
     """
-    text, prompt_text = cut_ids(body, b"prompt_token_ids")
+    repeated = None if sent is None else cut_text(body, b"prompt_token_ids", sent)
+    text, prompt_text = repeated or cut_ids(body, b"prompt_token_ids")
     try:
         return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
