@@ -89,6 +89,7 @@ def make_demo_model(
     cut = [Example(e.input_ids[start:], e.loss_mask[start:]) for e in given]
     train(model, cut, short, progress=lambda done: report("without the schema", done))
     train(model, given, whole, progress=lambda done: report("as it is", done))
+    transformers.utils.logging.disable_progress_bar()
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside)
