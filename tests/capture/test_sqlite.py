@@ -451,12 +451,10 @@ async def writers(store, *, size=0, count=1):
 
 
 async def written_here(store, tries=50):
-    """Whether callers come to write for themselves again, on a machine that may be busy."""
-    for _ in range(tries):
+    for _ in range(tries):  # on a machine that may be busy
         store._writer._shy_until = 0.0
         if await writers(store, count=3) == {threading.current_thread()}:
             return True
-        await asyncio.sleep(0.01)
     return False
 
 
