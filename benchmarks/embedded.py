@@ -3,8 +3,9 @@
 Both sample from the same random 1M-parameter model of Qwen3's architecture (the shape of the demo
 model): prompts of 128 tokens, 128 sampled tokens each, temperature 1, the time of the prompts
 included. The loop is what one would write by hand: transformers' model and cache, one batch of
-equal lengths, `multinomial`, logprobs kept. It uses torch's own choice of threads; the engine runs
-as it is, streaming to as many asyncio callers. Each is run several times in turn, the best counts.
+equal lengths, `multinomial`, logprobs kept. It runs with torch's own choice of threads and with one
+thread; the engine runs as it is, streaming to as many asyncio callers. Each is run several times in
+turn, and the best run counts.
 
 Afterwards every logprob that the engine gave is computed again by a plain forward pass.
 
@@ -162,8 +163,9 @@ async def measure(folder: Path, concurrency: int, runs: int) -> Row:
     loop, best, answers = 0.0, 0.0, []
     plain_loop(model, prompts)
     for _ in range(runs):
-        torch.set_num_threads(threads)
-        loop = max(loop, plain_loop(model, prompts))
+        for count in (threads, 1):
+            torch.set_num_threads(count)
+            loop = max(loop, plain_loop(model, prompts))
         engine = EmbeddedEngine(folder)
         end = list((await engine.start()).eos_token_ids)
         speed, given = await engine_run(engine, prompts)

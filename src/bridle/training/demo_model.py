@@ -2,7 +2,8 @@
 
 Supervised on the token-exact examples of a weak demonstrator, in two steps: first without what all
 of them begin with (the tool's schema, which is most of the tokens and none of the task), then as
-they are. The same examples and seed give the same model on the same machine.
+they are. The same examples, in whatever order they were collected, give the same model on the same
+machine.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ WHOLE = SftSettings(
 )
 """As they are: about 220 tokens an example, 176 of them computed once a batch; 0.08 s a step.
 
-Both together take 49 s on one core. With seeds 0, 1, 2 the model then succeeds in 14.6, 13.6 and
-12.7 % of 1,024 fresh tasks at temperature 1 (the demonstrator: 15 %), calls a file in 67 %, and
-answers what it has read in all; 0.1 to 0.6 % of its calls are malformed."""
+Both together take 49 s on one core. With seeds 0, 1, 2 the model then succeeds in 14 to 17 % of
+1,024 fresh tasks at temperature 1 (the demonstrator: 15 %), calls a file in 69 %, and answers what
+it has read in all; at most 0.3 % of its answers are malformed. At temperature 0 it succeeds in
+84 to 87 %: the right file is its likeliest choice, but seldom its choice."""
 
 
 def recipe_digest() -> str:
@@ -81,7 +83,7 @@ def make_demo_model(
     """
     import transformers
 
-    given = read_examples(examples)
+    given = sorted(read_examples(examples), key=lambda example: example.input_ids.tobytes())
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
     end_id = int(tokenizer.convert_tokens_to_ids("<|im_end|>"))
     model = _untrained(len(tokenizer), end_id, int(tokenizer.pad_token_id))
