@@ -14,10 +14,10 @@ from bridle.datasets.lookups import lookups, write_files
 AGENT = Path(bridle.cli.light_agent.__file__)
 
 
-def bridle_process(*arguments: object, **options) -> subprocess.Popen:
-    """`bridle ARGUMENTS` in a process of its own."""
+def bridle_process(*arguments: object, env=None, **options) -> subprocess.Popen:
+    """`bridle ARGUMENTS` in a process of its own, with `env` added to its environment."""
     command = [sys.executable, "-m", "bridle.cli", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "200"}
+    environment = {**os.environ, "COLUMNS": "200", **(env or {})}
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -28,9 +28,9 @@ def bridle_process(*arguments: object, **options) -> subprocess.Popen:
     )
 
 
-def call(*arguments: object, timeout: float = 60) -> subprocess.CompletedProcess:
+def call(*arguments: object, timeout: float = 60, env=None) -> subprocess.CompletedProcess:
     """Run `bridle ARGUMENTS` to its end."""
-    with bridle_process(*arguments) as process:
+    with bridle_process(*arguments, env=env) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

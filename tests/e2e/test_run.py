@@ -168,6 +168,20 @@ def test_a_harness_that_fails_has_its_own_cause_and_is_never_completed(
     assert line["cause"] == cause
 
 
+def test_what_the_library_logs_goes_to_stderr_and_stdout_stays_one_json_document(
+    batch, run_arguments, tmp_path
+):
+    left = tmp_path / "scratch" / "bridle-killed"
+    left.mkdir(parents=True)
+    (left / "owner.json").write_text(json.dumps({"pid": os.getpid(), "started": "1"}))
+
+    done = call(*run_arguments(batch(1), "--json"), env={"TMPDIR": str(left.parent)})
+
+    assert json.loads(done.stdout)["sessions"][0]["status"] == "COMPLETED"
+    assert "removed what a killed process left" in done.stderr
+    assert not left.exists()
+
+
 def test_export_writes_sft_examples_of_successes(batch, run_arguments):
     folder = batch()
     call(*run_arguments(folder))

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from bridle import __version__
 from bridle.cli import demo, doctor, engine, export, gateway, harness, init, rebuild, run, show
+from bridle.cli.output import log_to_stderr
 from bridle.errors import BridleError, ConfigError
 
 INTERRUPTED = 130
@@ -33,11 +34,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(
+    version: bool = typer.Option(  # noqa: ARG001 - its callback acts
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Reinforcement learning for language agents through their own, unmodified harness."""
+    log_to_stderr()
 
 
 app.command("demo")(demo.demo)

@@ -17,6 +17,23 @@ notes = Console(stderr=True, highlight=False)
 """Progress and remarks go here, so that a pipe gets results only."""
 
 
+def log_to_stderr() -> None:
+    """Send the library's log lines to stderr as plain text: stdout is for results."""
+    import structlog
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.format_exc_info,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        # Asked for at each line: a progress display replaces the stream while it shows.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
+
+
 def print_json(value: object) -> None:
     """Print `value` as one JSON document on stdout."""
     sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
