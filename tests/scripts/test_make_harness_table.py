@@ -1,0 +1,99 @@
+"""scripts/make_harness_table: records of cells become the page, and the page is read back."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def table(load_script):
+    return load_script("make_harness_table")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cells.jsonl"
+
+
+@pytest.fixture
+def full(table, path):
+    """A record of every cell."""
+    for row in table.rows():
+        for column in table.COLUMNS:
+            table.record(*row, column, path=path)
+    return path
+
+
+def test_every_packaged_harness_has_a_row_for_each_dialect_that_it_speaks(table):
+    rows = table.rows()
+
+    assert ("claude_code", "anthropic") in rows
+    assert ("claude_code", "google") not in rows
+    assert [dialect for name, dialect in rows if name == "cline"] == [
+        "anthropic", "openai_chat", "openai_responses", "google",
+    ]  # fmt: skip
+    assert {name for name, _ in rows} == set(table.HARNESSES) - {"command"}
+
+
+def test_the_last_record_of_a_cell_counts(table, path):
+    table.record("codex", "openai_responses", "plain", "broken", path=path)
+    table.record("codex", "openai_responses", "plain", path=path)
+
+    assert table.recorded(path)["codex", "openai_responses", "plain"].outcome == "ok"
+
+
+def test_a_record_of_another_version_is_no_result(table, path):
+    table.record("codex", "openai_responses", "plain", path=path)
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps({**line, "version": "0.1"}) + "\n")
+
+    assert table.recorded(path) == {}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        ("codex", "google", "plain"),
+        ("codex", "openai_responses", "tea"),
+        ("codex", "openai_responses", "plain", "fine"),
+        ("codex", "openai_responses", "plain", "fails"),
+        ("codex", "openai_responses", "plain", "n/a"),
+    ],
+)
+def test_what_is_no_cell_or_lacks_its_reason_is_refused(table, path, cell):
+    with pytest.raises(ValueError, match="codex"):
+        table.record(*cell, path=path)
+
+
+def test_a_cell_without_a_result_and_a_broken_one_are_missing(table, full):
+    table.record("codex", "openai_responses", "slow", "broken", path=full)
+    cells = table.recorded(full)
+    del cells["aider", "openai_chat", "plain"]
+
+    assert table.missing(cells) == [
+        ("aider", "openai_chat", "plain"),
+        ("codex", "openai_responses", "slow"),
+    ]
+
+
+def test_the_page_says_what_was_recorded_and_a_note_once(table, full):
+    for column in ("cut_before", "cut_after"):
+        table.record("openhands", "anthropic", column, "n/a", "It never streams.", path=full)
+    cells = table.recorded(full)
+    page = table.page(cells)
+
+    assert page.count("It never streams.") == 1
+    assert table.read(page)["openhands", "anthropic", "cut_after"] == (
+        "n/a", "It never streams.", table.version("openhands"),
+    )  # fmt: skip
+    assert table.read(page).keys() == cells.keys()
+    assert table.differences(cells, page) == []
+
+
+def test_a_cell_that_differs_from_the_page_is_named(table, full):
+    page = table.page(table.recorded(full))
+    table.record("pi", "openai_chat", "slow", "fails", "It sleeps.", path=full)
+
+    (line,) = table.differences(table.recorded(full), page)
+
+    assert line.startswith("pi, openai_chat, slow: the run says fails (It sleeps.); the page ok")
