@@ -1,5 +1,6 @@
 import json
 
+from tests.capture.made import MadeSession
 from tests.lifecycle.house import task
 
 from bridle.capture.records import Outcome, SessionRecord
@@ -7,6 +8,8 @@ from bridle.capture.store import MemoryStore
 from bridle.config import AgentSpec
 from bridle.harnesses import open_harness
 from bridle.lifecycle.results import result_from, unrecorded
+from bridle.prompting.renderer import load_renderer
+from bridle.prompting.texts import tokenizer_record
 from bridle.types import Cause, SessionStatus
 
 KEPT = {"harness": "pi", "harness_version": "1", "sample_index": 2, "task_metadata": {"a": 1}}
@@ -60,3 +63,16 @@ def test_a_session_that_capture_does_not_hold_has_a_result_too():
         3,
     )
     assert result.harness == "command"
+
+
+def test_a_break_is_told_with_both_texts_by_the_sessions_own_tokenizer():
+    encode = load_renderer("builtin").tokenizer.encode
+    made = MadeSession(metadata={**KEPT, "tokenizer": tokenizer_record("builtin")}, texts=False)
+    made.call(new=encode("Count the red files."), output=encode(" Two."))
+    edited = encode("Count the green files.")
+    made.call(None, continues="x0", root_reason="history_edited", new=edited)
+
+    (found,) = result_from(made.capture()).trajectory.metadata["stats"]["breaks"]
+
+    assert found["position"] == 3
+    assert found["texts"] == [" red files. Two.", " green files."]

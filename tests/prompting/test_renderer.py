@@ -119,6 +119,7 @@ def test_a_family_that_takes_objects_only_gets_an_object(look_alike):
     made = TokenRenderer(
         tokenizer,
         ChatTemplate(tokenizer, []),
+        source="gemma4",
         family="gemma4",
         stop_ids=[],
         thinking=None,

@@ -21,7 +21,7 @@ from bridle.bridges.parquet import Rows, rows_of
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError
-from bridle.trajectory import rebuild
+from bridle.lifecycle.results import trajectory_of
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import JSON
 
@@ -90,5 +90,5 @@ def _batch(path: Path, session_ids: Sequence[str], spec: BuilderSpec | None) -> 
 
 
 def _rebuilt(reader: SqliteReader, session_id: str, spec: BuilderSpec | None) -> Rebuilt:
-    trajectory = rebuild(reader.read(session_id), builder=spec)
+    trajectory = trajectory_of(reader.read(session_id), spec)
     return Rebuilt(trajectory_bytes(trajectory), rows_of(trajectory), trajectory.metadata["stats"])

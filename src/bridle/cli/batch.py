@@ -27,9 +27,9 @@ from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.lifecycle.events import Event, Installing, SessionChanged
 from bridle.lifecycle.manager import Node, NodeSettings, check
+from bridle.lifecycle.results import trajectory_of
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import FINAL
-from bridle.trajectory import rebuild
 from bridle.types import JSON, SessionStatus
 
 FINISH_S = 120.0
@@ -102,7 +102,7 @@ def _finish(folder: RunFolder, store: SqliteStore) -> JSON:
     """Write what is made from all sessions together."""
     with TrajectoryWriter(folder.trajectories_parquet) as parquet:
         for session in store.sessions():
-            parquet.write(rebuild(store.read(session.session_id)))
+            parquet.write(trajectory_of(store.read(session.session_id)))
     return folder.finish(store)
 
 

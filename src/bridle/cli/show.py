@@ -52,9 +52,11 @@ def show(
         raise ConfigError("--diff and --as-script cannot be given together")
     _, capture = find_session(target, run)
     if diff is not None:
+        from bridle.prompting.texts import decoder_of
         from bridle.trajectory.tree import explain_fork
 
-        console.print("\n".join(explain_fork(capture, *diff)), markup=False)
+        decode = decoder_of(capture.session.metadata)
+        console.print("\n".join(explain_fork(capture, *diff, decode=decode)), markup=False)
     elif as_script:
         from bridle.cli.replay import script_of
 

@@ -43,6 +43,8 @@ from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import split_target
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import PromptRenderer
+from bridle.prompting.texts import KEY as TOKENIZER
+from bridle.prompting.texts import tokenizer_record
 from bridle.types import JSON, LogprobMode
 
 log = structlog.get_logger()
@@ -59,6 +61,7 @@ class Gateway:
     ) -> None:
         self._engine = engine
         self._renderer = renderer
+        self._tokenizer = tokenizer_record(renderer.source)
         self._store = store
         self._settings = settings
         self._registry = Registry()
@@ -202,7 +205,11 @@ class Gateway:
             session_id=session_id,
             opened_at=time.time(),
             task_id=task_id,
-            metadata={**(metadata or {}), STORED_AS: stored_settings(digest, sampling, limits)},
+            metadata={
+                **(metadata or {}),
+                STORED_AS: stored_settings(digest, sampling, limits),
+                TOKENIZER: self._tokenizer,
+            },
         )
         session = Session(record, sampling=sampling, limits=limits)
         self._registry.add(session, digest)

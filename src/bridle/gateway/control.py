@@ -33,6 +33,7 @@ from bridle.gateway.relay import JSON_TYPE
 from bridle.gateway.routing import Target
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.views import encode, exchanges_json
+from bridle.prompting.texts import decoder_of
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_json
 from bridle.types import JSON, SessionStatus
@@ -296,7 +297,9 @@ class ControlPlane:
     async def _trajectory(self, asked: Asked) -> web.StreamResponse:
         wanted = parse_qs(asked.query).get("builder")
         builder = None if wanted is None else BuilderSpec(strategy=wanted[-1])
-        trajectory = rebuild(self._capture(asked.session_id), builder=builder)
+        capture = self._capture(asked.session_id)
+        decode = decoder_of(capture.session.metadata)
+        trajectory = rebuild(capture, builder=builder, decode=decode)
         return _json(trajectory_json(trajectory))
 
 

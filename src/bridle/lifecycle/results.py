@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bridle.capture.records import Outcome, SessionCapture, SessionRecord
-from bridle.config import Task
+from bridle.config import BuilderSpec, Task
 from bridle.harnesses.base import Harness
+from bridle.prompting.texts import decoder_of
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import session_result_json
 from bridle.trajectory.sample import Trajectory
@@ -124,4 +125,9 @@ def unrecorded(task: Task, sample_index: int, harness: Harness, outcome: Outcome
 
 def result_from(capture: SessionCapture) -> SessionResult:
     """The result of a captured session, its trajectory rebuilt."""
-    return result_of(capture.session, capture.outcome, rebuild(capture))
+    return result_of(capture.session, capture.outcome, trajectory_of(capture))
+
+
+def trajectory_of(capture: SessionCapture, builder: BuilderSpec | None = None) -> Trajectory:
+    """`rebuild`, with the texts of its breaks where the session's tokenizer is still there."""
+    return rebuild(capture, builder=builder, decode=decoder_of(capture.session.metadata))

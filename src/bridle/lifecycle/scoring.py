@@ -14,8 +14,8 @@ from bridle.evaluators.base import Evaluation, EvaluationContext
 from bridle.lifecycle.ending import Ending, failed
 from bridle.lifecycle.opening import Opened
 from bridle.lifecycle.preparing import Prewarmed, prepare
+from bridle.lifecycle.results import trajectory_of
 from bridle.runtimes.output import LOG_LIMIT
-from bridle.trajectory import rebuild
 from bridle.trajectory.sample import Trajectory
 from bridle.types import Cause
 
@@ -51,7 +51,7 @@ async def build(session: Session) -> tuple[Trajectory | None, Ending | None]:
     try:
         async with asyncio.timeout(budget_s):
             with boundary(StoreError, "building the trajectory"):
-                return await asyncio.to_thread(lambda: rebuild(store.read(session_id))), None
+                return await asyncio.to_thread(lambda: trajectory_of(store.read(session_id))), None
     except TimeoutError:
         return None, failed(Cause.TIMEOUT, f"build: its budget of {budget_s:g} s ran out")
     except BridleError as error:

@@ -31,11 +31,11 @@ from bridle.lifecycle.ending import COMPLETED, Ending, Facts, failed
 from bridle.lifecycle.events import SessionChanged
 from bridle.lifecycle.opening import Opened, open_session
 from bridle.lifecycle.preparing import Prewarmed
-from bridle.lifecycle.results import SessionResult, result_of, unrecorded
+from bridle.lifecycle.results import SessionResult, result_of, trajectory_of, unrecorded
 from bridle.lifecycle.running import prewarm, run_harness
 from bridle.lifecycle.scoring import build, evaluate, keep_files
 from bridle.runtimes.base import ExecResult, Runtime
-from bridle.trajectory import rebuild, with_outcome
+from bridle.trajectory import with_outcome
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -245,7 +245,7 @@ class Session:
         except StoreError:
             return unrecorded(self.task, self.sample_index, self.plan.harness, outcome)
         if self.trajectory is None:
-            trajectory = await asyncio.to_thread(rebuild, capture)
+            trajectory = await asyncio.to_thread(trajectory_of, capture)
         else:
             trajectory = with_outcome(self.trajectory, outcome)
         return result_of(capture.session, outcome, trajectory)

@@ -53,6 +53,8 @@ class PromptRenderer(Protocol):
     """Ids are below it."""
     tokenizer: Any
     """The transformers fast tokenizer."""
+    source: str
+    """Where the tokenizer came from: a folder, or `builtin`."""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
@@ -130,6 +132,7 @@ def load_renderer(
         return TokenRenderer(
             tokenizer,
             template,
+            source=source,
             family=found,
             stop_ids=stop_ids,
             thinking=thinking,
@@ -148,6 +151,7 @@ class TokenRenderer:
         tokenizer: PromptTokenizer,
         template: ChatTemplate,
         *,
+        source: str,
         family: str | None,
         stop_ids: Sequence[int],
         thinking: bool | None,
@@ -156,6 +160,7 @@ class TokenRenderer:
     ) -> None:
         self.family = family
         """Name of the family that renders; `None` = the template does."""
+        self.source = source
         self._tokens = tokenizer
         self._template = template
         self._thinking = thinking
