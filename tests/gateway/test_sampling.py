@@ -17,7 +17,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 def chunk(ids, finish=None, **more) -> GenerateChunk:
-    array = np.array(ids, dtype=np.int32)
+    array = np.array(list(ids), dtype=np.int32)
     return GenerateChunk(array, -array.astype(np.float32), finish, **more)
 
 
@@ -28,6 +28,10 @@ class Pieces:
         self.tries = list(tries)
         self.requests: list[GenerateRequest] = []
         self.closed = 0
+        self.aborted: list[str] = []
+
+    async def abort(self, request_id):
+        self.aborted.append(request_id)
 
     async def generate(self, request) -> AsyncIterator[GenerateChunk]:
         self.requests.append(request)
@@ -43,11 +47,16 @@ class Pieces:
             self.closed += 1
 
 
+def letters(ids):
+    """Text of ids: their characters."""
+    return "".join(map(chr, ids.tolist()))
+
+
 PROMPT = PromptIds.root(np.arange(5, dtype=np.int32))
 
 
 async def sampled(engine, *, most=None, mode=LogprobMode.RAW, began=lambda: None):
-    sampler = Sampler(engine, mode=mode, version=lambda: 7)
+    sampler = Sampler(engine, mode=mode, version=lambda: 7, decode=letters)
     request = GenerateRequest("r", PROMPT, Sampling(max_tokens=most))
     return await sampler.sample(request, PROMPT, began=began)
 
@@ -87,10 +96,40 @@ async def test_a_call_that_the_engine_gave_up_is_resumed_from_the_tokens_so_far(
 @pytest.mark.parametrize(("least", "left"), [(5, 2), (3, 0), (1, 0), (None, None)])
 async def test_a_resumed_call_owes_only_the_rest_of_its_least_tokens(least, left):
     engine: Any = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
-    sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7)
+    sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
     asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=5, min_tokens=least))
     await sampler.sample(asked, PROMPT, began=lambda: None)
     assert engine.requests[1].sampling.min_tokens == left
+
+
+async def sampled_as(engine, **fields):
+    """A sample of a call with these fields, of which `sampling` is the sampling's."""
+    sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
+    sampling = Sampling(**fields.pop("sampling", {}))
+    request = GenerateRequest("r", PROMPT, sampling, **fields)
+    return await sampler.sample(request, PROMPT, began=lambda: None)
+
+
+async def test_a_stop_string_over_the_seam_ends_the_reply_where_it_ends():
+    engine: Any = Pieces(
+        [chunk(b"ab[ST", ABORT)],
+        [chunk(b"OP"), chunk(b"] more"), chunk(b"", ABORT, versions=(VersionSpan(3, 0, 8),))],
+    )
+    sample = await sampled_as(engine, sampling={"stop": ("[STOP]",)}, stream=True)
+    assert letters(sample.output_ids) == "ab[STOP]"
+    assert (sample.finish, sample.last.stop_text) == (STOP, "[STOP]")
+    assert sample.versions == (VersionSpan(7, 0, 5), VersionSpan(3, 5, 8))
+    assert engine.aborted == [engine.requests[1].request_id]
+
+
+async def test_a_constrained_call_begins_again_and_says_what_it_threw_away():
+    engine: Any = Pieces([chunk(b'{"a', ABORT)], [chunk(b'{"b":1}', STOP)])
+    sample = await sampled_as(engine, grammar={"json_schema": {}}, stream=True)
+    assert letters(sample.output_ids) == '{"b":1}'
+    assert (sample.discarded, sample.resumed) == (3, 1)
+    assert [request.stream for request in engine.requests] == [False, False]
+    assert len(engine.requests[1].prompt) == len(PROMPT)
+    assert sample.versions == (VersionSpan(7, 0, 7),)
 
 
 async def test_a_cut_connection_is_resumed_too():

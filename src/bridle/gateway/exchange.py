@@ -81,7 +81,12 @@ class Exchanges:
         self._deliveries = deliveries
         self._metrics = metrics
         self.policy = Policy(info.version)
-        self._sampler = Sampler(engine, mode=info.logprob_mode, version=lambda: self.policy.version)
+        self._sampler = Sampler(
+            engine,
+            mode=info.logprob_mode,
+            version=lambda: self.policy.version,
+            decode=lambda ids: renderer.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
+        )
         self.closing = False
         """Whether the gateway is going down."""
 

@@ -133,6 +133,7 @@ def _extra(finished: Finished) -> JSON:
         "repeats": list(placement.repeats),
         "break": _break(sample),
         "resumed": sample.resumed,
+        "discarded": sample.discarded,
         "tokens_unseen": reply.tokens_unseen,
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),

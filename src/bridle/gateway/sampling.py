@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import orjson
 from bridle.capture.records import no_ids, no_logprobs
 from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest
 from bridle.errors import EngineError, boundary
+from bridle.gateway.seam import rest, stopping
 from bridle.prompting.prompt import PromptIds
 from bridle.types import FinishReason, LogprobMode, VersionSpan
 
@@ -60,6 +62,8 @@ class Sample:
     """First position where the two prompts differ; `None` = they do not."""
     resumed: int
     """How often the engine gave the call up."""
+    discarded: int = 0
+    """Tokens of tries that could not be gone on with (see `bridle.gateway.seam`)."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,19 @@ class _Sofar:
     tries: int = 0
     fruitless: int = 0
     told_prompt: bytes | None = None
+    discarded: int = 0
+
+    def output_ids(self) -> Ids:
+        """All of them."""
+        return _joined(self.ids) if self.ids else no_ids()
+
+    def begin_again(self) -> None:
+        """Forget the tokens: the next try starts at the prompt."""
+        self.discarded += self.tokens
+        self.tokens = 0
+        self.ids.clear()
+        self.logprobs.clear()
+        self.versions.clear()
 
     def add(self, chunk: GenerateChunk) -> None:
         if not self.ids and self.told_prompt is None:
@@ -92,12 +109,24 @@ class _Sofar:
 
 
 class Sampler:
-    """Samples replies of one engine."""
+    """Samples replies of one engine.
 
-    def __init__(self, engine: Engine, *, mode: LogprobMode, version: Callable[[], int]) -> None:
+    `version` is the policy's where a reply does not tell its own; `decode` gives the text of ids
+    without control tokens, for stop strings over a seam.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        mode: LogprobMode,
+        version: Callable[[], int],
+        decode: Callable[[Ids], str],
+    ) -> None:
         self._engine = engine
         self._mode = mode
         self._version = version
+        self._decode = decode
 
     async def sample(
         self, request: GenerateRequest, prompt: PromptIds, *, began: Callable[[], None]
@@ -109,22 +138,25 @@ class Sampler:
         """
         sofar = _Sofar()
         while True:
-            last = await self._try(_rest(request, prompt, sofar), sofar, began)
+            left = rest(request, prompt, sofar.output_ids(), sofar.tries)
+            last = await self._try(left, sofar, began, request.sampling.min_tokens or 0)
             last = last or _budget_spent(request, sofar)
             if last is not None:
                 return self._whole(request, sofar, last)
+            if request.grammar is not None:
+                sofar.begin_again()
             if sofar.fruitless >= FRUITLESS or sofar.tries >= MOST_TRIES:
                 raise EngineError("the engine gave the call up", retryable=True)
             if sofar.fruitless:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
 
     async def _try(
-        self, request: GenerateRequest, sofar: _Sofar, began: Callable[[], None]
+        self, request: GenerateRequest, sofar: _Sofar, began: Callable[[], None], least: int
     ) -> GenerateChunk | None:
         """One call to the engine; its last chunk, or `None` if it was given up."""
         last: GenerateChunk | None = None
         with boundary(EngineError, "sampling"):
-            stream = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+            stream = self._chunks(request, sofar, least)
             try:
                 async with aclosing(stream):
                     async for last in stream:
@@ -138,6 +170,22 @@ class Sampler:
             raise EngineError("the engine's reply has no end", retryable=True)
         sofar.end_try(last.versions, self._version())
         return None if last.finish_reason is FinishReason.ABORT else last
+
+    def _chunks(
+        self, request: GenerateRequest, sofar: _Sofar, least: int
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """The engine's chunks; of a resumed call, up to a stop string over the seam."""
+        chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
+        if not sofar.tokens or not request.sampling.stop:
+            return chunks
+        return stopping(
+            chunks,
+            before=sofar.output_ids(),
+            stop=request.sampling.stop,
+            least=least,
+            decode=self._decode,
+            abort=partial(self._engine.abort, request.request_id),
+        )
 
     def _whole(self, request: GenerateRequest, sofar: _Sofar, last: GenerateChunk) -> Sample:
         assert last.finish_reason is not None
@@ -154,22 +202,8 @@ class Sampler:
             engine_prompt=engine_prompt,
             break_position=position,
             resumed=sofar.tries - 1,
+            discarded=sofar.discarded,
         )
-
-
-def _rest(request: GenerateRequest, prompt: PromptIds, sofar: _Sofar) -> GenerateRequest:
-    """What is still to be sampled: the same call, its prompt going on with the tokens so far."""
-    if not sofar.tokens:
-        return request
-    most, least = request.sampling.max_tokens, request.sampling.min_tokens
-    left = None if most is None else most - sofar.tokens
-    still = None if least is None else max(0, least - sofar.tokens)
-    return replace(
-        request,
-        request_id=f"{request.request_id}-{sofar.tries}",
-        prompt=prompt.extend(_joined(sofar.ids), no_ids()),
-        sampling=replace(request.sampling, max_tokens=left, min_tokens=still),
-    )
 
 
 def _budget_spent(request: GenerateRequest, sofar: _Sofar) -> GenerateChunk | None:
