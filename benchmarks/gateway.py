@@ -1,26 +1,27 @@
-"""What the gateway adds to a model call: latency, calls per second, against a bare proxy.
+"""What the gateway adds to a model call: latency, calls per second, CPU, against a bare proxy.
 
-Workload: append-only sessions of 16 turns, 128 sampled tokens each, JSON replies, contexts of about
-2k, 16k and 64k tokens, an instant engine. Every part has its own process: the engine (any engine
-over HTTP, `bridle.engines.server`), the gateway (token in, everything committed to SQLite), a bare
-aiohttp proxy that passes bytes through, and the client, which is the same for all.
+Workload: append-only sessions of 16 turns, 128 sampled tokens, JSON replies, an instant engine.
+Client, engine, proxy and gateway have a process each (`gateway_parts`). What is measured are the
+turns that extend; a session's first call, which renders and tokenises its whole context, is made
+before the clock starts and has a column of its own.
 
-- `direct`: the client sends the engine the prompt's ids, as the gateway does.
-- `proxy`: the same bytes through the bare proxy: the floor for any gateway in Python.
-- `gateway`: the client sends messages; ids are made, kept and committed by the gateway.
+- `direct`: the client sends the engine the bytes that the gateway would send it.
+- `proxy`: the same bytes through bare aiohttp: the floor for any gateway in Python.
+- `chat`, `responses`, `anthropic`, `google`: the client sends messages in that dialect; the gateway
+  makes ids of them, keeps them and commits to SQLite.
 
-    python benchmarks/gateway.py [--contexts 2000 16000 64000] [--sessions 1 32] [--fsync group]
+    python benchmarks/gateway.py [--contexts 2000 16000 64000] [--sessions 1 32] [--rounds 5]
 
-The roots of sessions are rendered and tokenised here too (22 ms at 16k tokens, once per session):
-they are in the calls per second and in the CPU time, not in the median.
-
-Prints a table, and JSON with `--json`.
+The ways take turns, so that what else the machine does meets all of them; each number is the median
+over the rounds, each ratio the median of the rounds' ratios. CPU is that of the measured process
+alone (of the engine for `direct`), and moves least on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -28,149 +29,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from urllib.parse import urlsplit
 
-import aiohttp
+import gateway_parts as parts
 import numpy as np
 import orjson
 import uvloop
-from aiohttp import web
 
-from bridle.capture.sqlite import SqliteStore
-from bridle.engines import open_engine
-from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.server import EngineServer
-from bridle.engines.tokenizer import load_tokenizer
-from bridle.engines.vllm_routes import Route, call_body
-from bridle.gateway.app import Gateway
-from bridle.gateway.settings import GatewaySettings
+from bridle.engines.ids import ids_json
+from bridle.engines.vllm_routes import Route
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.renderer import load_renderer
-from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
 TURNS = 16
-OUTPUT_TOKENS = 128
 NEW_TOKENS = 64
 """What the harness adds per turn, about."""
-WORD = " alpha"
 
-
-# ---- the parts, each a process
-
-
-class InstantEngine:
-    """Samples 127 tokens of text and the end token, at once, under any prompt."""
-
-    def __init__(self) -> None:
-        tokenizer = load_tokenizer(None)
-        text = WORD * 200
-        ids = tokenizer.encode(text)[: OUTPUT_TOKENS - 1]
-        self._ids = np.append(ids, tokenizer.end_id).astype(np.int32)
-        self._logprobs = np.full(OUTPUT_TOKENS, -0.5, dtype=np.float32)
-        self._folder = str(tokenizer.folder)
-
-    async def start(self) -> EngineInfo:
-        """Nothing to start."""
-        return EngineInfo(
-            model="instant",
-            context_length=200_000,
-            logprob_mode=LogprobMode.RAW,
-            token_in=True,
-            version=1,
-            tokenizer_dir=self._folder,
-        )
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """The whole reply at once."""
-        count = min(len(self._ids), request.sampling.max_tokens or OUTPUT_TOKENS)
-        yield GenerateChunk(
-            self._ids[:count],
-            self._logprobs[:count],
-            FinishReason.STOP if count == len(self._ids) else FinishReason.LENGTH,
-            versions=(VersionSpan(1, 0, count),),
-            prompt_ids_json=request.prompt.json(),
-        )
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing takes long enough."""
-        del request_id
-
-    async def health(self) -> None:
-        """Always well."""
-
-    async def aclose(self) -> None:
-        """Nothing to release."""
-
-
-def say(**told: str) -> None:
-    """Tell the parent process where this part is."""
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stdout.flush()
-
-
-async def run_engine() -> None:
-    """The instant engine over HTTP."""
-    async with EngineServer(InstantEngine(), tokenizer="builtin") as server:
-        say(url=server.url)
-        await asyncio.Event().wait()
-
-
-async def run_proxy(engine: str) -> None:
-    """A proxy that passes bytes through."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as client:
-
-        async def forward(request: web.BaseRequest) -> web.StreamResponse:
-            body = await request.read()
-            headers = {"Content-Type": "application/json"}
-            async with client.post(engine + request.path, data=body, headers=headers) as reply:
-                return web.Response(body=await reply.read(), headers=headers)
-
-        def factory(*parts: Any) -> web.BaseRequest:  # noqa: ANN401 - as aiohttp gives them
-            message, payload, protocol, writer, task = parts
-            loop = asyncio.get_running_loop()
-            limit = 1 << 30
-            return web.BaseRequest(
-                message, payload, protocol, writer, task, loop, client_max_size=limit
-            )
-
-        runner = web.ServerRunner(web.Server(forward, request_factory=factory, access_log=None))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        say(url=f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await asyncio.Event().wait()
-
-
-async def run_gateway(engine: str, data: str, fsync: str, profile: str | None) -> None:
-    """The gateway, token in, on a SQLite store."""
-    store = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
-    gateway = Gateway(
-        engine=open_engine(engine),
-        renderer=load_renderer("builtin"),
-        store=store,
-        settings=GatewaySettings(data_dir=Path(data)),
-    )
-    async with gateway:
-        say(url=gateway.url, token=gateway.control_token)
-        if profile is None:
-            await asyncio.Event().wait()
-        else:
-            await profiled(profile)
-
-
-async def profiled(path: str) -> None:
-    """Profile until the parent closes our standard input."""
-    import cProfile
-
-    profiler = cProfile.Profile()
-    profiler.enable()
-    await asyncio.to_thread(sys.stdin.read)
-    profiler.disable()
-    profiler.dump_stats(path)
+Body = bytes
+Bodies = Generator[Body, bytes, None]
+Row = dict[str, float | int | str]
 
 
 @contextmanager
@@ -197,19 +78,99 @@ def part(*arguments: str) -> Iterator[tuple[dict[str, str], subprocess.Popen[byt
         process.wait(10)
 
 
+# ---- what sessions send
+
+
+def first_tokens(context: int) -> int:
+    """Tokens that a session begins with, so that its mean context is about `context`."""
+    return max(16, context - TURNS * (parts.OUTPUT_TOKENS + NEW_TOKENS) // 2)
+
+
+def growing(before: bytes, after: bytes, items: list[bytes], size: int) -> Iterator[bytes]:
+    """JSON of an array that grows by what is put into `items`, `size` times."""
+    inside = b""
+    for _ in range(size):
+        inside = b",".join([inside, *items] if inside else items)
+        items.clear()
+        yield b"".join((before, inside, after))
+
+
+def engine_bodies(context: int) -> Bodies:
+    """Bodies as the gateway sends them to the engine, of the same lengths in tokens."""
+    call = parts.engine_call(Route.GENERATE, PromptIds.root(np.zeros(1, np.int32)))
+    before, _, after = call.rpartition(b"[0]")
+    seed = time.perf_counter_ns()
+    ids = np.random.default_rng(seed).integers(300, 1500, first_tokens(context))
+    items = [ids_json(ids.astype(np.int32))[1:-1]]
+    for body in growing(before + b"[", b"]" + after, items, TURNS):
+        yield body
+        items.append(b",".join([b"1234"] * (parts.OUTPUT_TOKENS + NEW_TOKENS + 8)))
+
+
+def dialect_bodies(way: str, context: int) -> Bodies:
+    """Bodies of one session, growing by the reply that was sent in and a new user message."""
+    seed = time.perf_counter_ns()
+    # No two sessions begin alike, or the tokenizer would remember the text.
+    opening = f"Go {seed}." + parts.words(first_tokens(context), seed)
+    instruction = "You are a careful agent."
+    items: list[bytes] = []
+    if way == "chat":
+        items.append(orjson.dumps({"role": "system", "content": instruction}))
+    before, after = {
+        "chat": (b'{"model":"m","messages":[', b"]}"),
+        "responses": (b'{"model":"m","instructions":"%b","input":[', b"]}"),
+        "anthropic": (b'{"model":"m","max_tokens":4096,"system":"%b","messages":[', b"]}"),
+        "google": (b'{"systemInstruction":{"parts":[{"text":"%b"}]},"contents":[', b"]}"),
+    }[way]
+    items.append(user_message(way, opening))
+    before = before.replace(b"%b", instruction.encode())
+    for turn, body in enumerate(growing(before, after, items, TURNS)):
+        reply = yield body
+        items += assistant_messages(way, orjson.loads(reply))
+        items.append(user_message(way, f"Turn {turn}." + parts.words(NEW_TOKENS, turn)))
+
+
+def user_message(way: str, text: str) -> bytes:
+    """A user's message in a dialect."""
+    key, value = ("parts", [{"text": text}]) if way == "google" else ("content", text)
+    return orjson.dumps({"role": "user", key: value})
+
+
+def assistant_messages(way: str, reply: dict[str, Any]) -> list[bytes]:
+    """A reply as a harness sends it back."""
+    match way:
+        case "chat":
+            found = [reply["choices"][0]["message"]]
+        case "responses":
+            found = reply["output"]
+        case "anthropic":
+            found = [{"role": "assistant", "content": reply["content"]}]
+        case _:
+            found = [reply["candidates"][0]["content"]]
+    return [orjson.dumps(message) for message in found]
+
+
+PATHS = {
+    "chat": ("openai", "/chat/completions"),
+    "responses": ("openai", "/responses"),
+    "anthropic": ("anthropic", "/v1/messages"),
+    "google": ("google", "/v1beta/models/m:generateContent"),
+}
+
+
 # ---- the client
 
 
 @dataclass
 class Measured:
-    """One way, one context, one number of sessions."""
+    """One round of one way, one context, one number of sessions."""
 
-    way: str
-    context: int
-    sessions: int
     latencies_ms: list[float] = field(default_factory=list)
     seconds: float = 0.0
     cpu_s: float = 0.0
+    root_cpu_s: float = 0.0
+    """CPU of the sessions' first calls."""
+    roots: int = 0
     disk_bytes: int = 0
 
     @property
@@ -222,10 +183,10 @@ class Measured:
         """Calls of all sessions together."""
         return len(self.latencies_ms) / self.seconds
 
-
-Row = dict[str, float | int | str]
-Post = Callable[[bytes], Awaitable[bytes]]
-Bodies = Generator[bytes, bytes, None]
+    @property
+    def cpu_ms(self) -> float:
+        """CPU per call."""
+        return 1000 * self.cpu_s / len(self.latencies_ms)
 
 
 @dataclass(frozen=True)
@@ -237,120 +198,100 @@ class Where:
     gateway: str
     token: str
     pids: dict[str, int]
-    """Process of each way; for `direct`, the engine."""
+    """Process of each part: engine, proxy, gateway."""
     data: Path
 
-
-def first_tokens(context: int) -> int:
-    """Tokens that a session begins with, so that its mean context is about `context`."""
-    return max(16, context - TURNS * (OUTPUT_TOKENS + NEW_TOKENS) // 2)
-
-
-def chat_bodies(context: int) -> Bodies:
-    """Bodies of one session, growing by the reply that was sent in and a new user message."""
-    # No two sessions begin alike, or the tokenizer would remember the text.
-    opening = f"Go {time.perf_counter_ns()}." + WORD * first_tokens(context)
-    messages: list[dict[str, object]] = [
-        {"role": "system", "content": "You are a careful agent."},
-        {"role": "user", "content": opening},
-    ]
-    for turn in range(TURNS):
-        reply = yield orjson.dumps({"model": "m", "messages": messages})
-        if turn + 1 < TURNS:
-            message = orjson.loads(reply)["choices"][0]["message"]
-            messages += [message, {"role": "user", "content": f"Turn {turn}." + WORD * NEW_TOKENS}]
+    def pid(self, way: str) -> int:
+        """The process whose CPU counts."""
+        return self.pids[{"direct": "engine", "proxy": "proxy"}.get(way, "gateway")]
 
 
-def direct_bodies(context: int) -> Bodies:
-    """Bodies as the gateway sends them to the engine, of the same lengths in tokens."""
-    prompt = PromptIds.root(np.full(max(32, first_tokens(context)), 300, dtype=np.int32))
-    for turn in range(TURNS):
-        request = GenerateRequest(
-            f"r-{turn}",
-            prompt,
-            Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4096),
-            session_id="s-0123456789abcdef",
+class Player:
+    """One session over one connection."""
+
+    def __init__(self, way: str, context: int, where: Where) -> None:
+        self._way = way
+        self._where = where
+        bodies = dialect_bodies(way, context) if way in PATHS else engine_bodies(context)
+        self._bodies = bodies
+        self._body: bytes | None = next(bodies)
+
+    async def __aenter__(self) -> Self:
+        where = self._where
+        server = {"direct": where.engine, "proxy": where.proxy}.get(self._way, where.gateway)
+        url = urlsplit(server)
+        loop = asyncio.get_running_loop()
+        _, self._caller = await loop.create_connection(
+            parts.Caller, str(url.hostname), url.port or 80
         )
-        yield call_body(Route.CHAT, request, "instant", room=100_000, token_in=True)
-        output = np.full(OUTPUT_TOKENS, 301, dtype=np.int32)
-        prompt = prompt.extend(output, np.full(NEW_TOKENS + 8, 302, dtype=np.int32))
+        if self._way in PATHS:
+            reply = await self._caller.post(post_head(f"{server}/sessions", where.token), b"{}")
+            opened = orjson.loads(reply)
+            family, path = PATHS[self._way]
+            self._head = post_head(opened["base_url"][family] + path, opened["key"])
+        else:
+            self._head = post_head(server + Route.GENERATE.path, "none")
+        return self
 
+    async def __aexit__(self, *_: object) -> None:
+        self._caller.transport.close()
 
-async def drive(bodies: Bodies, post: Post, measured: Measured) -> None:
-    """Play one session; each call's latency is from its first byte to its last."""
-    body = next(bodies)
-    while True:
+    async def turn(self) -> float:
+        """One call; returns its latency in ms, from the first byte sent to the last received."""
+        assert self._body is not None
         started = time.perf_counter()
-        reply = await post(body)
-        measured.latencies_ms.append((time.perf_counter() - started) * 1e3)
+        reply = await self._caller.post(self._head, self._body)
+        ended = time.perf_counter()
         try:
-            body = bodies.send(reply)
+            self._body = self._bodies.send(reply)
         except StopIteration:
-            return
+            self._body = None
+        return (ended - started) * 1e3
+
+    async def rest(self, measured: Measured) -> None:
+        """All calls after the first."""
+        for _ in range(TURNS - 1):
+            measured.latencies_ms.append(await self.turn())
+
+
+def post_head(target: str, key: str) -> bytes:
+    """The head of a POST, up to the length of its body."""
+    url = urlsplit(target)
+    return (
+        f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {key}\r\n"
+        "Content-Type: application/json\r\nContent-Length: "
+    ).encode()
 
 
 async def play(way: str, context: int, sessions: int, repeat: int, where: Where) -> Measured:
-    """Play `repeat` rounds of `sessions` sessions at once."""
-    measured = Measured(way, context, sessions)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as client:
-        for _ in range(repeat):
-            made = [await open_way(client, way, context, where) for _ in range(sessions)]
-            started = time.perf_counter()
+    """Play `repeat` times `sessions` sessions at once."""
+    measured = Measured()
+    pid = where.pid(way)
+    for _ in range(repeat):
+        async with contextlib.AsyncExitStack() as stack:
+            before = cpu_seconds(pid)
+            players = [
+                await stack.enter_async_context(Player(way, context, where))
+                for _ in range(sessions)
+            ]
             async with asyncio.TaskGroup() as group:
-                for bodies, post in made:
-                    group.create_task(drive(bodies, post, measured))
+                for player in players:
+                    group.create_task(player.turn())
+            warm, started = cpu_seconds(pid), time.perf_counter()
+            async with asyncio.TaskGroup() as group:
+                for player in players:
+                    group.create_task(player.rest(measured))
             measured.seconds += time.perf_counter() - started
+            measured.cpu_s += cpu_seconds(pid) - warm
+            measured.root_cpu_s += warm - before
+            measured.roots += sessions
     return measured
 
 
-async def open_way(
-    client: aiohttp.ClientSession, way: str, context: int, where: Where
-) -> tuple[Bodies, Post]:
-    """A new session's bodies, and how they are sent."""
-    headers = {"Content-Type": "application/json"}
-    if way == "gateway":
-        opening = {"Authorization": f"Bearer {where.token}"}
-        async with client.post(f"{where.gateway}/sessions", data=b"{}", headers=opening) as reply:
-            opened = orjson.loads(await reply.read())
-        headers["Authorization"] = f"Bearer {opened['key']}"
-        url = opened["base_url"]["openai"] + "/chat/completions"
-        bodies = chat_bodies(context)
-    else:
-        url = (where.engine if way == "direct" else where.proxy) + "/v1/chat/completions"
-        bodies = direct_bodies(context)
-
-    async def post(body: bytes) -> bytes:
-        async with client.post(url, data=body, headers=headers) as reply:
-            raw = await reply.read()
-            if reply.status != 200:
-                raise SystemExit(f"{way}: {reply.status} {raw[:300]!r}")
-            return raw
-
-    return bodies, post
-
-
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def run_all(options: argparse.Namespace, where: Where) -> list[Measured]:
-    """Measure every way, context and number of sessions; a first round of each is thrown away."""
-    results = []
-    for context in options.contexts:
-        for sessions in options.sessions:
-            for way in options.ways:
-                repeat = max(1, options.calls // (TURNS * sessions))
-                await play(way, context, sessions, 1, where)
-                cpu, disk = cpu_seconds(where.pids[way]), disk_bytes(where.data)
-                measured = await play(way, context, sessions, repeat, where)
-                measured.cpu_s = cpu_seconds(where.pids[way]) - cpu
-                if way == "gateway":
-                    measured.disk_bytes = disk_bytes(where.data) - disk
-                results.append(measured)
-    return results
+    """CPU time of a process so far, all threads."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def disk_bytes(folder: Path) -> int:
@@ -358,28 +299,43 @@ def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def report(results: list[Measured]) -> list[Row]:
-    """Rows of the table: each way beside the direct call of its context and sessions."""
-    direct = {(one.context, one.sessions): one for one in results if one.way == "direct"}
-    floor = {(one.context, one.sessions): one for one in results if one.way == "proxy"}
-    rows: list[Row] = []
-    for one in results:
-        place = one.context, one.sessions
-        calls = len(one.latencies_ms)
-        rows.append(
-            {
-                "way": one.way,
-                "context": one.context,
-                "sessions": one.sessions,
-                "p50_ms": round(one.p50_ms, 3),
-                "added_p50_ms": round(one.p50_ms - direct[place].p50_ms, 3),
-                "calls_per_s": round(one.calls_per_s),
-                "of_floor": round(one.calls_per_s / floor[place].calls_per_s, 2),
-                "cpu_s_per_1000": round(1000 * one.cpu_s / calls, 2),
-                "disk_kib_per_session": round(one.disk_bytes / 1024 / (calls / TURNS)),
-            }
-        )
+async def run_all(options: argparse.Namespace, where: Where) -> list[Row]:
+    """Measure every way, context and number of sessions; the first round is thrown away."""
+    rows = []
+    for context in options.contexts:
+        for sessions in options.sessions:
+            repeat = max(1, options.calls // ((TURNS - 1) * sessions))
+            rounds: dict[str, list[Measured]] = {way: [] for way in options.ways}
+            for number in range(options.rounds + 1):
+                for way in options.ways:
+                    disk = disk_bytes(where.data)
+                    measured = await play(way, context, sessions, repeat, where)
+                    measured.disk_bytes = disk_bytes(where.data) - disk
+                    if number:
+                        rounds[way].append(measured)
+            rows += [row(way, context, sessions, rounds) for way in options.ways]
     return rows
+
+
+def row(way: str, context: int, sessions: int, rounds: dict[str, list[Measured]]) -> Row:
+    """One line of the table."""
+    mine, floor, direct = rounds[way], rounds["proxy"], rounds["direct"]
+    pairs = list(zip(mine, floor, strict=True))
+    added = [one.p50_ms - other.p50_ms for one, other in zip(mine, direct, strict=True)]
+    median = statistics.median
+    return {
+        "way": way,
+        "context": context,
+        "sessions": sessions,
+        "p50_ms": round(median(one.p50_ms for one in mine), 3),
+        "added_p50_ms": round(median(added), 3),
+        "calls_per_s": round(median(one.calls_per_s for one in mine)),
+        "of_floor": round(median(one.calls_per_s / other.calls_per_s for one, other in pairs), 2),
+        "cpu_ms": round(median(one.cpu_ms for one in mine), 3),
+        "cpu_of_floor": round(median(one.cpu_ms / other.cpu_ms for one, other in pairs), 2),
+        "root_cpu_ms": round(1000 * median(one.root_cpu_s / one.roots for one in mine), 1),
+        "kib_per_session": round(median(one.disk_bytes / 1024 / one.roots for one in mine)),
+    }
 
 
 def show(rows: list[Row]) -> None:
@@ -398,8 +354,9 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=("engine", "proxy", "gateway"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[2_000, 16_000, 64_000])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--ways", nargs="+", default=["direct", "proxy", "gateway"])
-    parser.add_argument("--calls", type=int, default=512, help="measured calls per row, about")
+    parser.add_argument("--ways", nargs="+", default=["chat"], choices=list(PATHS))
+    parser.add_argument("--calls", type=int, default=480, help="calls per way and round, about")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fsync", choices=("off", "group"), default="off")
     parser.add_argument("--profile", help="write a profile of the gateway here")
     parser.add_argument(
@@ -411,13 +368,16 @@ def main() -> None:
     parser.add_argument("--engine")
     parser.add_argument("--data")
     options = parser.parse_args()
+    options.ways = ["direct", "proxy", *options.ways]
     match options.part:
         case "engine":
-            uvloop.run(run_engine())
+            uvloop.run(parts.run_engine())
         case "proxy":
-            uvloop.run(run_proxy(options.engine))
+            uvloop.run(parts.run_proxy(options.engine))
         case "gateway":
-            uvloop.run(run_gateway(options.engine, options.data, options.fsync, options.profile))
+            uvloop.run(
+                parts.run_gateway(options.engine, options.data, options.fsync, options.profile)
+            )
         case None:
             measure(options)
 
@@ -437,10 +397,10 @@ def measure(options: argparse.Namespace) -> None:
             proxy["url"],
             gateway["url"],
             gateway["token"],
-            pids={"direct": sampling.pid, "proxy": proxying.pid, "gateway": serving.pid},
+            pids={"engine": sampling.pid, "proxy": proxying.pid, "gateway": serving.pid},
             data=Path(data),
         )
-        rows = report(uvloop.run(run_all(options, where)))
+        rows = uvloop.run(run_all(options, where))
     if options.json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     else:

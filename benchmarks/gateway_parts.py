@@ -1,0 +1,286 @@
+"""The parts that `gateway.py` measures, each a process of its own, and the HTTP between them.
+
+What is not measured must not be what is slow. The client and the instant engine therefore speak
+just enough HTTP/1.1 (keep-alive, bodies with a length) on bare asyncio protocols; the proxy is
+aiohttp on both sides, the floor of any gateway in Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+
+from bridle.capture.sqlite import SqliteStore
+from bridle.engines import open_engine
+from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.server import EngineServer
+from bridle.engines.tokenizer import load_tokenizer
+from bridle.engines.vllm_routes import Route, call_body
+from bridle.gateway.app import Gateway
+from bridle.gateway.settings import GatewaySettings
+from bridle.prompting.prompt import PromptIds
+from bridle.prompting.renderer import load_renderer
+from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
+
+OUTPUT_TOKENS = 128
+LARGE = 1024
+"""Bodies of this many bytes are calls; smaller ones are the gateway's questions at its start."""
+
+TEXT = (
+    "the file holds a test that fails when two workers read one line at once so we lock it first "
+    "then run make again and look at what the log says about order before any change is written"
+)
+
+
+def words(count: int, seed: int) -> str:
+    """About `count` tokens of text; another seed gives another order of the words."""
+    known = TEXT.split()
+    order = np.random.default_rng(seed).integers(0, len(known), count)
+    return "".join([" " + known[index] for index in order])
+
+
+# ---- HTTP
+
+
+class Framed(asyncio.Protocol):
+    """One connection; whole messages are given to `arrived`. Bodies must tell their length."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._wanted = 0
+        self._body_from = 0
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Collect one message; neither side sends a second one before it has its answer."""
+        self._pieces.append(data)
+        self._size += len(data)
+        if not self._wanted:
+            so_far = b"".join(self._pieces)
+            end = so_far.find(b"\r\n\r\n") + 4
+            if end < 4:
+                return
+            head = so_far[:end].lower()
+            found = head.find(b"content-length:")
+            length = int(head[found + 15 : head.index(b"\r\n", found)]) if found >= 0 else 0
+            self._body_from, self._wanted = end, end + length
+        if self._size >= self._wanted:
+            whole = b"".join(self._pieces)
+            start, self._pieces, self._size, self._wanted = self._body_from, [], 0, 0
+            self.arrived(whole[:start], whole[start:])
+
+    def arrived(self, head: bytes, body: bytes) -> None:
+        """A whole message is there."""
+        raise NotImplementedError
+
+
+class Caller(Framed):
+    """A client's connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: asyncio.Future[tuple[bytes, bytes]] | None = None
+
+    async def post(self, head: bytes, body: bytes) -> bytes:
+        """Send a body; returns that of the answer. `head` ends where the length is to follow."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        self.transport.write(head + b"%d\r\n\r\n" % len(body) + body)
+        answered, reply = await self._waiting
+        if not answered.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"{head[:60]!r}: {answered[:40]!r} {reply[:300]!r}")
+        return reply
+
+    def arrived(self, head: bytes, body: bytes) -> None:
+        """The answer."""
+        assert self._waiting is not None
+        self._waiting.set_result((head, body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No answer comes any more."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(exc or ConnectionError("closed"))
+
+
+class Canned(Framed):
+    """A connection to the instant engine: calls get a canned reply, all else is asked elsewhere."""
+
+    def __init__(self, replies: dict[bytes, tuple[bytes, bytes]], ask: Callable[..., None]) -> None:
+        super().__init__()
+        self._replies = replies
+        self._ask = ask
+
+    def arrived(self, head: bytes, body: bytes) -> None:
+        """Answer with the reply of the path, the call's own prompt ids in it."""
+        path = head.split(b" ", 2)[1]
+        if len(body) < LARGE:
+            self._ask(self.transport, head.split(b" ", 1)[0].decode(), path.decode(), body)
+            return
+        before, after = self._replies[path]
+        start = body.index(b'token_ids":[') + 11
+        ids = body[start : body.index(b"]", start) + 1]
+        answer(self.transport, 200, before + ids + after)
+
+
+def answer(transport: asyncio.Transport, status: int, body: bytes) -> None:
+    """Write an answer."""
+    head = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    transport.write(head % (status, len(body)) + body)
+
+
+# ---- the parts
+
+
+class InstantEngine:
+    """Samples 127 tokens of text and the end token, at once, under any prompt."""
+
+    def __init__(self) -> None:
+        tokenizer = load_tokenizer(None)
+        ids = tokenizer.encode(words(200, seed=0))[: OUTPUT_TOKENS - 1]
+        self._ids = np.append(ids, tokenizer.end_id).astype(np.int32)
+        self._logprobs = (-np.random.default_rng(0).exponential(0.5, OUTPUT_TOKENS)).astype("f4")
+        self._folder = str(tokenizer.folder)
+
+    async def start(self) -> EngineInfo:
+        """Nothing to start."""
+        return EngineInfo(
+            model="instant",
+            context_length=200_000,
+            logprob_mode=LogprobMode.RAW,
+            token_in=True,
+            version=1,
+            tokenizer_dir=self._folder,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """The whole reply at once."""
+        count = min(len(self._ids), request.sampling.max_tokens or OUTPUT_TOKENS)
+        yield GenerateChunk(
+            self._ids[:count],
+            self._logprobs[:count],
+            FinishReason.STOP if count == len(self._ids) else FinishReason.LENGTH,
+            versions=(VersionSpan(1, 0, count),),
+            prompt_ids_json=request.prompt.json(),
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing takes long enough."""
+        del request_id
+
+    async def health(self) -> None:
+        """Always well."""
+
+    async def aclose(self) -> None:
+        """Nothing to release."""
+
+
+def engine_call(route: Route, prompt: PromptIds) -> bytes:
+    """The body of a call as the gateway sends it."""
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=100_000)
+    request = GenerateRequest("0" * 24, prompt, sampling, session_id="s-0123456789abcdef")
+    return call_body(route, request, "instant", room=100_000, token_in=True)
+
+
+def say(**told: str) -> None:
+    """Tell the parent process where this part is."""
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+async def run_engine() -> None:
+    """The instant engine: `EngineServer`, and before it what repeats the server's own replies."""
+    async with (
+        EngineServer(InstantEngine(), tokenizer="builtin") as server,
+        aiohttp.ClientSession() as client,
+        asyncio.TaskGroup() as group,
+    ):
+        headers = {"Content-Type": "application/json"}
+        replies: dict[bytes, tuple[bytes, bytes]] = {}
+        prompt = PromptIds.root(np.arange(300, 400, dtype=np.int32))
+        for route in (Route.CHAT, Route.GENERATE):
+            body = engine_call(route, prompt)
+            async with client.post(server.url + route.path, data=body, headers=headers) as reply:
+                before, found, after = (await reply.read()).partition(prompt.json())
+            assert found, "the reply repeats the prompt's ids"
+            replies[route.path.encode()] = before, after
+
+        async def pass_on(
+            transport: asyncio.Transport, method: str, path: str, body: bytes
+        ) -> None:
+            url = server.url + path
+            async with client.request(method, url, data=body or None, headers=headers) as reply:
+                answer(transport, reply.status, await reply.read())
+
+        def ask(*parts: Any) -> None:  # noqa: ANN401 - `pass_on`'s own
+            group.create_task(pass_on(*parts))
+
+        loop = asyncio.get_running_loop()
+        front = await loop.create_server(lambda: Canned(replies, ask), "127.0.0.1", 0)
+        say(url=f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}")
+        await asyncio.Event().wait()
+
+
+async def run_proxy(engine: str) -> None:
+    """A proxy that passes bytes through."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as client:
+
+        async def forward(request: web.BaseRequest) -> web.StreamResponse:
+            body = await request.read()
+            headers = {"Content-Type": "application/json"}
+            async with client.post(engine + request.path, data=body, headers=headers) as reply:
+                return web.Response(body=await reply.read(), headers=headers)
+
+        def factory(*parts: Any) -> web.BaseRequest:  # noqa: ANN401 - as aiohttp gives them
+            message, payload, protocol, writer, task = parts
+            loop = asyncio.get_running_loop()
+            limit = 1 << 30
+            return web.BaseRequest(
+                message, payload, protocol, writer, task, loop, client_max_size=limit
+            )
+
+        runner = web.ServerRunner(web.Server(forward, request_factory=factory, access_log=None))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        say(url=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        await asyncio.Event().wait()
+
+
+async def run_gateway(engine: str, data: str, fsync: str, profile: str | None) -> None:
+    """The gateway, token in, on a SQLite store."""
+    store = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
+    gateway = Gateway(
+        engine=open_engine(engine),
+        renderer=load_renderer("builtin"),
+        store=store,
+        settings=GatewaySettings(data_dir=Path(data)),
+    )
+    async with gateway:
+        say(url=gateway.url, token=gateway.control_token)
+        if profile is None:
+            await asyncio.Event().wait()
+        else:
+            await profiled(profile)
+
+
+async def profiled(path: str) -> None:
+    """Profile until the parent closes our standard input."""
+    import cProfile
+
+    profiler = cProfile.Profile()
+    profiler.enable()
+    await asyncio.to_thread(sys.stdin.read)
+    profiler.disable()
+    profiler.dump_stats(path)
