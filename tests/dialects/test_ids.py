@@ -1,9 +1,11 @@
 import base64
+import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.dialects.ids import call_id, item_id, signature, standard_base64
+from bridle.dialects.ids import bare_id, call_id, item_id, reply_id, signature, standard_base64
 
 RANDOM = st.integers(0, 2**96 - 1).map(lambda number: f"{number:024x}")
 
@@ -28,3 +30,11 @@ def test_call_ids_take_the_dialects_prefix():
     assert call_id("toolu", "engine-1", "r", 0) == "engine-1"
     assert call_id("toolu", None, "r", 3) == call_id("toolu", "", "r", 3) == "toolu_r003"
     assert item_id("msg", "ab", 12) == "msg_ab012"
+
+
+@pytest.mark.parametrize("prefix", ["resp_", "chatcmpl-", "msg_", "cmpl-", ""])
+def test_a_reply_is_known_by_its_id_in_every_dialect(prefix):
+    name = "responseId" if not prefix else "id"
+    whole = json.dumps({name: f"{prefix}00ff", "output": []}).encode()
+    assert reply_id(whole) == f"{prefix}00ff"
+    assert bare_id(reply_id(whole)) == "00ff"

@@ -92,9 +92,9 @@ def test_a_request_is_continued_from_stored_items():
     ]
     body = {"model": "m", "input": results, "previous_response_id": f"resp_{HEAD.reply_id}"}
     assert parse(Dialect.OPENAI_RESPONSES, body).extra["previous_response_id"]
-    history = [*first.message_spans, *WIRE.output_items(reply)]
+    history = WIRE.history(first.message_spans, reply)
     whole = json.loads(WIRE.continued(json.dumps(body).encode(), history))
-    assert "previous_response_id" not in whole
+    assert list(whole)[-2:] == ["input", "previous_response_id"]
     request = parse(Dialect.OPENAI_RESPONSES, whole)
     assert request.messages[:2] == (*first.messages, *WIRE.reply_messages(reply))
     assert [m.role for m in request.messages[2:]] == [Role.TOOL, Role.TOOL]
@@ -102,6 +102,49 @@ def test_a_request_is_continued_from_stored_items():
     again = json.loads(WIRE.continued(json.dumps(bare).encode(), history))
     assert len(again["input"]) == 5
     assert parse(Dialect.OPENAI_RESPONSES, bare).messages == ()
+
+
+def test_what_a_compaction_stands_for_is_not_gone_on_from():
+    compacting = read(HI, {"type": "compaction_trigger"})
+    reply = WIRE.reply_json(compacting, HEAD, TEXT, USAGE)
+    [item] = WIRE.history(compacting.message_spans, reply)
+    assert json.loads(item)["type"] == "compaction"
+
+
+def test_a_compaction_can_be_a_route_of_its_own():
+    route = recognise("POST", "/v1/responses/compact", "", {})
+    assert route is not None
+    body = {"model": "m", "input": [HI], "stream": True}
+    request = WIRE.parse(route, json.dumps(body).encode(), {})
+    assert (request.stream, request.tool_choice) == (False, "none")
+    assert len(request.message_spans) == 2
+    whole = json.loads(WIRE.reply_json(request, HEAD, TEXT, USAGE))
+    assert whole["object"] == "response.compaction"
+    assert [item["type"] for item in whole["output"]] == ["compaction"]
+    kept = WIRE.body(request.head, request.message_spans, request.tools_span)
+    again = WIRE.parse(route_of("/v1/responses"), kept, {})
+    assert again.messages == request.messages
+
+
+def route_of(path):
+    route = recognise("POST", path, "", {})
+    assert route is not None
+    return route
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "action"),
+    [
+        ("GET", "resp_1", "get"),
+        ("DELETE", "resp_1", "delete"),
+        ("GET", "resp_1/input_items", "input_items"),
+        ("POST", "resp_1/cancel", "cancel"),
+    ],
+)
+def test_what_is_asked_of_a_kept_reply_is_in_its_path(method, path, action):
+    route = recognise(method, f"/any/v1/responses/{path}/", "", {})
+    assert route is not None
+    assert (route.kind, route.resource, route.action) == ("stored", "resp_1", action)
 
 
 def test_answers_by_schema():

@@ -242,7 +242,7 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_a_400():
         ("GET", "/nothing", 404),
         ("GET", "/v1/chat/completions", 404),
         ("POST", "/v1/embeddings", 404),
-        ("GET", "/v1/responses/resp_1", 404),
+        ("GET", "/v1/responses/resp_1", 401),
         ("HEAD", "/", 200),
         ("HEAD", "/api/hello", 200),
     ],

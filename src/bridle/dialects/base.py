@@ -52,7 +52,7 @@ class RouteKind(StrEnum):
     PROBE = "probe"
     """Reachability checks such as `HEAD /`; answered with an empty 200."""
     STORED = "stored"
-    """A reply kept by its id (`GET` or `DELETE /v1/responses/{id}`)."""
+    """What is done with a reply kept by its id (`/v1/responses/{id}`); `Route.action` says what."""
     UPGRADE = "upgrade"
     """A websocket upgrade; refused with 426, at which clients fall back to HTTP at once."""
     UNSUPPORTED = "unsupported"
@@ -72,7 +72,10 @@ class Route:
     sse: bool = True
     """Google only: whether the stream is SSE (`alt=sse`) or one JSON array."""
     resource: str | None = None
-    """The id in a STORED path; the first words of the path where UNSUPPORTED."""
+    """The id in a STORED path; the first words of the path where UNSUPPORTED; which of a dialect's
+    generating routes it is, where there are several (`completions`, `compact`)."""
+    action: str = ""
+    """STORED only: `get`, `delete`, `input_items` or `cancel`."""
 
 
 @dataclass(frozen=True, slots=True)

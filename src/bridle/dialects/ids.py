@@ -8,7 +8,30 @@ from __future__ import annotations
 
 import base64
 
+import msgspec
+
 _CALL = "call_"
+
+
+class _Named(msgspec.Struct):
+    """A reply, as far as its id goes; Google's has another name."""
+
+    id: str = ""
+    responseId: str = ""  # noqa: N815 - the wire's name
+
+
+_NAME = msgspec.json.Decoder(_Named)
+
+
+def reply_id(reply_json: bytes) -> str:
+    """The id of a reply of ours, of any dialect."""
+    named = _NAME.decode(reply_json)
+    return named.id or named.responseId
+
+
+def bare_id(identity: str) -> str:
+    """The random part of an id, without its dialect's prefix."""
+    return identity.replace("-", "_").rpartition("_")[2]
 
 
 def item_id(prefix: str, reply_id: str, index: int) -> str:

@@ -38,7 +38,7 @@ from bridle.dialects.openai_responses_items import (
 )
 from bridle.dialects.openai_responses_stream import ResponsesStream
 from bridle.dialects.openai_responses_tools import read_tools
-from bridle.dialects.openai_responses_write import Dress, response_json
+from bridle.dialects.openai_responses_write import Dress, compaction_json, response_json
 from bridle.dialects.reading import (
     an_object,
     decode,
@@ -64,6 +64,15 @@ from bridle.errors import RequestError
 from bridle.types import JSON, Dialect, Message, ModelRequest, Reply, Sampling, Usage
 
 _SALT = b"responses:"
+_STORED = {
+    ("GET",): "get",
+    ("DELETE",): "delete",
+    ("GET", "input_items"): "input_items",
+    ("POST", "cancel"): "cancel",
+}
+"""Method and what follows the id -> what is done with a kept reply."""
+_COMPACTED = "response.compaction"
+_TRIGGER = b'{"type":"compaction_trigger"}'
 
 
 class OpenAIResponses(WireFormat):
@@ -86,26 +95,27 @@ class OpenAIResponses(WireFormat):
         if headers.get("upgrade", "").lower() == "websocket":
             return Route(self.dialect, RouteKind.UPGRADE)
         match method, words:
-            case "POST", []:
-                return Route(self.dialect, RouteKind.GENERATE)
+            case "POST", [] | ["compact"]:
+                return Route(self.dialect, RouteKind.GENERATE, resource=words[0] if words else None)
             case "POST", ["input_tokens"]:
                 return Route(self.dialect, RouteKind.COUNT_TOKENS)
-            case (("GET" | "DELETE"), [stored]):
-                return Route(self.dialect, RouteKind.STORED, resource=stored)
-            case _:
-                resource = "/".join(["responses", *words])
-                return Route(self.dialect, RouteKind.UNSUPPORTED, resource=resource)
+        if (action := _STORED.get((method, *words[1:]))) is not None and words:
+            return Route(self.dialect, RouteKind.STORED, resource=words[0], action=action)
+        resource = "/".join(["responses", *words])
+        return Route(self.dialect, RouteKind.UNSUPPORTED, resource=resource)
 
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; the items of one message are one span."""
-        del route
         with shallow(""):
-            return self._parse(body, memo)
+            return self._parse(route, body, memo)
 
-    def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
+    def _parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         fields, items = split_body(body, "input", memo, _SALT)
         if items is None:
             items = _input_items(fields)
+        if route.resource == "compact":
+            items = (*items, _TRIGGER)
+            fields["object"] = msgspec.Raw(encode(_COMPACTED))
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         head = an_object(decode(head_bytes, ""), "")
@@ -129,7 +139,7 @@ class OpenAIResponses(WireFormat):
             messages=(*system, *spans.messages),
             tools=tools.specs,
             sampling=_read_sampling(head),
-            stream=flag_at(head, "stream", "") or False,
+            stream=(flag_at(head, "stream", "") or False) and route.resource != "compact",
             tool_choice="none" if compacts else read_choice(head, tools),
             response_schema=_read_schema(form),
             thinking=False if effort == "none" else None,
@@ -146,14 +156,17 @@ class OpenAIResponses(WireFormat):
                 "dress": _dress(head, fields, tools, reasoning, compacts=compacts),
                 "previous_response_id": previous,
                 "store": flag_at(head, "store", "") is not False,
+                **({"compact": True} if head.get("object") == _COMPACTED else {}),
             },
         )
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `response` object."""
-        return encode(response_json(head, request.extra.get("dress") or Dress(), reply, usage))
+        """A `response` object, or what `compact` answers."""
+        dress = request.extra.get("dress") or Dress()
+        whole = compaction_json if request.extra.get("compact") else response_json
+        return encode(whole(head, dress, reply, usage))
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
         """The assistant messages of a reply's output items."""
@@ -165,17 +178,29 @@ class OpenAIResponses(WireFormat):
         """The raw output items of a reply of ours; what goes into the next request's history."""
         return split_array(split_object(reply_json)["output"], "output")
 
+    def history(self, items: Sequence[bytes], reply_json: bytes) -> tuple[bytes, ...]:
+        """What a request goes on from: the items of the one before and of its reply.
+
+        A compaction item in the reply stands for everything before it.
+        """
+        output = self.output_items(reply_json)
+        for place, item in enumerate(output):
+            if an_object(decode(item, "output"), "output").get("type") == "compaction":
+                return output[place:]
+        return (*items, *output)
+
     def continued(self, body: bytes, history: Sequence[bytes]) -> bytes:
         """A request with `previous_response_id` as the one with its whole history.
 
-        `history` are the raw items (or spans) of the earlier request's input and of its output. The
-        instructions are the new request's own, as the API defines.
+        `history` is what `history` gives. The instructions are the new request's own, as the API
+        defines. The id stays for the record, behind the items: what stands before them is then the
+        same in every request that goes on like this, and is read once.
         """
         fields = split_object(body)
         items = [*history, *_input_items(fields)]
-        fields.pop("previous_response_id", None)
-        whole = b"[" + b",".join(items) + b"]"
-        return encode({**fields, "input": msgspec.Raw(whole)})
+        previous = fields.pop("previous_response_id", msgspec.Raw(b"null"))
+        whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
+        return encode({**fields, "input": whole, "previous_response_id": previous})
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
         """Responses events."""

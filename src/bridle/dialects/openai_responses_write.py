@@ -65,6 +65,17 @@ def response_json(
     }
 
 
+def compaction_json(head: ReplyHead, dress: Dress, reply: Reply, usage: Usage) -> JSON:
+    """The answer of `POST /responses/compact`: the one item that stands for all before it."""
+    return {
+        "id": f"resp_{head.reply_id}",
+        "object": "response.compaction",
+        "created_at": head.created,
+        "output": output_items(head, dress, reply),
+        "usage": usage_json(usage),
+    }
+
+
 def status_of(reply: Reply) -> tuple[str, JSON | None]:
     """The status of an ended reply, and what is incomplete about it."""
     if reply.finish_reason is FinishReason.STOP:

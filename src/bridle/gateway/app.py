@@ -38,6 +38,7 @@ from bridle.gateway.registry import (
     stored_settings,
 )
 from bridle.gateway.relay import Relay
+from bridle.gateway.responses import Responses
 from bridle.gateway.restore import Restorer, register_stored
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import split_target
@@ -129,6 +130,7 @@ class Gateway:
             settings=settings,
             metrics=metrics,
             restore=self._restorer.restore,
+            responses=Responses(self._store),
         )
         self.control_token = control_token(settings)
         self._control = ControlPlane(

@@ -24,6 +24,7 @@ from bridle.gateway.keys import presented_keys
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import Registry, Session
 from bridle.gateway.relay import Relay, json_response, refusal
+from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import Dialect
@@ -44,6 +45,7 @@ class DataPlane:
         settings: GatewaySettings,
         metrics: Metrics,
         restore: Callable[[Session], None],
+        responses: Responses,
     ) -> None:
         self._registry = registry
         self._exchanges = exchanges
@@ -52,6 +54,7 @@ class DataPlane:
         self._settings = settings
         self._metrics = metrics
         self._restore = restore
+        self._responses = responses
 
     async def handle(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
         """Serve one request; whatever goes wrong is told in the dialect's shape."""
@@ -91,17 +94,20 @@ class DataPlane:
                 return web.Response()
             case RouteKind.UPGRADE:
                 return _upgrade_refused()
-            case RouteKind.UNSUPPORTED | RouteKind.STORED:
+            case RouteKind.UNSUPPORTED:
                 what = route.resource or target.path
                 raise RequestError(f"{what!r} is not served here", status=404, code="not_found")
             case RouteKind.MODELS | RouteKind.MODEL:
                 self._registry.authenticate(target.token, presented_keys(headers, target.query))
                 names = [self._info.model]
                 return json_response(wire.models(route, names, self._info.context_length))
-            case RouteKind.COUNT_TOKENS | RouteKind.GENERATE:
+            case RouteKind.COUNT_TOKENS | RouteKind.GENERATE | RouteKind.STORED:
                 keys = presented_keys(headers, target.query)
                 session = self._registry.authenticate(target.token, keys)
                 self._restore(session)
+                if route.kind is RouteKind.STORED:
+                    answer = await self._responses.answer(session, route, target.query)
+                    return json_response(answer)
                 if route.kind is RouteKind.COUNT_TOKENS:
                     return await self._count(http, session, route, wire)
                 return await self._generate(http, session, headers, route, wire)
@@ -109,7 +115,9 @@ class DataPlane:
     async def _count(
         self, http: web.BaseRequest, session: Session, route: Route, wire: WireFormat
     ) -> web.StreamResponse:
-        request = wire.parse(route, await self._body(http), session.messages)
+        body = await self._body(http)
+        request = wire.parse(route, body, session.messages)
+        request = self._responses.whole(session, route, body, request)
         return json_response(wire.token_count(self._exchanges.count(session, wire, request)))
 
     async def _generate(
@@ -126,13 +134,7 @@ class DataPlane:
             request = wire.parse(route, body, session.messages)
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()
-            if (previous := request.extra.get("previous_response_id")) is not None:
-                raise RequestError(
-                    f"Previous response with id {previous!r} not found.",
-                    status=404,
-                    code="not_found",
-                    param="previous_response_id",
-                )
+            request = self._responses.whole(session, route, body, request)
             call = self._exchanges.admit(session, wire, request, asked(headers, request))
         except BridleError as error:
             refusal = faults.request_error(error)

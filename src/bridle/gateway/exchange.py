@@ -21,6 +21,7 @@ import structlog
 from bridle.aio import Nursery
 from bridle.capture.store import Store
 from bridle.dialects.base import ReplyHead, WireFormat
+from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateRequest
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, retries
@@ -326,6 +327,8 @@ class Exchanges:
         call.enter(Stage.COMMITTING)
         await self._commit(session, finished, wire.reply_messages(body))
         call.answer = Answer(reply, usage, body)
+        if request.extra.get("store"):
+            session.shelf.keep(reply_id(body), call.exchange_id, request.message_spans, body)
         self._count(session, finished, usage)
         call.enter(Stage.COMMITTED)
 

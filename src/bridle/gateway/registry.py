@@ -22,6 +22,7 @@ from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan
 from bridle.gateway.call import Call
 from bridle.gateway.keys import PREFIX, key_digest
+from bridle.gateway.responses import Shelf
 from bridle.prompting.canonical import AtomMemo
 from bridle.prompting.conversation import Conversation
 from bridle.types import JSON
@@ -80,6 +81,8 @@ class Session:
         """Memo of the dialects: each raw message is split, hashed and decoded once."""
         self.stored: set[bytes] = set()
         """Digests of the bodies that the store has."""
+        self.shelf = Shelf()
+        """Replies that can be named by their id."""
         self.calls: dict[str, Call] = {}
         """Calls in flight and committed, by exchange id; failed ones are not kept."""
         self.replying: dict[asyncio.Task[Any], Call] = {}
@@ -142,6 +145,7 @@ class Session:
         self.calls.clear()
         self.atoms = AtomMemo()
         self.messages = History()
+        self.shelf = Shelf()
         self.stored.clear()
 
 

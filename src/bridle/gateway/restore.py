@@ -16,10 +16,12 @@ from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat
+from bridle.dialects.ids import bare_id, reply_id
 from bridle.errors import BridleError, StoreError, boundary
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
+from bridle.gateway.responses import DELETED
 from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
@@ -130,6 +132,8 @@ class Restorer:
         if delivery is not None:
             call.delivery = delivery.state
             session.conversation.mark(exchange.exchange_id, delivery.state)
+        if request.extra.get("store") and (delivery is None or delivery.detail != DELETED):
+            session.shelf.know(reply_id(exchange.reply), exchange.exchange_id)
         if not call.delivered:
             question = Question(request, wire, key, _placed_again(exchange), template_args)
             _keep_for_a_retry(call, exchange, question, shown)
@@ -188,7 +192,7 @@ def _keep_for_a_retry(
     """Keep what a client needs that asks again for a reply it never got."""
     call.question = question
     call.head = ReplyHead(
-        reply_id=exchange.exchange_id,
+        reply_id=bare_id(reply_id(exchange.reply)),
         model=question.request.model,
         created=int(exchange.started_at),
         prompt_tokens=exchange.prompt_length,

@@ -1,0 +1,151 @@
+"""The response store: replies that a client of OpenAI Responses may name by their id.
+
+A kept reply is an exchange of the session, so everything is in the capture already: nothing is
+written a second time, and a gateway that starts again knows every id (`restore`). In memory each
+session keeps which exchange an id is, and the items of its newest replies, so that a conversation
+that goes on by `previous_response_id` costs its new items and one copy of the old ones' bytes.
+
+An id means something to the session that it was made for and to no other (law 7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from bridle.capture.records import Delivery, Exchange
+from bridle.capture.store import Store
+from bridle.dialects.base import Route
+from bridle.dialects.openai_responses import OpenAIResponses
+from bridle.dialects.openai_responses_store import deleted_json, items_page
+from bridle.errors import RequestError
+from bridle.types import DeliveryState, ModelRequest
+
+if TYPE_CHECKING:
+    from bridle.gateway.registry import Session
+
+DELETED: Final = "deleted by the client"
+"""Detail of the delivery record of a reply whose id its client has deleted."""
+
+NEWEST: Final = 4
+"""Replies of a session whose items are kept in memory: one per conversation that goes on."""
+
+
+class Shelf:
+    """The replies of one session that can be named, by their ids."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[str, str] = {}
+        self._newest: dict[str, tuple[tuple[bytes, ...], bytes]] = {}
+        """Id -> the request's items and the reply; the newest last."""
+
+    def keep(
+        self, response_id: str, exchange_id: str, items: tuple[bytes, ...], reply: bytes
+    ) -> None:
+        """A reply is committed: it can be named from here on, and its items are at hand."""
+        self.know(response_id, exchange_id)
+        self._newest[response_id] = (items, reply)
+        if len(self._newest) > NEWEST:
+            del self._newest[next(iter(self._newest))]
+
+    def know(self, response_id: str, exchange_id: str) -> None:
+        """A reply of an earlier process can be named."""
+        self._exchanges[response_id] = exchange_id
+
+    def forget(self, response_id: str) -> None:
+        """Nobody can name this reply any more."""
+        self._exchanges.pop(response_id, None)
+        self._newest.pop(response_id, None)
+
+    def exchange_of(self, response_id: str) -> str | None:
+        """The exchange of a kept reply; `None` = there is none of that id."""
+        return self._exchanges.get(response_id)
+
+    def at_hand(self, response_id: str) -> tuple[tuple[bytes, ...], bytes] | None:
+        """The request's items and the reply, if they need not be read from the store."""
+        return self._newest.get(response_id)
+
+
+class Responses:
+    """Serves kept replies, and makes requests whole that go on from one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._wire = OpenAIResponses()
+
+    def whole(
+        self, session: Session, route: Route, body: bytes, request: ModelRequest
+    ) -> ModelRequest:
+        """`request`, with the whole history where it goes on from `previous_response_id`.
+
+        Raises the 404 `RequestError` for an id that this session does not know.
+        """
+        previous = request.extra.get("previous_response_id")
+        if previous is None:
+            return request
+        found = self._find(session, previous)
+        if found is None:
+            raise RequestError(
+                f"Previous response with id {previous!r} not found.",
+                status=404,
+                code="not_found",
+                param="previous_response_id",
+            )
+        history = self._wire.history(*found)
+        return self._wire.parse(route, self._wire.continued(body, history), session.messages)
+
+    async def answer(self, session: Session, route: Route, query: str) -> bytes:
+        """The JSON of what is asked about one kept reply. `RequestError` as the API has it."""
+        response_id = route.resource or ""
+        found = self._find(session, response_id)
+        if found is None:
+            message = f"Response with id {response_id!r} not found."
+            raise RequestError(message, status=404, code="not_found", param="response_id")
+        items, reply = found
+        match route.action:
+            case "input_items":
+                return items_page(items, query)
+            case "delete":
+                await self._delete(session, response_id)
+                return deleted_json(response_id)
+            case "cancel":
+                raise RequestError("Cannot cancel a synchronous response.", param="response_id")
+            case _ if "stream=true" in query.lower():
+                message = "Only a response that was made in the background can be streamed again."
+                raise RequestError(message, param="stream")
+            case _:
+                return reply
+
+    def _find(self, session: Session, response_id: str) -> tuple[tuple[bytes, ...], bytes] | None:
+        """The items of the request that a kept reply answers, and the reply."""
+        exchange_id = session.shelf.exchange_of(response_id)
+        call = session.calls.get(exchange_id or "")
+        if call is None:
+            return None
+        if (at_hand := session.shelf.at_hand(response_id)) is not None:
+            return at_hand
+        capture = self._store.read(session.session_id)
+        exchange = _exchange(capture.exchanges, call.exchange_id)
+        return tuple(capture.bodies[d] for d in call.span_list().whole()), exchange.reply
+
+    async def _delete(self, session: Session, response_id: str) -> None:
+        """Forget an id for good: the note of it is durable before the client hears of it.
+
+        What was captured stays.
+        """
+        exchange_id = session.shelf.exchange_of(response_id) or ""
+        session.shelf.forget(response_id)
+        if session.writing:
+            await asyncio.wait(session.writing)
+        known = self._store.deliveries(session.session_id).get(exchange_id) or Delivery(
+            exchange_id, session.session_id, DeliveryState.DELIVERED, time.time()
+        )
+        await self._store.deliver(replace(known, detail=DELETED))
+        await self._store.flush()
+
+
+def _exchange(exchanges: Sequence[Exchange], exchange_id: str) -> Exchange:
+    return next(exchange for exchange in exchanges if exchange.exchange_id == exchange_id)

@@ -1,0 +1,222 @@
+"""Replies that are named by their id: gone on from, read, listed, deleted."""
+
+import openai
+import orjson
+import pytest
+from tests.gateway.house import house, scripted
+from tests.gateway.test_data import request
+from tests.gateway.test_restore import again, on_disk
+
+from bridle.gateway.responses import NEWEST, Shelf
+
+TOOL = {
+    "type": "function",
+    "name": "bash",
+    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    "strict": False,
+}
+TURNS = (
+    {"reasoning": "hm", "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]},
+    {"content": "one file"},
+    {"content": "done"},
+)
+
+
+async def respond(caller, **body):
+    """Status and JSON of a `POST /responses`."""
+    path = f"/s/{caller.session_id}/v1/responses"
+    sent = {"model": "m", **body}
+    status, _, raw = await request(caller.house, "POST", path, key=caller.handle.key, body=sent)
+    return status, orjson.loads(raw)
+
+
+async def asked(caller, path, method="GET"):
+    """Status and JSON of a request about a kept reply."""
+    whole = f"/s/{caller.session_id}/v1/responses/{path}"
+    status, _, raw = await request(caller.house, method, whole, key=caller.handle.key)
+    return status, orjson.loads(raw)
+
+
+async def three_turns(caller):
+    """A tool run that goes on by ids only."""
+    _, first = await respond(caller, input="list", tools=[TOOL])
+    [call] = [item for item in first["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt"}
+    _, second = await respond(
+        caller, input=[result], tools=[TOOL], previous_response_id=first["id"]
+    )
+    status, third = await respond(
+        caller, input="thanks", tools=[TOOL], previous_response_id=second["id"]
+    )
+    assert status == 200, third
+    return first, second, third
+
+
+async def test_a_run_that_goes_on_by_ids_is_one_path_of_exact_tokens():
+    async with house(*TURNS) as home:
+        caller = await home.session()
+        replies = await three_turns(caller)
+        assert replies[2]["output"][0]["content"][0]["text"].strip() == "done"
+        assert replies[1]["previous_response_id"] == replies[0]["id"]
+        one, two, three = caller.exchanges
+        assert (two.parent_id, three.parent_id) == (one.exchange_id, two.exchange_id)
+        assert two.request.kept_spans == 1, "the history is not stored again"
+        assert b'"previous_response_id"' in two.request.head
+
+
+async def test_a_run_that_goes_on_by_ids_survives_its_gateway(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, *TURNS) as home:
+        caller = await home.session("one")
+        _, first = await respond(caller, input="list", tools=[TOOL])
+    [call] = [item for item in first["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt"}
+    async with on_disk(path, *TURNS) as home:
+        caller = again(home, caller)
+        assert await asked(caller, first["id"]) == (200, first)
+        status, second = await respond(
+            caller, input=[result], tools=[TOOL], previous_response_id=first["id"]
+        )
+        assert status == 200, second
+        assert caller.exchanges[1].parent_id == caller.exchanges[0].exchange_id
+
+
+async def test_a_branch_from_an_old_reply_extends_that_reply():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="go")
+        last = first
+        for step in range(NEWEST + 1):
+            _, last = await respond(caller, input=f"on {step}", previous_response_id=last["id"])
+        _, branch = await respond(caller, input="another way", previous_response_id=first["id"])
+        assert branch["status"] == "completed"
+        assert caller.exchanges[-1].parent_id == caller.exchanges[0].exchange_id
+        assert caller.exchanges[-1].continues == caller.exchanges[0].exchange_id
+
+
+async def test_another_session_s_reply_is_not_found():
+    async with house({"content": "a"}) as home:
+        one, other = await home.session("one"), await home.session("other")
+        _, first = await respond(one, input="go")
+        status, told = await respond(other, input="on", previous_response_id=first["id"])
+        assert status == 404
+        assert told["error"]["param"] == "previous_response_id"
+        for path, method in (
+            (first["id"], "GET"),
+            (first["id"], "DELETE"),
+            (f"{first['id']}/input_items", "GET"),
+            (f"{first['id']}/cancel", "POST"),
+        ):
+            status, told = await asked(other, path, method)
+            assert (status, told["error"]["code"]) == (404, "not_found")
+        assert (await asked(one, first["id"]))[0] == 200
+        assert other.exchanges == []
+
+
+async def test_what_the_client_does_not_want_stored_cannot_be_named():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="go", store=False)
+        assert (await asked(caller, first["id"]))[0] == 404
+        assert (await respond(caller, input="on", previous_response_id=first["id"]))[0] == 404
+        assert len(caller.exchanges) == 1, "capture keeps it all the same"
+
+
+async def test_a_deleted_reply_stays_deleted_and_captured(tmp_path):
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = await home.session("one")
+        _, first = await respond(caller, input="go")
+        told = {"id": first["id"], "object": "response", "deleted": True}
+        assert await asked(caller, first["id"], "DELETE") == (200, told)
+        assert (await asked(caller, first["id"], "DELETE"))[0] == 404
+        assert caller.facts.delivered == 1
+    async with on_disk(path, {"content": "a"}) as home:
+        caller = again(home, caller)
+        assert (await asked(caller, first["id"]))[0] == 404
+        assert caller.delivery(0) == "delivered"
+
+
+async def test_the_items_of_a_request_are_listed_in_pages():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="go")
+        _, second = await respond(caller, input="on", previous_response_id=first["id"])
+        _, listed = await asked(caller, f"{second['id']}/input_items?order=asc")
+        texts = [item["content"][0]["text"].strip() for item in listed["data"]]
+        assert (texts, listed["has_more"]) == (["go", "a", "on"], False)
+        _, page = await asked(caller, f"{second['id']}/input_items?limit=1")
+        assert (page["data"], page["has_more"]) == (listed["data"][2:], True)
+        after = f"{second['id']}/input_items?limit=2&after={page['last_id']}"
+        _, rest = await asked(caller, after)
+        assert rest["data"] == listed["data"][1::-1]
+        status, told = await asked(caller, f"{second['id']}/input_items?limit=x")
+        assert (status, told["error"]["param"]) == (400, "limit")
+
+
+async def test_what_cannot_be_done_with_a_kept_reply_is_said():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="go")
+        status, told = await asked(caller, f"{first['id']}/cancel", "POST")
+        assert (status, "synchronous" in told["error"]["message"]) == (400, True)
+        status, told = await asked(caller, f"{first['id']}?stream=true")
+        assert (status, told["error"]["param"]) == (400, "stream")
+
+
+async def test_tokens_of_a_request_that_goes_on_are_counted_with_its_history():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="go")
+        body = {"model": "m", "input": "on", "previous_response_id": first["id"]}
+        path = "/v1/responses/input_tokens"
+        _, _, raw = await request(home, "POST", path, key=caller.handle.key, body=body)
+        await respond(caller, **body)
+        assert orjson.loads(raw)["input_tokens"] == caller.exchanges[1].prompt_length
+
+
+async def test_a_compaction_is_gone_on_from_without_what_it_stands_for():
+    async with house({"content": "all of it"}) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="go")
+        trigger = [{"type": "compaction_trigger"}]
+        _, second = await respond(caller, input=trigger, previous_response_id=first["id"])
+        assert [item["type"] for item in second["output"]] == ["compaction"]
+        _, third = await respond(caller, input="on", previous_response_id=second["id"])
+        _, listed = await asked(caller, f"{third['id']}/input_items?order=asc")
+        assert [item["type"] for item in listed["data"]] == ["compaction", "message"]
+        assert caller.exchanges[1].kind == "compaction"
+
+
+async def test_the_openai_sdk_reads_what_is_kept():
+    engine = scripted({"reasoning": "hm", "content": "the answer"})
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        url, key = caller.handle.base_urls["openai"], caller.handle.key
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            first = await client.responses.create(model="m", input="go")
+            second = await client.responses.create(
+                model="m", input="on", previous_response_id=first.id
+            )
+            assert (await client.responses.retrieve(second.id)).to_dict() == second.to_dict()
+            items = [item async for item in client.responses.input_items.list(second.id, limit=1)]
+            assert [item.type for item in items] == ["message", "message", "reasoning", "message"]
+            compacted = await client.responses.compact(model="m", previous_response_id=second.id)
+            assert compacted.object == "response.compaction"
+            assert [item.type for item in compacted.output] == ["compaction"]
+            await client.responses.delete(first.id)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(first.id)
+            with pytest.raises(openai.BadRequestError, match="synchronous"):
+                await client.responses.cancel(second.id)
+
+
+def test_a_shelf_keeps_only_the_newest_at_hand():
+    shelf = Shelf()
+    for number in range(NEWEST + 2):
+        shelf.keep(f"resp_{number}", f"e{number}", (b"1",), b"2")
+    assert shelf.exchange_of("resp_0") == "e0"
+    assert shelf.at_hand("resp_0") is shelf.at_hand("resp_1") is None
+    assert shelf.at_hand("resp_2") == ((b"1",), b"2")
+    shelf.forget("resp_2")
+    assert (shelf.exchange_of("resp_2"), shelf.at_hand("resp_2")) == (None, None)
