@@ -61,7 +61,7 @@ def test_reasoning_that_the_prompt_opened_goes_on(parse):
 
 def test_reasoning_that_was_cut_is_all_reasoning(parse):
     reply = parse("<think>\nhm, I", finish=FinishReason.LENGTH)
-    assert (reply.reasoning, reply.content) == ("\nhm, I", "")
+    assert (reply.reasoning, reply.content) == ("hm, I", "")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_stop_string_and_what_follows_is_not_shown(parse):
     reply = parse("Thought: x\nObservation: made up", stop_text="Observation:")
     assert (reply.content, reply.stop_text) == ("Thought: x\n", "Observation:")
     thought = parse("<think>\na STOP b", stop_text="STOP")
-    assert (thought.reasoning, thought.content) == ("\na ", "")
+    assert (thought.reasoning, thought.content) == ("a ", "")
     both = parse("<think>\na\n</think>\n\nb STOP", stop_text="STOP")
     assert (both.reasoning, both.content) == ("a", "b ")
 

@@ -9,6 +9,7 @@ itself renders then (`template`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -206,3 +207,59 @@ def plain_parser(tokenizer: PromptTokenizer) -> Family:
         reasoning_parser="think" if "</think>" in source else None,
     )
     return cast("Family", DefaultRenderer(tokenizer, config))
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The control tokens by which a reply can be told apart while it is still being sampled."""
+
+    think: int | None
+    """Opens reasoning; `None` = the vocabulary has no such token."""
+    think_end: int | None
+    openers: frozenset[int]
+    """From one of these on, a reply is calls; empty = its parser knows no calls."""
+    closers: frozenset[int]
+    """After one of these a call may be whole."""
+    held: tuple[str, ...] = ()
+    """Texts that the parser takes for more than text, also when they are spelled out."""
+
+
+_THINK = ("<think>", "</think>")
+_TAGGED = ("<tool_call>",), ("</tool_call>",)
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>",), ("<｜tool▁call▁end｜>",)  # noqa: RUF001 - its tokens
+_KIMI = ("<|tool_calls_section_begin|>",), ("<|tool_call_end|>",)
+_CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **dict.fromkeys(["qwen3", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8"], _TAGGED),
+    **dict.fromkeys(["qwen3-vl", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"], _TAGGED),
+    **dict.fromkeys(["glm-4.5", "glm-5", "glm-5.1", "glm-5.3"], _TAGGED),
+    **dict.fromkeys(["laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"], _TAGGED),
+    **dict.fromkeys(["deepseek-v3", "deepseek-r1"], _DEEPSEEK),
+    **dict.fromkeys(["kimi-k2", "kimi-k2.5"], _KIMI),
+    "minimax-m2": (("<minimax:tool_call>",), ("</minimax:tool_call>",)),
+}
+"""Family -> tokens that open and close calls. Families that are not here call in ordinary text
+(llama-3, deepseek-v4) or in channels of their own: their replies are known at the end only."""
+
+_PLAIN_CALLS = {"qwen3": _TAGGED, "qwen3.5": _TAGGED, "glm": _TAGGED, "deepseek-v3": _DEEPSEEK}
+"""The same for the tool parsers of `plain_parser`."""
+
+
+def live_marks(name: str | None, tokenizer: PromptTokenizer) -> Marks | None:
+    """How replies of the family `name` (`None` = `plain_parser` reads them) can be read live.
+
+    `None` = they can't: a call does not begin with a token of its own.
+    """
+    held: tuple[str, ...] = _THINK
+    calls: tuple[tuple[str, ...], tuple[str, ...]] | None
+    if name is None:
+        parser = tool_parser_of(str(tokenizer.fast.chat_template or ""))
+        calls = ((), ()) if parser is None else _PLAIN_CALLS.get(parser)
+        held = (*_THINK, *tokenizer.fast.all_special_tokens)
+    else:
+        calls = _CALLS.get(name)
+    added = tokenizer.added
+    if calls is None or not {*calls[0], *calls[1]} <= set(added):
+        return None
+    think, think_end = (added.get(token) for token in _THINK)
+    openers, closers = (frozenset(added[token] for token in tokens) for tokens in calls)
+    return Marks(think, think_end, openers, closers, held)

@@ -25,15 +25,17 @@ from bridle.prompting.family import (
     differences,
     family_names,
     find_family,
+    live_marks,
     make_family,
     plain_parser,
 )
+from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.reply import parse_reply
+from bridle.prompting.reply import parse_reply, read_calls
 from bridle.prompting.template import ChatTemplate
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
-from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role, ToolSpec
+from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from bridle.types import Ids
@@ -84,8 +86,20 @@ class PromptRenderer(Protocol):
         prompt_tail: Ids,
         finish: FinishReason,
         stop_text: str | None,
+        call_ids: Sequence[str] = (),
     ) -> Reply:
-        """The reply that sampled ids say. Never raises; `prompt_tail` as `PromptIds.tail` gives."""
+        """The reply that sampled ids say. Never raises; `prompt_tail` as `PromptIds.tail` gives.
+
+        `call_ids` are those that the first calls have been given already.
+        """
+
+    def live(
+        self, *, tools: Sequence[ToolSpec], prompt_tail: Ids, stops: Sequence[str]
+    ) -> LiveReader | None:
+        """Reads one reply while it is sampled; `None` = this family's are known at the end only.
+
+        What it gives out is always a beginning of what `parse` will say.
+        """
 
     def decode(self, ids: Ids) -> str:
         """Text of ids, control tokens shown."""
@@ -168,6 +182,7 @@ class TokenRenderer:
         self._new_call_id = new_call_id
         self._families: dict[bool | None, Family] = {}
         self._parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
+        self._marks = live_marks(family, tokenizer)
         named = [*self._parser.get_stop_token_ids(), *stop_ids]
         self.stop_token_ids = tuple(dict.fromkeys(named))
         self.vocab_size = max(len(tokenizer), *(id_ + 1 for id_ in tokenizer.control_ids), 0)
@@ -251,8 +266,10 @@ class TokenRenderer:
         prompt_tail: Ids,
         finish: FinishReason,
         stop_text: str | None,
+        call_ids: Sequence[str] = (),
     ) -> Reply:
         """See `PromptRenderer.parse`."""
+        given = iter(call_ids)
         return parse_reply(
             self._parser,
             self._tokens,
@@ -261,8 +278,43 @@ class TokenRenderer:
             prompt_tail=prompt_tail.tolist(),
             finish=finish,
             stop_text=stop_text,
-            new_id=self._new_call_id,
+            new_id=lambda: next(given, None) or self._new_call_id(),
         )
+
+    def live(
+        self, *, tools: Sequence[ToolSpec], prompt_tail: Ids, stops: Sequence[str]
+    ) -> LiveReader | None:
+        """See `PromptRenderer.live`."""
+        if self._marks is None:
+            return None
+        listed = chat_tools(tools)
+        made: list[str] = []
+
+        def read(region: list[int]) -> list[ToolCall]:
+            known = iter(made)
+            calls = read_calls(
+                self._parser,
+                region,
+                tools=listed,
+                new_id=lambda: next(known, None) or self._new_call_id(),
+            )
+            made[:] = [call.id or "" for call in calls]
+            return calls
+
+        return LiveReader(
+            self._marks,
+            self._tokens,
+            thinking=self._leaves_reasoning_open(prompt_tail.tolist()),
+            stop_ids=frozenset(self._parser.get_stop_token_ids()),
+            stops=[stop for stop in stops if stop],
+            read_calls=read,
+        )
+
+    def _leaves_reasoning_open(self, prompt_tail: list[int]) -> bool:
+        """Whether the parser takes an ordinary word after this prompt for reasoning."""
+        word = self._tokens.encode("x")
+        parsed = self._parser.parse_response(word, tools=None, prompt_ids=prompt_tail)
+        return not parsed.content
 
     def decode(self, ids: Ids) -> str:
         """See `PromptRenderer.decode`."""

@@ -56,22 +56,31 @@ def parse_reply(
         text = tokenizer.decode(output_ids[:end])
         return Reply(_until(text, stop_text), None, (), finish, stop_text=stop_text)
     spans = [call.token_span for call in parsed.tool_calls if call.token_span is not None]
-    calls = [call for call in parsed.tool_calls if _is_whole(call)]
-    content = _content(tokenizer, parsed, output_ids[:end])
-    reasoning = parsed.reasoning_content or None
+    # White space before a part means nothing, and some families keep it only where a part is open.
+    content = _content(tokenizer, parsed, output_ids[:end]).lstrip()
+    reasoning = (parsed.reasoning_content or "").strip() or None
     if stop_text and stop_text not in content and reasoning:
         reasoning = _until(reasoning, stop_text) or None
     return Reply(
         content=_until(content, stop_text),
         reasoning=reasoning,
-        tool_calls=tuple(
-            ToolCall(new_id(), str(call.name), argument_text(call.raw, call.arguments))
-            for call in calls
-        ),
+        tool_calls=tuple(_whole_calls(parsed, new_id)),
         finish_reason=finish,
         tokens_unseen=_unseen(tokenizer, spans, output_ids, end),
         stop_text=stop_text,
     )
+
+
+def read_calls(
+    family: Family, region: list[int], *, tools: list[JSON] | None, new_id: Callable[[], str]
+) -> list[ToolCall]:
+    """The whole calls of ids that begin where calls begin; none where a parser gives up."""
+    try:
+        with boundary(RenderError, "parsing"):
+            parsed = family.parse_response(region, tools=tools, prompt_ids=[])
+    except RenderError:
+        return []
+    return _whole_calls(parsed, new_id)
 
 
 def argument_text(raw: str, arguments: object) -> str:
@@ -108,6 +117,14 @@ def member(raw: str, key: str) -> tuple[str, Any] | None:
     except (ValueError, IndexError, RecursionError):
         return None
     return found
+
+
+def _whole_calls(parsed: Parsed, new_id: Callable[[], str]) -> list[ToolCall]:
+    return [
+        ToolCall(new_id(), str(call.name), argument_text(call.raw, call.arguments))
+        for call in parsed.tool_calls
+        if _is_whole(call)
+    ]
 
 
 def _is_whole(call: ParsedCall) -> bool:

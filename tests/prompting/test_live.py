@@ -1,0 +1,297 @@
+"""What leaves early is a beginning of what the whole reply says, wherever its ids are split."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.prompting.test_family import FAMILIES
+
+from bridle.prompting.family import live_marks, plain_parser
+from bridle.prompting.live import INCOMPLETE_MOST, LiveReader, Piece, begun
+from bridle.prompting.reply import parse_reply, read_calls
+from bridle.types import FinishReason
+
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+BROKEN = "<tool_call>\n{'name'}\n</tool_call>"
+TURN = f"<think>\nhm, é 🦊\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>"
+LIVE = [name for name in FAMILIES if not name.startswith(("gemma", "llama", "inkling", "hy3"))]
+LIVE.remove("deepseek-v4")
+
+
+class Reading:
+    """One family, its reader and its parser."""
+
+    def __init__(self, tokenizer, family, name):
+        self.tokenizer = tokenizer
+        self.family = family
+        marks = live_marks(name, tokenizer)
+        assert marks is not None
+        self.marks = marks
+
+    def reader(self, *, thinking=False, stops=()):
+        numbers = itertools.count(1)
+        made = []
+
+        def calls(region):
+            known = iter(made)
+            found = read_calls(
+                self.family,
+                region,
+                tools=None,
+                new_id=lambda: next(known, None) or f"c{next(numbers)}",
+            )
+            made[:] = [call.id for call in found]
+            return found
+
+        return LiveReader(
+            self.marks,
+            self.tokenizer,
+            thinking=thinking,
+            stop_ids=frozenset(self.family.get_stop_token_ids()),
+            stops=stops,
+            read_calls=calls,
+        )
+
+    def stream(self, ids, cuts=None, **options):
+        """Everything that leaves, and the pieces."""
+        reader = self.reader(**options)
+        cuts = range(len(ids) + 1) if cuts is None else sorted({0, len(ids), *cuts})
+        pieces = [reader.feed(ids[a:b]) for a, b in itertools.pairwise(cuts)]
+        whole = Piece(
+            "".join(piece.reasoning for piece in pieces),
+            "".join(piece.text for piece in pieces),
+            [call for piece in pieces for call in piece.calls],
+        )
+        return whole, pieces
+
+    def parse(self, ids, *, tail=(), stop_text=None):
+        numbers = itertools.count(1)
+        return parse_reply(
+            self.family,
+            self.tokenizer,
+            list(ids),
+            tools=None,
+            prompt_tail=list(tail),
+            finish=FinishReason.STOP,
+            stop_text=stop_text,
+            new_id=lambda: f"c{next(numbers)}",
+        )
+
+    def check(self, ids, cuts, **options):
+        """What leaves is a beginning of each part, and the parts leave in order."""
+        early, pieces = self.stream(ids, cuts, **options)
+        final = self.parse(ids)
+        assert (final.reasoning or "").startswith(early.reasoning)
+        assert final.content.startswith(early.text)
+        assert list(final.tool_calls[: len(early.calls)]) == early.calls
+        order = [
+            part
+            for piece in pieces
+            for part, value in enumerate((piece.reasoning, piece.text, piece.calls))
+            if value
+        ]
+        assert order == sorted(order)
+        return early, final
+
+
+def reading_of(look_alike, name):
+    tokenizer, family = look_alike(name)
+    return Reading(tokenizer, family, name)
+
+
+@pytest.fixture(scope="module")
+def qwen3(look_alike):
+    return reading_of(look_alike, "qwen3")
+
+
+@pytest.fixture(scope="module")
+def plain(tokens):
+    return Reading(tokens, plain_parser(tokens), None)
+
+
+@pytest.fixture
+def encode(qwen3):
+    return qwen3.tokenizer.encode
+
+
+def test_a_whole_turn_leaves_in_its_parts_before_its_end(qwen3, encode):
+    early, final = qwen3.check(encode(TURN), None)
+    assert (early.reasoning, early.text) == ("hm, é 🦊", "I look.")
+    assert early.calls == list(final.tool_calls)
+    assert len(early.calls) == 2
+
+
+def test_text_leaves_as_soon_as_nothing_can_undo_it(qwen3, encode):
+    reader = qwen3.reader()
+    assert reader.feed(encode("Hello")).text == "Hello"
+    assert reader.feed(encode(" there")).text == " there"
+    assert not reader.feed(encode(" \n"))
+    assert reader.feed(encode("you")).text == " \nyou"
+
+
+def test_a_character_leaves_when_it_is_complete(qwen3, encode):
+    reader = qwen3.reader()
+    ids = encode("🦊")
+    assert len(ids) > 1
+    assert not any(reader.feed([id_]) for id_ in ids[:-1])
+    assert reader.feed(ids[-1:]).text == "🦊"
+
+
+def test_bytes_that_never_become_a_character_hold_the_rest(qwen3, encode):
+    lead = encode("🦊")[0]
+    early, final = qwen3.check([*encode("a"), *[lead] * (INCOMPLETE_MOST + 5), *encode("b")], None)
+    assert early.text == "a"
+    assert final.content.endswith("b")
+
+
+def test_a_broken_character_at_the_end_of_a_part_belongs_to_it(qwen3, encode):
+    lead = encode("🦊")[0]
+    ids = [*encode("<think>hm"), lead, *encode("</think>ok"), lead, *encode(CALL)]
+    early, final = qwen3.check(ids, None)
+    assert (early.reasoning, early.text) == (final.reasoning, final.content)
+    assert early.text == "ok\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_stop_string_never_leaves_nor_its_beginning(qwen3, encode):
+    ids = encode("Thought: x Observation: made up")
+    early, _ = qwen3.stream(ids, stops=("Observation:",))
+    assert early.text == "Thought: x"
+    final = qwen3.parse(ids, stop_text="Observation:")
+    assert final.content == "Thought: x "
+    beginning, _ = qwen3.stream(encode("x Observ"), stops=("Observation:",))
+    assert beginning.text == "x"
+    other, _ = qwen3.stream(encode("x Observe this"), stops=("Observation:",))
+    assert other.text == "x Observe this"
+
+
+def test_a_draft_of_a_call_inside_reasoning_waits_for_the_end(qwen3, encode):
+    drafted = encode(f"<think>\nI could {CALL} or not\n</think>\n\nok")
+    early, final = qwen3.check(drafted, None)
+    assert (early.reasoning, early.text, early.calls) == ("I could", "", [])
+    assert final.tool_calls == ()
+    called, parsed = qwen3.check(encode(f"<think>\nI call {CALL}<|im_end|>"), None)
+    assert called.calls == []
+    assert len(parsed.tool_calls) == 1
+
+
+def test_a_call_that_does_not_parse_is_text_at_the_end(qwen3, encode):
+    early, final = qwen3.check(encode(f"a {BROKEN}{CALL}{BROKEN}<|im_end|>"), None)
+    assert early.text == "a"
+    assert early.calls == list(final.tool_calls)
+    assert final.content == f"a\n{BROKEN}\n{BROKEN}"
+
+
+def test_reasoning_that_the_prompt_opened_leaves_as_reasoning(qwen3, encode):
+    early, _ = qwen3.stream(encode("\nhm</think>\n\nok"), thinking=True)
+    assert (early.reasoning, early.text) == ("hm", "ok")
+
+
+def test_markers_at_odd_places_hold_the_rest(qwen3, encode):
+    for text, shown in (
+        ("a<think>b", "a"),
+        ("a</think>b", "a"),
+        ("a<|im_start|>b", "a"),
+        ("a<|im_end|>b", "a"),
+        ("<think>a</think>b<think>c", "b"),
+        ("<think>a</think><think>c", ""),
+    ):
+        early, _ = qwen3.check(encode(text), None)
+        assert early.text == shown
+
+
+def test_spelled_out_markers_are_held(qwen3, tokens):
+    ids = tokens.encode(tokens.escape("<think>") + "no</think>yes")
+    early, _ = qwen3.check(ids, None)
+    assert early.text == ""
+
+
+def test_a_family_that_calls_in_plain_text_has_no_marks(look_alike, tokens, folder):
+    for name in ("llama-3", "deepseek-v4", "inkling", "gemma4", "gpt-oss"):
+        tokenizer = look_alike(name)[0] if name != "gpt-oss" else tokens
+        assert live_marks(name, tokenizer) is None
+    assert live_marks("kimi-k2", tokens) is None
+
+
+def test_a_template_without_calls_is_read_as_text(tokens):
+    marks = live_marks(None, tokens)
+    assert marks is not None
+    assert "<|im_end|>" in marks.held
+
+
+def test_every_family_is_either_live_or_known_not_to_be(look_alike):
+    live = {name for name in FAMILIES if live_marks(name, look_alike(name)[0]) is not None}
+    assert live == set(LIVE)
+
+
+def turns(reading, seed):
+    """Ids that look like replies: words, markers, bytes, in any order."""
+    tokenizer = reading.tokenizer
+    words = [tokenizer.encode(text) for text in (" a", "\n", "  ", "🦊", "</", "thi", "x>", "{")]
+    marks = reading.marks
+    known = [marks.think, marks.think_end, *marks.openers, *marks.closers]
+    control = [id_ for id_ in known if id_ is not None]
+    block = st.sampled_from([tokenizer.encode(CALL), tokenizer.encode(BROKEN)])
+    loose = st.integers(0, seed).map(lambda id_: [id_])
+    pieces = st.one_of(
+        st.sampled_from(words), st.sampled_from(control).map(lambda id_: [id_]), block, loose
+    )
+    return st.lists(pieces, max_size=14).map(lambda found: list(itertools.chain(*found)))
+
+
+@pytest.mark.parametrize("name", LIVE)
+@given(data=st.data())
+def test_for_any_ids_and_splits_what_leaves_is_a_beginning(look_alike, name, data):
+    reading = reading_of(look_alike, name)
+    stop = reading.family.get_stop_token_ids()[0]
+    ids = [*data.draw(turns(reading, 2040)), *data.draw(st.sampled_from([[], [stop]]))]
+    thinking = not reading.family.parse_response(
+        reading.tokenizer.encode("x"), tools=None, prompt_ids=[]
+    ).content
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
+    early, _ = reading.check(ids, cuts, thinking=thinking)
+    assert reading.stream(ids, thinking=thinking)[0] == early
+
+
+@given(data=st.data())
+def test_the_same_holds_for_a_template_of_no_family(plain, data):
+    ids = data.draw(turns(plain, 2047))
+    plain.check(ids, data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+
+
+@given(st.text(alphabet="ab\n", max_size=12), st.lists(st.text("ab\n", min_size=1), max_size=3))
+@example("aab", ["abb"])
+def test_what_may_begin_a_marker_is_its_longest_beginning(text, markers):
+    count = begun(text, markers)
+    beginnings = {marker[:n] for marker in markers for n in range(len(marker))}
+    longest = max(len(b) for b in {"", *beginnings} if text.endswith(b))
+    assert count == longest
+
+
+def test_the_renderer_gives_readers_and_keeps_the_ids_of_calls(renderer, tokens):
+    ids = np.array(tokens.encode(TURN), dtype=np.int32)
+    tail = np.array(tokens.encode("<|im_start|>assistant\n"), dtype=np.int32)
+    reader = renderer.live(tools=(), prompt_tail=tail, stops=("",))
+    piece = reader.feed(ids.tolist())
+    given_ids = [call.id for call in piece.calls]
+    assert len(set(given_ids)) == 2
+    reply = renderer.parse(
+        ids,
+        tools=(),
+        prompt_tail=tail,
+        finish=FinishReason.STOP,
+        stop_text=None,
+        call_ids=given_ids[:1],
+    )
+    assert reply.tool_calls[0] == piece.calls[0]
+    assert reply.tool_calls[1].id not in given_ids
+
+
+def test_the_renderer_sees_what_the_prompt_left_open(renderer, tokens):
+    def first(prompt):
+        tail = np.array(tokens.encode(prompt), dtype=np.int32)
+        return renderer.live(tools=(), prompt_tail=tail, stops=()).feed(tokens.encode("hm"))
+
+    assert first("<|im_start|>assistant\n<think>\n").reasoning == "hm"
+    assert first("<|im_start|>assistant\n<think>\n\n</think>\n\n").text == "hm"
