@@ -73,6 +73,10 @@ def test_the_removed_billing_block_marks_a_subagent(mark, kind):
         chat(system="Write <state_snapshot> tags.", tools=()),
         chat(user="End with <state_snapshot>.", tools=()),
         chat(system="You are tasked with summarizing conversations.", tools=()),
+        chat(system="Be a context summarization agent.", tools=()),
+        chat(system="Write a context-aware state summary.", tools=()),
+        chat(system="Summarize the provided coding session.", tools=()),
+        chat(user="Be the component that summarizes; <state_snapshot>."),
         parse(
             Dialect.OPENAI_RESPONSES,
             {
@@ -84,6 +88,17 @@ def test_the_removed_billing_block_marks_a_subagent(mark, kind):
 )
 def test_a_request_for_the_summary_is_a_compaction(request_):
     assert kind_of({"x-openai-subagent": "collab_spawn"}, request_)[0] is Kind.COMPACTION
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(system="A context summarization agent may follow you."),
+        chat(user="<state_snapshot>what was done</state_snapshot> Go on."),
+    ],
+)
+def test_a_conversation_that_speaks_of_summaries_is_no_compaction(request_):
+    assert kind_of({}, request_) == (Kind.AGENT, None)
 
 
 @pytest.mark.parametrize(

@@ -65,17 +65,33 @@ def _is_codex_compaction(headers: Headers, request: ModelRequest) -> bool:
     return bool(getattr(dress, "compacts", False))
 
 
+ASKS_FOR_SUMMARY = (
+    "CONTEXT CHECKPOINT COMPACTION",  # Codex
+    "Respond with TEXT ONLY",  # Claude Code
+    "the component that summarizes",  # Qwen Code
+)
+"""In the last message of a user, whatever the tools."""
+SUMMARISES = (
+    "<state_snapshot>",  # Gemini CLI
+    "tasked with summarizing conversations",  # older opencode and pi
+    "a context summarization a",  # opencode (agent), pi (assistant)
+    "context-aware state summary",  # OpenHands
+    "Summarize the provided coding session",  # Cline
+)
+"""In the system text of a call without tools."""
+
+
 def _is_summary(headers: Headers, request: ModelRequest) -> bool:
     del headers
     text = _last_user_text(request)
-    if "CONTEXT CHECKPOINT COMPACTION" in text or "Respond with TEXT ONLY" in text:
+    if any(mark in text for mark in ASKS_FOR_SUMMARY):
         return True
-    if text.startswith("Please create a detailed summary"):
+    if text.startswith("Please create a detailed summary"):  # Copilot
         return True
+    if request.tools:
+        return False
     system = _system_text(request)
-    if not request.tools and "<state_snapshot>" in system + text:
-        return True
-    return not request.tools and "tasked with summarizing conversations" in system
+    return any(mark in system for mark in SUMMARISES) or "<state_snapshot>" in text
 
 
 def _is_subagent(headers: Headers, request: ModelRequest) -> bool:
@@ -138,8 +154,9 @@ RULES: tuple[KindRule, ...] = (
     KindRule(
         "summary_request",
         Kind.COMPACTION,
-        "The last words ask for the summary in which the conversation goes on (Claude Code, Codex, "
-        "Copilot, Gemini CLI and Qwen Code, opencode).",
+        "The last words, or the system text of a call without tools, ask for the summary in which "
+        "the conversation goes on (Claude Code, Cline, Codex, Copilot, Gemini CLI, opencode, "
+        "OpenHands, pi, Qwen Code).",
         _is_summary,
     ),
     KindRule("title", Kind.SIDE, "A title for the session (Claude Code, opencode).", _is_title),
