@@ -6,8 +6,9 @@ import os
 
 import pytest
 from tests.lifecycle.house import a_node, checked, nothing_lives, task
+from tests.real_clients.alone import BACKEND
 
-from bridle.config import AgentSpec, Limits
+from bridle.config import AgentSpec, Limits, RuntimeSpec
 from bridle.executors.local import LocalExecutor
 from bridle.harnesses import open_harness
 from bridle.harnesses.bundles import Builder, ensure
@@ -34,7 +35,8 @@ def turns(name, *commands):
 
 def real(name, **changes):
     settings = changes.pop("settings", {})
-    made = task(budgets={"agent_s": 120}, **changes)
+    alone = RuntimeSpec(backend=BACKEND)
+    made = task(budgets={"agent_s": 120}, runtime=alone, **changes)
     return made.model_copy(update={"agent": AgentSpec(harness=name, settings=settings)})
 
 

@@ -1,11 +1,14 @@
 """Runs an unmodified program through a real gateway with a scripted engine, for the suite's tests.
 
-The script is the same for each: one call of the program's own shell tool, then two at once, then a
-last word. What each test then asks of the result is in `did_its_work`.
+Every program runs in a network with nothing but the gateway (`alone`). The script is the same for
+each: one call of the program's own shell tool, then two at once, then a last word. What each test
+then asks of the result is in `did_its_work`.
 """
 
 from contextlib import asynccontextmanager
 from typing import Any
+
+from tests.real_clients.alone import BACKEND
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
@@ -16,13 +19,17 @@ from bridle.lifecycle.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.testing import scripted_engine
 
-MADE = 'test "$(cat made.txt)" = hello && test "$(cat one.txt)" = 1 && test "$(cat two.txt)" = 2'
+MADE = (
+    'test "$(cat made.txt)" = hello && test "$(cat routes.txt)" = 1'
+    ' && test "$(cat one.txt)" = 1 && test "$(cat two.txt)" = 2'
+)
+"""The shell tool's commands were run, in a network without routes (one line is the heading)."""
 
 TURNS: list[dict[str, Any]] = [
     {
         "reasoning": "A file is asked for.",
         "content": "I make it.",
-        "shell": ["echo hello > made.txt"],
+        "shell": ["echo hello > made.txt; wc -l < /proc/net/route > routes.txt"],
     },
     {"content": "Two more.", "shell": ["echo 1 > one.txt", "echo 2 > two.txt"]},
     {"content": "All three files are there."},
@@ -60,7 +67,7 @@ async def run(tmp_path, harness, *, check=MADE, agent=None, runtime=None, **hous
         task_id=f"real-{harness}",
         instruction='Make the files "made.txt", one.txt and two.txt.',
         agent=AgentSpec(harness=harness, **(agent or {})),
-        runtime=RuntimeSpec(**(runtime or {})),
+        runtime=RuntimeSpec(backend=BACKEND, **(runtime or {})),
         evaluator=EvaluatorSpec(strategy="command", config={"command": check}),
         task_dir=str(tmp_path),
     )

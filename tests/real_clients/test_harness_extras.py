@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.real_clients.real import run
@@ -67,7 +68,12 @@ async def test_tools_of_mcp_servers_are_called_over_stdio_and_http(tmp_path, har
     async with http_server(tmp_path) as url:
         remote = {"name": "far", "transport": "streamable-http", "url": url}
         result, exchanges = await run(
-            tmp_path, harness, agent={"mcp_servers": [stdio, remote]}, turns=turns, check="true"
+            tmp_path,
+            harness,
+            agent={"mcp_servers": [stdio, remote]},
+            runtime={"kwargs": {"doors": [urlsplit(url).port]}},
+            turns=turns,
+            check="true",
         )
     assert (result.status, result.error) == ("COMPLETED", None)
     assert (tmp_path / "stamps.txt").read_text().split("\n")[:2] == ["by stdio", "by http"]

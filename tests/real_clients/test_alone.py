@@ -1,0 +1,122 @@
+"""What runs in `alone` reaches the gateway and nothing else: not this machine, not the net."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import threading
+
+import pytest
+from tests.real_clients.alone import BACKEND, Alone
+
+from bridle.config import RuntimeSpec
+from bridle.runtimes import make_runtime
+from bridle.runtimes.conformance import CHECKS, run_check
+from bridle.runtimes.proc import Leaders, members
+
+pytestmark = pytest.mark.harnesses
+
+REACH = """
+import socket, sys
+family, *address = eval(sys.argv[1])
+try:
+    with socket.socket(getattr(socket, family)) as found:
+        found.settimeout(5)
+        found.connect(*address)
+        print(found.recv(100).decode())
+except OSError as error:
+    sys.exit(repr(error))
+"""
+"""A program that says what a server greets with, or why it cannot be reached."""
+
+
+@contextlib.contextmanager
+def greeting(text, *, family=socket.AF_INET, address=("127.0.0.1", 0)):
+    """A server that says `text` to whoever connects; yields its address."""
+    with socket.socket(family) as server:
+        server.bind(address)
+        server.listen()
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(text)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@contextlib.asynccontextmanager
+async def a_runtime(tmp_path, *ports):
+    spec = RuntimeSpec(backend=BACKEND, kwargs={"doors": [ports[0]]})
+    runtime = make_runtime(spec, "s-alone", tmp_path)
+    for port in ports[1:]:
+        assert runtime.gateway_url(f"http://127.0.0.1:{port}/v1") == f"http://127.0.0.1:{port}/v1"
+    await runtime.start()
+
+    async def reach(*address):
+        return await runtime.exec([sys.executable, "-c", REACH, repr(address)], timeout_s=20)
+
+    try:
+        yield reach
+    finally:
+        await runtime.stop()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_it_is_a_runtime(check, tmp_path):
+    await run_check(check, Alone, tmp_path)
+
+
+async def test_the_gateway_and_a_given_door_are_reached(tmp_path):
+    with greeting(b"a door") as (_, door), greeting(b"the gateway") as (_, port):
+        async with a_runtime(tmp_path, door, port) as reach:
+            for number, said in ((door, b"a door\n"), (port, b"the gateway\n")):
+                result = await reach("AF_INET", ("127.0.0.1", number))
+                assert (result.stdout, result.exit_code) == (said, 0), result
+
+
+async def test_nothing_else_of_this_machine_is_reached(tmp_path):
+    hidden = "\0bridle-test-alone"
+    with (
+        greeting(b"open") as (_, door),
+        greeting(b"another") as (_, port),
+        greeting(b"hidden", family=socket.AF_UNIX, address=hidden),
+    ):
+        async with a_runtime(tmp_path, door) as reach:
+            for address in (("AF_INET", ("127.0.0.1", port)), ("AF_UNIX", hidden)):
+                result = await reach(*address)
+                assert (result.stdout, result.exit_code) == (b"", 1)
+                assert b"Connection refused" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "address", [("AF_INET", ("192.0.2.1", 80)), ("AF_INET6", ("2001:db8::1", 80))]
+)
+async def test_no_address_of_the_net_has_a_route(tmp_path, address):
+    async with a_runtime(tmp_path, 1) as reach:
+        result = await reach(*address)
+    assert (result.stdout, result.exit_code) == (b"", 1)
+    assert b"unreachable" in result.stderr
+
+
+async def test_no_name_is_found(tmp_path):
+    async with a_runtime(tmp_path, 1) as reach:
+        result = await reach("AF_INET", ("example.com", 80))
+    assert (result.stdout, result.exit_code) == (b"", 1)
+    assert b"gaierror" in result.stderr
+
+
+async def test_the_forwarder_ends_with_its_command(tmp_path):
+    async with a_runtime(tmp_path, 1) as reach:
+        await reach("AF_INET", ("127.0.0.1", 1))
+        async with asyncio.timeout(5):
+            while members((b"BRIDLE_SESSION=s-alone",), Leaders()):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
