@@ -24,7 +24,7 @@ from bridle.dialects.base import ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateRequest
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
-from bridle.gateway import budgets, faults, retries
+from bridle.gateway import budgets, faults, origins, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.recording import (
@@ -43,7 +43,7 @@ from bridle.prompting.canonical import answer_atoms, canonical, messages_after
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import Message, ModelRequest, Reply, Sampling, Usage
+from bridle.types import Kind, Message, ModelRequest, Reply, Sampling, Usage
 
 log = structlog.get_logger()
 
@@ -116,7 +116,7 @@ class Exchanges:
             started_at=time.time(),
             clock_start=time.perf_counter(),
             tools_digest=tools_digest,
-            asked=asked,
+            asked=origins.of_subagent(session, request, placement, asked),
             question=question,
         )
         call.head = ReplyHead(secrets.token_hex(12), request.model, int(call.started_at))
@@ -137,6 +137,7 @@ class Exchanges:
         key = canonical(request, session.atoms)
         template_args = self._renderer.template_args(request)
         placement = session.conversation.place(request, key, template_args=template_args)
+        placement = origins.after_summary(session, request, placement)
         return Question(request, wire, key, placement, template_args)
 
     def _refuse_if_spent(self, session: Session) -> None:
@@ -347,6 +348,8 @@ class Exchanges:
             issued_ids(shown),
             template_args=question.template_args,
         )
+        summary = finished.call.asked.kind is Kind.COMPACTION
+        session.lineage.note(finished.call.exchange_id, shown, summary=summary)
         exchange = exchange_record(finished, session.next_index)
         bodies = new_bodies(finished, session.stored)
         session.next_index += 1

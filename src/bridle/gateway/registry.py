@@ -25,6 +25,7 @@ from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.responses import Shelf
 from bridle.prompting.canonical import AtomMemo
 from bridle.prompting.conversation import Conversation
+from bridle.prompting.lineage import Lineage
 from bridle.types import JSON
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
@@ -75,6 +76,7 @@ class Session:
         self.limits = limits
         self.plan = SamplingPlan(sampling)
         self.conversation = Conversation()
+        self.lineage = Lineage()
         self.atoms = AtomMemo()
         """Memo of `canonical`."""
         self.messages = History()

@@ -26,7 +26,7 @@ from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import DeliveryState, Message, ModelRequest, Reply, ToolCall, Usage
+from bridle.types import DeliveryState, Kind, Message, ModelRequest, Reply, ToolCall, Usage
 
 log = structlog.get_logger()
 
@@ -108,6 +108,8 @@ class Restorer:
             issued_ids(shown),
             template_args=template_args,
         )
+        summary = exchange.kind is Kind.COMPACTION
+        session.lineage.note(exchange.exchange_id, shown, summary=summary)
         call = Call(
             exchange_id=exchange.exchange_id,
             session_id=session.session_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
@@ -59,6 +59,20 @@ def canonical_arguments(text: str, defaults: Mapping[str, bytes] | None = None) 
         return b"j" + _serialise(value, odd=odd)
     except (ValueError, RecursionError):
         return b"r" + text_bytes(text)
+
+
+def argument_texts(text: str) -> Iterator[str]:
+    """Every text among the values of a call's arguments, blank ones left out; none if no JSON."""
+    try:
+        left = [_parse(text)[0]]
+    except (ValueError, RecursionError):
+        return
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and not value.isspace() and value:
+            yield value
+        elif isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
 
 
 def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
