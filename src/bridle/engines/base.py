@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan
@@ -129,3 +130,31 @@ class CutError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+"""What a pause does to running calls: ends them (their tokens stand), awaits them, or holds them
+where they are."""
+
+
+@runtime_checkable
+class Pausable(Protocol):
+    """An engine that can be held while its weights are changed by somebody else."""
+
+    async def pause(self, mode: PauseMode) -> bool:
+        """Return when it samples nothing more; new calls wait. `False` = it can't be held."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+
+@runtime_checkable
+class Updatable(Protocol):
+    """An engine that takes new weights in place."""
+
+    async def update_weights(self, source: str | Path, version: int) -> None:
+        """Load the weights of folder `source`; tokens sampled from then on carry `version`.
+
+        Calls in flight go on. `EngineError` = the weights are as they were, unless it says
+        otherwise.
+        """
+
+

@@ -1,7 +1,8 @@
 """vLLM's control routes for training, and the calls that they act on.
 
 Source: vLLM 0.33.0, `rl/online/api_router.py` (served there in development mode only): pause,
-resume, abort, and the version of the weights. A pause is kept here, before the engine: new calls
+resume, abort, new weights from a folder and their version. Engines of ours drop what they computed
+with old weights by themselves. A pause is kept here, before the engine: new calls
 wait, running ones are ended (`abort`), awaited (`wait`) or held where they are (`keep`).
 """
 
@@ -16,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from bridle.engines import wire
-from bridle.engines.base import Engine, GenerateChunk, GenerateRequest, Versioned
+from bridle.engines.base import Engine, GenerateChunk, GenerateRequest, Updatable, Versioned
 from bridle.errors import EngineError
 
 PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
@@ -51,6 +52,8 @@ class Control:
             "/resume": self._resume,
             "/abort_requests": self._abort_requests,
             "/update_weight_version": self._update_version,
+            "/collective_rpc": self._reload_weights,
+            "/reset_prefix_cache": self._nothing_to_reset,
         }
         self.gets: dict[str, Handler] = {
             "/is_paused": self._is_paused,
@@ -121,6 +124,20 @@ class Control:
             raise EngineError("this engine keeps its own policy version", status=501)
         await self._engine.set_version(version)
         return web.json_response({"status": "ok", "weight_version": str(version)})
+
+    async def _reload_weights(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read(), type=wire.RpcRequest)
+        folder = body.kwargs.get("weights_path")
+        if body.method != "reload_weights" or not isinstance(folder, str):
+            raise EngineError("only `reload_weights` with its `weights_path` is known", status=400)
+        if not isinstance(self._engine, Updatable):
+            raise EngineError("this engine takes no weights", status=501)
+        info = await self._engine.start()
+        await self._engine.update_weights(folder, info.version)
+        return web.json_response({"results": [None]})
+
+    async def _nothing_to_reset(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
+        return web.Response()
 
     async def _weight_info(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
         info = await self._engine.start()

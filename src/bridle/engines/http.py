@@ -110,6 +110,17 @@ class EngineClient:
             return {}
         return _object(body, self._url(path))
 
+    async def tell(self, path: str, body: JSON | None = None) -> bool:
+        """Give a command; `False` if the server does not know it. `EngineError` if it fails."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        async with self._failures(path), await self._posted(path, data) as response:
+            answer = await response.read()
+        if response.status in {403, 404, 405, 501}:
+            return False
+        if response.status != 200:
+            raise failure(response.status, answer, self._url(path))
+        return True
+
     async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
         """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
         async with self._failures(path), call.waiting(), await self._posted(path, body) as response:

@@ -159,6 +159,13 @@ class VersionRequest(msgspec.Struct, kw_only=True):
     new_version: int | str
 
 
+class RpcRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /collective_rpc`."""
+
+    method: str
+    kwargs: JSON = msgspec.field(default_factory=dict)
+
+
 class AbortRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /abort_requests`; no ids means all calls."""
 

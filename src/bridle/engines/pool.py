@@ -1,0 +1,481 @@
+"""Several replicas of one engine as one engine.
+
+A call goes to its session's replica (`pool_choice`). One that fails before its first token is given
+to another replica; one that fails later ends as `FinishReason.ABORT` with the versions of its
+tokens, and whoever called goes on from them with a new call. While no replica is to be had a call
+waits, within bounds; then it fails as a retryable `EngineError`.
+
+Replicas are asked for their health all the time. One that fails is looked at again with growing
+waits; a server that was gone is probed anew before it gets calls, because it may be another one.
+Replicas join and leave at run time. `hold` stops all sampling for a weight update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import structlog
+
+from bridle.aio import Nursery
+from bridle.engines.base import (
+    EngineInfo,
+    GenerateChunk,
+    GenerateRequest,
+    PauseMode,
+    Versioned,
+)
+from bridle.engines.pool_choice import Choice, How
+from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
+from bridle.engines.pool_update import load_everywhere
+from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
+from bridle.types import JSON
+
+log = structlog.get_logger()
+
+BUSY = 429
+"""The status of a replica that lives and has too much to do."""
+
+
+class EnginePool:
+    """An `Engine` (and `Versioned`) over replicas of one model; `add` and `remove` change them."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], *, settings: RoutingSettings | None = None
+    ) -> None:
+        """Nothing is started. `ConfigError` if there is no replica, or two have one name."""
+        self.settings = settings or RoutingSettings()
+        self.routed = dict.fromkeys(How, 0)
+        """Calls by the reason for which they went where they went."""
+        self._replicas: dict[str, Replica] = {}
+        for one in replicas:
+            self._know(one)
+        if not self._replicas:
+            raise ConfigError("an engine needs at least one replica")
+        self._ready: list[Replica] = []
+        """Replicas that may be given a call now."""
+        self._choice: Choice[Replica] = Choice(
+            sticky=self.settings.sticky,
+            load_factor=self.settings.load_factor,
+            slack=self.settings.slack,
+        )
+        self._calls: dict[str, RoutedCall] = {}
+        self._held: PauseMode | None = None
+        self._version = 0
+        self._info: EngineInfo | None = None
+        self._nursery = Nursery(_log_lost)
+
+    def _know(self, one: Replica) -> None:
+        if one.name in self._replicas:
+            raise ConfigError(f"two replicas are named {one.name!r}")
+        self._replicas[one.name] = one
+        one.idle.set()
+
+    # ---- life
+
+    async def start(self) -> EngineInfo:
+        """Start all replicas at once; those that cannot be reached may come later.
+
+        `EngineError` if none starts, if one cannot give what training needs, or if they differ.
+        """
+        if self._info is None:
+            replicas = list(self._replicas.values())
+            async with asyncio.TaskGroup() as group:
+                begun = [group.create_task(self._begun(one)) for one in replicas]
+            errors = [error for task in begun if (error := task.result()) is not None]
+            infos = [one.info for one in replicas if one.info is not None]
+            fatal = [error for error in errors if not error.retryable]
+            if fatal or not infos:
+                await self.aclose()
+                raise (fatal or errors)[0]
+            length = min(info.context_length for info in infos)
+            self._version = max(info.version for info in infos)
+            self._info = replace(infos[0], context_length=length)
+            try:
+                for one in self.each():
+                    self._check_fit(one, one.info)
+            except EngineError:
+                await self.aclose()
+                raise
+            for one in replicas:
+                one.enter(ReplicaState.DOWN if one.info is None else ReplicaState.LIVE)
+                self._nursery.start(self._watch(one), name=f"replica {one.name}")
+            self._refresh()
+        return replace(self._info, version=self._version)
+
+    async def _begun(self, one: Replica) -> EngineError | None:
+        """Start a replica; the error if it did not."""
+        try:
+            await self._begin(one)
+        except EngineError as error:
+            one.error = str(error)
+            return error
+        return None
+
+    async def _begin(self, one: Replica) -> None:
+        """Start or probe a replica's engine; after it was gone, a fresh adapter of it."""
+        engine = one.reopen() if one.gone and one.reopen is not None else one.engine
+        try:
+            with boundary(EngineError, f"starting {one.name}"):
+                async with asyncio.timeout(self.settings.start_timeout_s):
+                    info = await engine.start()
+            self._check_fit(one, info)
+        except BaseException:
+            if engine is not one.engine:
+                await engine.aclose()
+            raise
+        before, one.engine = one.engine, engine
+        one.info, one.version = info, info.version
+        if before is not engine:
+            await before.aclose()
+
+    def _check_fit(self, one: Replica, info: EngineInfo | None) -> None:
+        """Refuse a replica that is not the same engine as the others."""
+        if info is None or self._info is None:
+            return
+        for what in ("model", "logprob_mode", "token_in"):
+            ours, its = getattr(self._info, what), getattr(info, what)
+            if ours != its:
+                raise EngineError(
+                    f"replica {one.name} has {what} {its}, the others {ours}; replicas must serve "
+                    "one model in one way (other models have a name of their own in [models])"
+                )
+        if info.context_length < self._info.context_length:
+            raise EngineError(
+                f"replica {one.name} has a context of {info.context_length} tokens, the others "
+                f"{self._info.context_length}"
+            )
+
+    async def aclose(self) -> None:
+        """End all calls and close all engines; idempotent."""
+        await self._nursery.cancel()
+        self._ready = []
+        for call in self._calls.values():
+            call.aborted = True
+            call.changed.set()
+        async with asyncio.TaskGroup() as group:
+            for one in self._replicas.values():
+                group.create_task(one.engine.aclose())
+
+    # ---- sampling
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Sample one reply on one replica; see `Engine.generate`.
+
+        A reply whose replica was lost in its middle ends with `FinishReason.ABORT`.
+        """
+        if self.settings.keep_tokens and not request.stream and request.grammar is None:
+            request = replace(request, stream=True)
+        call = self._calls[request.request_id] = RoutedCall(request)
+        try:
+            while (one := await self._admit(call)) is not None:
+                one.begin(call)
+                try:
+                    chunks = cast(
+                        "AsyncGenerator[GenerateChunk, None]", one.engine.generate(request)
+                    )
+                    async with aclosing(chunks):
+                        async for chunk in chunks:
+                            yield call.took(chunk, one)
+                    return
+                except EngineError as error:
+                    failure = error
+                finally:
+                    one.end(call)
+                await self._judge(one, call, failure)
+                if call.given:
+                    break
+            yield call.cut()
+        finally:
+            del self._calls[request.request_id]
+
+    async def _admit(self, call: RoutedCall) -> Replica | None:
+        """The replica for a call, waited for within bounds; `None` = its caller ended it.
+
+        `EngineError` if none is to be had in time, or if all that live refuse the call.
+        """
+        waiting: float | None = None
+        since = 0.0
+        while not call.aborted:
+            if self._held is None:
+                ready = [one for one in self._ready if one not in call.refused]
+                if ready:
+                    one, how = self._choice.pick(call.request.session_id, ready)
+                    self.routed[how] += 1
+                    return one
+                if self._ready and call.refusal is not None:
+                    raise call.refusal
+            limit = (
+                self.settings.patience_s if self._held is None else self.settings.hold_patience_s
+            )
+            if waiting != limit:
+                waiting, since = limit, asyncio.get_running_loop().time()
+            try:
+                async with asyncio.timeout_at(since + limit):
+                    await call.changed.wait()
+            except TimeoutError:
+                raise EngineError(self._nobody(limit), retryable=True) from None
+            call.changed.clear()
+        return None
+
+    def _nobody(self, waited_s: float) -> str:
+        if self._held is not None:
+            return f"the weights are still being updated after {waited_s:g} s"
+        told = "; ".join(
+            f"{one.name} is {one.state}: {one.error or 'no calls for weights this old'}"
+            for one in self._replicas.values()
+        )
+        return f"no engine came within {waited_s:g} s: {told}"
+
+    async def _judge(self, one: Replica, call: RoutedCall, error: EngineError) -> None:
+        """Decide what a replica's failure means; returns if the call may be tried again.
+
+        Else its error is raised: what the call itself is to blame for, or an end of patience.
+        """
+        status = error.status
+        blames_call = status is not None and 400 <= status < 500 and not error.retryable
+        if blames_call or isinstance(error, ContextOverflowError):
+            raise error
+        one.failures += 1
+        call.attempts += 1
+        if error.retryable and status is None:
+            self._lose(one, error)
+        elif status != BUSY:
+            await self._look(one, failures=1)
+        if one.state is ReplicaState.LIVE:
+            if not error.retryable:
+                raise error
+            call.refused.add(one)
+            call.refusal = error
+        if call.attempts >= self.settings.attempts and not call.given:
+            raise error
+
+    async def abort(self, request_id: str) -> None:
+        """End a call; see `Engine.abort`."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.aborted = True
+        call.changed.set()
+        for one in self._replicas.values():
+            if one.running.get(request_id) is call:
+                await one.engine.abort(request_id)
+
+    # ---- health
+
+    async def health(self) -> None:
+        """Return if some replica may be given calls; else `EngineError`."""
+        if not self._ready:
+            raise EngineError(self._nobody(0), retryable=True)
+
+    async def _watch(self, one: Replica) -> None:
+        """Look at a replica again and again."""
+        settings, failed = self.settings, 0
+        while self._replicas.get(one.name) is one:
+            down = one.state is ReplicaState.DOWN
+            wait_s = min(settings.backoff_s * 2**failed, settings.max_backoff_s)
+            try:
+                async with asyncio.timeout(wait_s if down else settings.health_every_s):
+                    await one.wake.wait()
+            except TimeoutError:
+                pass
+            one.wake.clear()
+            if one.state is ReplicaState.DOWN:
+                failed = 0 if await self._revived(one) else min(failed + 1, 30)
+            else:
+                await self._look(one, failures=settings.health_failures)
+
+    async def _well(self, one: Replica) -> EngineError | None:
+        """Ask a replica for its health; the error if it cannot sample."""
+        try:
+            with boundary(EngineError, f"asking {one.name} for its health"):
+                async with asyncio.timeout(self.settings.health_timeout_s):
+                    await one.engine.health()
+        except EngineError as error:
+            return error
+        return None
+
+    async def _look(self, one: Replica, *, failures: int) -> None:
+        """Ask for its health; after so many failed looks in a row it is down."""
+        error = await self._well(one)
+        one.unwell = 0 if error is None else one.unwell + 1
+        if error is not None and one.unwell >= failures:
+            self._lose(one, error)
+
+    def _lose(self, one: Replica, error: EngineError) -> None:
+        """A replica is down: its calls go elsewhere, and it is looked at until it answers."""
+        one.error = str(error)
+        if one.state is ReplicaState.DOWN:
+            return
+        log.warning("replica_down", replica=one.name, calls=one.load, error=str(error))
+        one.losses += 1
+        one.unwell, one.gone = 0, False
+        one.enter(ReplicaState.DOWN)
+        one.wake.set()
+        self._refresh()
+        for request_id in list(one.running):
+            self._nursery.start(one.abort(request_id), name="abort")
+
+    async def _revived(self, one: Replica) -> bool:
+        """Whether a replica that was down gets calls again."""
+        error = await self._well(one) if one.info is not None else None
+        if error is None and (one.info is None or (one.gone and one.reopen is not None)):
+            error = await self._begun(one)
+        if error is not None:
+            one.gone, one.error = True, str(error)
+            return False
+        if one.state is ReplicaState.DOWN:
+            log.info("replica_up", replica=one.name, version=one.version, policy=self._version)
+            one.gone = False
+            one.enter(ReplicaState.LIVE)
+            self._refresh()
+        return True
+
+    def _refresh(self) -> None:
+        """Find out anew who may be given calls, and tell those who wait."""
+        lag = self.settings.max_version_lag
+        self._ready = [
+            one
+            for one in self._replicas.values()
+            if one.state is ReplicaState.LIVE
+            and (lag is None or one.version >= self._version - lag)
+        ]
+        for call in self._calls.values():
+            call.changed.set()
+
+    # ---- who belongs to it
+
+    async def add(self, one: Replica) -> None:
+        """A replica joins. `ConfigError` for a taken name; `EngineError` if it cannot serve."""
+        self._know(one)
+        try:
+            await self._begin(one)
+        except BaseException:
+            del self._replicas[one.name]
+            await one.engine.aclose()
+            raise
+        one.enter(ReplicaState.LIVE)
+        self._nursery.start(self._watch(one), name=f"replica {one.name}")
+        self._refresh()
+
+    async def drain(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Give a replica no new calls, and wait until it has none.
+
+        Calls that still run after `timeout_s` are ended there and go on elsewhere. `KeyError` if
+        there is no such replica.
+        """
+        one = self._replicas[name]
+        one.enter(ReplicaState.DRAINING)
+        self._refresh()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await one.idle.wait()
+        except TimeoutError:
+            await one.abort_all()
+            await one.idle.wait()
+
+    def readmit(self, name: str) -> None:
+        """Give a drained replica calls again. `KeyError` if there is no such replica."""
+        one = self._replicas[name]
+        if one.state is ReplicaState.DRAINING:
+            one.enter(ReplicaState.LIVE)
+            self._refresh()
+
+    async def remove(self, name: str, *, timeout_s: float | None = 0) -> None:
+        """A replica leaves; its calls go on elsewhere after `timeout_s`.
+
+        `ConfigError` if it is the last one, `KeyError` if there is none of that name.
+        """
+        one = self._replicas[name]
+        if len(self._replicas) == 1:
+            raise ConfigError(f"{name!r} is the only replica; add another one first")
+        await self.drain(name, timeout_s=timeout_s)
+        del self._replicas[name]
+        one.wake.set()
+        self._choice.drop(one)
+        await one.engine.aclose()
+
+    def forget(self, session_id: str) -> None:
+        """A session has ended: nothing of it needs to stay together."""
+        self._choice.forget(session_id)
+
+    def replicas(self) -> list[JSON]:
+        """How each replica does."""
+        return [one.status(self._choice.sessions(one)) for one in self._replicas.values()]
+
+    # ---- weights
+
+    @property
+    def held(self) -> PauseMode | None:
+        """How sampling is stopped; `None` = it is not."""
+        return self._held
+
+    async def set_version(self, version: int) -> None:
+        """All replicas' weights are `version` from here on, where replies don't tell their own."""
+        for one in self._replicas.values():
+            if isinstance(one.engine, Versioned) and one.info is not None:
+                await one.engine.set_version(version)
+            one.version = version
+        self._version = version
+        self._refresh()
+
+    async def hold(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
+        """Stop all sampling; returns when nothing samples. New calls wait for `release`.
+
+        `abort` ends running calls, which go on from their tokens after `release`; `wait` lets them
+        end; `keep` holds them where they are, on engines that can. `EngineError` if it takes more
+        than `timeout_s`; nothing is held then.
+        """
+        self._held = mode
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for one in self.each():
+                    if one.state is not ReplicaState.DOWN:
+                        group.create_task(one.hold(mode))
+        except BaseException as error:
+            await self.release()
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"calls still ran {timeout_s:g} s after the hold") from None
+            raise
+
+    async def release(self) -> None:
+        """Sampling goes on; idempotent."""
+        held, self._held = self._held, None
+        if held is not None:
+            for one in self.each():
+                if one.state is not ReplicaState.DOWN and (error := await one.release()):
+                    self._lose(one, error)
+        self._refresh()
+
+    async def update_weights(
+        self,
+        source: str | Path,
+        version: int,
+        *,
+        mode: PauseMode = "abort",
+        rolling: bool = False,
+    ) -> None:
+        """Load the weights of folder `source` into all replicas; sessions go on.
+
+        All at once under a `hold` of `mode`, or `rolling`: one replica after the other, while the
+        rest samples under the old weights. `EngineError` names replicas that did not take them.
+        """
+        await load_everywhere(self, source, version, mode=mode, rolling=rolling)
+
+    def each(self) -> list[Replica]:
+        """The replicas that have started."""
+        return [one for one in self._replicas.values() if one.info is not None]
+
+    def published(self, version: int) -> None:
+        """Some replica has weights `version`."""
+        self._version = max(self._version, version)
+        self._refresh()
+
+
+def _log_lost(error: BaseException) -> None:
+    """A watcher failed: a bug of ours; its replica stays as it is."""
+    log.error("replica_watch_failed", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,239 @@
+"""One replica of a pool: its engine, how it does, and what became of the calls it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+import structlog
+from pydantic import Field
+
+from bridle.config import Settings
+from bridle.engines.base import (
+    Engine,
+    EngineInfo,
+    GenerateChunk,
+    GenerateRequest,
+    Pausable,
+    PauseMode,
+)
+from bridle.errors import EngineError, boundary
+from bridle.types import JSON, FinishReason, VersionSpan
+
+log = structlog.get_logger()
+
+
+class RoutingSettings(Settings):
+    """How calls are spread over the replicas of an engine. Times are seconds."""
+
+    sticky: bool = True
+    """Keep a session on one replica, for its prefix cache."""
+    load_factor: float = Field(default=1.25, ge=1)
+    """A replica may have so many times an even share of all running calls."""
+    slack: int = Field(default=8, ge=0)
+    """So many calls it may have in any case."""
+    patience_s: float = Field(default=60, ge=0)
+    """How long a call waits for a replica while none is to be had; then it fails."""
+    hold_patience_s: float = Field(default=600, ge=0)
+    """How long a call waits for the end of a weight update."""
+    attempts: int = Field(default=5, ge=1)
+    """Replicas that may fail a call before it fails: a prompt that kills engines ends here."""
+    health_every_s: float = Field(default=10, gt=0)
+    """How often a replica that works is asked for its health."""
+    health_timeout_s: float = Field(default=5, gt=0)
+    health_failures: int = Field(default=3, ge=1)
+    """Failed health checks in a row after which a replica counts as dead; its calls move."""
+    backoff_s: float = Field(default=0.5, gt=0)
+    """Wait between looks at a dead replica; doubles."""
+    max_backoff_s: float = Field(default=30, gt=0)
+    start_timeout_s: float = Field(default=600, gt=0)
+    """How long loading or probing one replica may take."""
+    max_version_lag: int | None = Field(default=None, ge=0)
+    """Replicas whose weights are more versions old get no calls; `None` = any age will do."""
+    keep_tokens: bool = False
+    """Have every reply streamed by the engine, so that none of its tokens is lost when a replica
+    dies; else only replies that the harness streams go on from the tokens so far, and others are
+    sampled anew. Costs a message per token."""
+
+
+class ReplicaState(StrEnum):
+    """Whether a replica gets calls."""
+
+    STARTING = "starting"
+    LIVE = "live"
+    DOWN = "down"
+    """It failed; it is looked at until it answers."""
+    DRAINING = "draining"
+    """It gets no new calls; those it has go on."""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine of a pool."""
+
+    name: str
+    """Unique in the pool; the URL of a server."""
+    engine: Engine
+    reopen: Callable[[], Engine] | None = None
+    """Makes the engine's adapter anew, for a server that may be another one after it was gone;
+    `None` = the engine lives in this process."""
+    state: ReplicaState = ReplicaState.STARTING
+    info: EngineInfo | None = None
+    """What it said when it last started; `None` = it never did."""
+    version: int = 0
+    """Policy version of its weights, as far as is known."""
+    running: dict[str, RoutedCall] = field(default_factory=dict)
+    """Calls by request id."""
+    unwell: int = 0
+    """Failed health checks in a row."""
+    gone: bool = False
+    """Whether it did not answer since it failed, so that it may have been started anew."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to have it looked at now."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it has no calls."""
+    since: float = field(default_factory=time.monotonic)
+    """When its state last changed."""
+    error: str | None = None
+    """Why it failed last."""
+    calls: int = 0
+    failures: int = 0
+    """Calls that it failed."""
+    losses: int = 0
+    """How often it went down."""
+    prompt_tokens: int = 0
+    """Of calls that it ended."""
+    cached_tokens: int = 0
+    """Of those, the ones that came from its prefix cache."""
+
+    @property
+    def load(self) -> int:
+        """Calls that run there now."""
+        return len(self.running)
+
+    def enter(self, state: ReplicaState) -> None:
+        """Be in `state` from now on."""
+        if state is not self.state:
+            self.state, self.since = state, time.monotonic()
+
+    def begin(self, call: RoutedCall) -> None:
+        """A call is given to it."""
+        self.calls += 1
+        self.running[call.request.request_id] = call
+        self.idle.clear()
+
+    def end(self, call: RoutedCall) -> None:
+        """A call is no longer its own."""
+        self.running.pop(call.request.request_id, None)
+        if not self.running:
+            self.idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Have a call ended by the engine, whatever state that is in."""
+        try:
+            with boundary(EngineError, "ending a call"):
+                await self.engine.abort(request_id)
+        except EngineError as error:
+            log.warning("abort_failed", replica=self.name, error=str(error))
+
+    async def abort_all(self) -> None:
+        """Have all its calls ended."""
+        for request_id in list(self.running):
+            await self.abort(request_id)
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Return when it samples nothing; see `EnginePool.hold`."""
+        if isinstance(self.engine, Pausable) and await self.engine.pause(mode):
+            return
+        if mode == "abort":
+            await self.abort_all()
+        if mode != "keep":
+            await self.idle.wait()
+
+    async def release(self) -> EngineError | None:
+        """Let it go on; the error if it could not be told."""
+        if isinstance(self.engine, Pausable):
+            try:
+                with boundary(EngineError, f"resuming {self.name}"):
+                    await self.engine.resume()
+            except EngineError as error:
+                return error
+        return None
+
+    def status(self, sessions: int) -> JSON:
+        """A snapshot for operators; `sessions` = how many live there."""
+        return {
+            "name": self.name,
+            "state": self.state.value,
+            "for_s": round(time.monotonic() - self.since, 3),
+            "version": self.version,
+            "model": None if self.info is None else self.info.model,
+            "calls_in_flight": self.load,
+            "sessions": sessions,
+            "calls": self.calls,
+            "failures": self.failures,
+            "losses": self.losses,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "error": self.error,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class RoutedCall:
+    """One call on its way through a pool."""
+
+    request: GenerateRequest
+    aborted: bool = False
+    """Whether its caller ended it."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a call that waits for a replica should look again."""
+    attempts: int = 0
+    """Replicas that failed it."""
+    refused: set[Replica] = field(default_factory=set)
+    """Replicas that live and did not take it."""
+    refusal: EngineError | None = None
+    """What the last of them said."""
+    given: int = 0
+    """Tokens that were given out."""
+    cached: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+    """By the version that the replica had when each chunk came."""
+
+    def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
+        """Note a chunk; the last one without versions gets those that are known."""
+        count = len(chunk.output_ids)
+        if count:
+            start, self.given = self.given, self.given + count
+            if self.spans and self.spans[-1].version == replica.version:
+                start = self.spans.pop().start
+            self.spans.append(VersionSpan(replica.version, start, self.given))
+        self.cached = max(self.cached, chunk.cached_tokens)
+        if chunk.finish_reason is None:
+            return chunk
+        replica.prompt_tokens += len(self.request.prompt)
+        replica.cached_tokens += self.cached
+        if chunk.versions:
+            replica.version = max(replica.version, chunk.versions[-1].version)
+            return chunk
+        return replace(chunk, versions=tuple(self.spans)) if self.spans else chunk
+
+    def cut(self) -> GenerateChunk:
+        """The last chunk of a call whose replica was lost, or that its caller ended."""
+        return GenerateChunk(
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            finish_reason=FinishReason.ABORT,
+            versions=tuple(self.spans),
+            cached_tokens=self.cached,
+        )
+
+
+def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
+    """The replica that `spec` names, as `make` opens it; only servers are ever opened anew."""
+    served = spec.startswith(("http://", "https://"))
+    return Replica(spec, make(spec), (lambda: make(spec)) if served else None)

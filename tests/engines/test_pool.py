@@ -1,0 +1,442 @@
+"""Several replicas as one engine: every failure of one is a reply of another, or a clear error."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.fakes import INFO, Fake, call, lost, pooled, said, state, until
+
+from bridle.engines.base import CutError
+from bridle.engines.ids import ArrayIds
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_choice import How
+from bridle.engines.pool_replica import Replica, ReplicaState
+from bridle.errors import ConfigError, ContextOverflowError, EngineError
+from bridle.types import FinishReason, LogprobMode, VersionSpan
+
+STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
+ALL = [0, 1, 2, 3]
+
+
+async def test_a_session_stays_on_one_replica_and_sessions_are_spread():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        for turn in range(3):
+            for session in "pqrs":
+                await said(pool, call(f"{session}{turn}", session))
+        assert [len({request.session_id for request in fake.asked}) for fake in (a, b)] == [2, 2]
+        assert [len(fake.asked) for fake in (a, b)] == [6, 6]
+        assert pool.routed == {How.FIRST: 4, How.STUCK: 8, How.SPILLED: 0, How.MOVED: 0}
+        pool.forget("p")
+        assert sum(one["sessions"] for one in pool.replicas()) == 3
+
+
+async def test_a_call_that_fails_before_its_first_token_is_another_replica_s():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        home = a if await said(pool) and a.asked else b
+        home.fail(lost())
+        tokens, last = await said(pool, call("again"))
+        assert (tokens, last.finish_reason) == (ALL, STOP)
+        assert len(a.asked) + len(b.asked) == 3
+        assert pool.routed[How.MOVED] == 1
+
+
+@pytest.mark.parametrize("error", [lost(), CutError("cut"), EngineError("told", retryable=True)])
+async def test_a_call_that_fails_later_ends_with_the_tokens_so_far_and_their_versions(error):
+    a = Fake(info=replace(INFO, version=7))
+    async with pooled(a) as pool:
+        a.fail(error, after=2)
+        tokens, last = await said(pool)
+        assert (tokens, last.finish_reason) == ([0, 1], ABORT)
+        assert last.versions == (VersionSpan(7, 0, 2),)
+        assert (await said(pool, call("again")))[0] == ALL
+
+
+async def test_tokens_over_a_change_of_version_know_theirs():
+    a = Fake(tokens=6)
+    async with pooled(a) as pool, aclosing(pool.generate(call())) as chunks:
+        await anext(chunks)
+        await anext(chunks)
+        await pool.set_version(4)
+        last = [one async for one in chunks][-1]
+        assert last.versions == (VersionSpan(0, 0, 2), VersionSpan(4, 2, 6))
+        assert (await pool.start()).version == 4
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+async def test_what_the_call_is_to_blame_for_is_no_reason_to_try_another_replica(status):
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        for fake in (a, b):
+            fake.fail(EngineError("bad", status=status))
+        with pytest.raises(EngineError, match="bad"):
+            await said(pool)
+        assert len(a.asked) + len(b.asked) == 1
+        assert {one["state"] for one in pool.replicas()} == {"live"}
+
+
+async def test_an_overflow_is_told_as_it_is():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.fail(ContextOverflowError(9, 8, None))
+        with pytest.raises(ContextOverflowError):
+            await said(pool)
+
+
+@pytest.mark.parametrize("status", [429, 503, 500])
+async def test_a_replica_that_lives_and_refuses_is_passed_over_for_this_call(status):
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        busy = EngineError("busy", status=status, retryable=True)
+        a.fail(busy)
+        b.fail(busy)
+        with pytest.raises(EngineError, match="busy") as told:
+            await said(pool)
+        assert told.value.status == status
+        assert {one["state"] for one in pool.replicas()} == {"live"}
+        a.fail(busy)
+        for number in range(2):
+            assert (await said(pool, call(str(number), None)))[0] == ALL
+
+
+async def test_a_fault_of_a_replica_that_says_it_is_well_is_the_call_s_end():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.fail(EngineError("unreadable"))
+        with pytest.raises(EngineError, match="unreadable"):
+            await said(pool)
+        assert state(pool, "a") == ReplicaState.LIVE
+
+
+async def test_a_fault_of_a_replica_that_is_not_well_is_another_replica_s_call():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        for fake in (a, b):
+            fake.fail(EngineError("the embedded engine has failed"))
+        a.sick = b.sick = EngineError("failed")
+        b.faults.clear()
+        # Whichever gets it first: only `a` fails.
+        for number in range(2):
+            assert (await said(pool, call(str(number), None)))[0] == ALL
+        assert state(pool, "a") == ReplicaState.DOWN
+
+
+async def test_a_call_waits_for_a_replica_that_comes_back():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.sick = lost()
+        a.fail(lost())
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(said(pool))
+            await until(lambda: a.looked > 3)
+            assert not waiting.done()
+            a.sick = None
+        assert waiting.result()[0] == ALL
+        assert pool.replicas()[0]["losses"] == 1
+
+
+async def test_patience_ends_with_an_error_that_says_who_is_not_there():
+    a, b = Fake(), Fake()
+    async with pooled(a, b, patience_s=0.05) as pool:
+        a.sick = b.sick = lost("nobody listens at that port")
+        a.fail(lost())
+        b.fail(lost())
+        with pytest.raises(EngineError, match="no engine came within") as told:
+            await said(pool)
+        assert told.value.retryable
+        assert "a is down: nobody listens" in str(told.value)
+        with pytest.raises(EngineError, match="b is down"):
+            await pool.health()
+
+
+async def test_a_prompt_that_kills_engines_is_not_given_to_all_of_them():
+    fakes = [Fake() for _ in range(5)]
+    async with pooled(*fakes, attempts=3) as pool:
+        for fake in fakes:
+            fake.faults.extend([(0, lost("it died"))] * 9)
+        with pytest.raises(EngineError, match="it died"):
+            await said(pool)
+        assert sum(len(fake.asked) for fake in fakes) == 3
+
+
+async def test_a_hung_replica_is_found_and_its_calls_are_ended():
+    a, b = Fake(), Fake()
+    async with pooled(a, b, health_failures=2) as pool:
+        for fake in (a, b):
+            fake.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            hanging = group.create_task(said(pool))
+            await until(lambda: a.asked or b.asked)
+            hung, other = (a, b) if a.asked else (b, a)
+            other.gate.set()
+            hung.sick = TimeoutError()
+        assert hanging.result()[1].finish_reason is ABORT
+        assert (await said(pool, call("again")))[0] == ALL
+        assert other.asked[-1].request_id == "again"
+
+
+async def test_one_failed_look_is_not_yet_a_death():
+    a = Fake()
+    async with pooled(a, health_failures=3) as pool:
+        a.sick = lost()
+        await until(lambda: a.looked >= 1)
+        a.sick = None
+        await until(lambda: a.looked >= 4)
+        assert pool.replicas()[0]["losses"] == 0
+
+
+async def test_a_server_that_was_gone_is_probed_anew():
+    a = Fake()
+    fresh = Fake(info=replace(INFO, version=3))
+    async with pooled(a, reopen=lambda _: fresh) as pool:
+        a.sick = lost()
+        a.fail(lost())
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(said(pool))
+            await until(lambda: a.looked > 1)
+            a.sick = None
+        assert waiting.result()[1].versions == (VersionSpan(3, 0, 4),)
+        assert (a.closed, fresh.started, len(fresh.asked)) == (1, 1, 1)
+
+
+async def test_a_server_that_came_back_as_another_one_gets_no_calls():
+    a = Fake()
+    other = Fake(info=replace(INFO, model="another"))
+    async with pooled(a, reopen=lambda _: other, patience_s=0.1) as pool:
+        a.sick = lost()
+        a.fail(lost())
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(refused(pool))
+            await until(lambda: a.looked > 1)
+            a.sick = None
+        assert "has model another, the others m" in waiting.result()
+        assert other.closed >= 1
+        assert not other.asked
+
+
+async def refused(pool):
+    with pytest.raises(EngineError) as told:
+        await said(pool)
+    return str(told.value)
+
+
+async def test_a_short_break_keeps_the_adapter():
+    a = Fake()
+    async with pooled(a, reopen=lambda _: Fake()) as pool:
+        a.fail(CutError("cut"))
+        assert (await said(pool))[0] == ALL
+        assert (a.closed, len(a.asked)) == (0, 2)
+
+
+FAULTS = st.lists(
+    st.tuples(st.sampled_from(["abort", "cut", "lost"]), st.integers(0, 7), st.integers(0, 1)),
+    max_size=8,
+)
+
+
+@given(FAULTS, st.integers(1, 2))
+async def test_whatever_fails_wherever_the_replies_in_a_row_are_the_whole_one(faults, apart):
+    """Two replicas that count, of different versions; a caller that goes on from the tokens."""
+    fakes = [Fake(tokens=8, info=replace(INFO, version=apart * number)) for number in (0, 1)]
+    for kind, after, number in faults:
+        fakes[number].fail(lost() if kind == "lost" else CutError(kind), after=after)
+    tokens, versions = list[int](), list[int]()
+    async with pooled(*fakes, attempts=9, backoff_s=1e-4, max_backoff_s=1e-4) as pool:
+        for number in range(12):
+            prompt = ArrayIds(np.array([0, 0, 0, *tokens], dtype=np.int32))
+            new, last = await said(pool, replace(call(str(number)), prompt=prompt))
+            tokens += new
+            versions += [
+                span.version for span in last.versions for _ in range(span.start, span.end)
+            ]
+            if last.finish_reason is STOP:
+                break
+    assert tokens == list(range(8))
+    assert len(versions) == 8
+    asked = [(request.request_id, fake.info.version) for fake in fakes for request in fake.asked]
+    assert set(versions) <= {version for _, version in asked}
+
+
+# ---- ending calls
+
+
+async def test_a_call_that_is_ended_ends_with_an_abort():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            ending = group.create_task(said(pool))
+            await until(lambda: a.asked)
+            await pool.abort("another")
+            await pool.abort("r")
+        assert ending.result()[1].finish_reason is ABORT
+
+
+async def test_a_call_that_waits_for_a_replica_can_be_ended():
+    a = Fake()
+    async with pooled(a) as pool:
+        await pool.hold("wait")
+        async with asyncio.TaskGroup() as group:
+            ending = group.create_task(said(pool))
+            await asyncio.sleep(0.01)
+            await pool.abort("r")
+        assert ending.result() == ([], ending.result()[1])
+        assert ending.result()[1].finish_reason is ABORT
+
+
+async def test_leaving_a_call_early_leaves_it_at_the_replica_too():
+    a = Fake()
+    async with pooled(a) as pool:
+        async with aclosing(pool.generate(call())) as chunks:
+            await anext(chunks)
+            assert pool.replicas()[0]["calls_in_flight"] == 1
+        assert pool.replicas()[0]["calls_in_flight"] == 0
+
+
+@pytest.mark.parametrize(("keep", "grammar", "stream"), [(True, None, True), (False, None, False)])
+async def test_keeping_tokens_streams_every_call(keep, grammar, stream):
+    a = Fake()
+    async with pooled(a, keep_tokens=keep) as pool:
+        await said(pool, call(grammar=grammar))
+        await said(pool, call("c", grammar={"json_schema": {}}))
+        assert [request.stream for request in a.asked] == [stream, False]
+
+
+# ---- starting
+
+
+async def test_a_replica_that_is_not_there_at_the_start_comes_later():
+    a, b = Fake(), Fake()
+    b.sick = lost()
+    async with pooled(a, b) as pool:
+        assert [state(pool, name) for name in "ab"] == ["live", "down"]
+        b.sick = None
+        await until(lambda: state(pool, "b") == "live")
+        assert (await pool.start()).model == "m"
+
+
+@pytest.mark.parametrize("error", [lost(), EngineError("it gives no logprobs")])
+async def test_without_any_replica_there_is_no_start(error):
+    a = Fake()
+    a.sick = error
+    with pytest.raises(EngineError, match=str(error)):
+        async with pooled(a):
+            pass
+    assert a.closed
+
+
+async def test_one_that_cannot_serve_is_no_replica_to_go_on_without():
+    a, b = Fake(), Fake()
+    b.sick = EngineError("it gives no logprobs")
+    with pytest.raises(EngineError, match="no logprobs"):
+        async with pooled(a, b):
+            pass
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "n"}, {"logprob_mode": LogprobMode.PROCESSED}, {"token_in": False}]
+)
+async def test_replicas_that_differ_are_refused_by_name(change):
+    with pytest.raises(EngineError, match=f"replica b has {next(iter(change))}"):
+        async with pooled(Fake(), Fake(info=replace(INFO, **change))):
+            pass
+
+
+async def test_the_context_is_what_all_replicas_have():
+    async with pooled(Fake(), Fake(info=replace(INFO, context_length=500, version=2))) as pool:
+        info = await pool.start()
+        assert (info.context_length, info.version) == (500, 2)
+
+
+def test_a_pool_has_replicas_of_different_names():
+    with pytest.raises(ConfigError, match="at least one"):
+        EnginePool([])
+    with pytest.raises(ConfigError, match="'a'"):
+        EnginePool([Replica("a", Fake()), Replica("a", Fake())])
+
+
+# ---- joining and leaving
+
+
+async def test_a_replica_joins_and_gets_calls():
+    a, b = Fake(), Fake()
+    async with pooled(a) as pool:
+        await pool.add(Replica("b", b))
+        for number in range(2):
+            await said(pool, call(str(number), None))
+        assert (len(a.asked), len(b.asked)) == (1, 1)
+        with pytest.raises(ConfigError):
+            await pool.add(Replica("b", Fake()))
+
+
+async def test_one_that_cannot_join_is_closed_and_forgotten():
+    small = Fake(info=replace(INFO, context_length=10))
+    async with pooled(Fake()) as pool:
+        with pytest.raises(EngineError, match="context of 10"):
+            await pool.add(Replica("b", small))
+        assert small.closed
+        assert len(pool.replicas()) == 1
+
+
+async def test_a_replica_that_leaves_gives_its_calls_to_the_others():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        a.gate.clear()
+        b.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(said(pool))
+            await until(lambda: a.asked or b.asked)
+            name, gone, other = ("a", a, b) if a.asked else ("b", b, a)
+            await pool.remove(name)
+        assert leaving.result()[1].finish_reason is ABORT
+        assert gone.closed
+        other.gate.set()
+        assert (await said(pool, call("again")))[0] == ALL
+        with pytest.raises(KeyError):
+            await pool.remove(name)
+        with pytest.raises(ConfigError, match="only replica"):
+            await pool.remove(pool.replicas()[0]["name"])
+
+
+async def test_a_drained_replica_ends_what_it_has_and_gets_nothing_new():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        async with asyncio.TaskGroup() as group:
+            for fake in (a, b):
+                fake.gate.clear()
+            ending = group.create_task(said(pool))
+            await until(lambda: a.asked or b.asked)
+            name, mine, other = ("a", a, b) if a.asked else ("b", b, a)
+            draining = group.create_task(pool.drain(name))
+            await asyncio.sleep(0.01)
+            other.gate.set()
+            await said(pool, call("other"))
+            assert not draining.done()
+            mine.gate.set()
+        assert ending.result()[0] == ALL
+        assert [request.request_id for request in other.asked] == ["other"]
+        assert state(pool, name) == "draining"
+        pool.readmit(name)
+        pool.readmit(name)
+        assert state(pool, name) == "live"
+
+
+# ---- age of weights
+
+
+async def test_a_replica_with_weights_too_old_waits_for_new_ones():
+    a, b = Fake(info=replace(INFO, version=5)), Fake(info=replace(INFO, version=3))
+    async with pooled(a, b, max_version_lag=1) as pool:
+        for number in range(4):
+            await said(pool, call(str(number), None))
+        assert not b.asked
+        await pool.set_version(6)
+        for number in range(4):
+            await said(pool, call(str(number), None))
+        assert len(b.asked) == 2
+        assert b.info.version == 6

@@ -1,0 +1,169 @@
+"""New weights into all replicas: sessions go on, and every token knows its weights."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.engines.fakes import INFO, Fake, call, pooled, said, until
+
+from bridle.errors import EngineError
+from bridle.types import FinishReason, VersionSpan
+
+
+class Trained(Fake):
+    """Takes weights, and notes what ran meanwhile."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.loaded = []
+        self.fault: Exception | None = None
+
+    async def update_weights(self, source, version):
+        if self.fault is not None:
+            raise self.fault
+        await asyncio.sleep(0.01)
+        self.loaded.append((source, version, len(self.asked)))
+        self.info = replace(self.info, version=version)
+
+
+class Held(Trained):
+    """Can be held, as a server can."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.paused: list[str] = []
+
+    async def pause(self, mode):
+        self.paused.append(mode)
+        if mode == "abort":
+            self.aborted.update(request.request_id for request in self.asked)
+        return True
+
+    async def resume(self):
+        self.paused.append("resume")
+
+
+async def test_a_hold_ends_calls_and_new_ones_wait_for_its_end():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        a.gate.clear()
+        b.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(said(pool))
+            await until(lambda: a.asked or b.asked)
+            await pool.hold("abort")
+            assert running.done()
+            a.gate.set()
+            b.gate.set()
+            waiting = group.create_task(said(pool, call("new")))
+            await asyncio.sleep(0.02)
+            assert len(a.asked) + len(b.asked) == 1
+            assert pool.held == "abort"
+            await pool.release()
+        assert running.result()[1].finish_reason is FinishReason.ABORT
+        assert waiting.result()[0] == [0, 1, 2, 3]
+        assert pool.held is None
+
+
+async def test_a_hold_that_waits_lets_calls_end():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(said(pool))
+            await until(lambda: a.asked)
+            holding = group.create_task(pool.hold("wait"))
+            await asyncio.sleep(0.01)
+            assert not holding.done()
+            a.gate.set()
+        assert running.result()[1].finish_reason is FinishReason.STOP
+
+
+async def test_a_hold_that_takes_too_long_holds_nothing():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(said(pool))
+            await until(lambda: a.asked)
+            with pytest.raises(EngineError, match="still ran"):
+                await pool.hold("wait", timeout_s=0.01)
+            assert pool.held is None
+            a.gate.set()
+        assert running.result()[0] == [0, 1, 2, 3]
+
+
+async def test_a_server_is_held_by_its_own_routes():
+    a = Held()
+    async with pooled(a) as pool:
+        await pool.hold("keep")
+        await pool.release()
+        await pool.release()
+        assert a.paused == ["keep", "resume"]
+
+
+async def test_calls_wait_for_the_end_of_an_update_within_bounds():
+    async with pooled(Fake(), hold_patience_s=0.02) as pool:
+        await pool.hold("keep")
+        with pytest.raises(EngineError, match="still being updated"):
+            await said(pool)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_all_replicas_take_new_weights_while_nothing_samples(mode):
+    a, b = Held(), Trained()
+    async with pooled(a, b) as pool:
+        await said(pool)
+        await pool.update_weights("folder", 5, mode=mode)
+        assert [fake.loaded[0][:2] for fake in (a, b)] == [("folder", 5)] * 2
+        assert (await said(pool, call("new")))[1].versions == (VersionSpan(5, 0, 4),)
+        assert (await pool.start()).version == 5
+
+
+async def test_a_rolling_update_leaves_somebody_to_sample():
+    a, b = Trained(), Trained()
+    async with pooled(a, b) as pool:
+        async with asyncio.TaskGroup() as group:
+            updating = group.create_task(pool.update_weights("folder", 5, rolling=True))
+            await asyncio.sleep(0)
+            calls = [group.create_task(said(pool, call(str(n), None))) for n in range(6)]
+        assert updating.done()
+        assert all(task.result()[0] == [0, 1, 2, 3] for task in calls)
+        assert {one["version"] for one in pool.replicas()} == {5}
+        assert {one["state"] for one in pool.replicas()} == {"live"}
+
+
+async def test_the_only_replica_is_updated_in_place():
+    a = Trained()
+    async with pooled(a) as pool:
+        await pool.update_weights("folder", 5, rolling=True)
+        assert a.loaded == [("folder", 5, 0)]
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_version(rolling):
+    a, b, c = Trained(), Trained(), Fake(info=replace(INFO, version=1))
+    b.fault = RuntimeError("disk full")
+    async with pooled(a, b, c) as pool:
+        with pytest.raises(EngineError, match="not everywhere") as told:
+            await pool.update_weights("folder", 5, rolling=rolling)
+        assert "b: loading: RuntimeError: disk full" in str(told.value)
+        assert "c takes no weights" in str(told.value)
+        assert [one["version"] for one in pool.replicas()] == [5, 0, 1]
+        assert pool.held is None
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+
+
+async def test_a_replica_that_cannot_go_on_is_looked_at():
+    a, b = Held(), Fake()
+    async with pooled(a, b) as pool:
+        a.resume = failing  # type: ignore[method-assign]  # its server does not answer
+        await pool.hold("keep")
+        a.sick = EngineError("gone")
+        await pool.release()
+        assert pool.replicas()[0]["state"] == "down"
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+
+
+async def failing():
+    raise EngineError("gone", retryable=True)
