@@ -36,6 +36,8 @@ def test_a_prompt_shows_what_its_messages_show():
     given = view_messages(plain, TOOLS)
     assert bare.system == given.system == "You are kind."
     assert list(bare.users) == list(given.users) == ["First question", "Second\nquestion", "Third"]
+    assert list(given.results) == ["out"]
+    assert [text.strip() for text in bare.results] == ["<tool_response>\nout\n</tool_response>"]
     assert bare.assistants == given.assistants == 2
     assert [t["function"]["name"] for t in bare.tools] == ["bash", "edit"]
     assert list(given.tools) == TOOLS

@@ -36,6 +36,9 @@ USER = ("user", "please fix the bug")
         ({"user_contains": "kind"}, False),
         ({"last_contains": "thanks"}, True),
         ({"last_contains": "fix"}, False),
+        ({"results_contain": "a result"}, True),
+        ({"results_contain": "thanks"}, False),
+        ({"user_contains": "a result"}, False),
         ({"tools_include": "bash"}, True),
         ({"tools_include": ["bash", "edit"]}, True),
         ({"tools_include": ["bash", "web"]}, False),
@@ -47,7 +50,7 @@ USER = ("user", "please fix the bug")
 def test_every_field_of_when_must_hold(when, fits):
     request = view(
         ("system", "be kind"), ("developer", "be brief"), USER, ("assistant", "done"),
-        ("tool", "never looked at"), ("user", "thanks"), tools=["bash", "edit"],
+        ("tool", "a result"), ("user", "thanks"), tools=["bash", "edit"],
     )  # fmt: skip
     two = script(turns("special", when=when), turns("rest"))
     assert choose(two, request, "m")[0] == (0 if fits else 1)
@@ -104,6 +107,8 @@ def test_a_request_that_nothing_fits_is_shown():
         ({"raw": "a", "content": "b"}, "raw is the whole text"),
         ({"raw": "a", "shell": ["ls"]}, "raw is the whole text"),
         ({"fault_times": 1}, "fault_times needs a fault"),
+        ({"fault_after": 1}, "fault_after needs a fault"),
+        ({"fault": 500, "fault_after": 0}, "conversations.0.turns.0.fault_after"),
     ],
 )
 def test_a_mistake_in_a_turn_is_named_by_file_and_field(tmp_path, turn, says):
@@ -153,7 +158,7 @@ def test_a_file_with_every_field_is_read(tmp_path):
     turn = {
         "reasoning": "r", "content": "c", "tool_calls": [{"name": "f", "arguments": {"a": 1}}],
         "shell": ["ls"], "token_ids": [1], "finish": "length", "delay_s": 0.5, "fault": "cut",
-        "fault_times": 2,
+        "fault_times": 2, "fault_after": 3,
     }  # fmt: skip
     path.write_text(json.dumps({"conversations": [{"turns": [turn, {"raw": "x"}], "skip": 1}],
                                 "model": "m", "context_length": 100}))  # fmt: skip

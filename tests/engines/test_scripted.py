@@ -276,6 +276,32 @@ async def test_a_cut_gives_half_of_the_reply():
         assert TOKENIZER.decode(np.concatenate([c.output_ids for c in got])).startswith("one")
 
 
+@pytest.mark.parametrize("fault", ["cut", 500])
+async def test_a_fault_may_come_after_some_tokens(fault):
+    engine = scripted_engine([{"content": "word " * 20, "fault": fault, "fault_after": 12}])
+    for stream, sizes in ((False, [12]), (True, [8, 4])):
+        got = []
+        with pytest.raises(EngineError, match=r"scripted fault|cuts this reply"):  # noqa: PT012
+            async for chunk in engine.generate(call(stream=stream)):
+                got.append(chunk)  # noqa: PERF401 - what came before the error is looked at
+        assert [len(chunk.output_ids) for chunk in got] == sizes
+        assert all(chunk.finish_reason is None for chunk in got)
+
+
+async def test_the_wait_before_a_late_fault_comes_after_its_tokens_and_an_abort_ends_it():
+    engine = scripted_engine(
+        [{"content": "word " * 20, "fault": 500, "fault_after": 8, "delay_s": 60}]
+    )
+    got = []
+    async with asyncio.timeout(5):
+        async for chunk in engine.generate(call(request_id="x", stream=True)):
+            got.append(chunk)
+            asyncio.get_running_loop().call_later(0.01, engine._calls["x"].set)
+    assert [len(chunk.output_ids) for chunk in got] == [8, 0]
+    assert got[-1].finish_reason is FinishReason.ABORT
+    assert got[-1].versions == (VersionSpan(0, 0, 8),)
+
+
 async def test_a_fault_with_a_number_ends_for_each_prompt_on_its_own():
     engine = scripted_engine([{"content": "ok", "fault": 500, "fault_times": 2}])
     other = call([{"role": "user", "content": "other"}])

@@ -55,6 +55,10 @@ class RequestView(Protocol):
         """Text of each user message, tool results left out."""
 
     @property
+    def results(self) -> Sequence[str]:
+        """Text of the tool results; several of one turn may be one text."""
+
+    @property
     def assistants(self) -> int:
         """Number of finished assistant messages."""
 
@@ -69,6 +73,7 @@ class MessagesView:
 
     system: str
     users: Sequence[str]
+    results: Sequence[str]
     assistants: int
     tools: Sequence[JSON]
 
@@ -82,6 +87,7 @@ def view_messages(messages: Sequence[JSON], tools: Sequence[JSON] | None) -> Mes
     return MessagesView(
         system="\n".join(texts("system", "developer")),
         users=texts("user"),
+        results=texts("tool"),
         assistants=len(texts("assistant")),
         tools=tools or (),
     )
@@ -151,6 +157,11 @@ class PromptView:
     def users(self) -> Sequence[str]:
         """Text of each user message, tool results left out."""
         return self._texts("user")
+
+    @functools.cached_property
+    def results(self) -> Sequence[str]:
+        """Text of the tool results; several of one turn are one text, with their markup."""
+        return self._texts("tool")
 
     @functools.cached_property
     def assistants(self) -> int:

@@ -37,6 +37,8 @@ class When(Settings):
     """Somewhere in the user messages."""
     last_contains: Texts = ()
     """In the last user message."""
+    results_contain: Texts = ()
+    """Somewhere in the tool results."""
     tools_include: Texts = ()
     """Names of tools that are offered."""
     model: str | None = None
@@ -53,6 +55,8 @@ class When(Settings):
         ):
             return False
         if not all(any(text in user for user in view.users) for text in self.user_contains):
+            return False
+        if not all(any(text in result for result in view.results) for text in self.results_contain):
             return False
         return not self.tools_include or set(self.tools_include) <= set(tool_names(view.tools))
 
@@ -84,6 +88,9 @@ class Turn(Settings):
     """Wait before the first token, or before the fault."""
     fault: Annotated[int, Field(ge=400, le=599)] | Literal["cut"] | None = None
     """An HTTP status to fail with, or `cut`: half of the reply, then a broken connection."""
+    fault_after: int | None = Field(default=None, ge=1)
+    """So many tokens are given out before the fault; `None` = none before a status, half before a
+    cut."""
     fault_times: int | None = Field(default=None, ge=1)
     """After so many faults for one and the same prompt the turn plays; `None` = it fails always."""
 
@@ -93,8 +100,9 @@ class Turn(Settings):
             self.reasoning is not None or self.content is not None or self.tool_calls or self.shell
         ):
             raise ValueError("raw is the whole text; reasoning, content and calls cannot join it")
-        if self.fault_times is not None and self.fault is None:
-            raise ValueError("fault_times needs a fault")
+        for name in ("fault_times", "fault_after"):
+            if getattr(self, name) is not None and self.fault is None:
+                raise ValueError(f"{name} needs a fault")
         return self
 
 

@@ -62,6 +62,7 @@ PROBE_PREFIX = "probe-"
 
 _PROBED = Turn(content="A probe was answered.")
 _NO_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
+_HALF = -1
 _FAULTS_REMEMBERED = 10_000
 _TEXTS_REMEMBERED = 1_000
 
@@ -147,26 +148,29 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Play the turn that the request gets; in one chunk unless asked to stream.
 
-        Raises `EngineError` for a scripted fault, a request that no conversation fits, and a turn
-        that needs a shell tool where there is none; `CutError` in the middle of the reply for the
-        fault `cut`; `ContextOverflowError` for a prompt that leaves no room.
+        Raises `EngineError` for a scripted fault (`CutError` for `cut`), a request that no
+        conversation fits, and a turn that needs a shell tool where there is none;
+        `ContextOverflowError` for a prompt that leaves no room.
         """
         aborted = self._calls.setdefault(request.request_id, asyncio.Event())
         try:
             budget = self._budget(request)
             ids = _prompt_array(request, self.tokenizer.vocab_size)
             if request.request_id.startswith(PROBE_PREFIX):
-                turn, cut = _PROBED, False
+                turn, fault = _PROBED, None
                 tools: Sequence[JSON] = ()
             else:
                 view = self._view(request, ids)
                 c, t = choose(self.script, view, request.model)
                 turn, tools = self.script.conversations[c].turns[t], view.tools
-                await _wait(turn.delay_s, aborted)
-                cut = not aborted.is_set() and self._fault(turn, (c, t), request)
+                fault = self._fault(turn, (c, t), request)
+                if fault is None or turn.fault_after is None:
+                    await _wait(turn.delay_s, aborted)
+                if fault is not None and not fault.tokens and not aborted.is_set():
+                    raise fault.error
             sampled = self._sample(turn, tools, ids)
             played = self._limit(sampled, turn, request.sampling, budget)
-            async for chunk in self._give(request, played, aborted, cut=cut):
+            async for chunk in self._give(request, played, aborted, fault):
                 yield chunk
         finally:
             self._calls.pop(request.request_id, None)
@@ -183,24 +187,27 @@ class ScriptedEngine:
             return view_messages(request.messages, request.tools)
         return PromptView(ids, self.tokenizer)
 
-    def _fault(self, turn: Turn, key: tuple[int, int], request: GenerateRequest) -> bool:
-        """Raise the turn's fault; returns whether the reply is to be cut instead."""
+    def _fault(self, turn: Turn, key: tuple[int, int], request: GenerateRequest) -> _Fault | None:
+        """The turn's fault, if it is still due for this prompt."""
         if turn.fault is None:
-            return False
+            return None
         if turn.fault_times is not None:
             seen = (*key, hashlib.sha256(request.prompt.json()).digest())
             count = self._faults[seen] = self._faults.pop(seen, 0) + 1
             if len(self._faults) > _FAULTS_REMEMBERED:
                 self._faults.popitem(last=False)
             if count > turn.fault_times:
-                return False
+                return None
+        wait_s = 0.0 if turn.fault_after is None else turn.delay_s
         if turn.fault == "cut":
-            return True
-        raise EngineError(
+            error: EngineError = CutError("the script cuts this reply")
+            return _Fault(error, turn.fault_after or _HALF, wait_s)
+        error = EngineError(
             f"a scripted fault of status {turn.fault}",
             retryable=turn.fault in RETRYABLE,
             status=turn.fault,
         )
+        return _Fault(error, turn.fault_after or 0, wait_s)
 
     # ---- what is sampled
 
@@ -292,15 +299,19 @@ class ScriptedEngine:
     # ---- how it is given out
 
     async def _give(
-        self, request: GenerateRequest, played: _Played, aborted: asyncio.Event, *, cut: bool
+        self,
+        request: GenerateRequest,
+        played: _Played,
+        aborted: asyncio.Event,
+        fault: _Fault | None,
     ) -> AsyncGenerator[GenerateChunk, None]:
-        ids = played.ids[: len(played.ids) // 2] if cut else played.ids
+        ids = played.ids if fault is None else fault.left(played.ids)
         size = PIECE if request.stream else max(len(ids), 1)
         versions: list[VersionSpan] = []
         for start in range(0, max(len(ids), 1), size):
             piece = ids[start : start + size] if not aborted.is_set() else ids[:0]
             end = start + len(piece)
-            last = (end == len(ids) and not cut) or aborted.is_set()
+            last = (end == len(ids) and fault is None) or aborted.is_set()
             versions = _spans(versions, self.version, start, end)
             finish = FinishReason.ABORT if aborted.is_set() else played.finish
             yield GenerateChunk(
@@ -314,7 +325,13 @@ class ScriptedEngine:
             if last:
                 return
             await asyncio.sleep(0)
-        raise CutError("the script cuts this reply")
+        if fault is not None:
+            await _wait(fault.delay_s, aborted)
+            if not aborted.is_set():
+                raise fault.error
+            yield GenerateChunk(
+                ids[:0], scripted_logprobs(ids[:0]), FinishReason.ABORT, versions=tuple(versions)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +339,20 @@ class _Played:
     ids: Ids
     finish: FinishReason
     stop_text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """A failure to come, after some tokens and a wait."""
+
+    error: EngineError
+    tokens: int
+    """`_HALF` = half of the reply."""
+    delay_s: float
+
+    def left(self, ids: Ids) -> Ids:
+        """What of the reply is given out."""
+        return ids[: len(ids) // 2 if self.tokens == _HALF else self.tokens]
 
 
 def _prompt_array(request: GenerateRequest, vocab_size: int) -> Ids:
