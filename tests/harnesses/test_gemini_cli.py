@@ -42,6 +42,13 @@ def test_its_settings_choose_the_key_and_switch_off_what_would_make_runs_differ(
     assert made["model"]["maxSessionTurns"] == -1
 
 
+def test_it_compresses_at_a_part_of_the_real_context_not_of_the_one_that_it_believes_in():
+    threshold = settings_file(gemini())["model"]["compressionThreshold"]
+    assert threshold * 1_048_576 == pytest.approx(0.8 * context().context_length)
+    made = settings_file(gemini(config={"model": {"compressionThreshold": 0.5}}))
+    assert made["model"]["compressionThreshold"] == 0.5
+
+
 def test_a_turn_limit_and_a_tasks_own_settings_are_written():
     made = settings_file(gemini(max_turns=4, config={"tools": {"exclude": ["web_fetch"]}}))
     assert made["model"]["maxSessionTurns"] == 4
