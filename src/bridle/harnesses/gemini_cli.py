@@ -3,7 +3,8 @@
 Facts: HARNESSES notes of version 0.61.0 and its configuration reference. Its settings file is a
 must: without a chosen auth type it does not start. Exit codes tell much: 53 is its turn limit, and
 an API's refusal comes out as the HTTP status modulo 256. It replaces old tool outputs by stubs once
-there are more than 50k tokens of them; that forks the conversation and cannot be switched off.
+there are more than 50k tokens of them; that forks the conversation and cannot be switched off. It
+believes in a context of a million tokens, so where it compresses is set as a part of that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from bridle.types import JSON, Cause, Dialect
 VERSION = "0.61.0"
 CLI = "node_modules/@google/gemini-cli/bundle/gemini.js"
 TURN_LIMIT = 53
+BELIEVED_CONTEXT = 1_048_576
+"""Tokens that it thinks a model takes whose name it does not know."""
+COMPRESS_AT = 0.8
+"""Part of the real context after which it compresses its history."""
 STATUSES = frozenset(status % 256 for status in (400, 401, 403, 404, 429, 500, 502, 503, 504))
 
 
@@ -81,12 +86,12 @@ class GeminiCli:
         return Launch(
             command,
             env,
-            files={f"{folder}/settings.json": as_json(self._config())},
+            files={f"{folder}/settings.json": as_json(self._config(context))},
             folders=skill_folders(self._agent, f"{folder}/skills"),
             stdin=context.instruction.encode(),
         )
 
-    def _config(self) -> JSON:
+    def _config(self, context: LaunchContext) -> JSON:
         def remote(server: McpServer) -> JSON:
             where = "url" if server.transport == "sse" else "httpUrl"
             return {where: server.url, "headers": server.headers}
@@ -100,7 +105,10 @@ class GeminiCli:
                 "checkpointing": {"enabled": False},
             },
             "tools": {"useRipgrep": False},
-            "model": {"maxSessionTurns": self._settings.max_turns or -1},
+            "model": {
+                "maxSessionTurns": self._settings.max_turns or -1,
+                "compressionThreshold": context.context_length * COMPRESS_AT / BELIEVED_CONTEXT,
+            },
             "mcpServers": {
                 name: {**entry, "trust": True}
                 for name, entry in mcp_entries(self._agent, remote).items()
