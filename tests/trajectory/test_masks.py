@@ -35,6 +35,8 @@ def test_a_delivered_reply_trains():
         ({"state": DeliveryState.SUPERSEDED}, "superseded"),
         ({"state": None}, "unresolved"),
         ({"kind": Kind.SIDE}, "kind"),
+        ({"extra": {"other_model": "judge"}}, "other_model"),
+        ({"extra": {"other_model": "judge"}, "kind": Kind.SIDE}, "other_model"),
         ({"finish_reason": FinishReason.ABORT}, "aborted"),
         ({"finish_reason": FinishReason.LENGTH}, "trained"),
         ({"constrained": True, "logprob_mode": LogprobMode.RAW}, "constrained"),

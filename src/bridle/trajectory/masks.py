@@ -110,6 +110,8 @@ def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
         return MaskReason.KIND
     if exchange.finish_reason is _ABORT:
         return MaskReason.ABORTED
+    if exchange.extra.get("other_model"):
+        return MaskReason.OTHER_MODEL
     if exchange.logprob_mode is _NONE:
         return MaskReason.UNPAIRED
     if exchange.constrained and exchange.logprob_mode is not _PROCESSED:

@@ -49,6 +49,8 @@ class MaskReason(IntEnum):
     """What it was sampled under is not known: a check of token identity failed."""
     UNRESOLVED = 12
     """Nothing shows whether a harness received it: no delivery record, no later request."""
+    OTHER_MODEL = 13
+    """Sampled by an engine that is not the policy (the gateway's `[models]` table)."""
 
     @property
     def key(self) -> str:
