@@ -46,6 +46,10 @@ class SamplingPolicy(Settings):
     """A seed of ours is derived anew per session and call, so a group is not copies of one run."""
     max_output_tokens: int | None = None
     """Output budget of one call; `None` = what was asked for and what the context leaves."""
+    constraints: Literal["enforce", "record"] = "enforce"
+    """What a request's schema for its answer does. `enforce`: the engine samples under a grammar
+    where it can, and such tokens train only with logprobs of the constrained distribution.
+    `record`: samples are free and train; the exchange says that the schema was not enforced."""
 
 
 class Limits(Settings):

@@ -242,6 +242,10 @@ class Reply:
     """Sampled tokens that no visible part shows (text that a parser dropped)."""
     stop_text: str | None = None
     """The stop string that ended it, for dialects that name it; `None` = none did."""
+    reasoning_tokens: int = 0
+    """Sampled tokens inside the reasoning, without what opens and closes it."""
+    token_logprobs: tuple[tuple[str, float], ...] | None = None
+    """Text and logprob of each sampled token, for a client that asked; `None` = it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +290,12 @@ class ModelRequest:
     """How many leading messages came from the head (system prompt, instructions)."""
     tools_span: bytes | None = None
     """Raw JSON of the tool list; `None` = none sent."""
+    raw_prompt: str | tuple[int, ...] | None = None
+    """Legacy completions: a text or token ids to sample under as they are, without a template."""
+    prefill: str | None = None
+    """Text that begins the answer, as the last message gives it; the reply goes on from it."""
+    logprobs: bool = False
+    """Whether the client wants the logprobs of what was sampled."""
     include_usage: bool = False
     """OpenAI Chat streams: whether a usage chunk was asked for."""
     extra: JSON = field(default_factory=dict)

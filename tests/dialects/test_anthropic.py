@@ -125,3 +125,38 @@ def test_schemas_of_answers():
     assert read(output_format=form).response_schema == schema
     assert read(output_config={"format": {"type": "json_schema"}}).response_schema == {}
     assert read(output_config={"format": {"type": "text"}}).response_schema is None
+
+
+def last(content, **fields):
+    body = {"model": "m", "max_tokens": 9, **fields}
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": content}]
+    return parse(Dialect.ANTHROPIC, {**body, "messages": turns})
+
+
+def test_a_last_assistant_text_is_what_the_reply_goes_on_from():
+    assert last("It is").prefill == "It is"
+    assert last([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]).prefill == "ab"
+    assert last("").prefill is None
+    assert last([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]).prefill is None
+    assert last("x").messages[-1].text == "x"
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "words"),
+    [
+        ("It is ", {}, "trailing whitespace"),
+        ("It is", {"thinking": {"type": "enabled"}}, "thinking block"),
+    ],
+)
+def test_a_beginning_that_the_provider_refuses_is_refused(content, fields, words):
+    with pytest.raises(RequestError, match=words) as told:
+        last(content, **fields)
+    assert told.value.param == "messages"
+
+
+def test_a_beginning_with_its_thought_is_taken_where_thinking_is_on():
+    content = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "text", "text": "It is"},
+    ]
+    assert last(content, thinking={"type": "enabled"}).prefill == "It is"

@@ -1,5 +1,7 @@
 """How a call samples and how much it may."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from bridle.config import FieldPolicy, Limits, SamplingPolicy
 from bridle.errors import RequestError
 from bridle.gateway.budgets import (
     SamplingPlan,
+    TokenAccount,
     derived_seed,
     output_budget,
     reached_limit,
@@ -63,10 +66,10 @@ def test_min_tokens_never_exceed_the_budget():
 amounts = st.none() | st.integers(1, 10_000)
 
 
-@given(prompt=st.integers(0, 9_000), asked=amounts, task=amounts, session=amounts)
-def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task, session):
+@given(prompt=st.integers(0, 9_000), asked=amounts, task=amounts)
+def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task):
     room = 8_192 - prompt
-    allowed = [amount for amount in (asked, task, session) if amount is not None]
+    allowed = [amount for amount in (asked, task) if amount is not None]
 
     def budget():
         return output_budget(
@@ -74,7 +77,6 @@ def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task, 
             context_length=8_192,
             asked=asked,
             task=task,
-            session_left=session,
             minimum=64,
         )
 
@@ -87,11 +89,36 @@ def test_the_output_budget_is_the_least_that_anyone_allows(prompt, asked, task, 
         assert budget() == min([room, *allowed])
 
 
-def test_a_session_that_overshot_its_tokens_is_still_given_one():
-    budget = output_budget(
-        prompt_tokens=1, context_length=100, asked=None, task=None, session_left=-5, minimum=64
-    )
-    assert budget == 1
+async def test_calls_at_once_never_sample_more_than_the_session_has():
+    account, spent = TokenAccount(100), 0
+
+    async def call(most: int, used: int) -> None:
+        nonlocal spent
+        granted = await account.reserve(most, lambda: spent)
+        assert spent + account.reserved <= 100
+        await asyncio.sleep(0)
+        spent += min(used, granted)
+        account.release(granted)
+
+    async with asyncio.TaskGroup() as group:
+        for most, used in ((60, 10), (60, 60), (20, 20), (90, 5)):
+            group.create_task(call(most, used))
+    assert (spent, account.reserved) == (95, 0)
+
+
+async def test_the_last_call_gets_what_is_left_and_the_next_one_is_refused():
+    account = TokenAccount(100)
+    assert await account.reserve(500, lambda: 97) == 3
+    account.release(3)
+    with pytest.raises(RequestError) as refused:
+        await account.reserve(1, lambda: 100)
+    assert refused.value.code == "budget_exhausted"
+
+
+async def test_a_session_without_a_limit_waits_for_nothing():
+    account = TokenAccount(None)
+    assert await account.reserve(10**9, lambda: 10**9) == 10**9
+    assert await account.reserve(5, lambda: 0) == 5
 
 
 def test_a_limit_is_named_when_it_is_reached():

@@ -303,7 +303,8 @@ async def test_calls_in_flight_beyond_the_limit_are_asked_to_come_back():
 
 
 @pytest.mark.parametrize(
-    ("fault", "status"), [(429, 429), (503, 503), (529, 503), (500, 503), (400, 500), ("cut", 503)]
+    ("fault", "status"),
+    [(429, 429), (503, 503), (529, 503), (500, 503), (400, 400), (404, 500), ("cut", 503)],
 )
 async def test_an_engine_s_failure_is_told_in_the_dialect_and_not_leaked(fault, status):
     async with house({"fault": fault, "content": "a"}) as home:
@@ -324,23 +325,6 @@ async def test_a_reply_that_the_engine_cut_is_resumed_inside():
         (exchange,) = caller.exchanges
         assert exchange.extra["resumed"] >= 1
         assert caller.delivery(0) is DeliveryState.DELIVERED
-
-
-async def test_a_format_that_the_engine_cannot_give_is_the_harness_s_400():
-    async with house({"content": "a", "fault": 400}) as home:
-        caller = await home.session()
-        body = {"model": "m", "messages": [user("go")]}
-        status, reply = await caller.post({**body, "response_format": {"type": "json_object"}})
-        assert (status, reply["error"]["param"]) == (400, "response_format")
-        assert (await caller.post(body))[0] == 500
-
-
-async def test_a_given_format_marks_the_exchange_as_constrained():
-    async with house({"content": "{}"}) as home:
-        caller = await home.session()
-        await caller.ask([user("go")], response_format={"type": "json_object"})
-        await caller.ask([user("on")])
-        assert [exchange.constrained for exchange in caller.exchanges] == [True, False]
 
 
 async def test_a_bug_behind_the_gateway_is_a_500_in_shape():
@@ -384,3 +368,30 @@ async def test_policy_versions_follow_the_engine():
         await caller.ask([user("more")])
         versions = [exchange.versions[0].version for exchange in caller.exchanges]
         assert versions == [0, 4]
+
+
+async def test_two_calls_at_once_do_not_overshoot_the_session_s_tokens():
+    turn = {"content": "word " * 30, "delay_s": 0.02}
+    async with house(turn) as home:
+        caller = await home.session(limits=Limits(max_tokens=50))
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(caller.post({"model": "m", "messages": [user(name)]}))
+                for name in ("a", "b", "c")
+            ]
+        statuses = sorted(task.result()[0] for task in asked)
+        assert statuses == [200, 200, 429]
+        assert caller.facts.tokens <= 50
+        assert caller.facts.limit == "tokens"
+
+
+async def test_reasoning_tokens_are_those_that_were_sampled_between_the_marks():
+    async with house({"reasoning": "first this, then that", "content": "a"}) as home:
+        caller = await home.session()
+        _, reply = await caller.post({"model": "m", "messages": [user("go")]})
+        told = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        ids = caller.exchanges[0].output_ids.tolist()
+        vocabulary = renderer().tokenizer
+        begin, end = (vocabulary.convert_tokens_to_ids(t) for t in ("<think>", "</think>"))
+        assert told == ids.index(end) - ids.index(begin) - 1 > 0
+        assert caller.exchanges[0].extra["reasoning_tokens"] == told

@@ -136,6 +136,7 @@ class Anthropic(WireFormat):
             span_lengths=lengths,
             head_messages=len(system),
             tools_span=tools_span,
+            prefill=_read_prefill(messages[-1], thinks=shown) if messages else None,
             extra={
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
@@ -213,6 +214,26 @@ def _read_choice(choice: JSON, tools: ToolList) -> str:
             return name if name in tools.deferred else check_choice(name, tools, "tool_choice.name")
         case other:
             raise RequestError(f"tool_choice.type: unknown {other!r}", param="tool_choice.type")
+
+
+def _read_prefill(last: Message, *, thinks: bool) -> str | None:
+    """The text of a last assistant message, from which the reply goes on; `None` = there is none.
+
+    What the provider refuses is refused: an end in white space, and no thought before the text
+    where thinking is on.
+    """
+    if last.role is not Role.ASSISTANT or last.tool_calls or not last.text.strip():
+        return None
+    if last.text != last.text.rstrip():
+        message = "messages: final assistant content cannot end with trailing whitespace"
+        raise RequestError(message, param="messages")
+    if thinks and last.reasoning is None and not last.issued_ids:
+        message = (
+            "messages: when `thinking` is enabled, a final `assistant` message must start with a "
+            "thinking block"
+        )
+        raise RequestError(message, param="messages")
+    return last.text
 
 
 def _read_schema(head: JSON, output: JSON) -> JSON | None:

@@ -92,6 +92,8 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_dir: str | None = None
     """Folder with the tokenizer, if it is on this machine."""
+    grammar: bool = False
+    """Whether it samples under a JSON schema (`GenerateRequest.grammar`)."""
 
 
 class Engine(Protocol):

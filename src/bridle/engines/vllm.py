@@ -126,6 +126,7 @@ class VllmEngine:
             version=self.version,
             eos_token_ids=_end_ids(folder),
             tokenizer_dir=None if folder is None else str(folder),
+            grammar=True,
         )
 
     def _with_version(self, info: EngineInfo) -> EngineInfo:
@@ -137,6 +138,7 @@ class VllmEngine:
             self.version,
             info.eos_token_ids,
             info.tokenizer_dir,
+            info.grammar,
         )
 
     async def _choose_model(self) -> JSON:

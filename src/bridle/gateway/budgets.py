@@ -1,11 +1,14 @@
 """How a call samples and how much it may: the task's policy, the session's limits, the room left.
 
-Pure: what was asked and what is set go in, effective values come out.
+What was asked and what is set go in, effective values come out. Only a session's tokens are shared
+between its calls: `TokenAccount` reserves them before each call and takes back what was not used.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -30,6 +33,8 @@ class SamplingPlan:
 
     def __init__(self, policy: SamplingPolicy) -> None:
         self.max_output_tokens = policy.max_output_tokens
+        self.enforces = policy.constraints == "enforce"
+        """Whether a request's schema constrains the samples, where the engine can."""
         self._fields: tuple[tuple[str, FieldPolicy], ...] = tuple(
             (name, getattr(policy, name)) for name in FIELDS
         )
@@ -77,18 +82,19 @@ def output_budget(
     context_length: int,
     asked: int | None,
     task: int | None,
-    session_left: int | None,
     minimum: int,
 ) -> int:
-    """The most tokens that a call may sample: the least of what each party allows, at least 1.
+    """The most tokens that a call may sample: the least of what each party allows.
+
+    What the session has left is reserved after this (`TokenAccount`).
 
     Raises the context overflow when fewer than `minimum` tokens of the context are left.
     """
     left = context_length - prompt_tokens
     if left < minimum:
         raise faults.overflow(prompt_tokens, context_length)
-    allowed = [amount for amount in (asked, task, session_left) if amount is not None]
-    return max(1, min(left, *allowed)) if allowed else left
+    allowed = [amount for amount in (asked, task) if amount is not None]
+    return min((left, *allowed))
 
 
 def reached_limit(limits: Limits, *, turns: int, tokens: int) -> str | None:
@@ -113,3 +119,39 @@ def too_many_in_flight(limits: Limits, in_flight: int) -> RequestError | None:
         code="rate_limit",
         retry_after_s=faults.RETRY_AFTER_S,
     )
+
+
+class TokenAccount:
+    """The sampled tokens that one session may still have, over all its calls in flight.
+
+    Without it each of several calls could sample all that is left. `limit` `None` = no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._freed = asyncio.Event()
+        self.reserved = 0
+        """Tokens that calls in flight may still sample."""
+
+    async def reserve(self, most: int, spent: Callable[[], int]) -> int:
+        """Reserve `most` tokens, or all that are left if nobody else holds any; at least 1.
+
+        Waits while others hold what this call would need: they may not use all of it. `spent` tells
+        the tokens of committed calls. Raises the refusal when nothing is left.
+        """
+        while self._limit is not None:
+            left = self._limit - spent() - self.reserved
+            if left <= 0 and not self.reserved:
+                raise faults.spent("tokens")
+            if left >= most or not self.reserved:
+                most = min(most, left)
+                break
+            await self._freed.wait()
+        self.reserved += most
+        return most
+
+    def release(self, reserved: int) -> None:
+        """A call has ended; what it sampled is told by `spent` from here on."""
+        self.reserved -= reserved
+        self._freed.set()
+        self._freed = asyncio.Event()

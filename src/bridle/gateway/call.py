@@ -96,6 +96,8 @@ class Call:
     """The same moment on the loop's clock."""
     tools_digest: bytes
     asked: Asked = field(default_factory=Asked)
+    reserved: int = 0
+    """Tokens of the session's budget that it may still sample."""
     stage: Stage = Stage.PLACED
     question: Question | None = None
     """`None` once the reply is delivered, and for calls that were read back from the store."""

@@ -14,7 +14,6 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, replace
-from typing import Final
 
 import structlog
 
@@ -26,7 +25,9 @@ from bridle.engines.base import Engine, EngineInfo, GenerateRequest
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, origins, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
+from bridle.gateway.constraints import grammar_of
 from bridle.gateway.metrics import Metrics
+from bridle.gateway.prompts import PROMPT_TAIL, Prompts
 from bridle.gateway.recording import (
     Finished,
     Prompted,
@@ -39,16 +40,13 @@ from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import Sample, Sampler
 from bridle.gateway.settings import GatewaySettings
-from bridle.prompting.canonical import answer_atoms, canonical, messages_after
+from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import Kind, Message, ModelRequest, Reply, Sampling, Usage
 
 log = structlog.get_logger()
-
-PROMPT_TAIL: Final = 64
-"""Last prompt ids that a parser may need (whether reasoning is open where the reply begins)."""
 
 
 @dataclass(slots=True)
@@ -76,6 +74,7 @@ class Exchanges:
     ) -> None:
         self._info = info
         self._renderer = renderer
+        self._prompts = Prompts(renderer)
         self._store = store
         self._settings = settings
         self._nursery = nursery
@@ -131,7 +130,8 @@ class Exchanges:
     def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
         """How many prompt tokens `request` would be sampled under; nothing is sampled."""
         question = self._place(session, wire, request)
-        return len(self._prompted(session, question).prompt)
+        prompted = self._prompts.prompted(question, _parent(session, question.placement))
+        return len(prompted.prompt)
 
     def _place(self, session: Session, wire: WireFormat, request: ModelRequest) -> Question:
         key = canonical(request, session.atoms)
@@ -173,6 +173,7 @@ class Exchanges:
             self._metrics.call("committed")
             self._deliveries.committed(session, call)
         finally:
+            session.account.release(call.reserved)
             self._metrics.in_flight.dec()
 
     def _fail(self, session: Session, call: Call, error: RequestError, *, outcome: str) -> None:
@@ -202,8 +203,8 @@ class Exchanges:
         await self._settle(session, call)
         question = call.posed()
         with boundary(RenderError, "rendering the prompt"):
-            prompted = self._prompted(session, question)
-        effective = self._effective(session, question.request, len(prompted.prompt))
+            prompted = self._prompts.prompted(question, _parent(session, question.placement))
+        effective = await self._effective(session, call, len(prompted.prompt))
         call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
         call.enter(Stage.SAMPLING)
         first_token_s: float | None = None
@@ -213,7 +214,7 @@ class Exchanges:
             first_token_s = time.perf_counter() - call.clock_start
             call.began.set()
 
-        asked = _generate_request(session, call, prompted, effective)
+        asked = self._generate_request(session, call, prompted, effective)
         try:
             sampled = await self._sampler.sample(asked, prompted.prompt, began=began)
         except EngineError as error:
@@ -248,46 +249,39 @@ class Exchanges:
         call.base_id = base.exchange_id if base else None
         self._metrics.placement(placement.kind.value, extended=placement.extend)
 
-    def _prompted(self, session: Session, question: Question) -> Prompted:
-        """The ids to sample under: the parent's extended, else rendered anew.
-
-        Raises `RenderError`.
-        """
-        placement, request = question.placement, question.request
-        reason = placement.reason
-        parent = _parent(session, placement)
-        if placement.extend and parent is not None and parent.prompt is not None:
-            before, output_ids = parent.sampled()
-            suffix = self._renderer.extend(
-                before,
-                output_ids,
-                parent.finish,
-                messages_after(request.messages, placement.new_from),
-                request.tools,
-                thinking=request.thinking,
-            )
-            if suffix is not None:
-                return Prompted(before.extend(output_ids, suffix), parent, None)
-            reason = "unbridged"
-        ids = self._renderer.render(request.messages, request.tools, thinking=request.thinking)
-        return Prompted(PromptIds.root(ids), None, reason or "first")
-
-    def _effective(self, session: Session, request: ModelRequest, prompt_tokens: int) -> Sampling:
-        """The sampling in effect; the context overflow when there is no room left."""
-        limit = session.limits.max_tokens
+    async def _effective(self, session: Session, call: Call, prompt_tokens: int) -> Sampling:
+        """The sampling in effect, its tokens reserved; the overflow when there is no room left."""
+        request = call.posed().request
         budget = budgets.output_budget(
             prompt_tokens=prompt_tokens,
             context_length=self._info.context_length,
             asked=request.sampling.max_tokens,
             task=session.plan.max_output_tokens,
-            session_left=None if limit is None else limit - session.tokens,
             minimum=self._settings.min_output_tokens,
         )
+        try:
+            call.reserved = await session.account.reserve(budget, lambda: session.tokens)
+        except RequestError:
+            session.limit = "tokens"
+            raise
         return session.plan.effective(
             request.sampling,
-            budget=budget,
+            budget=call.reserved,
             stop_token_ids=self._renderer.stop_token_ids,
             salt=f"{session.session_id}:{session.begun}",
+        )
+
+    def _generate_request(
+        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
+    ) -> GenerateRequest:
+        request = call.posed().request
+        return GenerateRequest(
+            request_id=call.exchange_id,
+            prompt=prompted.prompt,
+            sampling=effective,
+            session_id=session.session_id,
+            grammar=grammar_of(request, session.plan, self._info),
+            stream=request.stream,
         )
 
     # ---- the end
@@ -305,11 +299,14 @@ class Exchanges:
         question = call.posed()
         request, wire = question.request, question.wire
         prompt, _ = sampled_under(prompted, sampled)
-        reply = self._parse(request, prompt, sampled)
+        reply = self._prompts.plain_reply(request, sampled)
+        reply = reply or self._parse(request, prompt, sampled)
+        reply = self._prompts.with_logprobs(request, reply, sampled)
         usage = Usage(
             prompt_tokens=len(prompt),
             completion_tokens=len(sampled.output_ids),
             cached_tokens=sampled.last.cached_tokens,
+            reasoning_tokens=reply.reasoning_tokens,
         )
         body = wire.reply_json(request, call.reply_head(), reply, usage)
         finished = Finished(
@@ -322,6 +319,7 @@ class Exchanges:
             body=body,
             first_token_s=first_token_s,
             logprob_mode=self._info.logprob_mode,
+            constrained=grammar_of(request, session.plan, self._info) is not None,
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         call.reasoned = bool(reply.reasoning)
@@ -387,21 +385,6 @@ class Exchanges:
 def _parent(session: Session, placement: Placement) -> Call | None:
     """The call that a placement continues; `None` = none, or its commit failed."""
     return None if placement.parent is None else session.calls.get(placement.parent)
-
-
-def _generate_request(
-    session: Session, call: Call, prompted: Prompted, effective: Sampling
-) -> GenerateRequest:
-    request = call.posed().request
-    schema = request.response_schema
-    return GenerateRequest(
-        request_id=call.exchange_id,
-        prompt=prompted.prompt,
-        sampling=effective,
-        session_id=session.session_id,
-        grammar=None if schema is None else {"json_schema": schema},
-        stream=request.stream,
-    )
 
 
 def _refusal(error: EngineError, request: ModelRequest) -> BridleError:

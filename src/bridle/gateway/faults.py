@@ -15,6 +15,10 @@ from bridle.gateway.keys import redact
 RETRY_AFTER_S = 1.0
 """What a client is told to wait after a refusal that passes by itself."""
 
+REFUSED = frozenset({400, 413, 422})
+"""Statuses by which an engine says that the request is at fault: sending it again changes nothing.
+Others below 500 (keys, paths) are faults of ours and told as failures."""
+
 
 def request_error(error: BaseException) -> RequestError:
     """The refusal that a harness is told for `error`; a `RequestError` is returned as it is."""
@@ -39,6 +43,8 @@ def trace_of(error: BaseException) -> str:
 def _engine_failed(error: EngineError) -> RequestError:
     if error.status == 429:
         return _passing("the model is busy; try again later", 429, "rate_limit")
+    if error.status in REFUSED:
+        return RequestError("the model's server refused this request as invalid")
     if error.retryable:
         return _passing("the model is overloaded; try again later", 503, "overloaded")
     return RequestError("the model failed to answer", status=500, code="engine_error")

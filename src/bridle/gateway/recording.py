@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bridle.capture.records import Exchange
 from bridle.dialects.base import content_digest
 from bridle.gateway.call import Call, Question
+from bridle.gateway.constraints import unenforced
 from bridle.gateway.sampling import Sample
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
@@ -42,6 +43,8 @@ class Finished:
     """The reply's JSON."""
     first_token_s: float | None
     logprob_mode: LogprobMode
+    constrained: bool = False
+    """Whether it was sampled under a grammar."""
 
 
 def issued_ids(messages: tuple[Message, ...]) -> list[str]:
@@ -80,7 +83,7 @@ def exchange_record(finished: Finished, index: int) -> Exchange:
         versions=sample.versions,
         finish_reason=sample.finish,
         sampling=finished.effective,
-        constrained=request.response_schema is not None,
+        constrained=finished.constrained,
         prompt_length=len(prompt),
         prompt_digest=prompt.digest,
         request=span_list.record(
@@ -135,6 +138,9 @@ def _extra(finished: Finished) -> JSON:
         "resumed": sample.resumed,
         "discarded": sample.discarded,
         "tokens_unseen": reply.tokens_unseen,
+        "reasoning_tokens": reply.reasoning_tokens,
+        "prefill": request.prefill,
+        "unenforced": unenforced(request, reply, constrained=finished.constrained),
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
         "cached_tokens": sample.last.cached_tokens,

@@ -19,7 +19,7 @@ from bridle.config import Limits, SamplingPolicy
 from bridle.dialects.history import History
 from bridle.errors import ConfigError
 from bridle.gateway import faults
-from bridle.gateway.budgets import SamplingPlan
+from bridle.gateway.budgets import SamplingPlan, TokenAccount
 from bridle.gateway.call import Call
 from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.responses import Shelf
@@ -75,6 +75,7 @@ class Session:
         self.record = record
         self.limits = limits
         self.plan = SamplingPlan(sampling)
+        self.account = TokenAccount(limits.max_tokens)
         self.conversation = Conversation()
         self.lineage = Lineage()
         self.atoms = AtomMemo()

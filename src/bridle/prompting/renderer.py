@@ -104,6 +104,13 @@ class PromptRenderer(Protocol):
     def decode(self, ids: Ids) -> str:
         """Text of ids, control tokens shown."""
 
+    def text_ids(self, text: str, *, control: bool) -> Ids:
+        """Ids of a text without a template.
+
+        `control`: as the tokenizer has it, with control tokens where the text spells them; else
+        nothing in it is more than text.
+        """
+
     def template_args(self, request: ModelRequest) -> Hashable:
         """What beside messages and tools shapes the prompt of this request."""
 
@@ -319,6 +326,12 @@ class TokenRenderer:
     def decode(self, ids: Ids) -> str:
         """See `PromptRenderer.decode`."""
         return self._tokens.decode(ids.tolist())
+
+    def text_ids(self, text: str, *, control: bool) -> Ids:
+        """See `PromptRenderer.text_ids`."""
+        if control:
+            return _array(self.tokenizer.encode(text))
+        return _array(self._tokens.encode(self._tokens.escape(text)))
 
     def template_args(self, request: ModelRequest) -> Hashable:
         """See `PromptRenderer.template_args`: whether thinking is on."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Family, Parsed, ParsedCall
+from bridle.prompting.thoughts import count_thoughts
 from bridle.prompting.tokenizer import PromptTokenizer
 from bridle.types import JSON, FinishReason, Reply, ToolCall
 
@@ -68,6 +69,7 @@ def parse_reply(
         finish_reason=finish,
         tokens_unseen=_unseen(tokenizer, spans, output_ids, end),
         stop_text=stop_text,
+        reasoning_tokens=count_thoughts(tokenizer, output_ids[:end], reasoning),
     )
 
 

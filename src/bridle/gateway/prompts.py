@@ -1,0 +1,116 @@
+"""The ids that a call is sampled under, and what a reply without a template says.
+
+Usually a prompt is the parent's, its output and the rendered new messages, or all messages rendered
+anew. Two kinds of request are different: a legacy completion brings its own text or ids, and a
+prefilled answer is the rendered beginning of a turn with the client's first words behind it. Their
+replies are the sampled text as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from bridle.capture.records import no_ids
+from bridle.errors import RequestError
+from bridle.gateway.call import Call, Question
+from bridle.gateway.recording import Prompted
+from bridle.gateway.sampling import Sample
+from bridle.prompting.canonical import messages_after
+from bridle.prompting.prompt import PromptIds
+from bridle.prompting.renderer import PromptRenderer
+from bridle.types import FinishReason, ModelRequest, Reply
+
+PROMPT_TAIL = 64
+"""Last prompt ids that a parser may need (whether reasoning is open where the reply begins)."""
+
+
+class Prompts:
+    """Makes the prompts of one gateway."""
+
+    def __init__(self, renderer: PromptRenderer) -> None:
+        self._renderer = renderer
+
+    def prompted(self, question: Question, parent: Call | None) -> Prompted:
+        """The ids to sample under: the parent's extended, else rendered anew.
+
+        `parent` is the call that the question's placement names. Raises `RenderError`, or
+        `RequestError` for a completion's prompt that cannot be sampled under or a prefill that the
+        model's template does not take.
+        """
+        request, placement = question.request, question.placement
+        if request.raw_prompt is not None:
+            return Prompted(self._raw(request.raw_prompt), None, "completion")
+        messages = request.messages if request.prefill is None else request.messages[:-1]
+        reason = placement.reason
+        if placement.extend and parent is not None and parent.prompt is not None:
+            before, output_ids = parent.sampled()
+            if placement.new_from > len(messages):
+                # The client sends back the reply itself, to have it gone on with.
+                if len(output_ids) and output_ids[-1] not in self._renderer.stop_token_ids:
+                    return Prompted(before.extend(output_ids, no_ids()), parent, None)
+                reason = "prefill"
+            else:
+                suffix = self._renderer.extend(
+                    before,
+                    output_ids,
+                    parent.finish,
+                    messages_after(messages, placement.new_from),
+                    request.tools,
+                    thinking=request.thinking,
+                )
+                if suffix is not None:
+                    extended = before.extend(output_ids, suffix)
+                    return Prompted(self._prefilled(extended, request), parent, None)
+                reason = "unbridged"
+        ids = self._renderer.render(messages, request.tools, thinking=request.thinking)
+        return Prompted(self._prefilled(PromptIds.root(ids), request), None, reason or "first")
+
+    def _raw(self, prompt: str | tuple[int, ...]) -> PromptIds:
+        """A completion's own prompt."""
+        if isinstance(prompt, str):
+            return PromptIds.root(self._renderer.text_ids(prompt, control=True))
+        size = self._renderer.vocab_size
+        for place, given in enumerate(prompt):
+            if given >= size:
+                where = f"prompt[{place}]"
+                raise RequestError(f"'{where}' is {given}, not below {size} tokens.", param=where)
+        return PromptIds.root(np.array(prompt, dtype=np.int32))
+
+    def _prefilled(self, prompt: PromptIds, request: ModelRequest) -> PromptIds:
+        """`prompt` with the client's beginning of the answer behind it."""
+        if request.prefill is None:
+            return prompt
+        begun = self._renderer.text_ids(request.prefill, control=False)
+        read = self._renderer.parse(
+            begun,
+            tools=request.tools,
+            prompt_tail=prompt.tail(PROMPT_TAIL),
+            finish=FinishReason.LENGTH,
+            stop_text=None,
+        )
+        if read.content.strip() != request.prefill.strip():
+            message = "This model cannot go on from the beginning of an answer: a turn of its own "
+            raise RequestError(message + "does not begin with text.", param="messages")
+        return prompt.behind(begun)
+
+    def plain_reply(self, request: ModelRequest, sampled: Sample) -> Reply | None:
+        """The reply to a completion or a prefill: the sampled text; `None` = it is to be parsed."""
+        if request.raw_prompt is None and request.prefill is None:
+            return None
+        ids, stop = sampled.output_ids, sampled.last.stop_text
+        if len(ids) and ids[-1] in self._renderer.stop_token_ids:
+            ids = ids[:-1]
+        text = self._renderer.decode(ids)
+        content = text.partition(stop)[0] if stop else text
+        return Reply(content, None, (), sampled.finish, stop_text=stop)
+
+    def with_logprobs(self, request: ModelRequest, reply: Reply, sampled: Sample) -> Reply:
+        """`reply` with the logprobs of its tokens, for a client that asked for them."""
+        if not request.logprobs or len(sampled.logprobs) != len(sampled.output_ids):
+            return reply
+        ids = sampled.output_ids
+        texts = [self._renderer.decode(ids[i : i + 1]) for i in range(len(ids))]
+        told = tuple(zip(texts, sampled.logprobs.tolist(), strict=True))
+        return replace(reply, token_logprobs=told)

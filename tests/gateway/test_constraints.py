@@ -1,0 +1,108 @@
+"""What a request says about the form of its answer: enforced, or recorded as not enforced."""
+
+import dataclasses
+
+import pytest
+from tests.gateway.house import SHELL_TOOL, house, scripted, user
+
+from bridle.config import SamplingPolicy
+from bridle.engines.scripted import ScriptedEngine
+from bridle.types import LogprobMode
+
+ANY_OBJECT = {"type": "json_object"}
+CALL = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
+FREE = SamplingPolicy(constraints="record")
+
+
+class Constraining(ScriptedEngine):
+    """A scripted engine that says it takes grammars, and keeps those it was given."""
+
+    mode = LogprobMode.RAW
+
+    def __init__(self, *turns):
+        super().__init__(scripted(*turns).script)
+        self.grammars = []
+
+    async def start(self):
+        info = await super().start()
+        return dataclasses.replace(info, grammar=True, logprob_mode=self.mode)
+
+    def generate(self, request):
+        self.grammars.append(request.grammar)
+        return super().generate(request)
+
+
+class Processed(Constraining):
+    """The same, with logprobs of the distribution that was sampled from."""
+
+    mode = LogprobMode.PROCESSED
+
+
+async def stats_of(home, caller):
+    _, trajectory = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+    return trajectory["metadata"]["stats"]
+
+
+async def test_a_schema_is_the_grammar_of_an_engine_that_can_and_its_tokens_do_not_train():
+    engine = Constraining({"content": "{}"})
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], response_format=form)
+        await caller.ask([user("on")])
+        assert engine.grammars == [{"json_schema": schema}, None]
+        assert [exchange.constrained for exchange in caller.exchanges] == [True, False]
+        assert "unenforced" not in caller.exchanges[0].extra
+        stats = await stats_of(home, caller)
+        assert stats["tokens_excluded"] == {"constrained": len(caller.exchanges[0].output_ids)}
+
+
+async def test_with_logprobs_of_the_constrained_distribution_they_train():
+    async with house(engine=Processed({"content": "{}"})) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], response_format=ANY_OBJECT)
+        assert caller.exchanges[0].constrained
+        assert (await stats_of(home, caller))["tokens_excluded"] == {}
+
+
+@pytest.mark.parametrize(("make", "policy"), [(Constraining, FREE), (scripted, SamplingPolicy())])
+async def test_a_schema_that_is_not_enforced_is_recorded_and_the_tokens_train(make, policy):
+    """The task wants free samples, or the engine knows no grammars."""
+    engine = make({"content": "{}"})
+    async with house(engine=engine) as home:
+        caller = await home.session(sampling=policy)
+        await caller.ask([user("go")], response_format=ANY_OBJECT)
+        [exchange] = caller.exchanges
+        assert (exchange.constrained, exchange.extra["unenforced"]) == (False, ["response_format"])
+        assert getattr(engine, "grammars", [None]) == [None]
+        assert (await stats_of(home, caller))["tokens_excluded"] == {}
+
+
+async def test_a_format_that_the_engine_refuses_is_the_harness_s_400():
+    async with house(engine=Constraining({"content": "a", "fault": 400})) as home:
+        caller = await home.session()
+        body = {"model": "m", "messages": [user("go")], "response_format": ANY_OBJECT}
+        status, reply = await caller.post(body)
+        assert (status, reply["error"]["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("choice", "turn", "held"),
+    [
+        ("required", CALL, True),
+        ("required", {"content": "no"}, False),
+        ({"type": "function", "function": {"name": "bash"}}, CALL, True),
+        ({"type": "function", "function": {"name": "bash"}}, {"content": "no"}, False),
+        ("none", {"content": "no"}, True),
+        ("none", CALL, False),
+        ("auto", CALL, True),
+    ],
+)
+async def test_a_tool_choice_that_the_model_did_not_keep_is_recorded(choice, turn, held):
+    async with house(turn) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], tools=[SHELL_TOOL], tool_choice=choice)
+        [exchange] = caller.exchanges
+        assert exchange.extra.get("unenforced") == (None if held else ["tool_choice"])
+        assert not exchange.constrained

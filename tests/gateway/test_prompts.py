@@ -1,0 +1,101 @@
+"""Prompts that are not messages alone: an answer that the client has begun."""
+
+import anthropic
+import orjson
+import pytest
+from tests.gateway.house import house, renderer, scripted, user
+from tests.gateway.test_data import request
+
+
+async def said(caller, messages, **fields):
+    """Status and JSON of a Messages request."""
+    body = {"model": "m", "max_tokens": 1000, "messages": messages, **fields}
+    path = f"/s/{caller.session_id}/v1/messages"
+    status, _, raw = await request(caller.house, "POST", path, key=caller.handle.key, body=body)
+    return status, orjson.loads(raw)
+
+
+def begun(text):
+    return {"role": "assistant", "content": text}
+
+
+async def test_a_reply_goes_on_from_the_answer_that_the_client_began():
+    async with house({"raw": " is 4.<|im_end|>"}) as home:
+        caller = await home.session()
+        status, reply = await said(caller, [user("2+2?"), begun("The answer")])
+        assert (status, reply["content"]) == (200, [{"type": "text", "text": " is 4."}])
+        [exchange] = caller.exchanges
+        prompt = renderer().decode(exchange.suffix_ids)
+        assert prompt.endswith("<|im_start|>assistant\nThe answer")
+        assert exchange.extra["prefill"] == "The answer"
+
+
+async def test_a_begun_answer_extends_the_turns_before_it():
+    async with house({"content": "hi"}, {"raw": "ee<|im_end|>"}) as home:
+        caller = await home.session()
+        _, first = await said(caller, [user("go")])
+        turn = {"role": "assistant", "content": first["content"]}
+        await said(caller, [user("go"), turn, user("on"), begun("thr")])
+        one, two = caller.exchanges
+        assert two.parent_id == one.exchange_id
+        assert renderer().decode(two.suffix_ids).endswith("assistant\nthr")
+
+
+async def test_a_reply_that_was_cut_by_its_length_is_gone_on_with_token_by_token():
+    turns = ({"raw": "<think>\n\n</think>\n\none two", "finish": "length"}, {"raw": " three"})
+    async with house(*turns) as home:
+        caller = await home.session()
+        _, first = await said(caller, [user("count")])
+        assert first["stop_reason"] == "max_tokens"
+        turn = {"role": "assistant", "content": first["content"]}
+        status, second = await said(caller, [user("count"), turn])
+        assert status == 200, second
+        one, two = caller.exchanges
+        assert (two.parent_id, len(two.suffix_ids)) == (one.exchange_id, 0)
+
+
+async def test_a_whole_reply_that_is_sent_back_is_begun_anew():
+    async with house({"content": "one"}, {"raw": " two"}) as home:
+        caller = await home.session()
+        _, first = await said(caller, [user("count")])
+        turn = {"role": "assistant", "content": first["content"][0]["text"].strip()}
+        await said(caller, [user("count"), turn])
+        two = caller.exchanges[1]
+        assert (two.parent_id, two.root_reason) == (None, "prefill")
+
+
+async def test_a_begun_answer_is_counted():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        messages = [user("2+2?"), begun("The answer")]
+        body = {"model": "m", "messages": messages}
+        path = "/v1/messages/count_tokens"
+        _, _, raw = await request(home, "POST", path, key=caller.handle.key, body=body)
+        await said(caller, messages)
+        assert orjson.loads(raw)["input_tokens"] == caller.exchanges[0].prompt_length
+
+
+@pytest.mark.parametrize("text", ["<think>so", "<tool_call>{"])
+async def test_what_is_no_beginning_of_a_text_is_text_all_the_same_or_refused(text):
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        status, reply = await said(caller, [user("go"), begun(text)])
+        assert (status == 200) == bool(caller.exchanges), reply
+        assert status in (200, 400)
+
+
+async def test_the_anthropic_sdk_streams_what_follows_a_prefill():
+    async with house(engine=scripted({"raw": " is 4.<|im_end|>"})) as home:
+        caller = await home.session()
+        async with (
+            anthropic.AsyncAnthropic(
+                base_url=caller.handle.base_urls["anthropic"],
+                api_key=caller.handle.key,
+                max_retries=0,
+            ) as client,
+            client.messages.stream(
+                model="m", max_tokens=100, messages=[user("2+2?"), begun("The answer")]
+            ) as stream,
+        ):
+            final = await stream.get_final_message()
+        assert [block.to_dict()["text"] for block in final.content] == [" is 4."]
