@@ -276,6 +276,21 @@ async def test_an_unknown_earlier_response_is_a_404():
         assert "resp_x" in orjson.loads(raw)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "kind"),
+    [
+        ({"anthropic-version": "2023-06-01"}, ("type", "not_found_error")),
+        ({"x-goog-api-client": "x"}, ("status", "NOT_FOUND")),
+        ({}, ("code", "not_found")),
+    ],
+)
+async def test_an_unknown_route_is_refused_in_the_shape_of_who_asks(headers, kind):
+    async with house({"content": "a"}) as home:
+        status, _, reply = await request(home, "GET", "/v1/nowhere", headers=headers)
+        assert status == 404
+        assert orjson.loads(reply)["error"][kind[0]] == kind[1]
+
+
 # ---- what is never sampled
 
 

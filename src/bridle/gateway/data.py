@@ -15,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.base import Route, RouteKind, WireFormat
+from bridle.dialects.routes import caller
 from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, RequestError
 from bridle.gateway import faults
@@ -27,7 +28,6 @@ from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked
 from bridle.gateway.settings import GatewaySettings
-from bridle.types import Dialect
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class DataPlane:
         """Serve one request; whatever goes wrong is told in the dialect's shape."""
         headers = {name.lower(): value for name, value in http.headers.items()}
         route = recognise(http.method, target.path, target.query, headers)
-        wire = DIALECTS[Dialect.OPENAI_CHAT if route is None else route.dialect]
+        wire = DIALECTS[caller(target.path, headers) if route is None else route.dialect]
         try:
             response = await self._serve(http, target, headers, route, wire)
         except RequestError as error:

@@ -82,7 +82,8 @@ def node_recipe(
     `setup` ends the build: what the package's own install script does (npm is told to run none).
     `probe` is a command, its program relative to the bundle, that must print the version.
     `whole_lock` is False where the lock lacks packages for other kinds of machine, which `npm ci`
-    refuses; what the lock does name is checked all the same.
+    refuses; what the lock does name is checked all the same. `locks` may have an npm of its own,
+    `npm.txt`.
     """
     manifest, lock = locks / f"{name}.package.json", locks / f"{name}.package-lock.json"
 
@@ -122,9 +123,10 @@ async def _npm(builder: Builder, locks: Path) -> tuple[str, ...]:
     if (npm := shutil.which("npm")) is not None and shutil.which("node") is not None:
         return (npm,)
     builder.say("no npm on PATH: fetching one from PyPI for the build")
-    tool = builder.folder / NPM_TOOL
+    tool, lock = builder.folder / NPM_TOOL, locks / "npm.txt"
     try:
-        await _make_venv(builder, tool, locks / "npm.txt", sys.executable)
+        lock = lock if lock.exists() else LOCKS / "npm.txt"
+        await _make_venv(builder, tool, lock, sys.executable)
     except HarnessError as error:
         raise HarnessError(
             f"{builder.label}: npm is not on PATH and could not be fetched from PyPI: install node "

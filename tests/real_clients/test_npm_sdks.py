@@ -1,0 +1,263 @@
+"""The official npm SDKs over loopback: what they read is what was scripted and captured.
+
+One script per SDK (in `npm/`) asks a real gateway for everything that its users ask for and prints
+what it was told; here that is compared with the engine's script and with the capture.
+"""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from tests.gateway.house import house, scripted
+
+from bridle.harnesses.bundles import bundles_dir, ensure
+from bridle.harnesses.installers import NODE, node_recipe
+
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(600)]
+
+SCRIPTS = Path(__file__).with_name("npm")
+SDKS = {"openai": "openai", "anthropic": "anthropic", "google": "google"}
+"""Script -> which of a session's base URLs it is given."""
+
+HELLO: dict[str, Any] = {"reasoning": "A greeting.", "content": "Hello there."}
+CALLS: dict[str, Any] = {
+    "reasoning": "Two files.",
+    "content": "I look.",
+    "tool_calls": [
+        {"name": "bash", "arguments": {"command": "cat a"}},
+        {"name": "bash", "arguments": {"command": "cat b"}},
+    ],
+}
+DONE: dict[str, Any] = {"content": "They differ."}
+CUT: dict[str, Any] = {"content": "It goes on", "finish": "length"}
+SHAPED: dict[str, Any] = {"content": '{"key": "a", "n": 1}'}
+AGAIN: dict[str, Any] = {"content": "ok", "fault": 503, "fault_times": 1}
+
+SCRIPT = [
+    {"when": {"last_contains": "hello"}, "turns": [HELLO]},
+    {"when": {"user_contains": "compare"}, "turns": [CALLS, DONE]},
+    {"when": {"last_contains": "cut"}, "turns": [CUT]},
+    {"when": {"last_contains": "json"}, "turns": [SHAPED]},
+    {"when": {"last_contains": "again"}, "turns": [AGAIN]},
+    {"when": {"last_contains": "limit"}, "turns": [{"fault": 429}]},
+    {"when": {"last_contains": "broken"}, "turns": [{"fault": 404}]},
+    {"when": {"last_contains": "busy"}, "turns": [{"fault": 503}]},
+]
+
+FINISH = {
+    "chat": ("stop", "tool_calls", "length"),
+    "responses": ("completed", "completed", "max_output_tokens"),
+    "anthropic": ("end_turn", "tool_use", "max_tokens"),
+    "google": ("STOP", "STOP", "MAX_TOKENS"),
+}
+"""How each API says: ended, with calls, cut by the output budget."""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """SDK -> what its script printed, and the exchanges that it left, by the reply's id."""
+    return asyncio.run(_told(tmp_path_factory))
+
+
+async def _told(tmp_path_factory):
+    recipe = node_recipe("sdks", "1", size_mb=290, locks=SCRIPTS)
+    bundle = await ensure(recipe, bundles_dir(), print)
+    heard = {}
+    for sdk, api in SDKS.items():
+        folder = tmp_path_factory.mktemp(sdk)
+        for script in SCRIPTS.glob("*.mjs"):
+            shutil.copy(script, folder)
+        (folder / "node_modules").symlink_to(bundle / "node_modules")
+        async with house(engine=scripted(conversations=SCRIPT, context_length=4000)) as home:
+            caller = await home.session()
+            where = {
+                "URL_OF_API": caller.handle.base_urls[api],
+                "KEY": caller.handle.key,
+                "HOME": str(folder),
+            }
+            said = await run_script(bundle / NODE, folder / f"{sdk}.mjs", where)
+            heard[sdk] = (json.loads(said), {reply_id(e.reply): e for e in caller.exchanges})
+    return heard
+
+
+async def run_script(node: Path, script: Path, env: dict[str, str]) -> bytes:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        str(node), str(script), env=env, stdout=pipe, stderr=pipe
+    )
+    said, complained = await process.communicate()
+    assert process.returncode == 0, complained.decode()
+    return said
+
+
+def reply_id(reply: bytes) -> str:
+    whole = orjson.loads(reply)
+    return str(whole.get("id") or whole["responseId"])
+
+
+def api_of(sdk: str, case: str) -> str:
+    if sdk != "openai":
+        return sdk
+    return "responses" if case.startswith("responses") else "chat"
+
+
+def check(facts: Any, turn: dict[str, Any], api: str, exchanges: Any) -> Any:
+    """What an SDK read of one reply is `turn`, and its numbers are the capture's."""
+    ended, with_calls, cut = FINISH[api]
+    calls = [(c["name"], c["arguments"]) for c in turn.get("tool_calls", ())]
+    is_text = api in {"chat", "responses"}
+    read = [(name, json.loads(a) if is_text else a) for name, a in facts["calls"]]
+    assert (facts["text"], read) == (turn["content"], calls)
+    assert facts["reasoning"] == turn.get("reasoning")
+    finish = cut if turn.get("finish") == "length" else with_calls if calls else ended
+    assert facts["finish"] == finish
+    exchange = exchanges[facts["id"]]
+    assert (facts["prompt"], facts["output"]) == (exchange.prompt_length, len(exchange.output_ids))
+    return exchange
+
+
+SINGLE = [("create", HELLO), ("stream", HELLO), ("length", CUT), ("length_stream", CUT)]
+READ = [(sdk, case, turn) for sdk in SDKS for case, turn in [*SINGLE, ("retried", AGAIN)]]
+READ += [("openai", f"responses_{case}", turn) for case, turn in SINGLE]
+
+
+@pytest.mark.parametrize(("sdk", "case", "turn"), READ)
+def test_a_reply_is_read_as_it_was_scripted(told, sdk, case, turn):
+    facts, exchanges = told[sdk]
+    check(facts[case], turn, api_of(sdk, case), exchanges)
+
+
+RUNS = [(sdk, case) for sdk in SDKS for case in ("tools", "tools_stream")]
+RUNS += [("openai", f"responses_{case}") for case in ("tools", "tools_stream")]
+RUNS += [("openai", f"responses_{case}") for case in ("previous", "previous_stream")]
+RUNS.append(("google", "chat"))
+
+
+@pytest.mark.parametrize(("sdk", "case"), RUNS)
+def test_parallel_calls_and_their_results_are_one_conversation(told, sdk, case):
+    facts, exchanges = told[sdk]
+    first, second = facts[case]
+    asked = check(first, CALLS, api_of(sdk, case), exchanges)
+    ended = check(second, DONE, api_of(sdk, case), exchanges)
+    assert (ended.parent_id, ended.root_reason) == (asked.exchange_id, None)
+    # What was sampled is what the second call was made under.
+    assert ended.kept == asked.prompt_length + len(asked.output_ids)
+
+
+@pytest.mark.parametrize(
+    ("sdk", "case"), [*((sdk, "structured") for sdk in SDKS), ("openai", "responses_structured")]
+)
+def test_a_structured_answer_is_read_and_a_schema_that_no_engine_enforced_is_recorded(
+    told, sdk, case
+):
+    facts, exchanges = told[sdk]
+    exchange = check(facts[case], SHAPED, api_of(sdk, case), exchanges)
+    assert (exchange.constrained, exchange.extra["unenforced"]) == (False, ["response_format"])
+
+
+@pytest.mark.parametrize(
+    ("sdk", "case"), [*((sdk, "image") for sdk in SDKS), ("openai", "responses_image")]
+)
+def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(told, sdk, case):
+    facts, _ = told[sdk]
+    assert facts[case]["status"] == 400
+    assert "user message 0 holds image/png (part 1)" in facts[case]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sdk", "count"), [("openai", "responses_count"), ("anthropic", "count"), ("google", "count")]
+)
+def test_tokens_are_counted_as_they_are_used_and_nothing_is_sampled_for_it(told, sdk, count):
+    facts, exchanges = told[sdk]
+    assert facts[count] == facts["create"]["prompt"]
+    ids = {one["id"] for case in facts.values() for one in answers(case)}
+    assert set(exchanges) == ids
+
+
+def answers(value):
+    """The facts of replies in what a case printed."""
+    if isinstance(value, dict):
+        return [value] if "id" in value else [one for v in value.values() for one in answers(v)]
+    return [one for v in value for one in answers(v)] if isinstance(value, list) else []
+
+
+def test_models_are_listed_and_named_in_each_provider_s_shape(told):
+    assert (told["openai"][0]["models"], told["openai"][0]["model"]) == (["scripted"], "my-model")
+    assert told["anthropic"][0]["models"] == ["scripted"]
+    assert told["anthropic"][0]["model"] == "my-model"
+    assert told["google"][0]["models"] == ["models/scripted"]
+    assert told["google"][0]["model"] == "models/my-model"
+
+
+def test_a_kept_response_is_read_again_listed_and_deleted(told):
+    kept = told["openai"][0]["responses_kept"]
+    check(kept["made"], HELLO, "responses", told["openai"][1])
+    assert kept["again"] == kept["made"]
+    assert kept["items"] == ["hello"]
+    assert kept["gone"] == "NotFoundError"
+
+
+OPENAI_ERRORS = {
+    "auth": ("AuthenticationError", 401, "invalid_api_key", None),
+    "bad_request": ("BadRequestError", 400, None, None),
+    "not_found": ("NotFoundError", 404, "not_found", None),
+    "rate_limit": ("RateLimitError", 429, "rate_limit_exceeded", "1"),
+    "broken": ("InternalServerError", 500, "server_error", None),
+    "overloaded": ("InternalServerError", 503, "server_is_overloaded", "1"),
+    "overflow": ("BadRequestError", 400, "context_length_exceeded", None),
+}
+ONLY_CHAT = {"overflow_stream": OPENAI_ERRORS["overflow"]}
+ONLY_RESPONSES = {"previous_unknown": OPENAI_ERRORS["not_found"]}
+
+
+@pytest.mark.parametrize("prefix", ["", "responses_"])
+def test_errors_are_the_openai_sdk_s_own(told, prefix):
+    facts, _ = told["openai"]
+    expected = {**OPENAI_ERRORS, **(ONLY_RESPONSES if prefix else ONLY_CHAT)}
+    read = {case: facts[prefix + case] for case in expected}
+    kinds = {c: (f["thrown"], f["status"], f["code"], f["retry_after"]) for c, f in read.items()}
+    assert kinds == expected
+
+
+def test_errors_are_the_anthropic_sdk_s_own(told):
+    facts, _ = told["anthropic"]
+    expected = {
+        "auth": ("AuthenticationError", 401, "authentication_error", None),
+        "bad_request": ("BadRequestError", 400, "invalid_request_error", None),
+        "not_found": ("NotFoundError", 404, "not_found_error", None),
+        "rate_limit": ("RateLimitError", 429, "rate_limit_error", "1"),
+        "broken": ("InternalServerError", 500, "api_error", None),
+        "overloaded": ("OverloadedError", 529, "overloaded_error", "1"),
+        "overflow": ("BadRequestError", 400, "invalid_request_error", None),
+        "overflow_stream": ("BadRequestError", 400, "invalid_request_error", None),
+    }
+    read = {case: facts[case] for case in expected}
+    kinds = {c: (f["thrown"], f["status"], f["type"], f["retry_after"]) for c, f in read.items()}
+    assert kinds == expected
+    assert "prompt is too long: 6010 tokens > 4000 maximum" in facts["overflow"]["message"]
+
+
+def test_errors_are_the_google_sdk_s_own(told):
+    facts, _ = told["google"]
+    expected = {
+        "auth": (401, "UNAUTHENTICATED", None),
+        "bad_request": (400, "INVALID_ARGUMENT", None),
+        "not_found": (404, "NOT_FOUND", None),
+        "rate_limit": (429, "RESOURCE_EXHAUSTED", "1s"),
+        "broken": (500, "INTERNAL", None),
+        "overloaded": (503, "UNAVAILABLE", "1s"),
+        "overflow": (400, "INVALID_ARGUMENT", None),
+        "overflow_stream": (400, "INVALID_ARGUMENT", None),
+    }
+    kinds = {}
+    for case in expected:
+        assert facts[case]["thrown"] == "ApiError"
+        error = json.loads(facts[case]["message"])["error"]
+        delays = [d["retryDelay"] for d in error.get("details", ()) if "retryDelay" in d]
+        kinds[case] = (facts[case]["status"], error["status"], delays[0] if delays else None)
+    assert kinds == expected
+    assert "input token count (6010) exceeds" in facts["overflow"]["message"]
