@@ -52,6 +52,28 @@ class SamplingPolicy(Settings):
     `record`: samples are free and train; the exchange says that the schema was not enforced."""
 
 
+class ModelSpec(Settings):
+    """Who answers to one model name; an entry of the `[models]` table.
+
+    The entry's key is a model name or a glob (`claude-haiku-*`). A call is given to the entry with
+    its exact name, else to the first whose glob fits, else to the first with its kind, else to the
+    policy.
+    """
+
+    engines: tuple[str, ...] = ()
+    """Replicas, as `--engine` takes them; none = the policy's engine, whose tokens train."""
+    tokenizer: str | None = None
+    """The engine's; `None` = its own where it brings one, else the policy's as an estimate."""
+    model: str | None = None
+    """The model's name on the engine's side; `None` = its only one."""
+    match: tuple[str, ...] = ()
+    """Further names and globs."""
+    kinds: tuple[Kind, ...] = ()
+    """Kinds of call that go here whatever name they have: `side`, `compaction`, `subagent`."""
+    sampling: SamplingPolicy | None = None
+    """`None` = as the harness asks, on an engine of its own; as the task says, on the policy's."""
+
+
 class Limits(Settings):
     """Limits of one session; the first that is reached ends it. `None` = no limit."""
 
@@ -95,6 +117,9 @@ class RuntimeSpec(Settings):
     cpus: float | None = Field(default=None, gt=0)
     memory_mb: int | None = Field(default=None, gt=0)
     storage_mb: int | None = Field(default=None, gt=0)
+    max_processes: int | None = Field(default=None, gt=0)
+    """Processes and threads at once; `None` = the runtime's own limit."""
+    gpus: int | None = Field(default=None, gt=0)
     kwargs: JSON = Field(default_factory=dict)
 
 

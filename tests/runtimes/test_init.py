@@ -3,11 +3,15 @@ import pytest
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.runtimes import RUNTIMES, make_runtime, runtime_class
+from bridle.runtimes.bubblewrap import BubblewrapRuntime
 from bridle.runtimes.local import LocalRuntime
 
 
 def test_every_name_in_the_table_loads():
-    assert {name: runtime_class(name) for name in RUNTIMES} == {"local": LocalRuntime}
+    assert {name: runtime_class(name) for name in RUNTIMES} == {
+        "local": LocalRuntime,
+        "bubblewrap": BubblewrapRuntime,
+    }
 
 
 def test_a_runtime_of_ones_own_is_found_by_its_path(tmp_path):

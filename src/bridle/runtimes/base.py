@@ -28,6 +28,8 @@ class ExecResult:
     truncated: bool
     """Whether output beyond the limit was dropped (the middle; head and tail are kept)."""
     duration_s: float
+    limit: str | None = None
+    """Which of the runtime's limits was reached meanwhile: `memory`, `processes` or `storage`."""
 
     @property
     def ok(self) -> bool:

@@ -20,6 +20,7 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.proc import EXEC_MARK, KILL_S, SESSION_MARK, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process
 
@@ -172,7 +173,8 @@ class LocalRuntime:
             await self.kill()
         finally:
             await run_shielded(
-                asyncio.to_thread(_remove, (self._home, self._tmp, self._work)), timeout_s=STOP_S
+                asyncio.to_thread(remove_folders, (self._home, self._tmp, self._work)),
+                timeout_s=STOP_S,
             )
 
     def _must_be_usable(self) -> None:
@@ -185,7 +187,7 @@ def refuse_what_local_cannot(spec: RuntimeSpec) -> None:
     """Raise `ConfigError` naming what `spec` asks for that only a containing runtime gives."""
     asked = [
         name
-        for name in ("image", "cpus", "memory_mb", "storage_mb")
+        for name in ("image", "cpus", "memory_mb", "storage_mb", "max_processes", "gpus")
         if getattr(spec, name) is not None
     ]
     if spec.network == "none":
@@ -248,21 +250,3 @@ def _may_leave(path: Path, allowed: Path) -> bool:
         real = path.resolve()
         return real.is_relative_to(allowed) and real.is_file()
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-
-
-def _remove(folders: Sequence[Path]) -> None:
-    """Remove folders, also where the harness took its own permissions away."""
-    for folder in folders:
-        if not folder.exists():
-            continue
-        folder.chmod(0o700)
-        for parent, names, _ in os.walk(folder):
-            for name in names:
-                path = Path(parent, name)
-                if not path.is_symlink():
-                    with suppress(OSError):
-                        path.chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            message = f"cannot remove {folder}"
-            raise RuntimeFailure(message)

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,10 @@ class Command:
     cwd: str
     env: Mapping[str, str]
     """The whole environment; nothing is inherited."""
-    stdin: bytes | None = None
-    """`None` = closed (reads end at once)."""
+    stdin: bytes | Path | None = None
+    """`None` = closed (reads end at once); a path is a file that is read."""
+    stdout: Path | None = None
+    """A file that gets stdout instead of memory and log."""
     timeout_s: float | None = None
     output_limit: int = 1 << 20
     log: Path | None = None
@@ -111,16 +113,25 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
     if not Path(command.cwd).is_dir():
         message = f"cannot start {command.argv[0]!r}: working folder {command.cwd} does not exist"
         raise RuntimeFailure(message)
-    return subprocess.Popen(
-        list(command.argv),
-        cwd=command.cwd,
-        env=dict(command.env),
-        stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,
-    )
+    with ExitStack() as files:
+        stdin: int | IO[bytes] = subprocess.PIPE
+        if command.stdin is None:
+            stdin = subprocess.DEVNULL
+        elif isinstance(command.stdin, Path):
+            stdin = files.enter_context(command.stdin.open("rb"))
+        stdout: int | IO[bytes] = subprocess.PIPE
+        if command.stdout is not None:
+            stdout = files.enter_context(command.stdout.open("wb"))
+        return subprocess.Popen(
+            list(command.argv),
+            cwd=command.cwd,
+            env=dict(command.env),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
 
 
 def _not_run(command: Command, code: int, why: str, logs: _Logs) -> ExecResult:
@@ -182,7 +193,8 @@ async def _end(child: subprocess.Popen[bytes], command: Command) -> None:
     while child.poll() is None and loop.time() < patience:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(POLL_S)
     signal_group(signal.SIGKILL)
-    await end_all(find, grace_s=0)
+    # What outlives its leader (behind `nsenter`, the program itself) has the rest of the grace.
+    await end_all(find, grace_s=max(0.0, patience - loop.time()))
     while child.poll() is None:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(POLL_S)
 
@@ -225,10 +237,12 @@ class _Streams:
         self.failure: OSError | None = None
         self._open: dict[int, IO[bytes]] = {}
         self._all_closed = asyncio.Event()
-        self._read(child.stdout, self.stdout, logs.out)
+        if child.stdout is not None:
+            self._read(child.stdout, self.stdout, logs.out)
         self._read(child.stderr, self.stderr, logs.error)
         self._stdin = child.stdin
-        self._to_write = memoryview(command.stdin or b"")
+        given = command.stdin
+        self._to_write = memoryview(given if isinstance(given, bytes) else b"")
         if self._stdin is not None:
             os.set_blocking(self._stdin.fileno(), False)
             self._loop.add_writer(self._stdin.fileno(), self._write)

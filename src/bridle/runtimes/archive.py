@@ -1,0 +1,78 @@
+"""Files on their way into a containing runtime and out of it, as tar archives.
+
+Inside, paths are resolved by the runtime itself, so a link that a harness planted leads nowhere but
+where the harness could go anyway. What comes out is taken apart here as a stranger's: regular files
+and folders, and links that stay inside what came out; devices, sockets, links and names that lead
+elsewhere stay behind.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from pathlib import Path, PurePosixPath
+
+from bridle.errors import RuntimeFailure
+
+
+def pack(source: Path, target: PurePosixPath, archive: Path) -> PurePosixPath:
+    """Write `source`, a file or a folder, to `archive`; returns the folder to take it out in.
+
+    Taken out there, it stands at `target`; a folder is merged into one that is there. Modes and
+    symbolic links are kept, owners are not. `OSError` escapes.
+    """
+    whole = source.is_dir()
+    with tarfile.open(archive, "w") as tar:
+        tar.add(source, arcname="." if whole else target.name, filter=_nobody)
+    return target if whole else target.parent
+
+
+def pack_bytes(content: bytes, name: str, mode: int) -> bytes:
+    """An archive of one file."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = len(content), mode
+        tar.addfile(entry, io.BytesIO(content))
+    return made.getvalue()
+
+
+def unpack(archive: Path, name: str, target: Path) -> None:
+    """Take the entry `name` of `archive` out as `target`; a folder is merged into an existing one.
+
+    The folder that `archive` lies in is used on the way. Raises `RuntimeFailure` when `name` is not
+    there or may not leave; `OSError` escapes.
+    """
+    aside = archive.parent / "unpacked"
+    aside.mkdir()
+    try:
+        with tarfile.open(archive, "r:") as tar:
+            tar.extractall(aside, filter=_harmless)  # noqa: S202 - the filter leaves out what leads elsewhere
+    except tarfile.TarError as error:
+        message = f"what came out is no whole archive: {error}"
+        raise RuntimeFailure(message) from error
+    found = aside / name
+    if found.is_symlink() or not found.exists():
+        message = f"{name} is not there, or is no regular file or folder"
+        raise RuntimeFailure(message)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if found.is_dir():
+        shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.move(found, target)
+
+
+def _nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+def _harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
+        return None
+    try:
+        return tarfile.data_filter(entry, folder)
+    except tarfile.FilterError:
+        return None

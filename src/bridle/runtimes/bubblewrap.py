@@ -1,0 +1,403 @@
+"""The `bubblewrap` runtime: unprivileged namespaces, a read-only system, a network of its own.
+
+A session's sandbox is one set of namespaces, held open by a process that does nothing: process 1 in
+them. Commands enter them, so what one leaves running is there for the next, as on any machine;
+ending process 1 ends them all, whatever they did to escape. The next command after that makes the
+namespaces again; the folders stay.
+
+Inside, the system is the machine's own (`/usr` and little of `/etc`, read-only) or a root folder
+given as `image`. Work, home and temp folders are the session's own. The network has a loopback and
+nothing else; `forward` carries one port of it to the gateway.
+
+Paths inside are resolved inside: files go in and out as archives that a `tar` in the sandbox makes
+or takes, so no link that a harness planted is ever followed by us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit, urlunsplit
+
+from bridle.aio import Nursery, run_shielded
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import pack, pack_bytes, unpack
+from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.cgroups import Bounds, Cgroup
+from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.namespaces import enter, is_privileged, listen_inside
+from bridle.runtimes.proc import EXEC_MARK, KILL_S, SESSION_MARK
+from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.view import ENVIRONMENT, HOME, OWN, make_folders, view
+from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
+
+HOLD = "echo ready; exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
+"""Process 1: it collects what others leave, and nothing inside can end it."""
+
+ENTER = 'ulimit -c 0 -n {files}{size} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
+"""How a command begins inside: its limits, its folder."""
+
+EXTRACT = 'umask 022; mkdir -p -- "$1" && exec tar --no-same-owner -p -U -xf - -C "$1"'
+CHANGED = 1
+"""Exit code of a `tar` that saw files change while it read them."""
+
+START_S = 30.0
+STOP_S = 30.0
+FILES = 4096
+"""Open files of one process."""
+PROCESSES = 1024
+"""Processes and threads of a sandbox, where its task does not say."""
+GATEWAY_PORT = 4000
+
+
+@dataclass(slots=True)
+class _Held:
+    """The namespaces of a sandbox that is up."""
+
+    process: subprocess.Popen[bytes]
+    pid: int
+    """Process 1 of the sandbox, by the machine's numbers."""
+    forwarder: Forwarder | None
+    resources: AsyncExitStack
+    reached: str | None = None
+    """The limit that ended it."""
+
+
+class BubblewrapRuntime:
+    """One session's sandbox; implements `base.Runtime`."""
+
+    contains = True
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        refuse_what_bubblewrap_cannot(spec)
+        self._spec = spec
+        self._session_id = session_id
+        self._scratch = scratch
+        self._mounts = tuple(mounts)
+        self.home = HOME
+        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
+        self._top = self.workdir if PurePosixPath(spec.workdir or "").is_absolute() else "/work"
+        self._held: _Held | None = None
+        self._lock = asyncio.Lock()
+        self._target: tuple[str, int] | None = None
+        self._execs = 0
+        self._usable = False
+        self._cgroup: Cgroup | None = None
+
+    # ---- start and end
+
+    async def start(self) -> None:
+        """As `base.Runtime.start`. `RuntimeFailure` says what this machine lacks."""
+        if (missing := what_is_missing()) is not None:
+            raise RuntimeFailure(missing)
+        for mount in self._mounts:
+            if not mount.source.exists():
+                message = f"what must be mounted does not exist: {mount.source}"
+                raise RuntimeFailure(message)
+        with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
+            await asyncio.to_thread(make_folders, self._scratch)
+        bounds = self._bounds()
+        name = f"bridle-{os.getpid()}-{self._scratch.name}"
+        self._cgroup = await asyncio.to_thread(Cgroup.make, name, bounds)
+        self._usable = True
+        await self._hold()
+
+    def _bounds(self) -> Bounds:
+        spec = self._spec
+        memory = None if spec.memory_mb is None else spec.memory_mb << 20
+        return Bounds(spec.cpus, memory, spec.max_processes or PROCESSES)
+
+    async def _hold(self) -> _Held:
+        """The namespaces, made now if they are not there."""
+        async with self._lock:
+            self._must_be_usable()
+            held = self._held
+            if held is None or held.process.poll() is not None:
+                if held is not None:
+                    await self._let_go(held)
+                self._held = held = await self._new_namespaces()
+            return held
+
+    async def _new_namespaces(self) -> _Held:
+        with boundary(RuntimeFailure, f"cannot make the sandbox of session {self._session_id}"):
+            process, pid = await asyncio.to_thread(self._spawn)
+            held = _Held(process, pid, None, AsyncExitStack())
+            try:
+                if self._spec.network == "gateway_only":
+                    listener = await asyncio.to_thread(
+                        listen_inside, pid, GATEWAY_PORT, timeout_s=START_S
+                    )
+                    held.forwarder = await held.resources.enter_async_context(Forwarder(listener))
+                    held.forwarder.target = self._target
+                nursery = await held.resources.enter_async_context(Nursery(_raise_nothing))
+                nursery.start(self._watch(held), name="sandbox-watch")
+            except BaseException:
+                await run_shielded(self._let_go(held), timeout_s=STOP_S)
+                raise
+            return held
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Start process 1; returns when it is up. Blocks for some 10 ms."""
+        arguments, told = os.memfd_create("bridle-bwrap"), os.pipe()
+        try:
+            os.write(
+                arguments,
+                b"".join(
+                    f"{word}\0".encode()
+                    for word in view(self._spec, self._scratch, self._mounts, self._top)
+                ),
+            )
+            os.lseek(arguments, 0, os.SEEK_SET)
+            words = ["--args", str(arguments), "--info-fd", str(told[1]), "--"]
+            process = subprocess.Popen(
+                [*self._doors(), "bwrap", *words, "/bin/bash", "-c", HOLD],
+                pass_fds=[arguments, told[1]],
+                env={**ENVIRONMENT, SESSION_MARK: self._session_id},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            os.close(told[1])
+            with os.fdopen(told[0], "rb") as info:
+                facts = info.read()
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                _, said = process.communicate(timeout=START_S)
+                raise RuntimeFailure(f"bwrap: {said.decode(errors='replace').strip()}")
+            return process, int(json.loads(facts)["child-pid"])
+        finally:
+            os.close(arguments)
+
+    def _doors(self) -> list[str]:
+        """The beginning of a command line that puts what follows into the control group."""
+        if self._cgroup is None or not self._cgroup.doors:
+            return []
+        steps = [f"echo $$ > {shlex.quote(door)}" for door in self._cgroup.doors]
+        return ["/bin/sh", "-c", "; ".join([*steps, 'exec "$@"']), "sh"]
+
+    async def _watch(self, held: _Held) -> None:
+        """End the sandbox when it is over a limit that only we see."""
+        storage = self._spec.storage_mb
+        watched = Watched(
+            members=lambda: members_of(pid_namespace(held.pid) or "none"),
+            folders=tuple(self._scratch / name for name in OWN),
+            bounds=self._bounds() if self._cgroup is None else Bounds(),
+            storage_bytes=None if storage is None else storage << 20,
+        )
+        held.reached = await first_reached(watched)
+        _kill(held)
+
+    async def _let_go(self, held: _Held) -> None:
+        """End the namespaces and all in them."""
+        _kill(held)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(held.process.wait, KILL_S)
+        for pipe in (held.process.stdout, held.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        await held.resources.aclose()
+        if held.process.returncode is None:
+            message = f"the sandbox of session {self._session_id} does not end after SIGKILL"
+            raise RuntimeFailure(message)
+
+    async def kill(self) -> None:
+        """As `base.Runtime.kill`: the kernel ends everything inside."""
+        await run_shielded(self._kill(), timeout_s=STOP_S)
+
+    async def _kill(self) -> None:
+        async with self._lock:
+            held, self._held = self._held, None
+            if held is not None:
+                await self._let_go(held)
+
+    async def stop(self) -> None:
+        """As `base.Runtime.stop`: afterwards nothing is left but the empty scratch folder."""
+        self._usable = False
+        try:
+            await self.kill()
+        finally:
+            await run_shielded(asyncio.to_thread(self._remove), timeout_s=STOP_S)
+
+    def _remove(self) -> None:
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        remove_folders(self._scratch / name for name in (*OWN, "etc", "aside"))
+
+    # ---- commands
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        output_limit: int = 1 << 20,
+        log: Path | None = None,
+        error_log: Path | None = None,
+    ) -> ExecResult:
+        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
+        return await self._run(
+            Command(
+                argv=argv,
+                env=env or {},
+                cwd=str(PurePosixPath(self.workdir, cwd or "")),
+                stdin=stdin,
+                timeout_s=timeout_s,
+                output_limit=output_limit,
+                log=log,
+                error_log=error_log,
+            )
+        )
+
+    async def _run(self, inside: Command) -> ExecResult:
+        """Run a command whose folder and program are those of the sandbox."""
+        held = await self._hold()
+        self._execs += 1
+        storage = self._spec.storage_mb
+        begin = ENTER.format(files=FILES, size="" if storage is None else f" -f {storage << 10}")
+        if inside.cwd == self.workdir:
+            begin = f'mkdir -p -- "$1" 2>/dev/null; {begin}'
+        entering = [*self._doors(), *enter(held.pid), "/bin/bash", "-c", begin, "bash", inside.cwd]
+        marks = {
+            SESSION_MARK: self._session_id,
+            EXEC_MARK: f"{self._session_id}/{self._execs}",
+        }
+        result = await run_process(
+            replace(
+                inside,
+                argv=[*entering, *inside.argv],
+                cwd="/",
+                env={**ENVIRONMENT, **self._spec.env, **inside.env, **marks},
+                marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
+            )
+        )
+        limit = held.reached or (self._cgroup.reached() if self._cgroup is not None else None)
+        return result if limit is None else replace(result, limit=limit)
+
+    # ---- files
+
+    async def upload(self, source: Path, target: str) -> None:
+        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        self._must_be_usable()
+        with (
+            boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
+            tempfile.TemporaryDirectory(dir=self._scratch / "aside") as aside,
+        ):
+            archive = Path(aside, "in.tar")
+            path = PurePosixPath(self.workdir, target)
+            folder = await asyncio.to_thread(pack, source, path, archive)
+            await self._extract(archive, folder)
+
+    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
+        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        path = PurePosixPath(self.workdir, target)
+        with boundary(RuntimeFailure, f"cannot write {target}"):
+            await self._extract(pack_bytes(content, path.name, mode), path.parent)
+
+    async def _extract(self, archive: bytes | Path, folder: PurePosixPath) -> None:
+        argv = ["bash", "-c", EXTRACT, "bash", str(folder)]
+        result = await self._run(Command(argv=argv, env={}, cwd="/", stdin=archive))
+        if not result.ok:
+            raise RuntimeFailure(result.stderr.decode(errors="replace").strip() or "tar failed")
+
+    async def download(self, source: str, target: Path) -> None:
+        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
+        self._must_be_usable()
+        path = PurePosixPath(self.workdir, source)
+        with (
+            boundary(RuntimeFailure, f"cannot download {source}"),
+            tempfile.TemporaryDirectory(dir=self._scratch / "aside") as aside,
+        ):
+            archive = Path(aside, "out.tar")
+            argv = ["tar", "-cf", "-", "-C", str(path.parent), "--", path.name]
+            result = await self._run(Command(argv=argv, env={}, cwd="/", stdout=archive))
+            if not result.ok and result.exit_code != CHANGED:
+                raise RuntimeFailure(result.stderr.decode(errors="replace").strip())
+            await asyncio.to_thread(unpack, archive, path.name, target)
+
+    # ---- addresses
+
+    def inside(self, path: Path) -> str:
+        """Where a mounted host path is seen inside; any other path as it is."""
+        for mount in self._mounts:
+            if path.is_relative_to(mount.source):
+                return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
+        return str(path)
+
+    def gateway_url(self, url: str) -> str:
+        """The URL's way in: a port of the sandbox's loopback, carried to that one address."""
+        if self._spec.network != "gateway_only":
+            return url
+        parts = urlsplit(url)
+        target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        if self._target not in (None, target):
+            message = f"a sandbox has one gateway: {self._target}, not also {target}"
+            raise RuntimeFailure(message)
+        self._target = target
+        if self._held is not None and self._held.forwarder is not None:
+            self._held.forwarder.target = target
+        return urlunsplit(parts._replace(netloc=f"127.0.0.1:{GATEWAY_PORT}"))
+
+    def _must_be_usable(self) -> None:
+        if not self._usable:
+            message = f"the runtime of session {self._session_id} is not started, or was stopped"
+            raise RuntimeFailure(message)
+
+
+def what_is_missing() -> str | None:
+    """What this machine lacks for the runtime, with what to do; `None` = nothing."""
+    needed = ["bwrap", "bash", "tar"] + (["nsenter"] if is_privileged() else [])
+    missing = [name for name in needed if shutil.which(name) is None]
+    if missing:
+        return (
+            f"the bubblewrap runtime needs {', '.join(missing)}: install the packages bubblewrap "
+            "(0.8 or later), util-linux and tar"
+        )
+    return None
+
+
+def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
+    """Raise `ConfigError` naming what `spec` asks for that these sandboxes do not give."""
+    if spec.gpus is not None:
+        message = "runtime 'bubblewrap' gives no GPUs: use 'docker'"
+        raise ConfigError(message)
+    if spec.image is not None and not Path(spec.image, "bin").exists():
+        message = f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
+        raise ConfigError(message)
+    if ".." in PurePosixPath(spec.workdir or "").parts:
+        message = f"runtime 'bubblewrap': workdir {spec.workdir!r} must not contain '..'"
+        raise ConfigError(message)
+    if unknown := sorted(set(spec.kwargs) - {"binds"}):
+        message = (
+            f"runtime 'bubblewrap' takes the kwarg 'binds' (a list of host paths); given: {unknown}"
+        )
+        raise ConfigError(message)
+
+
+def _kill(held: _Held) -> None:
+    """End process 1, and with it all of the sandbox; its number is ours while `bwrap` lives."""
+    if held.process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.kill(held.pid, signal.SIGKILL)
+
+
+def _raise_nothing(_error: BaseException) -> None:
+    """A watch that failed must not end the session; the next one begins with the next sandbox."""

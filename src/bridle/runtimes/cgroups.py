@@ -1,0 +1,145 @@
+"""Hard limits on memory, processes and CPU of all that runs in a sandbox, by the kernel.
+
+Control groups of version 2, or of version 1 where that is what the machine has. A sandbox's group
+lies below our own, so it never gets more than we have. Where we may not make groups (an ordinary
+user without delegation), `Cgroup.make` gives `None` and the sandbox is watched instead.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PERIOD_US = 100_000
+REMOVE_S = 2.0
+MOUNT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a sandbox may use; `None` = as much as there is."""
+
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    processes: int | None = None
+
+
+@dataclass(slots=True)
+class Cgroup:
+    """One sandbox's group: a folder, or with version 1 one folder per controller."""
+
+    folders: Mapping[str, Path]
+    """Controller -> folder; version 2 has the same folder for each."""
+    _seen: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls, name: str, bounds: Bounds, *, mount: Path = MOUNT, own: Path = OWN
+    ) -> Cgroup | None:
+        """A new group with these bounds; `None` where this process may not make one."""
+        wanted = _settings(bounds)
+        unified = (mount / "cgroup.controllers").exists()
+        try:
+            ours = _own_groups(own)
+            if unified:
+                folder = mount / ours.get("", "").lstrip("/") / name
+                _enable(folder.parent, wanted)
+                folders = dict.fromkeys(wanted, folder)
+            else:
+                folders = {
+                    controller: mount / controller / ours.get(controller, "").lstrip("/") / name
+                    for controller in wanted
+                }
+                if not all((mount / controller).is_dir() for controller in wanted):
+                    return None
+        except OSError:
+            return None
+        group = cls(folders)
+        try:
+            for controller, folder in folders.items():
+                folder.mkdir(exist_ok=True)
+                for file, value in wanted[controller][2 if unified else 1].items():
+                    (folder / file).write_text(value)
+        except OSError:
+            group.remove()
+            return None
+        return group
+
+    @property
+    def doors(self) -> list[str]:
+        """Files into which a process writes its number to be in the group."""
+        return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
+
+    def reached(self) -> str | None:
+        """The bound that was reached since the last look: `memory` or `processes`."""
+        counts = {
+            "memory": self._count("memory", ("memory.events", "memory.oom_control"), "oom_kill"),
+            "processes": self._count("pids", ("pids.events",), "max"),
+        }
+        grown = [name for name, count in counts.items() if count > self._seen.get(name, 0)]
+        self._seen.update(counts)
+        return grown[0] if grown else None
+
+    def remove(self) -> None:
+        """Remove the group; its processes have ended. Idempotent."""
+        patience = time.monotonic() + REMOVE_S
+        for folder in set(self.folders.values()):
+            while folder.exists():
+                with suppress(OSError):
+                    folder.rmdir()
+                    break
+                if time.monotonic() > patience:
+                    break
+                time.sleep(0.01)
+
+    def _count(self, controller: str, files: tuple[str, ...], name: str) -> int:
+        folder = self.folders.get(controller)
+        if folder is None:
+            return 0
+        for file in files:
+            with suppress(OSError):
+                for line in (folder / file).read_text().splitlines():
+                    if line.split()[0] == name:
+                        return int(line.split()[1])
+        return 0
+
+
+def _settings(bounds: Bounds) -> dict[str, dict[int, dict[str, str]]]:
+    """Controller -> version -> file -> content."""
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    if bounds.memory_bytes is not None:
+        limit = str(bounds.memory_bytes)
+        found["memory"] = {2: {"memory.max": limit}, 1: {"memory.limit_in_bytes": limit}}
+    if bounds.processes is not None:
+        found["pids"] = {v: {"pids.max": str(bounds.processes)} for v in (1, 2)}
+    if bounds.cpus is not None:
+        quota = str(max(1000, int(bounds.cpus * PERIOD_US)))
+        found["cpu"] = {
+            2: {"cpu.max": f"{quota} {PERIOD_US}"},
+            1: {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": quota},
+        }
+    return found
+
+
+def _own_groups(own: Path) -> dict[str, str]:
+    """Controller (empty for version 2) -> path of our own group."""
+    groups: dict[str, str] = {}
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups.update(dict.fromkeys(controllers.split(","), path))
+    return groups
+
+
+def _enable(parent: Path, wanted: Mapping[str, object]) -> None:
+    """Let children of `parent` have these controllers. `OSError` if that can't be."""
+    switch = parent / "cgroup.subtree_control"
+    missing = set(wanted) - set(switch.read_text().split())
+    if missing:
+        if not os.access(switch, os.W_OK):
+            raise PermissionError(switch)
+        switch.write_text(" ".join(f"+{name}" for name in sorted(missing)))

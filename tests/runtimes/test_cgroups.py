@@ -1,0 +1,104 @@
+"""Control groups of both versions, on a tree of plain files in the kernel's shape."""
+
+import pytest
+
+from bridle.runtimes.cgroups import Bounds, Cgroup
+
+BOUNDS = Bounds(cpus=1.5, memory_bytes=1 << 20, processes=7)
+
+
+@pytest.fixture
+def unified(tmp_path):
+    """Version 2: our own group is `/ours`."""
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    (tmp_path / "ours" / "cgroup.subtree_control").write_text("memory\n")
+    (tmp_path / "own").write_text("0::/ours\n")
+    return tmp_path
+
+
+@pytest.fixture
+def version_1(tmp_path):
+    for controller in ("memory", "pids", "cpu"):
+        (tmp_path / controller / "ours").mkdir(parents=True)
+    (tmp_path / "own").write_text("4:memory:/ours\n3:cpu,cpuacct:/ours\n2:pids:/ours\n0::/\n")
+    return tmp_path
+
+
+def made(mount, bounds=BOUNDS):
+    return Cgroup.make("s1", bounds, mount=mount, own=mount / "own")
+
+
+def files(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_version_2_has_one_folder_below_our_own(unified):
+    group = made(unified)
+    assert files(unified / "ours" / "s1") == {
+        "memory.max": "1048576",
+        "pids.max": "7",
+        "cpu.max": "150000 100000",
+    }
+    assert (unified / "ours" / "cgroup.subtree_control").read_text() == "+cpu +pids"
+    assert group.doors == [str(unified / "ours" / "s1" / "cgroup.procs")]
+
+
+def test_version_1_has_a_folder_for_each_controller(version_1):
+    group = made(version_1)
+    assert files(version_1 / "memory" / "ours" / "s1") == {"memory.limit_in_bytes": "1048576"}
+    assert files(version_1 / "pids" / "ours" / "s1") == {"pids.max": "7"}
+    assert files(version_1 / "cpu" / "ours" / "s1") == {
+        "cpu.cfs_period_us": "100000",
+        "cpu.cfs_quota_us": "150000",
+    }
+    assert len(group.doors) == 3
+
+
+def test_what_is_not_bounded_needs_no_controller(version_1):
+    group = made(version_1, Bounds(processes=3))
+    assert group.doors == [str(version_1 / "pids" / "ours" / "s1" / "cgroup.procs")]
+
+
+def test_where_groups_cannot_be_made_there_is_none(tmp_path, version_1):
+    assert Cgroup.make("s1", BOUNDS, mount=tmp_path / "no", own=tmp_path / "own") is None
+    assert Cgroup.make("s1", BOUNDS, mount=version_1, own=tmp_path / "missing") is None
+    (version_1 / "pids" / "ours").rmdir()
+    assert made(version_1) is None
+    assert not (version_1 / "memory" / "ours" / "s1").exists() or not files(
+        version_1 / "memory" / "ours" / "s1"
+    ).get("pids.max")
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "named"),
+    [
+        ("memory.events", "max 3\noom 0\noom_kill 0\n", "max 9\noom 1\noom_kill 1\n", "memory"),
+        ("pids.events", "max 0\n", "max 2\n", "processes"),
+    ],
+)
+def test_a_bound_that_was_reached_is_told_once(unified, file, before, after, named):
+    group = made(unified)
+    path = unified / "ours" / "s1" / file
+    path.write_text(before)
+    assert group.reached() is None
+    path.write_text(after)
+    assert group.reached() == named
+    assert group.reached() is None
+
+
+def test_version_1_counts_kills_in_another_file(version_1):
+    group = made(version_1)
+    path = version_1 / "memory" / "ours" / "s1" / "memory.oom_control"
+    path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert group.reached() == "memory"
+
+
+def test_an_empty_group_goes(version_1):
+    group = made(version_1)
+    for folder in set(group.folders.values()):
+        for path in folder.iterdir():
+            path.unlink()
+    group.remove()
+    group.remove()
+    assert not any(folder.exists() for folder in group.folders.values())

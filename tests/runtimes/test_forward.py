@@ -1,0 +1,92 @@
+"""Carrying connections to one address."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bridle.runtimes.forward import Forwarder
+
+
+def listening():
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0)
+    return listener, listener.getsockname()[1]
+
+
+@asynccontextmanager
+async def a_forwarder(serve):
+    """A forwarder in front of a server; gives it and the port that it listens on."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    listener, port = listening()
+    async with server, Forwarder(listener) as forwarder:
+        forwarder.target = ("127.0.0.1", server.sockets[0].getsockname()[1])
+        yield forwarder, port
+
+
+async def echo(reader, writer):
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+async def test_bytes_go_both_ways_and_ends_are_told():
+    async with a_forwarder(echo) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = bytes(range(256)) * 4000
+        writer.write(sent)
+        writer.write_eof()
+        assert await reader.read() == sent
+        writer.close()
+
+
+async def test_a_client_that_vanishes_is_seen_on_the_other_side():
+    gone = asyncio.Event()
+
+    async def serve(reader, writer):
+        await reader.read()
+        gone.set()
+        writer.close()
+
+    async with a_forwarder(serve) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"x")
+        writer.close()
+        async with asyncio.timeout(5):
+            await gone.wait()
+
+
+async def test_many_connections_at_once_are_kept_apart():
+    async with a_forwarder(echo) as (_, port):
+
+        async def one(number):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{number}\n".encode())
+            answer = await reader.readline()
+            writer.close()
+            return int(answer)
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(number)) for number in range(100)]
+    assert [task.result() for task in running] == list(range(100))
+
+
+@pytest.mark.parametrize("target", [None, "closed"])
+async def test_where_nobody_answers_the_connection_ends(target):
+    async with a_forwarder(echo) as (forwarder, port):
+        closed, number = listening()
+        closed.close()
+        forwarder.target = None if target is None else ("127.0.0.1", number)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_after_its_end_nobody_listens():
+    async with a_forwarder(echo) as (_, port):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)

@@ -1,0 +1,35 @@
+"""Started runtimes of every kind that contains."""
+
+import secrets
+
+import pytest
+
+from bridle.config import RuntimeSpec
+from bridle.runtimes import make_runtime
+
+CONTAINING = ("bubblewrap",)
+
+
+@pytest.fixture(params=CONTAINING)
+def backend(request):
+    """Each runtime that contains."""
+    return request.param
+
+
+@pytest.fixture
+async def place(backend, tmp_path):
+    """Makes started runtimes of that kind, which are stopped at the end."""
+    made = []
+
+    async def start(**spec):
+        folder = tmp_path / f"scratch-{len(made)}"
+        folder.mkdir()
+        session_id = f"escape-{secrets.token_hex(4)}"
+        runtime = make_runtime(RuntimeSpec(backend=backend, **spec), session_id, folder)
+        made.append(runtime)
+        await runtime.start()
+        return runtime
+
+    yield start
+    for runtime in made:
+        await runtime.stop()

@@ -1,0 +1,257 @@
+"""What a hostile harness tries, one test each: contained, and named where it has a name."""
+
+import asyncio
+import http.server
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from bridle.errors import RuntimeFailure
+
+TOPS = ("/", "/usr", "/etc", "/usr/bin", "/root", "/var/tmp")
+"""Folders of the machine, at the same path."""
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(60)]
+
+
+@contextmanager
+def listening():
+    """A server of this machine, on all its addresses that are loopback's; gives its port."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+async def reaches(runtime, host, port):
+    """Whether a connection from inside comes about."""
+    script = f"exec 3<>/dev/tcp/{host}/{port}"
+    return (await runtime.exec(script, timeout_s=3)).ok
+
+
+# ---- processes
+
+
+async def test_a_daemon_that_hides_its_origin_is_ended(place, tmp_path):
+    runtime = await place()
+    hidden = "env -i setsid bash -c '(while :; do echo x >> /work/beat; sleep 0.02; done) &' "
+    started = await runtime.exec(
+        f"{hidden} </dev/null >/dev/null 2>&1; until [ -s beat ]; do :; done"
+    )
+    assert started.ok
+    await runtime.kill()
+    result = await runtime.exec("sleep 0.1; wc -c < beat; sleep 0.2; wc -c < beat")
+    first, second = result.stdout.split()
+    assert first == second
+
+
+async def test_processes_of_the_machine_and_of_other_sessions_are_not_seen(place):
+    first, second = await place(), await place()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(first.exec(["sleep", "3.21"]))
+        seen = await second.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '; kill -9 -1; true")
+        assert b"3.21" not in seen.stdout
+        assert b"pytest" not in seen.stdout
+    assert running.result().ok
+
+
+async def test_a_fork_bomb_is_bounded_and_the_machine_goes_on(place):
+    runtime = await place(max_processes=64)
+    bomb = "f() { sleep 5 & f; }; f"
+    result = await runtime.exec(bomb, timeout_s=8)
+    assert not result.ok
+    await runtime.kill()
+    assert (await runtime.exec("echo alive")).stdout == b"alive\n"
+
+
+# ---- amounts
+
+
+async def test_a_gigabyte_of_output_costs_its_limit(place, tmp_path):
+    runtime = await place()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    log = tmp_path / "log"
+    result = await runtime.exec("head -c 1073741824 /dev/zero", log=log, timeout_s=50)
+    grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert (result.ok, result.truncated) == (True, True)
+    assert len(result.stdout) < 2 << 20
+    assert log.stat().st_size < 65 << 20
+    assert grown_mb < 100
+
+
+async def test_ten_thousand_open_files_are_refused(place):
+    runtime = await place()
+    script = "for ((i = 0; i < 10000; i++)); do exec {fd}</dev/null || exit 9; done"
+    result = await runtime.exec(script, timeout_s=30)
+    assert not result.ok
+    assert (await runtime.exec("true")).ok
+
+
+async def test_too_much_memory_ends_it_and_is_named(place):
+    runtime = await place(memory_mb=64)
+    result = await runtime.exec("head -c 400000000 /dev/zero | tail", timeout_s=30)
+    assert not result.ok
+    assert result.limit == "memory"
+    assert (await runtime.exec("echo alive")).stdout == b"alive\n"
+
+
+async def test_a_full_disk_ends_it_and_is_named(place):
+    runtime = await place(storage_mb=20)
+    fill = "for ((i = 0; ; i++)); do head -c 4000000 /dev/zero > file$i || exit 3; sleep 0.02; done"
+    result = await runtime.exec(fill, timeout_s=30)
+    assert not result.ok
+    assert result.limit == "storage"
+
+
+async def test_one_file_larger_than_the_disk_is_cut_at_once(place):
+    runtime = await place(storage_mb=10)
+    result = await runtime.exec("head -c 500000000 /dev/zero > file; stat -c %s file")
+    assert int(result.stdout) <= 10 << 20
+
+
+# ---- files
+
+
+async def test_nothing_of_the_machine_can_be_read_or_written(place, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    runtime = await place()
+    script = (
+        f"cat {secret} /etc/shadow /root/.bashrc /proc/{os.getpid()}/environ;"
+        f" for at in {' '.join(TOPS)}; do touch $at/mine; done;"
+        " ls /home /root /var/run/docker.sock /sys/fs"
+    )
+    result = await runtime.exec(script)
+    assert b"s3cret" not in result.stdout
+    assert b"root:" not in result.stdout
+    assert [folder for folder in TOPS if Path(folder, "mine").exists()] == []  # noqa: ASYNC240 - quick
+
+
+async def test_another_session_s_files_are_not_seen(place):
+    first, second = await place(), await place()
+    await first.exec("echo theirs > /tmp/mine; echo theirs > $HOME/mine; echo theirs > mine")
+    seen = await second.exec("cat /tmp/mine $HOME/mine mine; find / -name mine 2>/dev/null")
+    assert seen.stdout == b""
+
+
+async def test_powers_over_the_system_are_refused(place):
+    runtime = await place()
+    tries = [
+        "mount -t tmpfs none /mnt",
+        "mount -o remount,rw /usr",
+        "unshare -U true",
+        "unshare -m true",
+        "mknod /tmp/disk b 8 0",
+        "chroot /tmp true",
+        "hostname mine",
+        "echo 1 > /proc/sys/kernel/panic",
+        "echo x > /proc/sys/kernel/core_pattern",
+        "echo b > /proc/sysrq-trigger",
+        "nsenter -t 1 -m true",
+    ]
+    for attempt in tries:
+        assert not (await runtime.exec(attempt)).ok, attempt
+    switches = "find /proc /sys -writable -type f -not -path '/proc/[0-9]*' 2>/dev/null"
+    assert (
+        await runtime.exec(f"for at in $({switches}); do : >> $at && echo $at; done")
+    ).stdout == b""
+    caps = await runtime.exec("grep CapEff /proc/self/status")
+    assert caps.stdout.split()[1] == b"0000000000000000"
+
+
+async def test_a_folder_that_became_a_link_is_not_written_through(place, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    runtime = await place()
+    await runtime.exec(f"ln -s {outside} out; ln -s /etc etc; ln -s {outside}/x file")
+    given = tmp_path / "given"
+    given.write_text("given")
+    for target in ("out/mine", "etc/mine", "file"):
+        for put in (runtime.upload(given, target), runtime.write(target, b"given")):
+            with suppress(RuntimeFailure):
+                await put
+    assert list(outside.iterdir()) == []
+
+
+# ---- network
+
+
+async def test_the_machine_s_network_is_not_reached(place):
+    runtime = await place()
+    with listening() as port:
+        assert not await reaches(runtime, "127.0.0.1", port)
+        for address in {each[4][0] for each in socket.getaddrinfo(socket.gethostname(), port)}:
+            assert not await reaches(runtime, address, port)
+    assert not await reaches(runtime, "192.0.2.1", 80)
+    assert not await reaches(runtime, "10.0.2.2", 22)
+
+
+async def test_the_way_to_the_gateway_leads_to_it_alone(place):
+    runtime = await place()
+    with listening() as gateway, listening() as engine:
+        url = runtime.gateway_url(f"http://127.0.0.1:{gateway}/s/x")
+        host, port = url.split("/")[2].split(":")
+        assert await reaches(runtime, host, port)
+        assert not await reaches(runtime, "127.0.0.1", engine)
+        assert not await reaches(runtime, host, engine)
+
+
+async def test_without_a_network_not_even_the_gateway_is_reached(place):
+    runtime = await place(network="none")
+    with listening() as gateway:
+        runtime.gateway_url(f"http://127.0.0.1:{gateway}/s/x")
+        for port in (gateway, 4000):
+            assert not await reaches(runtime, "127.0.0.1", port)
+
+
+# ---- ends
+
+ORPHAN = """
+import asyncio, pathlib, sys
+from bridle.config import RuntimeSpec
+from bridle.runtimes import make_runtime
+async def main(backend, folder):
+    runtime = make_runtime(RuntimeSpec(backend=backend), "orphan", pathlib.Path(folder))
+    await runtime.start()
+    await runtime.exec("echo x > up; env -i setsid sleep 4321.5 & sleep 4321.5")
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def sleepers():
+    """Processes that only the orphaned sandbox has."""
+    return [pid for pid in Path("/proc").glob("[0-9]*/cmdline") if b"4321.5\0" in read(pid)]
+
+
+def read(path):
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def until(condition, what):
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def test_what_loses_its_owner_ends_with_it(backend, tmp_path):
+    command = [sys.executable, "-c", ORPHAN, backend, str(tmp_path)]
+    with subprocess.Popen(command) as process:
+        until(lambda: len(sleepers()) >= 2, "the sandbox has begun")
+        process.kill()
+    until(lambda: sleepers() == [], "nothing of it lives")
