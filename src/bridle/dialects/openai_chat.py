@@ -15,7 +15,19 @@ from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEn
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.openai_chat_stream import ChatStream
-from bridle.dialects.openai_chat_write import finish_reason, models_json, tool_call_json, usage_json
+from bridle.dialects.openai_chat_write import (
+    finish_reason,
+    logprobs_json,
+    models_json,
+    tool_call_json,
+    usage_json,
+)
+from bridle.dialects.openai_completions import (
+    COMPLETIONS,
+    CompletionStream,
+    completion_json,
+    read_completion,
+)
 from bridle.dialects.openai_errors import chat_message, error_response
 from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
 from bridle.dialects.reading import (
@@ -56,7 +68,8 @@ from bridle.types import (
 _SALT = b"chat:"
 _UNSUPPORTED = (
     *("embeddings", "completions", "moderations", "batches", "files", "images", "audio"),
-    *("fine_tuning", "tokenize"),
+    *("fine_tuning", "tokenize", "uploads", "vector_stores", "assistants", "threads", "evals"),
+    *("containers", "conversations", "realtime", "videos", "chatkit", "rerank", "score"),
 )
 _ROLES = {
     "system": Role.SYSTEM,
@@ -83,6 +96,8 @@ class OpenAIChat(WireFormat):
         words = tidy(path)
         if method == "POST" and words.endswith("/chat/completions"):
             return Route(self.dialect, RouteKind.GENERATE)
+        if method == "POST" and words.endswith(f"/{COMPLETIONS}"):
+            return Route(self.dialect, RouteKind.GENERATE, resource=COMPLETIONS)
         if (models := models_route(self.dialect, method, path, headers)) is not None:
             return models
         for word in _UNSUPPORTED:
@@ -92,8 +107,9 @@ class OpenAIChat(WireFormat):
 
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; each message is one span."""
-        del route
         with shallow(""):
+            if route.resource == COMPLETIONS:
+                return read_completion(body, memo)
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
@@ -131,6 +147,7 @@ class OpenAIChat(WireFormat):
             span_digests=digests,
             span_lengths=lengths,
             tools_span=tools_span,
+            logprobs=flag_at(head, "logprobs", "") or False,
             include_usage=flag_at(options, "include_usage", "stream_options") or False,
             extra={"freeform": tools.freeform, "removed": dict(tools.removed)},
         )
@@ -138,7 +155,9 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `chat.completion` object with one choice."""
+        """A `chat.completion` object with one choice, or a `text_completion`."""
+        if COMPLETIONS in request.extra:
+            return encode(completion_json(head, reply, usage, reply.content))
         freeform = request.extra.get("freeform", ())
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
@@ -149,7 +168,7 @@ class OpenAIChat(WireFormat):
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": None,
+            "logprobs": logprobs_json(reply),
             "finish_reason": finish_reason(reply),
         }
         return encode(
@@ -169,11 +188,13 @@ class OpenAIChat(WireFormat):
         return tuple(
             message
             for choice, path in choices
-            for message in read_message(an_object(choice["message"], path), path)
+            for message in read_message(_said(choice, path), path)
         )
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
         """Chunks, the usage chunk if it was asked for, `[DONE]`."""
+        if COMPLETIONS in request.extra:
+            return CompletionStream(head, include_usage=request.include_usage)
         freeform = request.extra.get("freeform", ())
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
@@ -188,6 +209,13 @@ class OpenAIChat(WireFormat):
     def token_count(self, count: int) -> bytes:
         """Chat Completions has no such route; this is what vLLM's `/tokenize` says."""
         return encode({"count": count})
+
+
+def _said(choice: JSON, path: str) -> JSON:
+    """The message of a choice; a completion's is its text."""
+    if "message" not in choice:
+        return {"role": "assistant", "content": choice.get("text")}
+    return an_object(choice["message"], path)
 
 
 def _refuse_many(head: JSON) -> None:

@@ -26,6 +26,17 @@ def tool_call_json(call: ToolCall, freeform: Collection[str]) -> JSON:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def logprobs_json(reply: Reply) -> JSON | None:
+    """The logprobs of all sampled tokens, control tokens included; `None` = not asked for."""
+    if reply.token_logprobs is None:
+        return None
+    told = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in reply.token_logprobs
+    ]
+    return {"content": told, "refusal": None}
+
+
 def usage_json(usage: Usage) -> JSON:
     """Token counts. The details are always objects (trae-agent fails on null)."""
     return {

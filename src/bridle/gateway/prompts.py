@@ -44,7 +44,9 @@ class Prompts:
             return Prompted(self._raw(request.raw_prompt), None, "completion")
         messages = request.messages if request.prefill is None else request.messages[:-1]
         reason = placement.reason
-        if placement.extend and parent is not None and parent.prompt is not None:
+        if parent is not None and parent.finish is FinishReason.ABORT:
+            reason = reason or "partial"
+        elif placement.extend and parent is not None and parent.prompt is not None:
             before, output_ids = parent.sampled()
             if placement.new_from > len(messages):
                 # The client sends back the reply itself, to have it gone on with.
