@@ -7,6 +7,8 @@ import orjson
 import pytest
 from tests.gateway.house import TOKEN, house, scripted, user
 
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
 from bridle.gateway.control import TOKEN_ENV, control_token
 from bridle.gateway.settings import GatewaySettings
@@ -23,6 +25,9 @@ async def test_every_control_route_but_health_asks_for_the_token(token):
         ("GET", "/sessions/one/trajectory"),
         ("GET", "/policy"),
         ("POST", "/policy"),
+        ("GET", "/replicas"),
+        ("POST", "/replicas"),
+        ("DELETE", "/replicas"),
         ("GET", "/metrics"),
         ("GET", "/sessions/one/unknown"),
     ]
@@ -137,7 +142,7 @@ async def test_a_body_that_is_too_large_is_refused():
 async def test_the_policy_is_told_and_set():
     async with house({"content": "a"}) as home:
         _, policy = await home.control("GET", "/policy")
-        assert policy == {"version": 0, "paused": False, "model": "scripted"}
+        assert policy == {"version": 0, "paused": False, "hold": None, "model": "scripted"}
         _, policy = await home.control("POST", "/policy", {"version": 3, "paused": True})
         assert (policy["version"], policy["paused"]) == (3, True)
         _, policy = await home.control("POST", "/policy", {"paused": False})
@@ -180,14 +185,12 @@ async def test_health_is_that_of_the_engine_and_says_no_more():
 
 
 async def test_a_bug_in_a_control_route_is_a_500_and_told_to_nobody():
-    class Broken:
-        def __getattr__(self, name):
-            return getattr(scripted({"content": "a"}), name)
-
+    class Broken(EnginePool):
         async def health(self):
             raise KeyError("secret")
 
-    async with house(engine=Broken()) as home:
+    broken = Broken([Replica("a", scripted({"content": "a"}))])
+    async with house(engine=broken) as home:
         status, reply = await home.control("GET", "/health")
         assert status == 500
         assert "secret" not in str(reply)

@@ -23,6 +23,7 @@ import structlog
 
 from bridle.aio import Nursery
 from bridle.engines.base import (
+    Engine,
     EngineInfo,
     GenerateChunk,
     GenerateRequest,
@@ -31,7 +32,7 @@ from bridle.engines.base import (
 )
 from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
-from bridle.engines.pool_update import load_everywhere
+from bridle.engines.pool_update import load_at_once, load_in_turn
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
 from bridle.types import JSON
 
@@ -268,9 +269,12 @@ class EnginePool:
     # ---- health
 
     async def health(self) -> None:
-        """Return if some replica may be given calls; else `EngineError`."""
-        if not self._ready:
-            raise EngineError(self._nobody(0), retryable=True)
+        """Return if some replica can sample; else `EngineError`."""
+        for one in self._ready:
+            if (error := await self._well(one)) is None:
+                return
+            one.error = str(error)
+        raise EngineError(self._nobody(0), retryable=True)
 
     async def _watch(self, one: Replica) -> None:
         """Look at a replica again and again."""
@@ -458,13 +462,17 @@ class EnginePool:
         *,
         mode: PauseMode = "abort",
         rolling: bool = False,
+        timeout_s: float = 60.0,
     ) -> None:
         """Load the weights of folder `source` into all replicas; sessions go on.
 
         All at once under a `hold` of `mode`, or `rolling`: one replica after the other, while the
         rest samples under the old weights. `EngineError` names replicas that did not take them.
         """
-        await load_everywhere(self, source, version, mode=mode, rolling=rolling)
+        if rolling:
+            await load_in_turn(self, source, version, wait=mode == "wait")
+        else:
+            await load_at_once(self, source, version, mode=mode, timeout_s=timeout_s)
 
     def each(self) -> list[Replica]:
         """The replicas that have started."""
@@ -474,6 +482,11 @@ class EnginePool:
         """Some replica has weights `version`."""
         self._version = max(self._version, version)
         self._refresh()
+
+
+def as_pool(engine: Engine) -> EnginePool:
+    """The engine as a pool; one that lives in this process is the only replica of its own."""
+    return engine if isinstance(engine, EnginePool) else EnginePool([Replica("engine", engine)])
 
 
 def _log_lost(error: BaseException) -> None:

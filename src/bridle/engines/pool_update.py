@@ -35,32 +35,39 @@ class Updated(Protocol):
         """Some replica has these weights."""
 
 
-async def load_everywhere(
-    pool: Updated, source: str | Path, version: int, *, mode: PauseMode, rolling: bool
+async def load_at_once(
+    pool: Updated, source: str | Path, version: int, *, mode: PauseMode, timeout_s: float
 ) -> None:
-    """Put the weights in; see `EnginePool.update_weights`."""
+    """Hold all replicas and put the weights into all of them; see `EnginePool.update_weights`."""
+    await pool.hold(mode, timeout_s=timeout_s)
+    try:
+        async with asyncio.TaskGroup() as group:
+            loads = [group.create_task(_loaded(pool, one, source, version)) for one in pool.each()]
+        failed = [text for load in loads for text in load.result()]
+    finally:
+        await pool.release()
+    _require(failed, version)
+
+
+async def load_in_turn(pool: Updated, source: str | Path, version: int, *, wait: bool) -> None:
+    """Put the weights into one replica after the other, its calls having ended or gone elsewhere.
+
+    The only replica is not drained: its calls would have nowhere to go.
+    """
     failed: list[str] = []
-    if rolling:
-        # The last one that samples is not drained: its calls would have nowhere to go.
-        for one in pool.each():
-            others = len(pool.each()) > 1
-            if others:
-                await pool.drain(one.name, timeout_s=None if mode == "wait" else 0)
-            try:
-                failed += await _loaded(pool, one, source, version)
-            finally:
-                if others:
-                    pool.readmit(one.name)
-    else:
-        await pool.hold(mode)
+    for one in pool.each():
+        alone = len(pool.each()) == 1
+        if not alone:
+            await pool.drain(one.name, timeout_s=None if wait else 0)
         try:
-            async with asyncio.TaskGroup() as group:
-                loads = [
-                    group.create_task(_loaded(pool, one, source, version)) for one in pool.each()
-                ]
-            failed = [text for load in loads for text in load.result()]
+            failed += await _loaded(pool, one, source, version)
         finally:
-            await pool.release()
+            if not alone:
+                pool.readmit(one.name)
+    _require(failed, version)
+
+
+def _require(failed: list[str], version: int) -> None:
     if failed:
         raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
 

@@ -21,6 +21,7 @@ from bridle.capture.records import SessionRecord
 from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import Engine, EngineInfo
+from bridle.engines.pool import as_pool
 from bridle.errors import EngineError
 from bridle.gateway.call import Stage
 from bridle.gateway.control import ControlPlane, control_token
@@ -60,7 +61,7 @@ class Gateway:
     def __init__(
         self, *, engine: Engine, renderer: PromptRenderer, store: Store, settings: GatewaySettings
     ) -> None:
-        self._engine = engine
+        self._engine = as_pool(engine)
         self._renderer = renderer
         self._tokenizer = tokenizer_record(renderer.source)
         self._store = store
@@ -104,6 +105,7 @@ class Gateway:
 
     def _assemble(self, nursery: Nursery) -> None:
         settings, metrics = self._settings, self._metrics
+        metrics.watch(lambda: {"policy": self._engine})
         deliveries = Deliveries(
             store=self._store,
             nursery=nursery,
@@ -238,6 +240,7 @@ class Gateway:
             try:
                 await self._quiesce(session)
                 session.forget_conversation()
+                self._engine.forget(session_id)
             finally:
                 session.ended.set()
         elif session.ended is not None:

@@ -23,7 +23,8 @@ from pydantic import Field, ValidationError
 from bridle.capture.records import Outcome, SessionCapture
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
-from bridle.engines.base import Engine, EngineInfo, Versioned
+from bridle.engines.base import EngineInfo
+from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, ConfigError, EngineError
 from bridle.gateway.exchange import Policy
 from bridle.gateway.faults import trace_of
@@ -33,6 +34,14 @@ from bridle.gateway.relay import JSON_TYPE
 from bridle.gateway.routing import Target
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.views import encode, exchanges_json
+from bridle.gateway.weights import (
+    AddReplica,
+    SetPolicy,
+    add_replica,
+    policy_json,
+    remove_replica,
+    set_policy,
+)
 from bridle.prompting.texts import decoder_of
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_json
@@ -58,15 +67,6 @@ class OpenSession(Settings):
     metadata: JSON = Field(default_factory=dict)
     sampling: SamplingPolicy = SamplingPolicy()
     limits: Limits = Limits()
-
-
-class SetPolicy(Settings):
-    """Body of `POST /policy`; what is absent stays."""
-
-    version: int | None = None
-    """Policy version of tokens whose engine does not tell it."""
-    paused: bool | None = None
-    """New calls are refused while paused; those in flight go on."""
 
 
 class Sessions(Protocol):
@@ -151,7 +151,7 @@ class ControlPlane:
         *,
         sessions: Sessions,
         store: Store,
-        engine: Engine,
+        engine: EnginePool,
         info: EngineInfo,
         policy: Policy,
         token: str,
@@ -168,6 +168,9 @@ class ControlPlane:
             ("GET", "metrics"): self._show_metrics,
             ("GET", "policy"): self._show_policy,
             ("POST", "policy"): self._set_policy,
+            ("GET", "replicas"): self._show_replicas,
+            ("POST", "replicas"): self._add_replica,
+            ("DELETE", "replicas"): self._remove_replica,
             ("GET", "sessions"): self._list,
             ("POST", "sessions"): self._open,
             ("GET", "sessions", ID): self._show,
@@ -225,23 +228,24 @@ class ControlPlane:
         )
 
     async def _show_policy(self, _: Asked) -> web.StreamResponse:
-        return _json(
-            {
-                "version": self._policy.version,
-                "paused": self._policy.paused,
-                "model": self._info.model,
-            }
-        )
+        return _json(policy_json(self._policy, self._engine, self._info.model))
 
     async def _set_policy(self, asked: Asked) -> web.StreamResponse:
-        wanted = await _body(asked.http, SetPolicy)
-        if wanted.version is not None:
-            self._policy.version = wanted.version
-            if isinstance(self._engine, Versioned):
-                await self._engine.set_version(wanted.version)
-        if wanted.paused is not None:
-            self._policy.paused = wanted.paused
+        await set_policy(await _body(asked.http, SetPolicy), self._policy, self._engine)
         return await self._show_policy(asked)
+
+    async def _show_replicas(self, _: Asked) -> web.StreamResponse:
+        return _json({"replicas": self._engine.replicas()})
+
+    async def _add_replica(self, asked: Asked) -> web.StreamResponse:
+        await add_replica(await _body(asked.http, AddReplica), self._engine)
+        return await self._show_replicas(asked)
+
+    async def _remove_replica(self, asked: Asked) -> web.StreamResponse:
+        query = parse_qs(asked.query)
+        name, drain_s = query.get("name", [""])[-1], query.get("drain_s", ["0"])[-1]
+        await remove_replica(name, drain_s, self._engine)
+        return await self._show_replicas(asked)
 
     async def _list(self, _: Asked) -> web.StreamResponse:
         ids = self._sessions.session_ids()

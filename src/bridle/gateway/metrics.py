@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from bridle.engines.pool import EnginePool
 
 
 class Metrics:
@@ -58,6 +64,11 @@ class Metrics:
             registry=self._registry,
         )
 
+        self.cached_tokens = Counter(
+            "bridle_cached_prompt_tokens",
+            "Prompt tokens of committed calls that came from an engine's prefix cache.",
+            registry=self._registry,
+        )
         self._bound: dict[tuple[object, ...], Counter] = {}
 
     def request(self, dialect: str, route: str, status: int) -> None:
@@ -84,6 +95,60 @@ class Metrics:
             child = self._bound[key] = counter.labels(*map(str, values))
         child.inc()
 
+    def watch(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
+        """Tell the replicas of these pools, by the name of their model, whenever somebody asks."""
+        self._registry.register(_Replicas(pools))
+
     def render(self) -> bytes:
         """All of them as Prometheus text, version 0.0.4."""
         return generate_latest(self._registry)
+
+
+class _Replicas(Collector):
+    """Reads the pools' own counters; nothing is counted twice on the way of a call."""
+
+    def __init__(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per number."""
+        labels = ("model", "replica")
+        gauges = {
+            name: GaugeMetricFamily(f"bridle_replica_{name}", text, labels=labels)
+            for name, text in _GAUGES.items()
+        }
+        counters = {
+            name: CounterMetricFamily(f"bridle_replica_{name}", text, labels=labels)
+            for name, text in _COUNTERS.items()
+        }
+        routed = CounterMetricFamily(
+            "bridle_routed_calls",
+            "Calls by why they went to their replica: first, stuck, spilled, moved.",
+            labels=("model", "how"),
+        )
+        for model, pool in self._pools().items():
+            for told in pool.replicas():
+                place = (model, told["name"])
+                gauges["up"].add_metric(place, told["state"] == "live")
+                for name in ("calls_in_flight", "sessions", "version"):
+                    gauges[name].add_metric(place, told[name])
+                for name, counter in counters.items():
+                    counter.add_metric(place, told[name])
+            for how, count in pool.routed.items():
+                routed.add_metric((model, how.value), count)
+        yield from (*gauges.values(), *counters.values(), routed)
+
+
+_GAUGES = {
+    "up": "Whether a replica gets calls.",
+    "calls_in_flight": "Calls that run on a replica now.",
+    "sessions": "Sessions that live on a replica.",
+    "version": "Policy version of a replica's weights, as far as is known.",
+}
+_COUNTERS = {
+    "calls": "Calls that were given to a replica.",
+    "failures": "Calls that a replica failed.",
+    "losses": "How often a replica went down.",
+    "prompt_tokens": "Prompt tokens of calls that a replica ended.",
+    "cached_tokens": "Of those, the ones that came from its prefix cache.",
+}

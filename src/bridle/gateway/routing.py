@@ -15,7 +15,7 @@ from bridle.dialects.kinds import kind_of
 from bridle.gateway.call import Asked
 from bridle.types import ModelRequest
 
-CONTROL_ROUTES: Final = frozenset({"sessions", "policy", "metrics", "health"})
+CONTROL_ROUTES: Final = frozenset({"sessions", "policy", "replicas", "metrics", "health"})
 """First words of the paths that belong to those who run sessions."""
 
 

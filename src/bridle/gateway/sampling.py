@@ -197,7 +197,7 @@ class Sampler:
             output_ids=output_ids,
             logprobs=logprobs,
             finish=last.finish_reason,
-            versions=tuple(sofar.versions),
+            versions=_spanned(sofar.versions),
             last=last if sofar.tries == 1 else replace(last, reply=None),
             engine_prompt=engine_prompt,
             break_position=position,
@@ -235,3 +235,8 @@ def another_prompt(
     if not len(differing) and len(used) == len(sent):
         return None, None
     return PromptIds.root(used), int(differing[0]) if len(differing) else shorter
+def _spanned(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """The spans that hold tokens; of a reply without any, the last one."""
+    return tuple(span for span in spans if span.end > span.start) or tuple(spans[-1:])
+
+

@@ -1,0 +1,107 @@
+"""The policy's weights, steered over HTTP: which version samples, and how sampling stops for it.
+
+A trainer that loads weights by itself asks for a `hold`, loads, and publishes the version; one
+request does it all where the engines load from a folder. Sessions go on: calls that were running
+are resumed from their tokens, and each token knows the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from bridle.config import Settings
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import make_replica
+from bridle.errors import ConfigError
+from bridle.gateway.exchange import Policy
+from bridle.types import JSON
+
+
+class SetPolicy(Settings):
+    """Body of `POST /policy`; what is absent stays."""
+
+    version: int | None = None
+    """Policy version from here on, of tokens whose engine does not tell it."""
+    paused: bool | None = None
+    """New calls are refused while paused; those in flight go on."""
+    hold: Literal["abort", "wait", "keep", False] | None = None
+    """Stop sampling on all replicas and answer when nothing samples: running calls are ended and
+    resumed later (`abort`), awaited (`wait`), or held where they are (`keep`, where engines can).
+    Meanwhile new calls wait. `false` = go on, under `version`."""
+    weights: str | None = None
+    """Folder, as the engines see it, whose weights all replicas load, as `version`."""
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    """How sampling is held while `weights` are loaded."""
+    rolling: bool = False
+    """Load `weights` into one replica after the other; the rest goes on under the old ones."""
+    timeout_s: float = Field(default=60, gt=0)
+    """How long a hold may take; then nothing is held."""
+
+    @model_validator(mode="after")
+    def _names_its_version(self) -> Self:
+        if self.weights is not None and (self.version is None or self.hold is not None):
+            message = "`weights` needs `version`, and holds by itself"
+            raise ValueError(message)
+        return self
+
+
+class AddReplica(Settings):
+    """Body of `POST /replicas`."""
+
+    engine: str = Field(pattern=r"^https?://")
+    """URL of a server."""
+
+
+async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> None:
+    """Do what `POST /policy` asks for. `EngineError` if the engines did not do their part."""
+    if wanted.weights is not None and wanted.version is not None:
+        await engines.update_weights(
+            wanted.weights,
+            wanted.version,
+            mode=wanted.mode,
+            rolling=wanted.rolling,
+            timeout_s=wanted.timeout_s,
+        )
+        policy.version = wanted.version
+    else:
+        if wanted.hold:
+            await engines.hold(wanted.hold, timeout_s=wanted.timeout_s)
+        if wanted.version is not None:
+            await engines.set_version(wanted.version)
+            policy.version = wanted.version
+        if wanted.hold is False:
+            await engines.release()
+    if wanted.paused is not None:
+        policy.paused = wanted.paused
+
+
+def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:
+    """What `GET /policy` answers."""
+    return {
+        "version": policy.version,
+        "paused": policy.paused,
+        "hold": engines.held,
+        "model": model,
+    }
+
+
+async def add_replica(wanted: AddReplica, engines: EnginePool) -> None:
+    """A server joins. `ConfigError` if it is there already, `EngineError` if it cannot serve."""
+    from bridle.engines import open_engine
+
+    await engines.add(make_replica(wanted.engine, open_engine))
+
+
+async def remove_replica(name: str, drain_s: str, engines: EnginePool) -> None:
+    """A replica leaves, its calls after `drain_s` seconds. `ConfigError` names a mistake."""
+    try:
+        seconds = float(drain_s)
+    except ValueError:
+        raise ConfigError(f"drain_s: {drain_s!r} is no number of seconds") from None
+    if not any(one["name"] == name for one in engines.replicas()):
+        raise ConfigError(
+            f"no replica {name!r}; there are: {[r['name'] for r in engines.replicas()]}"
+        )
+    await engines.remove(name, timeout_s=seconds)

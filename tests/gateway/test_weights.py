@@ -1,0 +1,155 @@
+"""`POST /policy` and `/replicas`: weights and replicas change while sessions go on."""
+
+import asyncio
+
+import pytest
+from tests.gateway.house import TOKEN, house, scripted, user
+
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import Replica
+from bridle.engines.server import EngineServer
+from bridle.types import VersionSpan
+
+LONG = {"content": "one two three four five six seven eight nine ten", "delay_s": 0.15}
+
+
+class Trained:
+    """A scripted engine that takes weights."""
+
+    def __init__(self, *turns):
+        self._inner = scripted(*turns)
+        self.loaded = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def set_version(self, version):
+        await self._inner.set_version(version)
+
+    async def update_weights(self, source, version):
+        if source == "nowhere":
+            raise FileNotFoundError(source)
+        self.loaded.append(source)
+        await self._inner.set_version(version)
+
+
+def versions(caller):
+    return [exchange.versions for exchange in caller.exchanges]
+
+
+async def running(home):
+    """Wait until a call is with the engine."""
+    async with asyncio.timeout(5):
+        while (await replicas(home))[0]["calls_in_flight"] == 0:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.005)
+
+
+async def replicas(home):
+    return (await home.control("GET", "/replicas"))[1]["replicas"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_a_trainer_holds_loads_publishes_and_no_harness_hears_of_it(mode):
+    async with house(LONG) as home:
+        caller = await home.session()
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(caller.ask([user("go")]))
+            await running(home)
+            status, told = await home.control("POST", "/policy", {"hold": mode})
+            assert (status, told["hold"]) == (200, mode)
+            assert call.done() == (mode == "wait")
+            waiting = group.create_task((await home.session()).ask([user("go")]))
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+            _, told = await home.control("POST", "/policy", {"version": 7, "hold": False})
+            assert (told["version"], told["hold"]) == (7, None)
+        assert call.result() == waiting.result()
+        ((span,),) = versions(caller)
+        assert span.version == (7 if mode == "abort" else 0)
+
+
+async def test_one_request_loads_new_weights_into_all_replicas():
+    engines = [Trained({"content": "a"}) for _ in range(2)]
+    pool = EnginePool([Replica(str(n), engine) for n, engine in enumerate(engines)])
+    async with house(engine=pool) as home:
+        status, told = await home.control("POST", "/policy", {"weights": "dir", "version": 4})
+        assert (status, told["version"]) == (200, 4)
+        assert [engine.loaded for engine in engines] == [["dir"], ["dir"]]
+        caller = await home.session()
+        await caller.ask([user("go")])
+        assert versions(caller) == [(VersionSpan(4, 0, len(caller.exchanges[0].output_ids)),)]
+        body = {"weights": "other", "version": 5, "rolling": True}
+        assert (await home.control("POST", "/policy", body))[0] == 200
+        assert [engine.loaded for engine in engines] == [["dir", "other"]] * 2
+
+
+async def test_weights_that_did_not_load_are_told_and_sampling_goes_on():
+    async with house(engine=Trained({"content": "a"})) as home:
+        status, told = await home.control("POST", "/policy", {"weights": "nowhere", "version": 4})
+        assert status == 500
+        assert "not everywhere" in told["error"]["message"]
+        assert (await home.control("GET", "/policy"))[1]["version"] == 0
+        assert (await (await home.session()).ask([user("go")]))["content"] == "a"
+
+
+@pytest.mark.parametrize(
+    "body", [{"weights": "d"}, {"weights": "d", "version": 1, "hold": "abort"}]
+)
+async def test_weights_without_a_version_are_refused(body):
+    async with house(engine=Trained({"content": "a"})) as home:
+        status, told = await home.control("POST", "/policy", body)
+        assert status == 400
+        assert "needs `version`" in told["error"]["message"]
+
+
+async def test_a_hold_in_vain_is_an_error_and_no_hold():
+    async with house({"content": "a", "delay_s": 0.2}) as home:
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task((await home.session()).ask([user("go")]))
+            await running(home)
+            body = {"hold": "wait", "timeout_s": 0.01}
+            status, _ = await home.control("POST", "/policy", body)
+            assert status == 500
+            assert (await home.control("GET", "/policy"))[1]["hold"] is None
+        assert call.result()["content"] == "a"
+
+
+async def test_a_server_joins_and_leaves():
+    async with (
+        EngineServer(scripted({"content": "a"})) as first,
+        EngineServer(scripted({"content": "b"})) as second,
+        house({"content": "a"}) as home,
+    ):
+        assert [one["name"] for one in await replicas(home)] == ["engine"]
+        for server in (first, second):
+            status, _ = await home.control("POST", "/replicas", {"engine": server.url})
+            assert status == 200, _
+        assert len(await replicas(home)) == 3
+        assert (await home.control("POST", "/replicas", {"engine": first.url}))[0] == 400
+        for name in ("engine", first.url):
+            assert (await home.control("DELETE", f"/replicas?name={name}"))[0] == 200
+        assert (await (await home.session()).ask([user("go")]))["content"] == "b"
+        for query in (f"name={second.url}", "name=none", f"name={second.url}&drain_s=x"):
+            assert (await home.control("DELETE", f"/replicas?{query}"))[0] == 400
+
+
+@pytest.mark.parametrize("engine", ["scripted:x", "file:///etc/passwd", ""])
+async def test_only_servers_join_over_http(engine):
+    async with house({"content": "a"}) as home:
+        assert (await home.control("POST", "/replicas", {"engine": engine}))[0] == 400
+
+
+async def test_metrics_tell_each_replica():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        _, text = await home.control("GET", "/metrics", token=TOKEN)
+        for line in (
+            'bridle_replica_up{model="policy",replica="engine"} 1.0',
+            'bridle_replica_calls_total{model="policy",replica="engine"} 1.0',
+            'bridle_replica_sessions{model="policy",replica="engine"} 1.0',
+            'bridle_routed_calls_total{how="first",model="policy"} 1.0',
+        ):
+            assert line in text
+        await home.gateway.seal(caller.session_id)
+        assert (await replicas(home))[0]["sessions"] == 0
