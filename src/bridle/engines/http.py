@@ -19,14 +19,17 @@ from yarl import URL
 
 from bridle.engines import wire
 from bridle.engines.base import RETRYABLE, CutError
+from bridle.engines.connection import (
+    CONNECT_S,
+    KEEPALIVE_S,
+    Connections,
+    CutReplyError,
+    Reply,
+)
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON
 
-KEEPALIVE_S = 4.0
-"""Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
-
 _OVERFLOW = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)", re.IGNORECASE)
-_CONNECT_S = 10.0
 _LARGE = 1 << 20
 
 
@@ -35,17 +38,26 @@ class AbortedError(Exception):
 
 
 class Call:
-    """One call under way. Every wait of it happens inside `waiting`, so `abort` can end it."""
+    """One call under way. With `watch` and `waiting`, `abort` can end each of its waits."""
 
     def __init__(self) -> None:
         self._aborted = False
         self._limit: asyncio.Timeout | None = None
+        self._reply: asyncio.Future[Reply] | None = None
 
     def abort(self) -> None:
         """End the wait under way, or the next one, with `AbortedError`."""
         self._aborted = True
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(AbortedError())
+
+    def watch(self, reply: asyncio.Future[Reply]) -> None:
+        """`reply` is about to be waited for."""
+        if self._aborted:
+            raise AbortedError
+        self._reply = reply
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
@@ -72,6 +84,7 @@ class EngineClient:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._connections = Connections(URL(self.base_url), self._headers, silent_s=timeout_s)
         self._session: aiohttp.ClientSession | None = None
         self._urls: dict[str, URL] = {}
 
@@ -82,7 +95,7 @@ class EngineClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s
+                    total=None, sock_connect=CONNECT_S, sock_read=self._timeout_s
                 ),
             )
         return self._session
@@ -94,6 +107,7 @@ class EngineClient:
 
     async def aclose(self) -> None:
         """Close all connections; idempotent."""
+        await self._connections.aclose()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -123,15 +137,15 @@ class EngineClient:
 
     async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
         """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
-        async with self._failures(path), call.waiting(), await self._posted(path, body) as response:
-            try:
-                answer = await response.read()
-            except TimeoutError:
-                raise
-            except aiohttp.ClientError as error:
-                raise _cut(error) from error
-        if response.status != 200:
-            raise failure(response.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+        try:
+            reply = await self._connections.post(path, body, call.watch)
+        except CutReplyError as error:
+            raise _cut(error) from error
+        except (TimeoutError, OSError) as error:
+            raise self._failure(path, error) from error
+        answer = reply.body
+        if reply.status != 200:
+            raise failure(reply.status, answer, self._url(path), prompt_tokens=prompt_tokens)
         if answer[:1] != b"{":
             raise failure(200, answer, self._url(path))
         return answer
@@ -164,15 +178,16 @@ class EngineClient:
     async def _failures(self, path: str) -> AsyncIterator[None]:
         try:
             yield
-        except TimeoutError:
-            raise EngineError(
-                f"{self._url(path)} was silent for {self._timeout_s:g} s", retryable=True
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(
-                f"{self._url(path)} cannot be reached: {str(error) or type(error).__name__}",
-                retryable=True,
-            ) from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._failure(path, error) from error
+
+    def _failure(self, path: str, error: Exception) -> EngineError:
+        if isinstance(error, TimeoutError):
+            message = f"{self._url(path)} was silent for {self._timeout_s:g} s"
+        else:
+            why = str(error) or type(error).__name__
+            message = f"{self._url(path)} cannot be reached: {why}"
+        return EngineError(message, retryable=True)
 
 
 def failure(status: int, body: bytes, url: URL, *, prompt_tokens: int = 0) -> EngineError:

@@ -1,0 +1,201 @@
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yarl import URL
+
+from bridle.engines.connection import Connections, CutReplyError, Reply
+
+LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n3;x=1\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+)
+TO_THE_END = b"HTTP/1.1 200\r\n\r\nhello"
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n" + LENGTH
+
+
+@given(
+    wire=st.sampled_from([LENGTH, CHUNKED, TO_THE_END, INTERIM]),
+    cuts=st.lists(st.integers(0, 90), max_size=8),
+)
+def test_a_reply_is_the_same_wherever_its_bytes_are_split(wire, cuts):
+    reply = Reply()
+    places = sorted({min(cut, len(wire)) for cut in cuts} | {0, len(wire)})
+    pieces = [wire[a:b] for a, b in itertools.pairwise(places)]
+    whole = [reply.feed(piece) for piece in pieces]
+    assert not any(whole[:-1])
+    assert whole[-1] or reply.ended()
+    assert (reply.status, reply.body) == (200, b"hello")
+
+
+@pytest.mark.parametrize("wire", [LENGTH[:-1], CHUNKED[:-3], CHUNKED[:50], LENGTH[:10]])
+def test_a_reply_whose_end_is_missing_is_never_whole(wire):
+    reply = Reply()
+    assert not reply.feed(wire)
+    assert not reply.ended()
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"SSH-2.0-x\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1\r\n\r\n",
+        b"HTTP/1.1 200\r\nContent-Length: -4\r\n\r\n",
+        b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        b"HTTP/1.1 200\r\nX: " + b"x" * (1 << 17),
+    ],
+)
+def test_what_is_no_http_reply_is_an_error(wire):
+    with pytest.raises(ConnectionError, match="no HTTP reply"):
+        Reply().feed(wire)
+
+
+@pytest.mark.parametrize(
+    ("head", "keeps"),
+    [
+        (b"HTTP/1.1 204 No Content\r\n", True),
+        (b"HTTP/1.1 204 No Content\r\nConnection: close\r\n", False),
+        (b"HTTP/1.0 204 No Content\r\n", False),
+        (b"HTTP/1.0 204 No Content\r\nConnection: Keep-Alive\r\n", True),
+    ],
+)
+def test_a_reply_says_whether_its_connection_goes_on(head, keeps):
+    reply = Reply()
+    assert reply.feed(head + b"\r\n")
+    assert reply.keeps is keeps
+    assert reply.body == b""
+
+
+@asynccontextmanager
+async def serving(*replies, keepalive_s=4.0):
+    """A server whose each connection gives the next of `replies` per request; counts connections.
+
+    `None` closes, a number is a silence in seconds.
+    """
+    seen = []
+    left = list(replies)
+
+    async def serve(reader, writer):
+        seen.append(b"")
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                seen[-1] += head + await reader.readexactly(length)
+                for part in left.pop(0):
+                    if part is None:
+                        return
+                    if isinstance(part, bytes):
+                        writer.write(part)
+                    else:
+                        await asyncio.sleep(part)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    url = URL(f"http://u:p@127.0.0.1:{port}/base/")
+    made = Connections(url, {"A": "b"}, silent_s=0.1, keepalive_s=keepalive_s)
+    try:
+        yield made, seen
+    finally:
+        await made.aclose()
+        await made.aclose()
+        server.close()
+        await server.wait_closed()
+
+
+def nothing(_reply):
+    """Nobody wants to end the wait."""
+
+
+async def test_calls_in_a_row_share_a_connection():
+    async with serving([LENGTH], [CHUNKED], [LENGTH]) as (made, seen):
+        for _ in range(3):
+            reply = await made.post("/x?y=1", b"body", nothing)
+            assert reply.body == b"hello"
+    assert len(seen) == 1
+    assert seen[0].startswith(b"POST /base/x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert b"\r\nA: b\r\nAuthorization: Basic dTpw\r\nContent-Length: 4\r\n\r\nbody" in seen[0]
+
+
+async def test_calls_at_once_have_a_connection_each():
+    async with serving(*[[0.01, LENGTH]] * 4) as (made, seen):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(made.post("/", b"", nothing))
+        await made.post("/", b"", nothing)
+    assert len(seen) == 3
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again():
+    async with serving(*[[LENGTH]] * 4, keepalive_s=0.03) as (made, seen):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(made.post("/", b"", nothing))
+        await asyncio.sleep(0.04)
+        for _ in range(2):
+            await made.post("/", b"", nothing)
+    assert len(seen) == 3
+
+
+async def test_a_reply_that_ends_with_its_connection_is_whole_and_the_next_call_connects_anew():
+    async with serving([TO_THE_END, None], [LENGTH]) as (made, seen):
+        assert (await made.post("/", b"", nothing)).body == b"hello"
+        assert (await made.post("/", b"", nothing)).body == b"hello"
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "says"),
+    [
+        ([None], ConnectionError, "disconnected"),
+        ([LENGTH[:-1], None], CutReplyError, "disconnected"),
+        ([b"nonsense", 0.05], ConnectionError, "no HTTP reply"),
+        ([0.2], TimeoutError, None),
+        ([0.05, LENGTH[:-1], 0.2], TimeoutError, None),
+    ],
+)
+async def test_a_reply_that_fails_says_how(reply, kind, says):
+    async with serving(reply) as (made, _):
+        with pytest.raises(kind, match=says):
+            await made.post("/", b"", nothing)
+
+
+async def test_a_server_that_keeps_talking_may_take_its_time():
+    async with serving([LENGTH[:9], 0.06, LENGTH[9:20], 0.06, LENGTH[20:]]) as (made, _):
+        assert (await made.post("/", b"", nothing)).status == 200
+
+
+async def test_what_watches_a_call_can_end_it():
+    def end(reply):
+        reply.set_exception(KeyError("ended"))
+
+    async with serving([LENGTH]) as (made, _):
+        with pytest.raises(KeyError):
+            await made.post("/", b"", end)
+
+
+async def test_bytes_that_nobody_asked_for_close_the_connection():
+    async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
+        await made.post("/", b"", nothing)
+        await asyncio.sleep(0.03)
+        await made.post("/", b"", nothing)
+    assert len(seen) == 2
+
+
+async def test_closing_ends_calls_under_way():
+    async def told():
+        with pytest.raises(ConnectionError):
+            await made.post("/", b"", nothing)
+
+    async with serving([0.05]) as (made, _), asyncio.TaskGroup() as group:
+        group.create_task(told())
+        await asyncio.sleep(0.02)
+        await made.aclose()
