@@ -55,21 +55,21 @@ def letters(ids):
 PROMPT = PromptIds.root(np.arange(5, dtype=np.int32))
 
 
-async def sampled(engine, *, most=None, mode=LogprobMode.RAW, began=lambda: None):
+async def sampled(engine, *, most=None, mode=LogprobMode.RAW, heard=lambda _: None):
     sampler = Sampler(engine, mode=mode, version=lambda: 7, decode=letters)
     request = GenerateRequest("r", PROMPT, Sampling(max_tokens=most))
-    return await sampler.sample(request, PROMPT, began=began)
+    return await sampler.sample(request, PROMPT, heard=heard)
 
 
 async def test_pieces_become_one_sample():
-    began = []
+    heard = []
     engine = Pieces([chunk([1, 2]), chunk([]), chunk([3], STOP, stop_text="x", cached_tokens=4)])
-    sample = await sampled(engine, began=lambda: began.append(1))
+    sample = await sampled(engine, heard=heard.append)
     assert sample.output_ids.tolist() == [1, 2, 3]
     assert sample.logprobs.tolist() == [-1, -2, -3]
     assert (sample.finish, sample.last.stop_text, sample.last.cached_tokens) == (STOP, "x", 4)
     assert sample.versions == (VersionSpan(7, 0, 3),)
-    assert (sample.resumed, began) == (0, [1])
+    assert (sample.resumed, heard[-1]) == (0, sample.last)
 
 
 async def test_an_engine_that_tells_versions_is_believed():
@@ -98,7 +98,7 @@ async def test_a_resumed_call_owes_only_the_rest_of_its_least_tokens(least, left
     engine: Any = Pieces([chunk([1, 2, 3], ABORT)], [chunk([4, 5], LENGTH)])
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
     asked = GenerateRequest("r", PROMPT, Sampling(max_tokens=5, min_tokens=least))
-    await sampler.sample(asked, PROMPT, began=lambda: None)
+    await sampler.sample(asked, PROMPT, heard=lambda _: None)
     assert engine.requests[1].sampling.min_tokens == left
 
 
@@ -107,7 +107,7 @@ async def sampled_as(engine, **fields):
     sampler = Sampler(engine, mode=LogprobMode.RAW, version=lambda: 7, decode=letters)
     sampling = Sampling(**fields.pop("sampling", {}))
     request = GenerateRequest("r", PROMPT, sampling, **fields)
-    return await sampler.sample(request, PROMPT, began=lambda: None)
+    return await sampler.sample(request, PROMPT, heard=lambda _: None)
 
 
 async def test_a_stop_string_over_the_seam_ends_the_reply_where_it_ends():

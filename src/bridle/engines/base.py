@@ -57,6 +57,14 @@ class GenerateRequest:
     """Whether the caller wants pieces as they are sampled; an engine may send one piece anyway."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a piece says, as the engine's own parser streams it."""
+
+    reasoning: str = ""
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateChunk:
     """A piece of one reply as sampled. The last one carries `finish_reason`."""
@@ -74,6 +82,8 @@ class GenerateChunk:
     cached_tokens: int = 0
     reply: Reply | None = None
     """On the last chunk, when the engine parsed the reply itself; `None` = we parse the ids."""
+    delta: TextDelta | None = None
+    """What this piece says, when the engine parses by itself; `None` = it does not."""
     extra: JSON = field(default_factory=dict)
     """Opaque per-call extras (expert ids, sampling masks)."""
 
@@ -127,11 +137,6 @@ class Versioned(Protocol):
         """Tokens sampled from here on carry `version`."""
 
 
-class CutError(EngineError):
-    """The connection to the engine ended in the middle of a reply; what came so far stands."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, retryable=True)
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What a pause does to running calls: ends them (their tokens stand), awaits them, or holds them
 where they are."""
@@ -160,3 +165,8 @@ class Updatable(Protocol):
         """
 
 
+class CutError(EngineError):
+    """The connection to the engine ended in the middle of a reply; what came so far stands."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)

@@ -11,12 +11,20 @@ import json
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.base import (
+    CutError,
+    EngineInfo,
+    GenerateChunk,
+    GenerateRequest,
+    PauseMode,
+    TextDelta,
+)
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
@@ -192,6 +200,29 @@ class VllmEngine:
         """Tokens from here on carry `version`, where replies do not tell their own."""
         self.version = version
 
+    async def pause(self, mode: PauseMode) -> bool:
+        """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
+        return await self._client.tell(f"/pause?mode={mode}")
+
+    async def resume(self) -> None:
+        """Have the server go on."""
+        await self._client.tell("/resume")
+
+    async def update_weights(self, source: str | Path, version: int) -> None:
+        """Have the server load the weights of a folder on its machine; see `Updatable`.
+
+        Hold it first: vLLM gives tokens of the moment between the two no version. Wrong for models
+        with tied embeddings (vLLM 0.32.0 says nothing). `EngineError` without its control routes.
+        """
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
+        if not await self._client.tell("/collective_rpc", load):
+            raise EngineError(
+                f"{self._client.base_url} takes no weights: start it with VLLM_SERVER_DEV_MODE=1"
+            )
+        await self._client.tell("/reset_prefix_cache")
+        await self._client.tell("/update_weight_version", {"new_version": str(version)})
+        self.version = version
+
     async def health(self) -> None:
         """Ask the server whether it can sample; raises `EngineError`."""
         await self._client.get("/health")
@@ -287,14 +318,15 @@ class _Progress:
         if read.chunk is None:
             return None
         self._engine.check(read)
-        if self._parsed is not None:
-            self._parsed.add(read)
-        self._count += len(read.chunk.output_ids)
-        if read.chunk.finish_reason is not None:
-            self._held = read.chunk
-            return None
         chunk = read.chunk
-        return chunk if len(chunk.output_ids) or chunk.prompt_ids_json is not None else None
+        if self._parsed is not None:
+            chunk = replace(chunk, delta=self._parsed.add(read))
+        self._count += len(chunk.output_ids)
+        if chunk.finish_reason is not None:
+            self._held = chunk
+            return None
+        says = chunk.prompt_ids_json is not None or chunk.delta not in {None, TextDelta()}
+        return chunk if len(chunk.output_ids) or says else None
 
     def last(self) -> GenerateChunk:
         """The last chunk. Raises `CutError` if the reply broke off before it."""
@@ -311,6 +343,7 @@ class _Progress:
             prompt_ids_json=held.prompt_ids_json,
             cached_tokens=self._cached,
             reply=None if parsed is None else parsed.reply(held.finish_reason),
+            delta=held.delta,
             extra=held.extra,
         )
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from bridle.engines import wire
-from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.base import GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.control import as_version
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.errors import EngineError
@@ -285,19 +285,21 @@ class MessageText:
     calls: dict[int, list[str]] = field(default_factory=dict)
     """Index -> id, name, arguments."""
 
-    def add(self, read: Read) -> None:
-        """Add one piece."""
-        self.content += read.text or ""
+    def add(self, read: Read) -> TextDelta:
+        """Add one piece; what it says, but for its calls."""
         if read.message is None:
-            return
-        self.content += read.message.content or ""
-        self.reasoning += read.message.reasoning or ""
+            self.content += read.text or ""
+            return TextDelta(text=read.text or "")
+        delta = TextDelta(read.message.reasoning or "", read.message.content or "")
+        self.content += delta.text
+        self.reasoning += delta.reasoning
         for position, call in enumerate(read.message.tool_calls or ()):
             entry = self.calls.setdefault(max(call.index, position), ["", "", ""])
             entry[0] = call.id or entry[0]
             if call.function is not None:
                 entry[1] += call.function.name or ""
                 entry[2] += call.function.arguments or ""
+        return delta
 
     def reply(self, finish: FinishReason) -> Reply:
         """The whole turn."""

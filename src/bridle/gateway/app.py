@@ -250,7 +250,8 @@ class Gateway:
     async def _quiesce(self, session: Session) -> None:
         """Wait until nothing of the session is under way, having cancelled what can be."""
         for call in session.calls.values():
-            if call.task is not None and call.stage in {Stage.PLACED, Stage.SAMPLING}:
+            under_way = call.stage in {Stage.PLACED, Stage.SAMPLING} and not call.cut()
+            if under_way and call.task is not None:
                 call.task.cancel()
         if running := [call.task for call in session.calls.values() if call.task is not None]:
             await asyncio.wait(running)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from bridle.capture.records import RequestRecord
 from bridle.dialects.base import ReplyHead, WireFormat
 from bridle.errors import RequestError
+from bridle.gateway.live import LiveReply
 from bridle.prompting.canonical import Canonical
 from bridle.prompting.conversation import Placement
 from bridle.prompting.prompt import PromptIds
@@ -103,6 +104,7 @@ class Call:
     """`None` once the reply is delivered, and for calls that were read back from the store."""
     answer: Answer | None = None
     error: RequestError | None = None
+    """What its clients are told; of a committed call, that its reply was cut."""
     head: ReplyHead | None = None
     """Its `prompt_tokens` are 0 until the prompt is made."""
     prompt: PromptIds | None = None
@@ -120,6 +122,12 @@ class Call:
     """Set at the first sampled token, and at every end."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the stage is COMMITTED or FAILED."""
+    live: LiveReply | None = None
+    """The reply as it leaves while it is sampled; `None` = it leaves whole."""
+    first_token_s: float | None = None
+    """From the request to the first sampled token, seconds; `None` = there is none yet."""
+    leash: asyncio.Timeout | None = None
+    """Around the sampling; see `cut`."""
     task: asyncio.Task[None] | None = None
     # Who waits, and what became of the reply; kept by `retries`.
     clients: int = 0
@@ -141,6 +149,19 @@ class Call:
         if stage in {Stage.COMMITTED, Stage.FAILED}:
             self.began.set()
             self.done.set()
+            if self.live is not None:
+                self.live.wake()
+
+    def cut(self) -> bool:
+        """End the sampling of a call that has left in part: what was sampled stands.
+
+        `False` = nothing has left, or it is not being sampled; then nothing is done.
+        """
+        if self.leash is None or self.live is None or not self.live.partly_sent:
+            return False
+        if not self.leash.expired():
+            self.leash.reschedule(asyncio.get_running_loop().time())
+        return True
 
     @property
     def in_flight(self) -> bool:
@@ -182,6 +203,7 @@ class Call:
         """Drop what nobody can ask for any more."""
         self.question = None
         self.answer = None
+        self.live = None
 
 
 class SpanList:

@@ -21,11 +21,12 @@ from bridle.aio import Nursery
 from bridle.capture.store import Store
 from bridle.dialects.base import ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
-from bridle.engines.base import Engine, EngineInfo, GenerateRequest
+from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, origins, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.constraints import grammar_of
+from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.prompts import PROMPT_TAIL, Prompts
 from bridle.gateway.recording import (
@@ -38,13 +39,13 @@ from bridle.gateway.recording import (
 )
 from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
-from bridle.gateway.sampling import Sample, Sampler
+from bridle.gateway.sampling import Sample, Sampler, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import Kind, Message, ModelRequest, Reply, Sampling, Usage
+from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
 
 log = structlog.get_logger()
 
@@ -170,7 +171,7 @@ class Exchanges:
             self._log_failure(call, error)
             self._fail(session, call, faults.request_error(error), outcome="failed")
         else:
-            self._metrics.call("committed")
+            self._metrics.call("committed" if call.error is None else "cut")
             self._deliveries.committed(session, call)
         finally:
             session.account.release(call.reserved)
@@ -206,28 +207,73 @@ class Exchanges:
             prompted = self._prompts.prompted(question, _parent(session, question.placement))
         effective = await self._effective(session, call, len(prompted.prompt))
         call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
+        call.live = self._live(question.request, prompted, effective)
         call.enter(Stage.SAMPLING)
-        first_token_s: float | None = None
+        sampled = await self._sampled(session, call, prompted, effective)
+        await self._finish(session, call, prompted, effective, sampled)
 
-        def began() -> None:
-            nonlocal first_token_s
-            first_token_s = time.perf_counter() - call.clock_start
-            call.began.set()
+    def _live(
+        self, request: ModelRequest, prompted: Prompted, effective: Sampling
+    ) -> LiveReply | None:
+        """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
+        A grammar's samples may have to begin again (`seam`), so they leave whole; so do those that
+        no template is for, and those whose logprobs leave beside them.
+        """
+        whole = self._settings.stream == "whole" or not request.stream
+        plain = request.raw_prompt is not None or request.prefill is not None
+        if whole or plain or request.logprobs or request.response_schema is not None:
+            return None
+        reader = self._renderer.live(
+            tools=request.tools,
+            prompt_tail=prompted.prompt.tail(PROMPT_TAIL),
+            stops=effective.stop,
+        )
+        return LiveReply(reader, prompted.prompt)
+
+    async def _sampled(
+        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
+    ) -> Sample:
+        """The sample. `EngineError` or `RequestError` if there is none.
+
+        Where a part of the reply has left already, what there is of the sample stands, and
+        `call.error` says why it has no end.
+        """
+        sofar = Sofar()
         asked = self._generate_request(session, call, prompted, effective)
+
+        def heard(chunk: GenerateChunk) -> None:
+            if call.live is not None:
+                call.live.hear(chunk)
+            if call.first_token_s is None:
+                call.first_token_s = time.perf_counter() - call.clock_start
+                call.began.set()
+
         try:
-            sampled = await self._sampler.sample(asked, prompted.prompt, began=began)
+            async with asyncio.timeout(None) as call.leash:
+                return await self._sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
+        except TimeoutError:
+            call.error = self._why_cancelled(session)
         except EngineError as error:
-            raise _refusal(error, question.request) from error
-        await self._finish(session, call, prompted, effective, sampled, first_token_s)
+            told = _refusal(error, call.posed().request)
+            if call.live is None or not call.live.partly_sent:
+                raise told from error
+            self._log_failure(call, error)
+            call.error = faults.request_error(told)
+        finally:
+            call.leash = None
+        return self._sampler.cut(asked, sofar)
 
     async def _settle(self, session: Session, call: Call) -> None:
         """Fix the call's place; one whose parent's commit is under way waits for it first."""
         question = call.posed()
         parent = _parent(session, question.placement)
         if parent is not None and parent.in_flight:
+            broke_off = parent.live is not None
+            if parent.clients == 0:
+                parent.cut()  # its harness goes on from what it got: nobody will ask for the rest
             await parent.done.wait()
-            if parent.stage is Stage.FAILED:
+            if parent.stage is Stage.FAILED or broke_off:
                 session.conversation.forget(call.exchange_id)
                 question = self._place(session, question.wire, question.request)
                 session.conversation.begin(call.exchange_id, question.canonical)
@@ -238,8 +284,11 @@ class Exchanges:
         """Tie the call to what it continues: that reply is shown, its messages are stored."""
         placement = question.placement
         parent = _parent(session, placement)
-        if parent is not None and placement.kind is not PlacementKind.PARTIAL:
+        partly = placement.kind is PlacementKind.PARTIAL
+        if parent is not None and not partly and parent.finish is not FinishReason.ABORT:
             self._deliveries.shown(session, parent, call.exchange_id)
+        if parent is not None and partly:
+            self._deliveries.expire(session, parent)  # its harness goes on without the rest
         call.continues = None if parent is None else parent.exchange_id
         base = parent
         if base is None and placement.repeats:
@@ -293,14 +342,13 @@ class Exchanges:
         prompted: Prompted,
         effective: Sampling,
         sampled: Sample,
-        first_token_s: float | None,
     ) -> None:
         """Parse the reply, index it, make it durable; then the call is COMMITTED."""
         question = call.posed()
         request, wire = question.request, question.wire
         prompt, _ = sampled_under(prompted, sampled)
         reply = self._prompts.plain_reply(request, sampled)
-        reply = reply or self._parse(request, prompt, sampled)
+        reply = reply or self._parse(call, prompt, sampled)
         reply = self._prompts.with_logprobs(request, reply, sampled)
         usage = Usage(
             prompt_tokens=len(prompt),
@@ -317,7 +365,7 @@ class Exchanges:
             effective=effective,
             reply=reply,
             body=body,
-            first_token_s=first_token_s,
+            first_token_s=call.first_token_s,
             logprob_mode=self._info.logprob_mode,
             constrained=grammar_of(request, session.plan, self._info) is not None,
         )
@@ -326,10 +374,12 @@ class Exchanges:
         call.enter(Stage.COMMITTING)
         await self._commit(session, finished, wire.reply_messages(body))
         call.answer = Answer(reply, usage, body)
-        if request.extra.get("store"):
+        if request.extra.get("store") and call.error is None:
             session.shelf.keep(reply_id(body), call.exchange_id, request.message_spans, body)
         self._count(session, finished, usage)
         call.enter(Stage.COMMITTED)
+        if call.error is not None:
+            self._deliveries.broken(session, call)
 
     async def _commit(
         self, session: Session, finished: Finished, shown: tuple[Message, ...]
@@ -368,17 +418,18 @@ class Exchanges:
         if finished.sample.break_position is not None:
             self._metrics.breaks.inc()
 
-    def _parse(self, request: ModelRequest, prompt: PromptIds, sampled: Sample) -> Reply:
+    def _parse(self, call: Call, prompt: PromptIds, sampled: Sample) -> Reply:
         """The reply that the sampled ids say; the engine's own parse where it made one."""
         if sampled.last.reply is not None:
             return sampled.last.reply
         with boundary(RenderError, "parsing the reply"):
             return self._renderer.parse(
                 sampled.output_ids,
-                tools=request.tools,
+                tools=call.posed().request.tools,
                 prompt_tail=prompt.tail(PROMPT_TAIL),
                 finish=sampled.finish,
                 stop_text=sampled.last.stop_text,
+                call_ids=() if call.live is None else call.live.call_ids,
             )
 
 

@@ -136,6 +136,8 @@ def _extra(finished: Finished) -> JSON:
         "repeats": list(placement.repeats),
         "break": _break(sample),
         "resumed": sample.resumed,
+        "stream": _streamed(finished.call) if request.stream else None,
+        "error": None if finished.call.error is None else finished.call.error.code,
         "discarded": sample.discarded,
         "tokens_unseen": reply.tokens_unseen,
         "reasoning_tokens": reply.reasoning_tokens,
@@ -147,6 +149,11 @@ def _extra(finished: Finished) -> JSON:
         "engine": sample.last.extra,
     }
     return {name: value for name, value in told.items() if value}
+
+
+def _streamed(call: Call) -> str:
+    """How the reply leaves: `live`, as it was sampled, or `whole`."""
+    return "live" if call.live is not None and call.live.is_live else "whole"
 
 
 def _break(sample: Sample) -> JSON | None:

@@ -1,9 +1,9 @@
 """The reply on the wire: one JSON body, or a stream that is kept alive while the model thinks.
 
 A stream's headers leave with the first sampled token or after a while; from there the encoder's
-keep-alives fill the silence. The reply itself is written when its exchange is committed, in one
-piece that ends with the last event (law 4). Whether the client got all of it is told to
-`Deliveries`, whatever happens.
+keep-alives fill the silence. A live reply leaves as it becomes certain, each client at its own
+pace; what is left of it, or all of it, is written when its exchange is committed, and the last
+event only then (law 4). Whether the client got all of it is told to `Deliveries`, whatever happens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from aiohttp import web
 from bridle.dialects.base import Route, StreamEncoder, WireFormat
 from bridle.errors import RequestError
 from bridle.gateway.call import Call
+from bridle.gateway.live import Mark
 from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.settings import GatewaySettings
@@ -103,17 +104,31 @@ class Relay:
         if call.error is not None and not wire.refuses_in_stream(call.error):
             return refusal(wire, call.error)
         await writer.start(SSE_HEADERS if route.sse else {"Content-Type": JSON_TYPE})
-        opening = encoder.open()
-        if not call.done.is_set():
-            await writer.write(opening)
-            opening = b""
-            while not await _within(call.done, self._settings.keepalive_s):
-                await writer.write(encoder.keepalive())
+        opening = await self._until_done(writer, call, encoder)
         if call.error is not None:
             return await writer.broken(opening, encoder.error(call.error))
         answer = call.answered()
         before, last = encoder.close(answer.reply, answer.usage)
         return await writer.finish(opening + before + last)
+
+    async def _until_done(self, writer: _Writer, call: Call, encoder: StreamEncoder) -> bytes:
+        """Write what is certain as it comes, and keep-alives; returns the opening if it is left."""
+        clock, silence = asyncio.get_running_loop().time, self._settings.keepalive_s
+        opening, mark, silent_until = encoder.open(), Mark(), clock()
+        while not call.done.is_set():
+            live, news, pieces = call.live, _news(call), b""
+            if live is not None:
+                pieces, mark = live.after(mark, encoder)
+            if pieces and live is not None:
+                live.note(mark)
+                await writer.write_reply(opening + pieces)
+            elif clock() >= silent_until:
+                await writer.write(opening or encoder.keepalive())
+            else:
+                await _within(news, silent_until - clock())
+                continue
+            opening, silent_until = b"", clock() + silence
+        return opening
 
 
 class _Writer:
@@ -143,6 +158,11 @@ class _Writer:
         async with asyncio.timeout(self._timeout_s):
             await self._response.write(data)
 
+    async def write_reply(self, data: bytes) -> None:
+        """Write a part of the reply."""
+        self.began_reply = True
+        await self.write(data)
+
     async def finish(self, data: bytes) -> web.StreamResponse:
         """Write the reply and end the stream."""
         self.began_reply = True
@@ -164,6 +184,13 @@ class _Writer:
         if self._http.transport is not None:
             self._http.transport.close()
         return self._response
+
+
+def _news(call: Call) -> asyncio.Event:
+    """What tells that there may be more of the reply."""
+    if not call.began.is_set():
+        return call.began
+    return call.done if call.live is None else call.live.news
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

@@ -18,8 +18,10 @@ from bridle.capture.records import Delivery
 from bridle.capture.store import Store
 from bridle.gateway.call import Asked, Call, Stage
 from bridle.gateway.metrics import Metrics
+from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import Session
-from bridle.types import DeliveryState, ModelRequest
+from bridle.prompting.canonical import answer_atoms
+from bridle.types import DeliveryState, Message, ModelRequest, Usage
 
 
 def joinable(
@@ -34,6 +36,7 @@ def joinable(
         call
         for call in reversed(candidates)
         if call.stage is not Stage.FAILED
+        and call.error is None
         and not call.delivered
         and _same_question(call, request, tools_digest)
         and (_says_so(asked, call) or call.clients == 0)
@@ -99,6 +102,8 @@ class Deliveries:
         self._release(call)
         if call.clients or call.delivered or call.stage is Stage.FAILED or session.sealed:
             return
+        if partly and call.stage is Stage.SAMPLING:
+            self._expect_echo(session, call)
         if self._grace_s == 0:
             self.expire(session, call)
         else:
@@ -114,7 +119,7 @@ class Deliveries:
             return
         match call.stage:
             case Stage.PLACED | Stage.SAMPLING:
-                if call.task is not None:
+                if not call.cut() and call.task is not None:
                     call.task.cancel()
             case Stage.COMMITTED:
                 state = DeliveryState.CUT if call.partly_written else DeliveryState.ABANDONED
@@ -132,6 +137,27 @@ class Deliveries:
         """`call` is durable; if its grace ran out meanwhile, it is abandoned."""
         if call.clients == 0 and call.grace is None:
             self.expire(session, call)
+
+    def broken(self, session: Session, call: Call) -> None:
+        """`call` came to no end; what had left of it, and what was sampled, is durable."""
+        self.record(session, call, DeliveryState.CUT)
+
+    def _expect_echo(self, session: Session, call: Call) -> None:
+        """A reply broke off: a harness that keeps what it got may go on at once.
+
+        What left is found by the conversation from here on; the call's commit puts all of it there.
+        """
+        shown = _delivered(call)
+        if shown is None or session.calls.get(call.exchange_id) is not call:
+            return
+        question = call.posed()
+        session.conversation.commit(
+            call.exchange_id,
+            question.canonical,
+            answer_atoms(shown, question.request.tools),
+            issued_ids(shown),
+            template_args=question.template_args,
+        )
 
     def shown(self, session: Session, call: Call, by: str) -> None:
         """A later request shows this reply, so the harness has it, whatever we saw."""
@@ -154,7 +180,12 @@ class Deliveries:
             call.grace.cancel()
             call.grace = None
         if call.exchange_id in session.calls:  # not after a seal forgot them
-            session.conversation.mark(call.exchange_id, state)
+            shown = _delivered(call) if state is DeliveryState.CUT else None
+            atoms = None
+            if shown is not None:
+                atoms = answer_atoms(shown, call.posed().request.tools)
+                detail = detail or str(call.live.sent if call.live else "")
+            session.conversation.mark(call.exchange_id, state, delivered=atoms)
         self._metrics.delivery(state.value)
         self._release(call)
         delivery = Delivery(
@@ -172,3 +203,15 @@ class Deliveries:
         """Drop what nobody can ask for any more."""
         if call.delivered and call.clients == 0:
             call.release()
+
+
+def _delivered(call: Call) -> tuple[Message, ...] | None:
+    """The part of a live reply that was written to a client, as its harness may send it back.
+
+    `None` = it is not known what was written.
+    """
+    if call.live is None or call.question is None or not call.live.partly_sent:
+        return None
+    wire, request = call.question.wire, call.question.request
+    body = wire.reply_json(request, call.reply_head(), call.live.delivered(), Usage(0, 0))
+    return wire.reply_messages(body)

@@ -39,6 +39,8 @@ FRUITLESS: Final = 3
 MOST_TRIES: Final = 100
 """Tries of one call, fruitful ones included."""
 
+_ABORT = FinishReason.ABORT
+
 BACKOFF_S: Final = 0.05
 """Wait before a fruitless try is repeated; doubles."""
 
@@ -67,8 +69,8 @@ class Sample:
 
 
 @dataclass(slots=True)
-class _Sofar:
-    """What the tries of one call gave."""
+class Sofar:
+    """What the tries of one call gave so far."""
 
     ids: list[Ids] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -92,6 +94,7 @@ class _Sofar:
         self.versions.clear()
 
     def add(self, chunk: GenerateChunk) -> None:
+        """Take what came."""
         if not self.ids and self.told_prompt is None:
             self.told_prompt = chunk.prompt_ids_json
         self.ids.append(chunk.output_ids)
@@ -129,17 +132,22 @@ class Sampler:
         self._decode = decode
 
     async def sample(
-        self, request: GenerateRequest, prompt: PromptIds, *, began: Callable[[], None]
+        self,
+        request: GenerateRequest,
+        prompt: PromptIds,
+        *,
+        heard: Callable[[GenerateChunk], None],
+        sofar: Sofar | None = None,
     ) -> Sample:
-        """Sample one reply under `prompt`; `began` is called when its first token is there.
+        """Sample one reply under `prompt`; `heard` is told each chunk as it comes.
 
         Cancelling aborts the call. `EngineError` when the engine failed, gave the call up for
-        good, or answered what cannot be used.
+        good, or answered what cannot be used; what came until then is in `sofar`, for `cut`.
         """
-        sofar = _Sofar()
+        sofar = sofar or Sofar()
         while True:
             left = rest(request, prompt, sofar.output_ids(), sofar.tries)
-            last = await self._try(left, sofar, began, request.sampling.min_tokens or 0)
+            last = await self._try(left, sofar, heard, request.sampling.min_tokens or 0)
             last = last or _budget_spent(request, sofar)
             if last is not None:
                 return self._whole(request, sofar, last)
@@ -150,8 +158,18 @@ class Sampler:
             if sofar.fruitless:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
 
+    def cut(self, request: GenerateRequest, sofar: Sofar) -> Sample:
+        """The tokens of a call that comes to no end, as a sample of their own."""
+        if sum(map(len, sofar.ids)) > sofar.tokens:
+            sofar.end_try((), self._version())
+        return self._whole(request, sofar, GenerateChunk(no_ids(), no_logprobs(), _ABORT))
+
     async def _try(
-        self, request: GenerateRequest, sofar: _Sofar, began: Callable[[], None], least: int
+        self,
+        request: GenerateRequest,
+        sofar: Sofar,
+        heard: Callable[[GenerateChunk], None],
+        least: int,
     ) -> GenerateChunk | None:
         """One call to the engine; its last chunk, or `None` if it was given up."""
         last: GenerateChunk | None = None
@@ -160,10 +178,13 @@ class Sampler:
             try:
                 async with aclosing(stream):
                     async for last in stream:
-                        if not sofar.ids:
-                            began()
                         sofar.add(last)
-            except CutError:
+                        # What a parser says of a reply's rest alone is not to be relied on.
+                        heard(replace(last, delta=None) if sofar.tokens and last.delta else last)
+            except EngineError as error:
+                begun = sum(map(len, sofar.ids)) > sofar.tokens
+                if not isinstance(error, CutError) and not (begun and error.retryable):
+                    raise
                 sofar.end_try((), self._version())
                 return None
         if last is None or last.finish_reason is None:
@@ -172,7 +193,7 @@ class Sampler:
         return None if last.finish_reason is FinishReason.ABORT else last
 
     def _chunks(
-        self, request: GenerateRequest, sofar: _Sofar, least: int
+        self, request: GenerateRequest, sofar: Sofar, least: int
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The engine's chunks; of a resumed call, up to a stop string over the seam."""
         chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
@@ -187,7 +208,7 @@ class Sampler:
             abort=partial(self._engine.abort, request.request_id),
         )
 
-    def _whole(self, request: GenerateRequest, sofar: _Sofar, last: GenerateChunk) -> Sample:
+    def _whole(self, request: GenerateRequest, sofar: Sofar, last: GenerateChunk) -> Sample:
         assert last.finish_reason is not None
         output_ids, logprobs = _joined(sofar.ids), _joined(sofar.logprobs)
         if self._mode is not LogprobMode.NONE and len(output_ids) != len(logprobs):
@@ -206,12 +227,17 @@ class Sampler:
         )
 
 
-def _budget_spent(request: GenerateRequest, sofar: _Sofar) -> GenerateChunk | None:
+def _budget_spent(request: GenerateRequest, sofar: Sofar) -> GenerateChunk | None:
     """The end of a call that was given up just when its output budget was used."""
     most = request.sampling.max_tokens
     if most is None or sofar.tokens < most:
         return None
     return GenerateChunk(no_ids(), no_logprobs(), FinishReason.LENGTH)
+
+
+def _spanned(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """The spans that hold tokens; of a reply without any, the last one."""
+    return tuple(span for span in spans if span.end > span.start) or tuple(spans[-1:])
 
 
 def _joined(arrays: list[Array]) -> Array:
@@ -235,8 +261,3 @@ def another_prompt(
     if not len(differing) and len(used) == len(sent):
         return None, None
     return PromptIds.root(used), int(differing[0]) if len(differing) else shorter
-def _spanned(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The spans that hold tokens; of a reply without any, the last one."""
-    return tuple(span for span in spans if span.end > span.start) or tuple(spans[-1:])
-
-

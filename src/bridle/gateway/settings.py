@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -32,6 +33,10 @@ class GatewaySettings(Settings):
     after 60 s without headers)."""
     keepalive_s: float = Field(default=15, gt=0)
     """Longest silence in a started stream."""
+    stream: Literal["live", "whole"] = "whole"
+    """How a streamed reply leaves: `live`, as it is sampled (where the model's calls begin with a
+    token of their own, or the engine parses by itself), or `whole`, when it is committed: then no
+    harness ever keeps half of a turn."""
     max_body_bytes: int = Field(default=1 << 30, gt=0)
     """Larger requests are refused with 413."""
     head_timeout_s: float = Field(default=20, gt=0)

@@ -30,7 +30,8 @@ LARGEST_LOGPROB = 1e-3
 
 # An enum's member costs ten times a name of this module.
 _TRAINED = MaskReason.TRAINED
-_DELIVERED = DeliveryState.DELIVERED
+_ABORTED = MaskReason.ABORTED
+_DELIVERED, _CUT = DeliveryState.DELIVERED, DeliveryState.CUT
 _ABORT = FinishReason.ABORT
 _NONE, _PROCESSED = LogprobMode.NONE, LogprobMode.PROCESSED
 
@@ -67,8 +68,11 @@ def mark(
     for exchange_id, node in graph.nodes.items():
         exchange = node.exchange
         reason = MaskReason.BROKEN if not node.sound else _of_sampling(exchange, train)
+        delivery = deliveries.get(exchange_id)
         if reason is _TRAINED and exchange_id not in shown:
-            reason = _of_delivery(deliveries.get(exchange_id), again=exchange_id in again)
+            reason = _of_delivery(delivery, again=exchange_id in again)
+        if reason is _ABORTED and delivery is not None and delivery.state is _CUT:
+            reason = MaskReason.CUT  # it was given up, but a part of it had left
         by_exchange[exchange_id] = reason
     by_token, trained, by_reason = _of_tokens(graph, by_exchange)
     return Marks(by_exchange, by_token, trained, by_reason, shown)
@@ -106,12 +110,12 @@ def _asked_again(exchanges: list[Exchange], deliveries: Mapping[str, Delivery]) 
 
 def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
     """What the call itself decides."""
+    if exchange.extra.get("other_model"):
+        return MaskReason.OTHER_MODEL
     if exchange.kind not in train:
         return MaskReason.KIND
     if exchange.finish_reason is _ABORT:
         return MaskReason.ABORTED
-    if exchange.extra.get("other_model"):
-        return MaskReason.OTHER_MODEL
     if exchange.logprob_mode is _NONE:
         return MaskReason.UNPAIRED
     if exchange.constrained and exchange.logprob_mode is not _PROCESSED:

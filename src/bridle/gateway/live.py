@@ -1,0 +1,149 @@
+"""A reply on its way: what of it may be shown already, and how far each client has got.
+
+Pieces are kept until the reply is delivered, so a client that joins late gets all of them, and one
+that reads slowly gets many as one: what waits for it is never more than the reply itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import dataclass
+
+from bridle.dialects.base import StreamEncoder
+from bridle.engines.base import GenerateChunk, Prompt, TextDelta
+from bridle.prompting.live import LiveReader, Piece
+from bridle.types import FinishReason, Reply, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far into a reply: characters of reasoning, characters of text, calls."""
+
+    reasoning: int = 0
+    text: int = 0
+    calls: int = 0
+
+    def within(self, reply: Reply) -> Reply:
+        """The beginning of `reply` that ends here."""
+        return Reply(
+            content=reply.content[: self.text],
+            reasoning=(reply.reasoning or "")[: self.reasoning] or None,
+            tool_calls=reply.tool_calls[: self.calls],
+            finish_reason=FinishReason.ABORT,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.reasoning} of reasoning, {self.text} of text, {self.calls} calls"
+
+    @classmethod
+    def read(cls, told: str) -> Mark | None:
+        """A mark from its text; `None` = it is none."""
+        numbers = [int(word) for word in told.split() if word.isdigit()]
+        mark = cls(*numbers) if len(numbers) == 3 else None
+        return mark if mark is not None and str(mark) == told else None
+
+
+class LiveReply:
+    """One reply while it is sampled.
+
+    `reader` reads the ids; `None` = only an engine that parses by itself can say what they mean.
+    """
+
+    def __init__(self, reader: LiveReader | None, prompt: Prompt) -> None:
+        self._reader = reader
+        self._prompt = prompt
+        self._by_engine = False
+        self._held = False
+        """Whether nothing more is known before the end."""
+        self._reasoning, self._text = io.StringIO(), io.StringIO()
+        self._calls: list[ToolCall] = []
+        self._end = Mark()
+        self.sent = Mark()
+        """The most that was written to one client."""
+        self.partly_sent = False
+        """Whether any client was written a part of the reply."""
+        self.news = asyncio.Event()
+        """Set when there is more, or the call has ended; another one takes its place."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether pieces can leave before the end."""
+        return self._reader is not None or self._by_engine
+
+    @property
+    def call_ids(self) -> list[str]:
+        """Ids of the calls that may have left."""
+        return [call.id or "" for call in self._calls]
+
+    def hear(self, chunk: GenerateChunk) -> None:
+        """Take what the engine has sampled."""
+        told = chunk.prompt_ids_json
+        if told is not None and told != self._prompt.json():
+            self._held = True  # sampled under another prompt, which may read otherwise
+        if chunk.delta is not None and (self._by_engine or self._end == Mark()):
+            self._by_engine = True
+            self._add(self._told(chunk.delta))
+        elif self._by_engine or self._reader is None:
+            self._held |= bool(len(chunk.output_ids))
+        elif not self._held:
+            self._add(self._reader.feed(chunk.output_ids.tolist()))
+
+    def _told(self, delta: TextDelta) -> Piece:
+        """What the engine's own parser says; reasoning behind text would be out of order."""
+        self._held |= bool(delta.reasoning and self._end.text)
+        return Piece() if self._held else Piece(delta.reasoning, delta.text)
+
+    def _add(self, piece: Piece) -> None:
+        if not piece:
+            return
+        end = self._end
+        self._reasoning.write(piece.reasoning)
+        self._text.write(piece.text)
+        self._calls += piece.calls
+        self._end = Mark(
+            end.reasoning + len(piece.reasoning), end.text + len(piece.text), len(self._calls)
+        )
+        self.wake()
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
+        """The events of what lies behind `mark`, and where that ends."""
+        if mark == self._end:
+            return b"", mark
+        pieces = [
+            encoder.reasoning(_from(self._reasoning, mark.reasoning)),
+            encoder.text(_from(self._text, mark.text)),
+        ]
+        for index, call in enumerate(self._calls[mark.calls :], mark.calls):
+            pieces.append(encoder.tool_call(index, call.id or "", call.name, call.arguments))
+        return b"".join(pieces), self._end
+
+    def note(self, mark: Mark) -> None:
+        """A client was written the reply up to `mark`."""
+        self.partly_sent = True
+        if (mark.calls, mark.text, mark.reasoning) > (
+            self.sent.calls,
+            self.sent.text,
+            self.sent.reasoning,
+        ):
+            self.sent = mark
+
+    def delivered(self) -> Reply:
+        """What was written to the client that got most."""
+        whole = Reply(
+            self._text.getvalue(),
+            self._reasoning.getvalue(),
+            tuple(self._calls),
+            FinishReason.ABORT,
+        )
+        return self.sent.within(whole)
+
+
+def _from(text: io.StringIO, start: int) -> str:
+    text.seek(start)
+    return text.read()  # and it stands at the end again, where the next piece is written

@@ -1,0 +1,466 @@
+"""A reply on its way: what leaves early, what is kept of a stream that broke, who joins it."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.dialects.test_streaming import Plain
+from tests.gateway.gated import TURN, Gated
+from tests.gateway.house import SHELL_TOOL, events, house, renderer, user
+from tests.gateway.test_relay import opened_stream, sent
+
+from bridle.engines.base import GenerateChunk, TextDelta
+from bridle.errors import EngineError
+from bridle.gateway.live import LiveReply, Mark
+from bridle.prompting.prompt import PromptIds
+from bridle.types import DeliveryState, FinishReason, Reply, ToolCall
+
+PROMPT = PromptIds.root(np.array([1, 2], np.int32))
+WORDS = "one two three four five six seven eight nine ten"
+
+
+def chunk(text="", *, delta=None, told=None):
+    ids = np.array(renderer().tokenizer.encode(text), np.int32)
+    return GenerateChunk(ids, np.zeros(len(ids), np.float32), delta=delta, prompt_ids_json=told)
+
+
+def reply(*, by_ids=True):
+    reader = renderer().live(tools=(), prompt_tail=PROMPT.array(), stops=()) if by_ids else None
+    return LiveReply(reader, PROMPT)
+
+
+def told(live):
+    """Everything that a client is sent, as plain words."""
+    return live.after(Mark(), Plain())[0].decode()
+
+
+# ---- what leaves
+
+
+def test_pieces_come_from_the_ids():
+    live = reply()
+    live.hear(chunk("<think>\nhm"))
+    live.hear(chunk("\n</think>\n\nHello"))
+    assert told(live) == "r:hm;t:Hello;"
+    assert live.is_live
+
+
+def test_pieces_come_from_the_engines_own_parser_where_it_streams():
+    live = reply(by_ids=False)
+    assert not live.is_live
+    live.hear(chunk("x", delta=TextDelta("hm")))
+    live.hear(chunk("x", delta=TextDelta(text=" as it is ")))
+    assert told(live) == "r:hm;t: as it is ;"
+    assert live.is_live
+    live.hear(chunk("x", delta=TextDelta("again", "more")))
+    live.hear(chunk("x", delta=TextDelta(text="more")))
+    assert told(live) == "r:hm;t: as it is ;"
+
+
+def test_what_an_engine_parsed_is_not_mixed_with_what_we_parse():
+    live = reply()
+    live.hear(chunk("x", delta=TextDelta(text="one")))
+    live.hear(chunk("two"))
+    live.hear(chunk("x", delta=TextDelta(text="three")))
+    assert told(live) == "t:one;"
+
+
+def test_nothing_leaves_that_was_sampled_under_another_prompt():
+    live = reply()
+    live.hear(chunk("Hello", told=b"[1,3]"))
+    assert told(live) == ""
+    same = reply()
+    same.hear(chunk("Hello", told=PROMPT.json()))
+    assert told(same) == "t:Hello;"
+
+
+def test_a_client_that_reads_slowly_gets_many_pieces_as_one():
+    live, encoder = reply(), Plain()
+    live.hear(chunk("one"))
+    first, mark = live.after(Mark(), encoder)
+    for word in (" two", " three", " four"):
+        live.hear(chunk(word))
+    rest, end = live.after(mark, encoder)
+    assert (first, rest) == (b"t:one;", b"t: two three four;")
+    assert live.after(end, encoder) == (b"", end)
+
+
+def test_the_furthest_client_counts():
+    live = reply()
+    live.hear(chunk("one two three"))
+    assert not live.partly_sent
+    live.note(Mark(0, 7))
+    live.note(Mark(0, 3))
+    assert (live.partly_sent, live.delivered().content) == (True, "one two")
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 99))
+def test_a_mark_is_read_back_from_its_text(reasoning, text, calls):
+    mark = Mark(reasoning, text, calls)
+    assert Mark.read(str(mark)) == mark
+    assert Mark.read(f"shown by {mark}") is None
+
+
+def test_the_beginning_of_a_reply_ends_at_the_mark():
+    calls = (ToolCall("a", "f", "{}"), ToolCall("b", "f", "{}"))
+    whole = Reply("text", "hm", calls, FinishReason.STOP)
+    part = Mark(2, 3, 1).within(whole)
+    assert (part.reasoning, part.content, part.tool_calls) == ("hm", "tex", calls[:1])
+    assert Mark().within(replace(whole, reasoning=None)).reasoning is None
+
+
+# ---- through the gateway
+
+
+@pytest.fixture
+async def living():
+    """A live gateway whose engine holds the last token of each reply until it gets a sign."""
+    engine = Gated(TURN, {"content": "And then?"})
+    async with house(engine=engine, stream="live", retry_grace_s=5) as home, asyncio.timeout(15):
+        yield engine, await home.session()
+
+
+async def read_until(reader, text):
+    """What comes until `text` was read."""
+    seen = b""
+    while text not in seen:
+        piece = await reader.read(65536)
+        assert piece, seen
+        seen += piece
+    return seen
+
+
+async def test_the_last_event_waits_for_the_commit(living):
+    engine, caller = living
+    reader, writer = await opened_stream(caller, tools=[SHELL_TOOL])
+    seen = await read_until(reader, b"pwd")
+    assert b"look" in seen
+    assert caller.exchanges == []
+    assert b"[DONE]" not in seen
+    engine.sign.set()
+    rest = await read_until(reader, b"[DONE]")
+    assert b"pwd" not in rest
+    assert len(caller.exchanges) == 1
+    writer.close()
+
+
+async def test_keepalives_fill_the_silence_between_pieces():
+    engine = Gated(TURN)
+    async with house(engine=engine, stream="live", keepalive_s=0.03) as home:
+        caller = await home.session()
+        reader, writer = await opened_stream(caller)
+        await read_until(reader, b"pwd")
+        assert await read_until(reader, b'"delta":{}') is not None
+        engine.sign.set()
+        await read_until(reader, b"[DONE]")
+        writer.close()
+
+
+async def test_a_whole_reply_is_recorded_as_such_and_leaves_at_its_end():
+    engine = Gated(TURN)
+    async with house(engine=engine, headers_after_s=0.01) as home:
+        caller = await home.session()
+        reader, writer = await opened_stream(caller)
+        await engine.waits.wait()
+        assert b"I look" not in await reader.read(65536)
+        engine.sign.set()
+        await read_until(reader, b"[DONE]")
+        writer.close()
+        await caller.ask([user("go")])
+        assert [e.extra.get("stream") for e in caller.exchanges] == ["whole", None]
+
+
+async def test_what_a_grammar_constrains_leaves_whole(living):
+    engine, caller = living
+    engine.sign.set()
+    await caller.stream([user("go")], response_format={"type": "json_object"})
+    assert caller.exchanges[0].extra["stream"] == "whole"
+
+
+async def test_a_turn_read_live_is_extended_like_any_other(living):
+    engine, caller = living
+    engine.sign.set()
+    chunks = await caller.stream([user("go")], tools=[SHELL_TOOL])
+    deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    message = {"role": "assistant", "content": text, "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": c["id"], "content": "x"} for c in calls]
+    await caller.stream([user("go"), message, *results], tools=[SHELL_TOOL])
+    first, second = caller.exchanges
+    assert second.parent_id == first.exchange_id
+
+
+# ---- late failures
+
+
+async def late_failure(caller, path, body):
+    """What a client reads of a stream until it ends or is cut."""
+    pieces = []
+    url = caller.house.gateway.url + path
+    async with caller.house.client.post(url, json=body, headers=caller.headers) as response:
+        assert response.status == 200
+        try:
+            async for piece in response.content.iter_any():
+                pieces.append(piece)  # noqa: PERF401 - what came before the cut counts
+        except aiohttp.ClientPayloadError:
+            pieces.append(b"<cut>")
+    return b"".join(pieces)
+
+
+def request_of(messages, **more):
+    return {"model": "m", "messages": messages, "stream": True, **more}
+
+
+LATE: Any = [
+    ("/v1/chat/completions", request_of([user("go")]), b"<cut>"),
+    ("/v1/messages", request_of([user("go")], max_tokens=100), b"event: error"),
+    ("/v1/responses", {"model": "m", "input": "go", "stream": True}, b"response.failed"),
+    (
+        "/v1beta/models/m:streamGenerateContent?alt=sse",
+        {"contents": [{"role": "user", "parts": [{"text": "go"}]}]},
+        b'"error"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "told_by"), LATE)
+async def test_what_left_before_a_failure_is_recorded_and_does_not_train(path, body, told_by):
+    engine = Gated({"content": WORDS}, gate=6, error=EngineError("secret"))
+    async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
+        caller = await home.session()
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(late_failure(caller, path, body))
+            await engine.waits.wait()
+            await caller.until(lambda: _live(caller).sent.text > 0)
+            engine.sign.set()
+        raw = reading.result()
+        assert b"one" in raw
+        assert told_by in raw
+        assert b"secret" not in raw
+        assert caller.facts.failed_last
+        (exchange,) = caller.exchanges
+        assert len(exchange.output_ids) == 6
+        assert (exchange.finish_reason, exchange.extra["error"]) == ("abort", "engine_error")
+        assert caller.delivery(0) is DeliveryState.CUT
+        _, trajectory = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+        stats = trajectory["metadata"]["stats"]
+        assert stats["tokens_excluded"] == {"cut": 6}
+        # The same question once more is another sample.
+        engine.error = None
+        assert b"ten" in await late_failure(caller, path, body)
+        assert engine.asked == 2
+
+
+def _live(caller):
+    (call,) = caller.house.gateway._registry.get(caller.session_id).calls.values()
+    return call.live or LiveReply(None, PROMPT)
+
+
+async def test_a_failure_before_anything_left_captures_nothing():
+    engine = Gated({"content": WORDS}, gate=0, error=EngineError("secret"))
+    engine.sign.set()
+    async with house(engine=engine, stream="live") as home:
+        caller = await home.session()
+        status, _ = await caller.post(request_of([user("go")]))
+        assert status == 500
+        assert caller.exchanges == []
+
+
+async def test_a_failure_that_passes_is_repaired_inside():
+    engine = Gated({"content": WORDS}, gate=6, error=EngineError("busy", retryable=True))
+    async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
+        caller = await home.session()
+        reader, writer = await opened_stream(caller)
+        await read_until(reader, b"two")
+        engine.sign.set()
+        await engine.closed.wait()
+        engine.error = None
+        rest = await read_until(reader, b"[DONE]")
+        assert b"ten" in rest
+        assert caller.exchanges[0].extra["resumed"] == 1
+        writer.close()
+
+
+# ---- clients that go
+
+
+async def begun(caller, text=b"two", messages=None):
+    """A client that has read up to `text` and gone."""
+    reader, writer = await opened_stream(caller, messages)
+    seen = await read_until(reader, text)
+    writer.transport.abort()
+    (call,) = (c for c in _calls(caller) if c.live is not None and c.in_flight)
+    await caller.until(lambda: call.clients == 0)
+    return events(seen.partition(b"\r\n\r\n")[2]), call
+
+
+def _calls(caller):
+    return list(caller.house.gateway._registry.get(caller.session_id).calls.values())
+
+
+@pytest.fixture
+async def wordy():
+    engine = Gated({"content": WORDS}, {"content": "Resumed."}, gate=8)
+    async with house(engine=engine, stream="live", retry_grace_s=5) as home, asyncio.timeout(15):
+        yield engine, await home.session()
+
+
+async def test_a_retry_of_a_stream_that_broke_gets_all_of_the_same_reply(wordy):
+    engine, caller = wordy
+    await begun(caller)
+    reader, writer = await opened_stream(caller)
+    await read_until(reader, b"one two")
+    engine.sign.set()
+    await read_until(reader, b"[DONE]")
+    writer.close()
+    assert (engine.asked, len(caller.exchanges)) == (1, 1)
+    await caller.until(lambda: caller.delivery(0) is DeliveryState.DELIVERED)
+
+
+async def test_a_json_retry_of_a_stream_that_broke_gets_it_whole(wordy):
+    engine, caller = wordy
+    await begun(caller)
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(caller.ask([user("go")]))
+        await caller.until(lambda: _calls(caller)[0].clients == 1)
+        engine.sign.set()
+    assert asked.result()["content"] == WORDS
+    assert caller.facts.turns == 1
+
+
+async def test_an_unclaimed_stream_is_cut_and_what_left_is_known_again():
+    engine = Gated({"content": WORDS}, {"content": "Resumed."}, gate=8)
+    async with house(engine=engine, stream="live", retry_grace_s=0) as home, asyncio.timeout(15):
+        caller = await home.session()
+        chunks, _ = await begun(caller)
+        await caller.until(lambda: caller.facts.turns == 1)
+        await caller.until(lambda: caller.delivery(0) is DeliveryState.CUT)
+        assert engine.closed.is_set()
+        (exchange,) = caller.exchanges
+        assert exchange.finish_reason == "abort"
+        assert 2 <= len(exchange.output_ids) <= 8
+        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+        await goes_on_from(caller, text)
+
+
+async def goes_on_from(caller, text):
+    """A harness that keeps the beginning of a turn asks for more."""
+    partly = {"role": "assistant", "content": text}
+    await caller.ask([user("go"), partly, user("Resume directly.")])
+    first, second = caller.exchanges
+    assert second.continues == first.exchange_id
+    assert (second.parent_id, second.root_reason) == (None, "partial")
+    assert caller.delivery(0) is DeliveryState.CUT
+    stats = await stats_of(caller)
+    assert stats["tokens_excluded"] == {"cut": len(first.output_ids)}
+    assert stats["tokens_trained"] == len(second.output_ids)
+
+
+async def stats_of(caller):
+    path = f"/sessions/{caller.session_id}/trajectory"
+    _, trajectory = await caller.house.control("GET", path)
+    return trajectory["metadata"]["stats"]
+
+
+async def test_a_harness_that_goes_on_at_once_ends_the_sampling_of_the_rest(wordy):
+    engine, caller = wordy
+    chunks, call = await begun(caller)
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+    assert call.in_flight
+    await goes_on_from(caller, text)
+    assert engine.asked == 2
+
+
+async def test_one_that_kept_less_than_was_written_is_known_too(wordy):
+    _, caller = wordy
+    await begun(caller, b"four")
+    await goes_on_from(caller, "one two")
+
+
+async def test_a_stream_that_was_sampled_to_its_end_unclaimed_is_cut_but_can_be_asked_for():
+    engine = Gated({"content": WORDS}, gate=8)
+    async with house(engine=engine, stream="live", retry_grace_s=0.1) as home:
+        caller = await home.session()
+        await begun(caller)
+        engine.sign.set()
+        await caller.until(lambda: caller.facts.turns == 1)
+        await caller.until(lambda: caller.delivery(0) is DeliveryState.CUT)
+        assert caller.exchanges[0].finish_reason == "stop"
+        assert (await caller.ask([user("go")]))["content"] == WORDS
+        assert (caller.delivery(0), engine.asked) == (DeliveryState.DELIVERED, 1)
+
+
+async def test_a_sealed_session_keeps_what_had_left(wordy):
+    engine, caller = wordy
+    reader, writer = await opened_stream(caller)
+    await read_until(reader, b"two")
+    await caller.house.gateway.seal(caller.session_id)
+    assert b"[DONE]" not in await reader.read()
+    writer.close()
+    assert caller.exchanges[0].extra["error"] == "authentication_error"
+    assert caller.delivery(0) is DeliveryState.CUT
+    assert engine.closed.is_set()
+
+
+@pytest.mark.parametrize("number", range(1, 11))
+async def test_wherever_a_client_goes_its_retry_gets_the_whole_turn(living, number):
+    engine, caller = living
+    reader, writer = await opened_stream(caller, tools=[SHELL_TOOL])
+    seen = b""
+    while seen.count(b"data: ") < number:
+        piece = await reader.read(300)
+        assert piece
+        seen += piece
+    writer.transport.abort()
+    await caller.until(lambda: _calls(caller)[0].clients == 0)
+    engine.sign.set()
+    chunks = await caller.stream([user("go")], tools=[SHELL_TOOL])
+    deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]
+    assert "".join(d.get("content") or "" for d in deltas) == TURN["content"]
+    assert sum(len(d.get("tool_calls") or ()) for d in deltas) == 2
+    assert engine.asked == 1
+    await caller.until(lambda: caller.delivery(0) is DeliveryState.DELIVERED)
+
+
+# ---- many, and slow ones
+
+
+async def test_a_client_that_reads_slowly_holds_up_nobody_and_costs_its_reply_only():
+    long = " ".join(f"word{i}" for i in range(2000))
+    async with house({"content": long}, stream="live") as home:
+        caller = await home.session()
+        _, writer = await sent(caller, request_of([user("go")]))
+        transport: Any = writer.transport
+        transport.pause_reading()
+        await caller.until(lambda: caller.facts.turns == 1)  # sampled and kept, though nobody reads
+        other = await home.session()
+        assert (await other.stream([user("go")]))[-1] == "[DONE]"
+        transport.abort()
+
+
+async def test_256_streams_at_once_are_each_their_own():
+    async with house({"content": WORDS}, stream="live") as home:
+        caller = await home.session()
+        body = request_of([user("go")])
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as client:
+
+            async def one(number):
+                data = orjson.dumps({**body, "messages": [user(f"go {number}")]})
+                async with client.post(caller.url, data=data, headers=caller.headers) as answer:
+                    chunks = events(await answer.read())
+                deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]
+                return "".join(delta.get("content") or "" for delta in deltas)
+
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(one(number)) for number in range(256)]
+        assert {task.result() for task in asked} == {WORDS}
+        assert caller.facts.turns == 256
+        assert {e.extra["stream"] for e in caller.exchanges} == {"live"}

@@ -1,0 +1,176 @@
+"""The official SDKs read a live stream: every part of the turn before its last token is sampled.
+
+The engine holds its last token until the client has seen all parts, so a reply that left whole
+would never come.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from google import genai
+from google.genai import types as genai_types
+from tests.gateway.gated import TURN, Gated
+from tests.gateway.house import SHELL_TOOL, house, user
+from tests.gateway.test_sdk import client_of
+
+from bridle.types import DeliveryState
+
+PARAMETERS = SHELL_TOOL["function"]["parameters"]
+COMMANDS = ["ls", "pwd"]
+
+
+class Seen:
+    """What a client has seen; the sign is given when it is all of the turn."""
+
+    def __init__(self, engine: Gated) -> None:
+        self._engine = engine
+        self.reasoning = self.text = ""
+        self.commands: list[str] = []
+        self.before_sign = 0
+        """Events with something new that came before the engine went on."""
+
+    def add(self, *, reasoning: Any = "", text: Any = "", command: str | None = None) -> None:
+        self.reasoning += reasoning or ""
+        self.text += text or ""
+        self.commands += [] if command is None else [command]
+        if not self._engine.sign.is_set():
+            self.before_sign += bool(reasoning or text or command)
+            whole = (TURN["reasoning"], TURN["content"], COMMANDS)
+            if (self.reasoning, self.text, self.commands) == whole:
+                self._engine.sign.set()
+
+
+@pytest.fixture
+async def living():
+    """A session on a live gateway, and what its client sees."""
+    engine = Gated(TURN)
+    async with house(engine=engine, stream="live", keepalive_s=30) as home, asyncio.timeout(15):
+        caller = await home.session()
+        seen = Seen(engine)
+        yield caller, seen
+        assert engine.sign.is_set()
+        assert seen.before_sign >= 6
+        (exchange,) = caller.exchanges
+        assert exchange.extra["stream"] == "live"
+        await caller.until(lambda: caller.delivery(0) is DeliveryState.DELIVERED)
+
+
+def command_of(arguments: str) -> str:
+    command: str = json.loads(arguments)["command"]
+    return command
+
+
+async def test_openai_chat(living):
+    caller, seen = living
+    async with (
+        client_of(caller) as client,
+        client.chat.completions.stream(
+            model="m",
+            messages=[user("go")],
+            tools=[SHELL_TOOL],
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):
+        async for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                delta = event.chunk.choices[0].delta
+                seen.add(reasoning=getattr(delta, "reasoning_content", ""), text=delta.content)
+                for call in delta.tool_calls or ():
+                    seen.add(command=command_of(call.function.arguments))
+        done = await stream.get_final_completion()
+    message = done.choices[0].message
+    assert message.content == TURN["content"]
+    assert [command_of(call.function.arguments) for call in message.tool_calls] == COMMANDS
+    assert done.choices[0].finish_reason == "tool_calls"
+    assert done.usage.prompt_tokens == caller.exchanges[0].prompt_length
+    assert done.usage.completion_tokens == len(caller.exchanges[0].output_ids)
+
+
+async def test_openai_responses(living):
+    caller, seen = living
+    tool = {"type": "function", "name": "bash", "parameters": PARAMETERS, "strict": False}
+    async with (
+        client_of(caller) as client,
+        client.responses.stream(
+            model="m", input="go", tools=[tool], reasoning={"summary": "auto"}
+        ) as stream,
+    ):
+        async for event in stream:
+            if event.type == "response.reasoning_summary_text.delta":
+                seen.add(reasoning=event.delta)
+            elif event.type == "response.output_text.delta":
+                seen.add(text=event.delta)
+            elif event.type == "response.output_item.done" and event.item.type == "function_call":
+                seen.add(command=command_of(event.item.arguments))
+        done = await stream.get_final_response()
+    assert done.output_text == TURN["content"]
+    assert [item.type for item in done.output] == ["reasoning", "message", *["function_call"] * 2]
+    assert done.usage.input_tokens == caller.exchanges[0].prompt_length
+    assert done.usage.output_tokens == len(caller.exchanges[0].output_ids)
+
+
+async def test_anthropic(living):
+    caller, seen = living
+    client = anthropic.AsyncAnthropic(
+        base_url=caller.handle.base_urls["anthropic"], api_key=caller.handle.key
+    )
+    tool: Any = {"name": "bash", "description": "Run.", "input_schema": PARAMETERS}
+    async with (
+        client,
+        client.messages.stream(
+            model="m",
+            max_tokens=2000,
+            messages=[user("go")],
+            tools=[tool],
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        ) as stream,
+    ):
+        async for event in stream:
+            if event.type == "thinking":
+                seen.add(reasoning=event.thinking)
+            elif event.type == "text":
+                seen.add(text=event.text)
+            elif event.type == "content_block_stop" and event.content_block.type == "tool_use":
+                seen.add(command=event.content_block.input["command"])
+        done = await stream.get_final_message()
+    assert [block.type for block in done.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert done.stop_reason == "tool_use"
+    assert done.usage.input_tokens == caller.exchanges[0].prompt_length
+    assert done.usage.output_tokens == len(caller.exchanges[0].output_ids)
+
+
+async def test_google(living):
+    caller, seen = living
+    http = httpx2.AsyncClient()
+    options = genai_types.HttpOptions(
+        base_url=caller.handle.base_urls["google"], httpx_async_client=http
+    )
+    client = genai.Client(api_key=caller.handle.key, http_options=options)
+    declared = {"name": "bash", "description": "Run.", "parameters_json_schema": PARAMETERS}
+    config: Any = {
+        "tools": [{"function_declarations": [declared]}],
+        "thinking_config": {"include_thoughts": True},
+        "automatic_function_calling": {"disable": True},
+    }
+    usage: Any = None
+    stream = await client.aio.models.generate_content_stream(
+        model="m", contents="go", config=config
+    )
+    chunk: Any
+    async for chunk in stream:
+        for part in chunk.candidates[0].content.parts:
+            if part.function_call is not None:
+                seen.add(command=part.function_call.args["command"])
+            elif part.thought:
+                seen.add(reasoning=part.text)
+            else:
+                seen.add(text=part.text)
+        usage = chunk.usage_metadata or usage
+    await http.aclose()
+    assert usage.prompt_token_count == caller.exchanges[0].prompt_length
+    sampled = usage.candidates_token_count + (usage.thoughts_token_count or 0)
+    assert sampled == len(caller.exchanges[0].output_ids)
