@@ -118,7 +118,8 @@ class Cause(StrEnum):
     TIMEOUT = "timeout"
     """A stage's budget ran out; the result names the stage."""
     LIMIT = "limit"
-    """A session limit (turns, tokens) ended it; the result names the limit."""
+    """A limit of the session (turns, tokens) or of its runtime (memory, storage, processes) ended
+    it; the result names the limit."""
     EVALUATOR = "evaluator"
     """The evaluator itself failed; the reward is unknown, not 0."""
     CANCELLED = "cancelled"

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -82,6 +82,17 @@ def test_completed_needs_a_true_exit_a_delivered_turn_and_no_failed_last_word(fa
     good = cause is None and facts.delivered > 0 and not facts.failed_last and facts.limit is None
     assert (ending == COMPLETED) == good
     assert (ending.error is None) == (ending == COMPLETED)
+
+
+def test_a_limit_of_the_runtime_is_named_unless_the_harness_lived_with_it():
+    over = judge(
+        replace(ended(signal=9, exit_code=None), limit="memory"), Known(), Cause.HARNESS_CRASH
+    )
+    assert (over.status, over.cause) == (SessionStatus.ERROR, Cause.LIMIT)
+    assert (
+        over.error == "the runtime's limit of memory was reached: the harness was ended by signal 9"
+    )
+    assert judge(replace(ended(), limit="processes"), Known(), None) == COMPLETED
 
 
 @pytest.mark.parametrize(

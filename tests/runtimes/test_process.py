@@ -87,6 +87,23 @@ async def test_a_program_that_stops_reading_does_not_hang_us(tmp_path):
     assert (result.exit_code, result.stdout) == (3, b"y" * 10)
 
 
+async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
+    (tmp_path / "in").write_bytes(b"x" * 3_000_000)
+    result = await run_process(
+        command("cat; echo told >&2", tmp_path, stdin=tmp_path / "in", stdout=tmp_path / "out")
+    )
+    assert (result.stdout, result.stderr) == (b"", b"told\n")
+    assert (tmp_path / "out").stat().st_size == 3_000_000
+
+
+async def test_what_outlives_its_leader_has_the_rest_of_the_grace(tmp_path):
+    late = "trap 'sleep 0.2; echo done > late; exit' TERM; touch up; while :; do sleep 0.02; done"
+    leader = f"({late}) & until [ -e up ]; do sleep 0.02; done; sleep 60"
+    result = await run_process(command(leader, tmp_path, timeout_s=0.5))
+    assert result.timed_out
+    assert (tmp_path / "late").read_text() == "done\n"
+
+
 def test_uvloop_runs_processes_as_well(tmp_path):
     async def work():
         fine = await run_process(command("cat; exit 7", tmp_path, stdin=b"text"))

@@ -87,6 +87,9 @@ def judge(result: ExecResult, facts: Facts, harness_cause: Cause | None) -> Endi
     heard = f"its last word from the model was an error: {facts.last_error}"
     if facts.failed_last and facts.last_error_code in ENGINE_CODES:
         return failed(Cause.INFRASTRUCTURE, f"the harness {_how(result)}; {heard}")
+    if result.limit is not None and not result.ok:
+        error = f"the runtime's limit of {result.limit} was reached: the harness {_how(result)}"
+        return failed(Cause.LIMIT, error)
     if harness_cause is not None:
         said = f"; {heard}" if facts.failed_last else _said(result)
         return failed(harness_cause, f"the harness {_how(result)}{said}")

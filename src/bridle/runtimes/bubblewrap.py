@@ -55,6 +55,7 @@ CHANGED = 1
 
 START_S = 30.0
 STOP_S = 30.0
+LAST_S = 0.5
 FILES = 4096
 """Open files of one process."""
 PROCESSES = 1024
@@ -73,6 +74,8 @@ class _Held:
     resources: AsyncExitStack
     reached: str | None = None
     """The limit that ended it."""
+    let_go: bool = False
+    """Whether we end it, or ended it."""
 
 
 class BubblewrapRuntime:
@@ -204,6 +207,7 @@ class BubblewrapRuntime:
 
     async def _let_go(self, held: _Held) -> None:
         """End the namespaces and all in them."""
+        held.let_go = True
         _kill(held)
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(held.process.wait, KILL_S)
@@ -289,6 +293,13 @@ class BubblewrapRuntime:
                 marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
             )
         )
+        if result.signal == signal.SIGKILL and not result.timed_out:
+            # Process 1 ends last, a moment after the command that its end has ended.
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(held.process.wait, LAST_S)
+        if held.process.poll() is not None and held.reached is None and not held.let_go:
+            message = f"the sandbox of session {self._session_id} was ended from outside"
+            raise RuntimeFailure(message)
         limit = held.reached or (self._cgroup.reached() if self._cgroup is not None else None)
         return result if limit is None else replace(result, limit=limit)
 
