@@ -27,12 +27,30 @@ def schema(*names):
     }
 
 
+def google(**fields):
+    contents = [{"role": "user", "parts": [{"text": "hi"}]}]
+    return parse(Dialect.GOOGLE, {"contents": contents, **fields})
+
+
+def google_router():
+    """One JSON call, as Gemini CLI asks for a model."""
+    form = {"type": "OBJECT", "properties": {"model_choice": {"type": "STRING"}}}
+    config = {"responseMimeType": "application/json", "responseJsonSchema": form}
+    return google(generationConfig=config)
+
+
+def google_search():
+    """A search as a request of its own, as Gemini CLI makes it."""
+    return google(tools=[{"googleSearch": {}}])
+
+
 def test_an_agents_call_needs_no_mark():
     for request in (
         chat(),
         chat(tools=()),
         messages(),
         chat(tools=(), response_format=schema("a")),
+        chat(system="You also write Git commit messages."),
     ):
         assert kind_of({}, request) == (Kind.AGENT, None)
 
@@ -123,6 +141,12 @@ def test_codex_names_its_requests(headers, kind):
         (chat(tools=(), response_format=schema("title")), "title"),
         (chat(system="You are a title generator.", tools=()), "title"),
         (chat(tools=(), response_format=schema("reasoning", "model_choice")), "router"),
+        (chat(tools=(), response_format=schema("reasoning", "next_speaker")), "router"),
+        (google_router(), "router"),
+        (google_search(), "search"),
+        (chat(system="You are the managed memory extraction agent of a tool."), "memory"),
+        (chat(user="You do a managed memory dream."), "memory"),
+        (chat(system="You write short Git commit messages.", tools=()), "commit_message"),
         (messages(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "search"),
         (messages(max_tokens=1), "quota_probe"),
     ],

@@ -126,7 +126,28 @@ def _is_title(headers: Headers, request: ModelRequest) -> bool:
 def _is_router(headers: Headers, request: ModelRequest) -> bool:
     del headers
     wanted = (request.response_schema or {}).get("properties")
-    return not request.tools and isinstance(wanted, dict) and "model_choice" in wanted
+    if request.tools or not isinstance(wanted, dict):
+        return False
+    return "model_choice" in wanted or "next_speaker" in wanted
+
+
+REMEMBERS = (
+    "managed memory extraction",  # Qwen Code, after a turn
+    "a managed memory dream",  # Qwen Code, between sessions
+    "saving one explicit durable memory",  # Qwen Code, by its `remember` command
+)
+"""In the system text or the last message of a user; such an agent has tools of its own."""
+
+
+def _is_memory(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    system, text = _system_text(request), _last_user_text(request)
+    return any(mark in system or mark in text for mark in REMEMBERS)
+
+
+def _is_commit_message(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    return not request.tools and "Git commit messages" in _system_text(request)
 
 
 def _is_search(headers: Headers, request: ModelRequest) -> bool:
@@ -160,7 +181,19 @@ RULES: tuple[KindRule, ...] = (
         _is_summary,
     ),
     KindRule("title", Kind.SIDE, "A title for the session (Claude Code, opencode).", _is_title),
-    KindRule("router", Kind.SIDE, "Gemini CLI chooses a model by one JSON call.", _is_router),
+    KindRule(
+        "router",
+        Kind.SIDE,
+        "One JSON call chooses a model, or asks who speaks next (Gemini CLI, Qwen Code).",
+        _is_router,
+    ),
+    KindRule("memory", Kind.SIDE, "An agent beside it keeps memories (Qwen Code).", _is_memory),
+    KindRule(
+        "commit_message",
+        Kind.SIDE,
+        "A commit message for what was done (aider).",
+        _is_commit_message,
+    ),
     KindRule(
         "search",
         Kind.SIDE,
