@@ -9,6 +9,7 @@ from bridle.engines.base import GenerateRequest
 from bridle.engines.control import Control, as_version
 from bridle.engines.ids import ArrayIds
 from bridle.engines.server import EngineServer
+from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.testing import RecordingEngine, instant_engine, scripted_engine
 from bridle.types import FinishReason, Sampling
@@ -153,6 +154,58 @@ async def test_the_weight_version_is_told_and_set(served):
 async def test_an_engine_without_a_version_of_ours_says_so(served):
     _, ask = await served(instant_engine())
     assert (await ask("/update_weight_version", {"new_version": 1}))[0] == 501
+
+
+class Trained:
+    """An engine that takes weights, for the routes that tell it to."""
+
+    def __init__(self):
+        self._inner = scripted_engine([{"content": "x"}])
+        self.loaded = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def set_version(self, version):
+        await self._inner.set_version(version)
+
+    async def update_weights(self, source, version):
+        self.loaded.append((source, version))
+
+
+async def test_weights_come_from_a_folder_by_vllm_s_own_command(served):
+    engine = Trained()
+    server, ask = await served(engine)
+    load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
+    assert (await ask("/collective_rpc", load))[0] == 200
+    assert engine.loaded == [("folder", 0)]
+    for body in ({"method": "reload_weights"}, {**load, "method": "sleep"}):
+        assert (await ask("/collective_rpc", body))[0] == 400
+    # The adapter does all of it.
+    adapter = VllmEngine(server.url)
+    try:
+        await adapter.start()
+        assert await adapter.pause("abort")
+        await adapter.update_weights("other", 3)
+        await adapter.resume()
+        assert engine.loaded[-1] == ("other", 0)
+        assert (engine.version, (await adapter.start()).version) == (3, 3)
+        chunks = await collect(adapter.generate(request()))
+        assert {span.version for span in chunks[-1].versions} == {3}
+    finally:
+        await adapter.aclose()
+
+
+async def test_an_engine_that_takes_no_weights_says_so(served):
+    server, ask = await served(scripted_engine([{"content": "x"}]))
+    load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
+    assert (await ask("/collective_rpc", load))[0] == 501
+    adapter = VllmEngine(server.url)
+    try:
+        with pytest.raises(EngineError, match="takes no weights"):
+            await adapter.update_weights("folder", 1)
+    finally:
+        await adapter.aclose()
 
 
 async def test_leaving_a_call_early_closes_the_engines_iterator():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,15 @@ import aiohttp
 import orjson
 
 from bridle.capture.store import MemoryStore, Store
+from bridle.engines.base import EngineInfo
 from bridle.engines.script import make_script
 from bridle.engines.scripted import ScriptedEngine
 from bridle.gateway.app import Gateway
+from bridle.gateway.models import OtherModel, Served, make_policy
 from bridle.gateway.registry import SessionHandle
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import PromptRenderer, load_renderer
+from bridle.types import LogprobMode
 
 TOKEN = "control-token-of-a-test"
 
@@ -31,6 +34,13 @@ def scripted(*turns: dict[str, Any], **script: Any) -> ScriptedEngine:
     """An engine that says these turns in every conversation."""
     conversations = script.pop("conversations", [{"turns": list(turns)}])
     return ScriptedEngine(make_script({"conversations": conversations, **script}, "test"))
+
+
+@lru_cache
+def served() -> Served:
+    """A policy that answers, for calls that never reach it."""
+    info = EngineInfo("m", 1000, LogprobMode.RAW, token_in=True, version=0)
+    return make_policy(scripted({"content": "a"}), info, renderer(), lambda: 0)
 
 
 class House:
@@ -136,7 +146,11 @@ SHELL_TOOL: Any = {
 
 @asynccontextmanager
 async def house(
-    *turns: dict[str, Any], engine: Any = None, store: Store | None = None, **settings: Any
+    *turns: dict[str, Any],
+    engine: Any = None,
+    store: Store | None = None,
+    models: Sequence[OtherModel] = (),
+    **settings: Any,
 ) -> AsyncIterator[House]:
     """A gateway that says `turns`; leaving it leaves nothing behind."""
     kept = store or MemoryStore()
@@ -145,6 +159,7 @@ async def house(
         renderer=renderer(),
         store=kept,
         settings=GatewaySettings(control_token=TOKEN, **settings),
+        models=models,
     )
     async with gateway, aiohttp.ClientSession() as client:
         yield House(gateway, kept, client)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests.gateway.house import served
 
 from bridle.capture.records import no_ids
 from bridle.dialects import DIALECTS
@@ -84,6 +85,7 @@ def finished(call=None, *, parent=None, request=None, engine_prompt=None, placem
         canonical(request, {}),
         placement or Placement(PlacementKind.ROOT, reason="first", new_from=2),
         None,
+        served(),
     )
     fields = {
         "output_ids": ids(4, 5),

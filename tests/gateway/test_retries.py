@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.gateway.house import served
 
 from bridle.aio import Nursery
 from bridle.capture.records import SessionRecord
@@ -41,9 +42,8 @@ RETRY, FRESH = Asked(retry_count=1), Asked()
 
 
 def a_call(exchange_id="e1", stage=Stage.SAMPLING, clients=0, **fields) -> Call:
-    question = Question(
-        REQUEST, DIALECTS[Dialect.OPENAI_CHAT], KEY, Placement(PlacementKind.ROOT), None
-    )
+    placement = Placement(PlacementKind.ROOT)
+    question = Question(REQUEST, DIALECTS[Dialect.OPENAI_CHAT], KEY, placement, None, served())
     call = Call(exchange_id, "s", 0.0, 0.0, KEY.tools_digest, question=question, clients=clients)
     for name, value in fields.items():
         setattr(call, name, value)

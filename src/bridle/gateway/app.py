@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Final, Self
 
 import structlog
@@ -30,6 +32,7 @@ from bridle.gateway.exchange import Exchanges
 from bridle.gateway.keys import key_digest, mint_key
 from bridle.gateway.listener import Handler, Listener
 from bridle.gateway.metrics import Metrics
+from bridle.gateway.models import OtherModel, check_models
 from bridle.gateway.registry import (
     STORED_AS,
     Registry,
@@ -59,9 +62,19 @@ class Gateway:
     """The model API that harnesses call. Use it as an async context manager, once."""
 
     def __init__(
-        self, *, engine: Engine, renderer: PromptRenderer, store: Store, settings: GatewaySettings
+        self,
+        *,
+        engine: Engine,
+        renderer: PromptRenderer,
+        store: Store,
+        settings: GatewaySettings,
+        models: Sequence[OtherModel] = (),
     ) -> None:
+        check_models(models)
         self._engine = as_pool(engine)
+        self._models = models
+        self._pools = {"policy": self._engine}
+        """All engines, by the name of their entry in the models table."""
         self._renderer = renderer
         self._tokenizer = tokenizer_record(renderer.source)
         self._store = store
@@ -92,6 +105,7 @@ class Gateway:
             check_engine(self.info, allow_untokenized=self._settings.allow_untokenized)
             nursery = await stack.enter_async_context(Nursery(_log_lost))
             self._assemble(nursery)
+            await self._start_others(stack)
             register_stored(self._registry, self._store)
             stack.push_async_callback(self._settle_records)
             await self._listen(stack)
@@ -105,7 +119,7 @@ class Gateway:
 
     def _assemble(self, nursery: Nursery) -> None:
         settings, metrics = self._settings, self._metrics
-        metrics.watch(lambda: {"policy": self._engine})
+        metrics.watch(lambda: self._pools)
         deliveries = Deliveries(
             store=self._store,
             nursery=nursery,
@@ -123,7 +137,7 @@ class Gateway:
             deliveries=deliveries,
             metrics=metrics,
         )
-        self._restorer = Restorer(self._store, self._renderer)
+        self._restorer = Restorer(self._store, self._exchanges.models)
         self._data = DataPlane(
             registry=self._registry,
             exchanges=self._exchanges,
@@ -144,6 +158,17 @@ class Gateway:
             token=self.control_token,
             metrics=metrics,
         )
+
+    async def _start_others(self, stack: AsyncExitStack) -> None:
+        """Start the engines of the models table and make its entries known."""
+        for other in self._models:
+            if other.engine is None:
+                self._exchanges.models.add(other, self.info)
+                continue
+            pool = self._pools[other.name] = as_pool(other.engine)
+            stack.push_async_callback(pool.aclose)
+            info = await pool.start()
+            self._exchanges.models.add(replace(other, engine=pool), info)
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         data = await stack.enter_async_context(self._listener(self._on_data, self._settings.port))
@@ -240,7 +265,8 @@ class Gateway:
             try:
                 await self._quiesce(session)
                 session.forget_conversation()
-                self._engine.forget(session_id)
+                for pool in self._pools.values():
+                    pool.forget(session_id)
             finally:
                 session.ended.set()
         elif session.ended is not None:

@@ -24,6 +24,7 @@ from bridle.prompting.prompt import PromptIds
 from bridle.types import DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage
 
 if TYPE_CHECKING:
+    from bridle.gateway.models import Served
     from bridle.types import Ids
 
 
@@ -73,6 +74,8 @@ class Question:
     canonical: Canonical
     placement: Placement
     template_args: Hashable
+    served: Served
+    """Who answers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class Call:
     clock_start: float
     """The same moment on the loop's clock."""
     tools_digest: bytes
+    other: str | None = None
+    """Name of the engine that answers, where that is not the policy."""
     asked: Asked = field(default_factory=Asked)
     reserved: int = 0
     """Tokens of the session's budget that it may still sample."""

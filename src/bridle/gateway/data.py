@@ -99,7 +99,7 @@ class DataPlane:
                 raise RequestError(f"{what!r} is not served here", status=404, code="not_found")
             case RouteKind.MODELS | RouteKind.MODEL:
                 self._registry.authenticate(target.token, presented_keys(headers, target.query))
-                names = [self._info.model]
+                names = self._exchanges.models.names()
                 return json_response(wire.models(route, names, self._info.context_length))
             case RouteKind.COUNT_TOKENS | RouteKind.GENERATE | RouteKind.STORED:
                 keys = presented_keys(headers, target.query)

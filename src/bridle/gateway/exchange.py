@@ -28,7 +28,8 @@ from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.constraints import grammar_of
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.prompts import PROMPT_TAIL, Prompts
+from bridle.gateway.models import Models, Served, make_policy
+from bridle.gateway.prompts import PROMPT_TAIL
 from bridle.gateway.recording import (
     Finished,
     Prompted,
@@ -39,10 +40,11 @@ from bridle.gateway.recording import (
 )
 from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
-from bridle.gateway.sampling import Sample, Sampler, Sofar
+from bridle.gateway.sampling import Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
@@ -73,21 +75,13 @@ class Exchanges:
         deliveries: Deliveries,
         metrics: Metrics,
     ) -> None:
-        self._info = info
-        self._renderer = renderer
-        self._prompts = Prompts(renderer)
         self._store = store
         self._settings = settings
         self._nursery = nursery
         self._deliveries = deliveries
         self._metrics = metrics
         self.policy = Policy(info.version)
-        self._sampler = Sampler(
-            engine,
-            mode=info.logprob_mode,
-            version=lambda: self.policy.version,
-            decode=lambda ids: renderer.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
-        )
+        self.models = Models(make_policy(engine, info, renderer, lambda: self.policy.version))
         self.closing = False
         """Whether the gateway is going down."""
 
@@ -100,9 +94,11 @@ class Exchanges:
 
         Raises `RequestError` when the request is refused: paused, or a limit of the session.
         """
-        question = self._place(session, wire, request)
+        served = self.models.find(request.model, asked.kind)
+        question = self._place(session, wire, request, served)
         placement = question.placement
-        repeats = [call for id_ in placement.repeats if (call := session.calls.get(id_))]
+        same = [call for id_ in placement.repeats if (call := session.calls.get(id_))]
+        repeats = [call for call in same if call.other == served.other]
         tools_digest = question.canonical.tools_digest
         joined = retries.joinable(repeats, request, tools_digest, asked)
         if joined is not None:
@@ -116,6 +112,7 @@ class Exchanges:
             started_at=time.time(),
             clock_start=time.perf_counter(),
             tools_digest=tools_digest,
+            other=served.other,
             asked=origins.of_subagent(session, request, placement, asked),
             question=question,
         )
@@ -130,16 +127,22 @@ class Exchanges:
 
     def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
         """How many prompt tokens `request` would be sampled under; nothing is sampled."""
-        question = self._place(session, wire, request)
-        prompted = self._prompts.prompted(question, _parent(session, question.placement))
+        served = self.models.find(request.model, Kind.AGENT)
+        question = self._place(session, wire, request, served)
+        prompted = served.prompts.prompted(question, _parent(session, question.placement))
         return len(prompted.prompt)
 
-    def _place(self, session: Session, wire: WireFormat, request: ModelRequest) -> Question:
+    def _place(
+        self, session: Session, wire: WireFormat, request: ModelRequest, served: Served
+    ) -> Question:
         key = canonical(request, session.atoms)
-        template_args = self._renderer.template_args(request)
+        template_args = served.template_args(request)
         placement = session.conversation.place(request, key, template_args=template_args)
         placement = origins.after_summary(session, request, placement)
-        return Question(request, wire, key, placement, template_args)
+        parent = _parent(session, placement)
+        if parent is not None and parent.other != served.other:
+            placement = replace(placement, reason="other_model", extend=False)
+        return Question(request, wire, key, placement, template_args, served)
 
     def _refuse_if_spent(self, session: Session) -> None:
         """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
@@ -204,27 +207,29 @@ class Exchanges:
         await self._settle(session, call)
         question = call.posed()
         with boundary(RenderError, "rendering the prompt"):
-            prompted = self._prompts.prompted(question, _parent(session, question.placement))
+            parent = _parent(session, question.placement)
+            prompted = question.served.prompts.prompted(question, parent)
         effective = await self._effective(session, call, len(prompted.prompt))
         call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
-        call.live = self._live(question.request, prompted, effective)
+        call.live = self._live(question, prompted, effective)
         call.enter(Stage.SAMPLING)
         sampled = await self._sampled(session, call, prompted, effective)
         await self._finish(session, call, prompted, effective, sampled)
 
     def _live(
-        self, request: ModelRequest, prompted: Prompted, effective: Sampling
+        self, question: Question, prompted: Prompted, effective: Sampling
     ) -> LiveReply | None:
         """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
         A grammar's samples may have to begin again (`seam`), so they leave whole; so do those that
         no template is for, and those whose logprobs leave beside them.
         """
+        request = question.request
         whole = self._settings.stream == "whole" or not request.stream
         plain = request.raw_prompt is not None or request.prefill is not None
         if whole or plain or request.logprobs or request.response_schema is not None:
             return None
-        reader = self._renderer.live(
+        reader = question.served.renderer.live(
             tools=request.tools,
             prompt_tail=prompted.prompt.tail(PROMPT_TAIL),
             stops=effective.stop,
@@ -239,7 +244,7 @@ class Exchanges:
         Where a part of the reply has left already, what there is of the sample stands, and
         `call.error` says why it has no end.
         """
-        sofar = Sofar()
+        sofar, sampler = Sofar(), call.posed().served.sampler
         asked = self._generate_request(session, call, prompted, effective)
 
         def heard(chunk: GenerateChunk) -> None:
@@ -251,7 +256,7 @@ class Exchanges:
 
         try:
             async with asyncio.timeout(None) as call.leash:
-                return await self._sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
+                return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
         except TimeoutError:
             call.error = self._why_cancelled(session)
         except EngineError as error:
@@ -262,7 +267,7 @@ class Exchanges:
             call.error = faults.request_error(told)
         finally:
             call.leash = None
-        return self._sampler.cut(asked, sofar)
+        return sampler.cut(asked, sofar)
 
     async def _settle(self, session: Session, call: Call) -> None:
         """Fix the call's place; one whose parent's commit is under way waits for it first."""
@@ -275,7 +280,7 @@ class Exchanges:
             await parent.done.wait()
             if parent.stage is Stage.FAILED or broke_off:
                 session.conversation.forget(call.exchange_id)
-                question = self._place(session, question.wire, question.request)
+                question = self._place(session, question.wire, question.request, question.served)
                 session.conversation.begin(call.exchange_id, question.canonical)
                 call.question = question
         self._link(session, call, question)
@@ -300,12 +305,13 @@ class Exchanges:
 
     async def _effective(self, session: Session, call: Call, prompt_tokens: int) -> Sampling:
         """The sampling in effect, its tokens reserved; the overflow when there is no room left."""
-        request = call.posed().request
+        request, served = call.posed().request, call.posed().served
+        plan = served.plan or session.plan
         budget = budgets.output_budget(
             prompt_tokens=prompt_tokens,
-            context_length=self._info.context_length,
+            context_length=served.info.context_length,
             asked=request.sampling.max_tokens,
-            task=session.plan.max_output_tokens,
+            task=plan.max_output_tokens,
             minimum=self._settings.min_output_tokens,
         )
         try:
@@ -313,23 +319,27 @@ class Exchanges:
         except RequestError:
             session.limit = "tokens"
             raise
-        return session.plan.effective(
+        return plan.effective(
             request.sampling,
             budget=call.reserved,
-            stop_token_ids=self._renderer.stop_token_ids,
+            stop_token_ids=served.renderer.stop_token_ids,
             salt=f"{session.session_id}:{session.begun}",
         )
 
     def _generate_request(
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
     ) -> GenerateRequest:
-        request = call.posed().request
+        request, served = call.posed().request, call.posed().served
+        text_only = not served.info.token_in
         return GenerateRequest(
             request_id=call.exchange_id,
             prompt=prompted.prompt,
             sampling=effective,
             session_id=session.session_id,
-            grammar=grammar_of(request, session.plan, self._info),
+            model=served.model,
+            messages=chat_messages(request.messages, str) if text_only else None,
+            tools=chat_tools(request.tools) if text_only else None,
+            grammar=grammar_of(request, served.plan or session.plan, served.info),
             stream=request.stream,
         )
 
@@ -345,11 +355,11 @@ class Exchanges:
     ) -> None:
         """Parse the reply, index it, make it durable; then the call is COMMITTED."""
         question = call.posed()
-        request, wire = question.request, question.wire
+        request, wire, served = question.request, question.wire, question.served
         prompt, _ = sampled_under(prompted, sampled)
-        reply = self._prompts.plain_reply(request, sampled)
+        reply = served.prompts.plain_reply(request, sampled)
         reply = reply or self._parse(call, prompt, sampled)
-        reply = self._prompts.with_logprobs(request, reply, sampled)
+        reply = served.prompts.with_logprobs(request, reply, sampled)
         usage = Usage(
             prompt_tokens=len(prompt),
             completion_tokens=len(sampled.output_ids),
@@ -366,8 +376,8 @@ class Exchanges:
             reply=reply,
             body=body,
             first_token_s=call.first_token_s,
-            logprob_mode=self._info.logprob_mode,
-            constrained=grammar_of(request, session.plan, self._info) is not None,
+            logprob_mode=served.info.logprob_mode,
+            constrained=self._constrained(session, question),
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         call.reasoned = bool(reply.reasoning)
@@ -380,6 +390,11 @@ class Exchanges:
         call.enter(Stage.COMMITTED)
         if call.error is not None:
             self._deliveries.broken(session, call)
+
+    def _constrained(self, session: Session, question: Question) -> bool:
+        """Whether a grammar shaped the samples."""
+        plan = question.served.plan or session.plan
+        return grammar_of(question.request, plan, question.served.info) is not None
 
     async def _commit(
         self, session: Session, finished: Finished, shown: tuple[Message, ...]
@@ -411,7 +426,10 @@ class Exchanges:
     def _count(self, session: Session, finished: Finished, usage: Usage) -> None:
         session.turns += 1
         session.tokens += usage.completion_tokens
-        self.policy.version = finished.sample.versions[-1].version
+        if finished.call.other is None:
+            newest = finished.sample.versions[-1].version
+            self.policy.version = max(self.policy.version, newest)
+        self._metrics.cached_tokens.inc(usage.cached_tokens)
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.sampled_tokens.inc(usage.completion_tokens)
         self._metrics.duration.observe(time.perf_counter() - finished.call.clock_start)
@@ -423,7 +441,7 @@ class Exchanges:
         if sampled.last.reply is not None:
             return sampled.last.reply
         with boundary(RenderError, "parsing the reply"):
-            return self._renderer.parse(
+            return call.posed().served.renderer.parse(
                 sampled.output_ids,
                 tools=call.posed().request.tools,
                 prompt_tail=prompt.tail(PROMPT_TAIL),

@@ -129,6 +129,7 @@ def _extra(finished: Finished) -> JSON:
     told: JSON = {
         "placement": placement.kind.value,
         "model": request.model,
+        "other_model": finished.call.other,
         "kind_rule": asked.kind_rule,
         "retry_count": asked.retry_count,
         "drift": placement.drift,

@@ -19,13 +19,13 @@ from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat
 from bridle.dialects.ids import bare_id, reply_id
 from bridle.errors import BridleError, StoreError, boundary
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
+from bridle.gateway.models import Models
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
 from bridle.gateway.responses import DELETED
 from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
-from bridle.prompting.renderer import PromptRenderer
 from bridle.types import DeliveryState, Kind, Message, ModelRequest, Reply, ToolCall, Usage
 
 log = structlog.get_logger()
@@ -50,9 +50,9 @@ def register_stored(registry: Registry, store: Store) -> None:
 class Restorer:
     """Reads sessions back when they are needed."""
 
-    def __init__(self, store: Store, renderer: PromptRenderer) -> None:
+    def __init__(self, store: Store, models: Models) -> None:
         self._store = store
-        self._renderer = renderer
+        self._models = models
 
     def count(self, session: Session) -> None:
         """Have the facts of a session of an earlier process counted. `StoreError`."""
@@ -98,7 +98,8 @@ class Restorer:
         spans = self._spans(session, exchange)
         request = self._request(session, capture, exchange, wire, spans.whole())
         key = canonical(request, session.atoms)
-        template_args = self._renderer.template_args(request)
+        other = exchange.extra.get("other_model")
+        template_args = self._models.template_args_of(other, request)
         shown = wire.reply_messages(exchange.reply)
         session.conversation.begin(exchange.exchange_id, key)
         session.conversation.commit(
@@ -116,6 +117,7 @@ class Restorer:
             started_at=exchange.started_at,
             clock_start=0.0,
             tools_digest=key.tools_digest,
+            other=other,
             asked=Asked(kind=exchange.kind),
             prompt=self._prompt(session, exchange),
             output_ids=exchange.output_ids,
@@ -137,7 +139,8 @@ class Restorer:
         if request.extra.get("store") and (delivery is None or delivery.detail != DELETED):
             session.shelf.know(reply_id(exchange.reply), exchange.exchange_id)
         if not call.delivered:
-            question = Question(request, wire, key, _placed_again(exchange), template_args)
+            placement, served = _placed_again(exchange), self._models.of(other)
+            question = Question(request, wire, key, placement, template_args, served)
             _keep_for_a_retry(call, exchange, question, shown)
 
     def _spans(self, session: Session, exchange: Exchange) -> SpanList:

@@ -1,0 +1,206 @@
+"""Who answers a call: the policy, or another engine by the name of the model or the kind of call.
+
+Harnesses send any model name; the policy answers all but those of the `[models]` table. An entry
+with an engine of its own serves judges, side calls and sub-agents that are not to be trained:
+what it samples is captured and never trains (`other_model`), and no prompt of the policy extends
+its tokens. An entry without one is the policy under another sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Final
+
+from bridle.config import ModelSpec, SamplingPolicy
+from bridle.engines.base import Engine, EngineInfo
+from bridle.errors import ConfigError
+from bridle.gateway.budgets import SamplingPlan
+from bridle.gateway.prompts import Prompts
+from bridle.gateway.sampling import Sampler
+from bridle.prompting.renderer import PromptRenderer
+from bridle.types import Kind, ModelRequest
+
+REMEMBERED: Final = 1_000
+"""Names whose entry is kept at hand."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherModel:
+    """An entry of the `[models]` table with what it names, not started."""
+
+    name: str
+    """Its key: a model name or a glob."""
+    spec: ModelSpec
+    engine: Engine | None = None
+    """`None` = the policy's."""
+    renderer: PromptRenderer | None = None
+    """On the engine's tokenizer; `None` = the policy's, whose counts are then an estimate."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Names and globs that it answers to."""
+        return (self.name, *self.spec.match)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """Who answers a call, ready."""
+
+    other: str | None
+    """Name of the engine that is not the policy; `None` = the policy."""
+    engine: Engine
+    info: EngineInfo
+    renderer: PromptRenderer
+    prompts: Prompts
+    sampler: Sampler
+    plan: SamplingPlan | None = None
+    """In place of the session's; `None` = the session's."""
+    model: str | None = None
+    """The model's name on the engine's side; `None` = its only one."""
+
+    def template_args(self, request: ModelRequest) -> Hashable:
+        """What beside messages and tools shapes a prompt; never equal for different engines."""
+        return template_args(self.other, self.renderer, request)
+
+
+@dataclass(slots=True)
+class _Entry:
+    patterns: tuple[str, ...]
+    kinds: frozenset[Kind]
+    served: Served
+    names: list[str] = field(default_factory=list)
+
+
+class Models:
+    """Finds who answers. The policy is known first; `add` makes the others known, in order."""
+
+    def __init__(self, policy: Served) -> None:
+        self.policy = policy
+        self._entries: list[_Entry] = []
+        self._found: dict[tuple[str, Kind], Served] = {}
+
+    def add(self, other: OtherModel, info: EngineInfo) -> None:
+        """Make an entry known, its engine started; `info` is what that said."""
+        policy, spec = self.policy, other.spec
+        own = other.engine is not None
+        engine = other.engine or policy.engine
+        renderer = other.renderer or policy.renderer
+        sampler = policy.sampler
+        if own:
+            sampler = make_sampler(engine, info, renderer, lambda: info.version)
+        served = Served(
+            other=other.name if own else None,
+            engine=engine,
+            info=info,
+            renderer=renderer,
+            prompts=Prompts(renderer),
+            sampler=sampler,
+            plan=_plan(spec, own=own),
+            model=spec.model,
+        )
+        named = [one for one in other.patterns if not _is_glob(one)]
+        self._entries.append(_Entry(other.patterns, frozenset(spec.kinds), served, named))
+        self._found.clear()
+
+    def find(self, model: str, kind: Kind) -> Served:
+        """By exact name, then by glob, then by kind, each in the table's order; else the policy."""
+        found = self._found.get((model, kind))
+        if found is None:
+            found = next(self._candidates(model, kind), self.policy)
+            if len(self._found) >= REMEMBERED:
+                self._found.clear()
+            self._found[model, kind] = found
+        return found
+
+    def _candidates(self, model: str, kind: Kind) -> Iterator[Served]:
+        for entry in self._entries:
+            if model in entry.patterns:
+                yield entry.served
+        for entry in self._entries:
+            if any(fnmatchcase(model, pattern) for pattern in entry.patterns):
+                yield entry.served
+        for entry in self._entries:
+            if kind in entry.kinds:
+                yield entry.served
+
+    def of(self, other: str | None) -> Served:
+        """The engine of that name, or the policy where there is none of it (any more)."""
+        named = (entry.served for entry in self._entries if entry.served.other == other)
+        return self.policy if other is None else next(named, self.policy)
+
+    def template_args_of(self, other: str | None, request: ModelRequest) -> Hashable:
+        """`Served.template_args` as they were for an engine that may be gone."""
+        return template_args(other, self.of(other).renderer, request)
+
+    def names(self) -> list[str]:
+        """Model names to be listed: the policy's, then every exact name of the table."""
+        listed = [
+            self.policy.info.model,
+            *(name for entry in self._entries for name in entry.names),
+        ]
+        return list(dict.fromkeys(listed))
+
+
+def template_args(other: str | None, renderer: PromptRenderer, request: ModelRequest) -> Hashable:
+    """See `Served.template_args`."""
+    args = renderer.template_args(request)
+    return args if other is None else (other, args)
+
+
+def make_policy(
+    engine: Engine, info: EngineInfo, renderer: PromptRenderer, version: Callable[[], int]
+) -> Served:
+    """The policy, which answers whatever no entry of the table is for."""
+    sampler = make_sampler(engine, info, renderer, version)
+    return Served(None, engine, info, renderer, Prompts(renderer), sampler)
+
+
+def make_sampler(
+    engine: Engine, info: EngineInfo, renderer: PromptRenderer, version: Callable[[], int]
+) -> Sampler:
+    """The sampler of an engine; `version` = of tokens whose engine does not tell theirs."""
+    return Sampler(
+        engine,
+        mode=info.logprob_mode,
+        version=version,
+        decode=lambda ids: renderer.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
+    )
+
+
+def check_models(models: Sequence[OtherModel]) -> None:
+    """Refuse a table in which a name stands twice, or an entry that changes nothing."""
+    seen: dict[str, str] = {}
+    for model in models:
+        for pattern in model.patterns:
+            if pattern in seen:
+                raise ConfigError(
+                    f"models.{model.name}: {pattern!r} is a name of {seen[pattern]!r} already"
+                )
+            seen[pattern] = model.name
+        if model.engine is None and model.spec.sampling is None:
+            raise ConfigError(f"models.{model.name}: needs `engines` or `sampling`")
+
+
+def _plan(spec: ModelSpec, *, own: bool) -> SamplingPlan | None:
+    """An engine that does not train samples as it is asked to, unless the entry says otherwise."""
+    if spec.sampling is not None:
+        return SamplingPlan(spec.sampling)
+    return SamplingPlan(AS_ASKED) if own else None
+
+
+AS_ASKED: Final = SamplingPolicy.model_validate(
+    {
+        name: {"mode": "respect"}
+        for name in (
+            *("temperature", "top_p", "top_k", "seed"),
+            *("presence_penalty", "frequency_penalty"),
+        )
+    }
+)
+"""Every field as the harness asks."""
+
+
+def _is_glob(pattern: str) -> bool:
+    return any(sign in pattern for sign in "*?[")
