@@ -19,6 +19,7 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
     command = [
         *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0"),
         *("--engine", f"scripted:{tmp_path / 's.json'}", "--data", str(tmp_path / "data")),
+        *("--stream", "live"),
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         line = process.stderr.readline() if process.stderr else ""
@@ -33,11 +34,15 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
                 return json.load(answer)
 
         session = post("/sessions", {}, token)
-        reply = post(
-            "/v1/chat/completions",
-            {"model": "m", "messages": [{"role": "user", "content": "x"}]},
-            session["key"],
+        asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        reply = post("/v1/chat/completions", asked, session["key"])
+        streamed = urllib.request.Request(  # noqa: S310 - loopback
+            f"{url}/v1/chat/completions",
+            json.dumps({**asked, "stream": True}).encode(),
+            {"Authorization": f"Bearer {session['key']}"},
         )
+        with urllib.request.urlopen(streamed, timeout=20) as answer:  # noqa: S310 - loopback
+            assert answer.read().endswith(b"data: [DONE]\n\n")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
 
@@ -47,4 +52,5 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
     from bridle.capture.sqlite import SqliteReader
 
     with SqliteReader(tmp_path / "data" / "capture.sqlite") as reader:
-        assert len(reader.exchanges(session["session_id"])) == 1
+        exchanges = reader.exchanges(session["session_id"])
+        assert [exchange.extra.get("stream") for exchange in exchanges] == [None, "live"]

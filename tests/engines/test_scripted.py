@@ -165,6 +165,14 @@ async def test_pieces_of_a_stream_join_to_the_whole_reply():
 # ---- limits
 
 
+async def test_a_turn_with_a_pace_comes_token_by_token():
+    engine = scripted_engine([{"content": "one two", "pace_s": 0.001}])
+    pieces = await play(engine, call(stream=True))
+    assert {len(piece.output_ids) for piece in pieces} == {1}
+    (whole,) = await play(engine, call())
+    assert np.array_equal(np.concatenate([p.output_ids for p in pieces]), whole.output_ids)
+
+
 async def test_the_output_budget_cuts():
     engine = scripted_engine([{"content": "one two three"}])
     (chunk,) = await play(engine, call(sampling=Sampling(max_tokens=2)))

@@ -19,6 +19,7 @@ from rich.progress import Progress, TaskID
 from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.sqlite import SqliteStore
+from bridle.cli.gateway import Streaming
 from bridle.cli.output import notes, progress
 from bridle.cli.parts import open_parts
 from bridle.config import Task
@@ -49,6 +50,8 @@ class Batch:
     """Harnesses at once; `None` = twice the cores."""
     title: str = "sessions"
     """What the progress bar calls them."""
+    stream: Streaming = "whole"
+    """How streamed replies leave the gateway (`GatewaySettings.stream`)."""
 
 
 def new_run_folder(runs: Path) -> Path:
@@ -76,7 +79,8 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
         stack.callback(folder.discard_if_unused)
         store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
         board.say("starting the engine")
-        gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=GatewaySettings())
+        settings = GatewaySettings(stream=batch.stream)
+        gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=settings)
         await stack.enter_async_context(gateway)
         node = Node(gateway=gateway, store=store, folder=folder, settings=_settings(batch))
         await stack.enter_async_context(node)
@@ -111,6 +115,7 @@ def _config(batch: Batch) -> JSON:
         "engine": batch.engine,
         "tokenizer": batch.tokenizer,
         "concurrency": batch.concurrency,
+        "stream": batch.stream,
         "tasks": [task.model_dump(mode="json") for task in batch.tasks],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
@@ -17,9 +17,14 @@ TokenizerOption = Annotated[
     str | None,
     typer.Option(help="Tokenizer folder or 'builtin'; the engine's own where it has one."),
 ]
+Streaming: TypeAlias = Literal["live", "whole"]
+StreamOption = Annotated[
+    Streaming,
+    typer.Option(help="Streamed replies leave as they are sampled (live) or when committed."),
+]
 
 
-def gateway(
+def gateway(  # noqa: PLR0913 - one parameter per flag
     engine: EngineOption,
     port: Annotated[int, typer.Option(help="Port of the model API; 0 takes a free one.")] = 8100,
     data: Annotated[Path, typer.Option(help="Folder for capture and the control token.")] = Path(
@@ -27,6 +32,7 @@ def gateway(
     ),
     tokenizer: TokenizerOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    stream: StreamOption = "whole",
     control_port: Annotated[
         int | None, typer.Option(help="A listener of their own for the control routes.")
     ] = None,
@@ -46,6 +52,7 @@ def gateway(
         port=port,
         control_port=control_port,
         data_dir=data,
+        stream=stream,
         allow_untokenized=allow_untokenized,
     )
     run_until_signal(lambda stop: _serve(engine, tokenizer, settings, data, fsync, stop))

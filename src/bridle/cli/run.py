@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bridle.cli.gateway import EngineOption, TokenizerOption
+from bridle.cli.gateway import EngineOption, StreamOption, TokenizerOption
 from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
 
@@ -29,6 +29,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
     ] = None,
+    stream: StreamOption = "whole",
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -49,7 +50,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
         overrides["builder"] = {"strategy": builder}
     loaded = load_tasks(tasks, overrides=overrides)[:first]
     folder = out or new_run_folder(Path("runs"))
-    lines = run_batch(Batch(loaded, engine, tokenizer, folder, concurrency))
+    lines = run_batch(Batch(loaded, engine, tokenizer, folder, concurrency, stream=stream))
     report(lines, folder, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 

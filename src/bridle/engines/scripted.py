@@ -282,8 +282,8 @@ class ScriptedEngine:
                 text = self.tokenizer.decode(ids, skip_special=True)
                 stop_text = next(stop for stop in sampling.stop if stop in text)
         if len(ids) > budget:
-            return _Played(ids[:budget], FinishReason.LENGTH, None)
-        return _Played(ids, finish, stop_text)
+            return _Played(ids[:budget], FinishReason.LENGTH, None, turn.pace_s)
+        return _Played(ids, finish, stop_text, turn.pace_s)
 
     def _tokens_to_stop(self, ids: Ids, stops: Sequence[str]) -> int | None:
         """Least number of ids whose text holds a stop string; `None` = no stop string occurs."""
@@ -306,9 +306,11 @@ class ScriptedEngine:
         fault: _Fault | None,
     ) -> AsyncGenerator[GenerateChunk, None]:
         ids = played.ids if fault is None else fault.left(played.ids)
-        size = PIECE if request.stream else max(len(ids), 1)
+        piece_size = 1 if played.pace_s else PIECE
+        size = piece_size if request.stream else max(len(ids), 1)
         versions: list[VersionSpan] = []
         for start in range(0, max(len(ids), 1), size):
+            await _wait(played.pace_s * size, aborted)
             piece = ids[start : start + size] if not aborted.is_set() else ids[:0]
             end = start + len(piece)
             last = (end == len(ids) and fault is None) or aborted.is_set()
@@ -339,6 +341,7 @@ class _Played:
     ids: Ids
     finish: FinishReason
     stop_text: str | None
+    pace_s: float
 
 
 @dataclass(frozen=True, slots=True)
