@@ -35,6 +35,8 @@ def test_errors_carry_what_their_readers_need():
     overflow = ContextOverflowError(100, 64, None)
     engine = EngineError("busy", retryable=True, status=503)
     request = RequestError("no", status=429, code="rate_limit", param="n", retry_after_s=2)
+    assert not request.passes
+    assert RequestError("no", status=503, code="overloaded").passes
 
     assert isinstance(overflow, EngineError)
     assert "100 tokens" in str(overflow)

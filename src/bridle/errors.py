@@ -96,6 +96,11 @@ class RequestError(BridleError):
         self.context_length = context_length
         """With `context_length_exceeded`: how many tokens there may be."""
 
+    @property
+    def passes(self) -> bool:
+        """Whether it is a failure on our side, after which the same request may succeed."""
+        return self.code in {"overloaded", "paused", "engine_error"}
+
 
 @contextmanager
 def boundary(error: type[BridleError], doing: str) -> Iterator[None]:

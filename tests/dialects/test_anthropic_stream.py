@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from tests.dialects.exchange import HEAD, USAGE, events
 
 from bridle.dialects.anthropic_stream import MessagesStream
@@ -48,8 +49,16 @@ def test_the_stream_opens_with_the_prompts_length():
     assert start["message"]["usage"]["input_tokens"] == HEAD.prompt_tokens
 
 
-def test_an_error_event_has_the_providers_type():
-    told = MessagesStream(HEAD, thinking=None).error(RequestError("full", code="overloaded"))
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("overloaded", {"type": "overloaded_error", "message": "Overloaded"}),
+        ("engine_error", {"type": "overloaded_error", "message": "Overloaded"}),
+        ("rate_limit", {"type": "rate_limit_error", "message": "full"}),
+    ],
+)
+def test_an_error_event_has_the_providers_type_and_a_failure_of_ours_its_own_words(code, error):
+    told = MessagesStream(HEAD, thinking=None).error(RequestError("full", code=code))
     [event] = events(told)
     assert event.event == "error"
-    assert json.loads(event.data)["error"] == {"type": "overloaded_error", "message": "full"}
+    assert json.loads(event.data)["error"] == error

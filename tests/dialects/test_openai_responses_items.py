@@ -143,6 +143,7 @@ def test_what_joins_one_turn():
     assert join_turn(joined, call) is not None
     assert join_turn(call, call) is not None
     assert join_turn(call, text) is None
+    assert join_turn(text, text) is None
     assert join_turn(text, thought) is None
     assert join_turn(Message(Role.USER), text) is None
     assert join_turn(text, Message(Role.USER)) is None

@@ -68,7 +68,7 @@ def test_a_late_failure_has_a_code_and_the_items_so_far():
     [event] = told(encoder.error(RequestError("busy", code="overloaded")))
     assert event["type"] == "response.failed"
     assert event["response"]["status"] == "failed"
-    assert event["response"]["error"]["code"] == "server_is_overloaded"
+    assert event["response"]["error"]["code"] == "server_error"
     assert len(event["response"]["output"]) == 1
     [bare] = told(encoder.error(RequestError("bad")))
     assert bare["response"]["error"]["code"] == "invalid_request_error"

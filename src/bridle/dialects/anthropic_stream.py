@@ -83,8 +83,12 @@ class MessagesStream(PiecewiseEncoder):
         return _PING
 
     def error(self, error: RequestError) -> bytes:
-        """An `error` event."""
-        return event_bytes(encode(error_body(error)), "error")
+        """An `error` event. A failure of ours is told as the provider tells its own.
+
+        At `overloaded_error` every client that tries again at all does so; at `api_error` opencode
+        and Qwen Code end their run.
+        """
+        return event_bytes(encode(_OVERLOADED if error.passes else error_body(error)), "error")
 
     def _begin(self, kind: str, block: JSON) -> bytes:
         """Open a block of `kind` unless one is open."""
@@ -109,6 +113,12 @@ class MessagesStream(PiecewiseEncoder):
 
     def _delta(self, delta: JSON) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
+
+
+_OVERLOADED: JSON = {
+    "type": "error",
+    "error": {"type": "overloaded_error", "message": "Overloaded"},
+}
 
 
 def _event(kind: str, **fields: object) -> bytes:

@@ -79,12 +79,13 @@ def join_turn(before: Message, after: Message) -> Message | None:
     """Two messages of assistant items as one, or `None` where a new message begins.
 
     Reasoning begins a turn, so it is not joined to anything but reasoning; text does not follow
-    calls within one message.
+    calls or text within one message, because a reply of ours has one message item, before its
+    calls: Codex keeps the complete items of a reply that broke off, beside those of the next.
     """
     if before.role is not Role.ASSISTANT or after.role is not Role.ASSISTANT:
         return None
     spoken = bool(before.content or before.tool_calls)
-    if (after.reasoning is not None and spoken) or (after.content and before.tool_calls):
+    if spoken and (after.reasoning is not None or after.content):
         return None
     thoughts = [text for text in (before.reasoning, after.reasoning) if text is not None]
     return Message(

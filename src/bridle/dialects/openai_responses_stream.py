@@ -107,9 +107,12 @@ class ResponsesStream(PiecewiseEncoder):
         return self._event("response.in_progress", response=response_json(self._head, self._dress))
 
     def error(self, error: RequestError) -> bytes:
-        """`response.failed` with the error's code."""
+        """`response.failed` with the error's code; a failure of ours is a `server_error`.
+
+        At that Codex asks again; at `server_is_overloaded` it ends its run.
+        """
         told = error_object(error, responses_message(error))
-        code = told["code"] or told["type"]
+        code = "server_error" if error.passes else told["code"] or told["type"]
         failed = {
             **response_json(self._head, self._dress),
             "status": "failed",
