@@ -48,7 +48,7 @@ from bridle.dialects.reading import (
     text_at,
     wrong,
 )
-from bridle.dialects.routes import models_route, tidy
+from bridle.dialects.routes import caller, models_route, tidy
 from bridle.dialects.tools import ToolList, ToolMemo, freeform_grammar, freeform_spec, sent
 from bridle.errors import RequestError
 from bridle.types import (
@@ -100,6 +100,8 @@ class OpenAIChat(WireFormat):
             return Route(self.dialect, RouteKind.GENERATE, resource=COMPLETIONS)
         if (models := models_route(self.dialect, method, path, headers)) is not None:
             return models
+        if caller(path, headers) is not self.dialect:
+            return None
         for word in _UNSUPPORTED:
             if words.endswith(f"/{word}") or f"/v1/{word}/" in words:
                 return Route(self.dialect, RouteKind.UNSUPPORTED, resource=word)
