@@ -14,6 +14,7 @@ from tests.dialects.test_streaming import Plain
 from tests.gateway.gated import TURN, Gated
 from tests.gateway.house import SHELL_TOOL, events, house, renderer, user
 from tests.gateway.test_relay import opened_stream, sent
+from tests.gateway.test_restore import again, on_disk
 
 from bridle.engines.base import GenerateChunk, TextDelta
 from bridle.errors import EngineError
@@ -367,6 +368,24 @@ async def stats_of(caller):
     path = f"/sessions/{caller.session_id}/trajectory"
     _, trajectory = await caller.house.control("GET", path)
     return trajectory["metadata"]["stats"]
+
+
+async def test_what_left_is_known_again_after_a_restart(tmp_path):
+    path = tmp_path / "c.sqlite"
+    engine = Gated({"content": WORDS}, {"content": "Resumed."}, gate=8)
+    live: Any = {"stream": "live", "retry_grace_s": 0}
+    async with on_disk(path, engine=engine, **live) as home, asyncio.timeout(15):
+        caller = await home.session("s")
+        await begun(caller, b"four")
+        await caller.until(lambda: caller.facts.turns == 1)
+    async with on_disk(path, engine=engine, **live) as home, asyncio.timeout(15):
+        moved = again(home, caller)
+        assert moved.delivery(0) is DeliveryState.CUT
+        await goes_on_from(moved, "one two three")
+        # The question itself is another sample: the first one has no end.
+        engine.sign.set()
+        assert (await moved.ask([user("go")]))["content"] == WORDS
+        assert engine.asked == 3
 
 
 async def test_a_harness_that_goes_on_at_once_ends_the_sampling_of_the_rest(wordy):

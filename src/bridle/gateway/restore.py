@@ -11,22 +11,33 @@ from __future__ import annotations
 import numpy as np
 import structlog
 
-from bridle.capture.records import Exchange, SessionCapture
+from bridle.capture.records import Delivery, Exchange, SessionCapture
 from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat
 from bridle.dialects.ids import bare_id, reply_id
 from bridle.errors import BridleError, StoreError, boundary
+from bridle.gateway import faults
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
+from bridle.gateway.live import Mark
 from bridle.gateway.models import Models
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
 from bridle.gateway.responses import DELETED
-from bridle.prompting.canonical import answer_atoms, canonical
+from bridle.prompting.canonical import Atom, answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
-from bridle.types import DeliveryState, Kind, Message, ModelRequest, Reply, ToolCall, Usage
+from bridle.types import (
+    DeliveryState,
+    FinishReason,
+    Kind,
+    Message,
+    ModelRequest,
+    Reply,
+    ToolCall,
+    Usage,
+)
 
 log = structlog.get_logger()
 
@@ -135,7 +146,8 @@ class Restorer:
         delivery = capture.deliveries.get(exchange.exchange_id)
         if delivery is not None:
             call.delivery = delivery.state
-            session.conversation.mark(exchange.exchange_id, delivery.state)
+            atoms = _left(delivery, exchange, wire, request, shown)
+            session.conversation.mark(exchange.exchange_id, delivery.state, delivered=atoms)
         if request.extra.get("store") and (delivery is None or delivery.detail != DELETED):
             session.shelf.know(reply_id(exchange.reply), exchange.exchange_id)
         if not call.delivered:
@@ -196,18 +208,43 @@ def _keep_for_a_retry(
 ) -> None:
     """Keep what a client needs that asks again for a reply it never got."""
     call.question = question
-    call.head = ReplyHead(
+    call.head = _head_of(exchange, question.request)
+    usage = Usage(exchange.prompt_length, len(exchange.output_ids))
+    call.answer = Answer(_reply_of(exchange, shown), usage, exchange.reply)
+    if exchange.finish_reason is FinishReason.ABORT:
+        call.error = faults.client_left()  # it has no end that could be asked for
+
+
+def _left(
+    delivery: Delivery,
+    exchange: Exchange,
+    wire: WireFormat,
+    request: ModelRequest,
+    shown: tuple[Message, ...],
+) -> tuple[Atom, ...] | None:
+    """What was written of a live reply before it was cut; `None` = that is not known."""
+    mark = Mark.read(delivery.detail)
+    if mark is None:
+        return None
+    part = mark.within(_reply_of(exchange, shown))
+    body = wire.reply_json(request, _head_of(exchange, request), part, Usage(0, 0))
+    return answer_atoms(wire.reply_messages(body), request.tools)
+
+
+def _head_of(exchange: Exchange, request: ModelRequest) -> ReplyHead:
+    return ReplyHead(
         reply_id=bare_id(reply_id(exchange.reply)),
-        model=question.request.model,
+        model=request.model,
         created=int(exchange.started_at),
         prompt_tokens=exchange.prompt_length,
     )
+
+
+def _reply_of(exchange: Exchange, shown: tuple[Message, ...]) -> Reply:
     tool_calls: list[ToolCall] = [made for message in shown for made in message.tool_calls]
-    reply = Reply(
+    return Reply(
         content="".join(message.text for message in shown),
         reasoning="".join(message.reasoning or "" for message in shown) or None,
         tool_calls=tuple(tool_calls),
         finish_reason=exchange.finish_reason,
     )
-    usage = Usage(exchange.prompt_length, len(exchange.output_ids))
-    call.answer = Answer(reply, usage, exchange.reply)
