@@ -24,6 +24,7 @@ from bridle.prompting.arguments import (
     schema_defaults,
     text_bytes,
 )
+from bridle.prompting.walks import Known, Walks
 from bridle.types import (
     Dialect,
     MediaPart,
@@ -102,7 +103,8 @@ class Canonical:
 
 
 class AtomMemo(dict[bytes, tuple[Atom, ...]]):
-    """What one session's requests were made of, so that a known span costs a look-up.
+    """What one session's requests were made of, so that a known span costs a look-up, and a known
+    beginning of a request nothing.
 
     Maps (tools digest + span digest) to the span's atoms, and a raw tool list to its digest.
     """
@@ -113,6 +115,7 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
         """(link + atom digest) -> next link of the chain."""
         self.defaults: dict[bytes, Defaults] = {}
         """Tools digest -> defaults of their arguments."""
+        self.walks = Walks()
 
 
 def digest(kind: str, *fields: bytes) -> bytes:
@@ -133,23 +136,43 @@ def canonical(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]]) -> Can
     time): only spans not seen before are normalised.
     """
     tools = _tools_digest_of(request, memo)
-    walk = _Walk(request, tools, memo if isinstance(memo, AtomMemo) else AtomMemo())
-    position = request.head_messages
-    for index in range(position):
-        walk.add(message_atoms(request.messages[index], request.dialect), index, 1)
-    if sum(request.span_lengths) + position != len(request.messages):  # no spans given
-        messages = request.messages[position:]
-        walk.add(walk.span_atoms(messages), position, len(messages))
+    if not isinstance(memo, AtomMemo):
+        return _walked(request, tools, memo, AtomMemo(), None)
+    known = memo.walks.find(request, tools)
+    made = _walked(request, tools, memo, memo, known)
+    memo.walks.remember(request, made, instead_of=known)
+    return made
+
+
+def _walked(
+    request: ModelRequest,
+    tools: bytes,
+    spans: dict[bytes, tuple[Atom, ...]],
+    memo: AtomMemo,
+    known: Known | None,
+) -> Canonical:
+    """The request's atoms and chain, after those that are `known`."""
+    walk = _Walk(request, tools, memo, None if known is None else known.canonical)
+    position, done = request.head_messages, 0
+    if known is None:
+        for index in range(position):
+            walk.add(message_atoms(request.messages[index], request.dialect), index, 1)
     else:
-        known = memo.get
-        for span, length in zip(request.span_digests, request.span_lengths, strict=True):
-            key = tools + span
-            atoms = known(key)
-            if atoms is None:
-                messages = request.messages[position : position + length]
-                atoms = memo[key] = walk.span_atoms(messages)
-            walk.add(atoms, position, length)
-            position += length
+        position, done = known.messages, len(known.spans)
+    if sum(request.span_lengths) + request.head_messages != len(request.messages):
+        messages = request.messages[position:]  # no spans given
+        walk.add(walk.span_atoms(messages), position, len(messages))
+        return walk.finish()
+    for span, length in zip(request.span_digests[done:], request.span_lengths[done:], strict=True):
+        key = tools + span
+        atoms = spans.get(key)
+        if atoms is None:
+            messages = request.messages[position : position + length]
+            atoms = spans[key] = walk.span_atoms(messages)
+        walk.add(atoms, position, length)
+        position += length
+    if walk.splits_results():
+        return _walked(request, tools, spans, memo, None)
     return walk.finish()
 
 
@@ -250,13 +273,18 @@ def messages_after(messages: Sequence[Message], new_from: int) -> tuple[Message,
 class _Walk:
     """Collects the atoms of one request and closes the chain over them."""
 
-    def __init__(self, request: ModelRequest, tools: bytes, memo: AtomMemo) -> None:
+    def __init__(
+        self, request: ModelRequest, tools: bytes, memo: AtomMemo, begun: Canonical | None
+    ) -> None:
         self._request = request
         self._tools = tools
         self._memo = memo
-        self._atoms: list[Atom] = []
-        self._message_of: list[int] = []
-        self._hints: list[Hint] = []
+        self._atoms: list[Atom] = [] if begun is None else list(begun.atoms)
+        self._message_of: list[int] = [] if begun is None else list(begun.message_of)
+        self._hints: list[Hint] = [] if begun is None else list(begun.hints)
+        self._chain = [SEEDS[request.dialect]] if begun is None else list(begun.chain)
+        self._begun = len(self._atoms)
+        """How many atoms are closed: ordered, and in the chain."""
 
     def span_atoms(self, messages: Sequence[Message]) -> tuple[Atom, ...]:
         """The atoms of a span not seen before."""
@@ -284,13 +312,18 @@ class _Walk:
     def _hint(self, atom: Atom, message: int) -> None:
         self._hints.append(Hint(len(self._atoms), message, atom.ids, atom.reasoning))
 
+    def splits_results(self) -> bool:
+        """Whether a run of results goes on over the border of what was known."""
+        at = self._begun
+        ends = self._atoms[at - 1 : at + 1] if at else []
+        return len(ends) == 2 and all(atom.kind is AtomKind.RESULT for atom in ends)
+
     def finish(self) -> Canonical:
         """Order the results and close the chain."""
         self._order_results()
-        links = self._memo.links
-        link = SEEDS[self._request.dialect]
-        chain = [link]
-        for atom in self._atoms:
+        links, chain = self._memo.links, self._chain
+        link = chain[-1]
+        for atom in self._atoms[self._begun :]:
             pair = link + atom.digest
             link = links.get(pair) or links.setdefault(pair, sha256(pair).digest()[:16])
             chain.append(link)
@@ -304,7 +337,7 @@ class _Walk:
 
     def _order_results(self) -> None:
         """R8 on atoms: each run of results in the order of the calls right before it."""
-        kinds = [atom.kind is AtomKind.RESULT for atom in self._atoms]
+        kinds = [atom.kind is AtomKind.RESULT for atom in self._atoms[self._begun :]]
         start = 0
         while True:
             try:
@@ -315,7 +348,7 @@ class _Walk:
             while end < len(kinds) and kinds[end]:
                 end += 1
             if end - start > 1:
-                self._order_run(start, end)
+                self._order_run(self._begun + start, self._begun + end)
             start = end
 
     def _order_run(self, start: int, end: int) -> None:

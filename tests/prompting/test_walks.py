@@ -1,0 +1,77 @@
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.prompting.talk import BASH, EDIT, call, request, result, said, system, user
+
+from bridle.prompting.canonical import AtomMemo, canonical
+from bridle.prompting.walks import KEPT, Walks
+from bridle.types import Dialect
+
+MESSAGES = st.lists(
+    st.sampled_from(
+        [
+            user("go"),
+            user("on"),
+            said("ok", reasoning="hm"),
+            said(calls=[call("a"), call("b")]),
+            result("b", "2"),
+            result("a", "1"),
+            result("x", "?"),
+        ]
+    ),
+    max_size=9,
+)
+
+
+@given(
+    MESSAGES,
+    st.lists(st.tuples(MESSAGES, st.integers(0, 9), st.sampled_from([(), (BASH,), (EDIT,)]))),
+    st.booleans(),
+)
+def test_a_request_is_read_the_same_whatever_was_read_before(first, others, with_head):
+    """Continued, cut short, branched, with runs of results that go on: the memory never shows."""
+    memo, sent = AtomMemo(), first
+    for more, keep, tools in [([], 9, ()), *others]:
+        sent = [*sent[:keep], *more]
+        head = [system("be brief")] if with_head else []
+        asked = request(*head, *sent, tools=tools, head=len(head))
+        assert canonical(asked, memo) == canonical(asked, {})
+
+
+def test_what_a_request_continues_is_the_longest_under_the_same_head_tools_and_dialect():
+    walks = Walks()
+    asked = [
+        request(system(head), *[user(str(i)) for i in range(count)], dialect=dialect, head=1)
+        for head, count, dialect in [
+            ("one", 1, Dialect.ANTHROPIC),
+            ("one", 2, Dialect.ANTHROPIC),
+            ("two", 3, Dialect.ANTHROPIC),
+            ("one", 3, Dialect.GOOGLE),
+        ]
+    ]
+    made = [canonical(one, {}) for one in asked]
+    for one, canon in zip(asked, made, strict=True):
+        walks.remember(one, canon, instead_of=None)
+    longer = request(
+        system("one"), *[user(str(i)) for i in range(5)], dialect=Dialect.ANTHROPIC, head=1
+    )
+    tools = made[0].tools_digest
+    found = walks.find(longer, tools)
+    assert found is not None
+    assert found.canonical is made[1]
+    assert walks.find(longer, b"others") is None
+    walks.remember(longer, made[0], instead_of=found)
+    again = walks.find(asked[1], tools)
+    assert again is not None
+    assert again.canonical is made[0]
+
+
+def test_only_the_last_conversations_are_remembered():
+    walks = Walks()
+    for number in range(KEPT + 1):
+        asked = request(user(str(number)))
+        walks.remember(asked, canonical(asked, {}), instead_of=None)
+    tools = canonical(asked, {}).tools_digest
+    assert walks.find(request(user("0")), tools) is None
+    assert walks.find(request(user("1")), tools) is not None
+    walks.remember(request(user("2"), spans=False), canonical(asked, {}), instead_of=None)
+    assert walks.find(request(user("1")), tools) is not None
