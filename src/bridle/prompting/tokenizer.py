@@ -142,7 +142,7 @@ class PromptTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if MARK not in text and _MARK_ASCII not in text:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return _ids(self._backend, text, add_special_tokens=add_special_tokens)
         ids: list[int] = []
         for piece in self._to_split.split(text) if self._to_split else [text]:
             known = self.added.get(piece, self.added.get(piece.strip()))
@@ -150,7 +150,7 @@ class PromptTokenizer:
                 ids.append(known)
             elif piece:
                 plain = _TO_UNESCAPE.sub(lambda found: _UNESCAPED[found.group()], piece)
-                ids += self._bare.encode(plain, add_special_tokens=False).ids
+                ids += _ids(self._bare, plain, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
@@ -166,6 +166,11 @@ class PromptTokenizer:
             known = self._backend.token_to_id(tokens)
             return self.unk_token_id if known is None else known
         return [self.convert_tokens_to_ids(token) for token in tokens]
+
+
+def _ids(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of a text; without offsets, which nobody asks for, in two thirds of the time."""
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
