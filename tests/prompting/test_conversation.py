@@ -304,6 +304,13 @@ def test_18_a_cache_mark_that_moved_changes_the_span_but_not_the_turn(talk):
     assert talk.place(*marked, TURN, SEEN).extend
 
 
+def test_an_earlier_turn_of_ours_is_lineage_where_the_harness_spoke_last_for_the_model(talk):
+    summed = (system("sum up"), user("do it"), TURN, SEEN, said("(interrupted)"), user("sum up"))
+    placement = talk.place(*summed)
+    assert is_fork(placement, "a", "history_changed")
+    assert not placement.extend
+
+
 def test_19_a_compaction_that_keeps_our_last_call_is_a_fork_with_its_lineage(talk):
     compacted = (system("s"), user("summary"), said("Understood."), user("go"), TURN, SEEN)
     assert is_fork(talk.place(*compacted), "a", "history_changed")

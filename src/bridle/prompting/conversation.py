@@ -265,6 +265,9 @@ class _Search:
                 return told
         if before is not None:
             return self._found(PlacementKind.FORK, before, end, reason="unknown_turn", tie=tie)
+        owner = self._owner(0, start - 1)
+        if owner is not None:  # the harness spoke last for the model, but not in all turns
+            return self._found(PlacementKind.FORK, owner, last, reason="history_changed")
         return _Found(PlacementKind.ROOT, reason="foreign")
 
     def _before(self, last: int) -> tuple[Indexed | None, int, str | None]:

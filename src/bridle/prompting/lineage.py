@@ -43,8 +43,11 @@ class Lineage:
         return any(_key(text) in self._asked for text in texts)
 
     def summarised_by(self, messages: Sequence[Message]) -> str | None:
-        """The newest exchange whose summary a user's text holds; `None` = there is none."""
-        texts = tuple(_user_texts(messages)) if self._summaries else ()
+        """The newest exchange whose summary some text holds; `None` = there is none.
+
+        Harnesses let the user tell it, or the model.
+        """
+        texts = [message.text for message in messages] if self._summaries else []
         for exchange_id, parts in reversed(self._summaries):
             if any(part in text for part in parts for text in texts):
                 return exchange_id
