@@ -7,9 +7,6 @@ value (`bridle.types.Cause`), so only our own bugs escape as anything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class BridleError(Exception):
     """Base of all errors that Bridle raises on purpose; its text is meant for a user."""
@@ -102,15 +99,25 @@ class RequestError(BridleError):
         return self.code in {"overloaded", "paused", "engine_error"}
 
 
-@contextmanager
-def boundary(error: type[BridleError], doing: str) -> Iterator[None]:
+class boundary:  # noqa: N801 - used as a function
     """Turn any ordinary exception inside into `error`, saying what was being done.
 
-    Bridle's own errors and cancellation pass through untouched.
+    Bridle's own errors and cancellation pass through untouched. A class of its own, because it
+    stands around every step of a call: a fifth of what a generator costs.
     """
-    try:
-        yield
-    except BridleError:
-        raise
-    except Exception as cause:
-        raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause
+
+    __slots__ = ("_doing", "_error")
+
+    def __init__(self, error: type[BridleError], doing: str) -> None:
+        self._error = error
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, cause: BaseException | None, trace: object
+    ) -> None:
+        if kind is None or not isinstance(cause, Exception) or isinstance(cause, BridleError):
+            return
+        raise self._error(f"{self._doing}: {kind.__name__}: {cause}") from cause

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _LIST = msgspec.json.Decoder(list[int])
 _LARGEST = 2**31 - 1
 
+SHORT_BYTES = 2048
+"""Text up to which decoding beats numpy's parser and the checks around it."""
+
 
 class IdsError(ValueError):
     """Text that is not a JSON array of token ids; says what is wrong with it."""
@@ -86,8 +89,11 @@ def parse_ids(text: bytes) -> Ids:
     """Ids of a JSON array without spaces, int32, shape (T,). Raises `IdsError`.
 
     The C parser of numpy is twice as fast as decoding to Python ints (0.28 against 0.59 ms for
-    16,384 ids), but accepts more than JSON: text of any unusual form takes the strict way.
+    16,384 ids), but accepts more than JSON: text of any unusual form takes the strict way, and so
+    does a short one, whose checks take longer (0.010 against 0.025 ms for 128 ids).
     """
+    if len(text) < SHORT_BYTES:
+        return _parse_strictly(text)
     inner = text[1:-1]
     plain = text[:1] == b"[" and text[-1:] == b"]" and plain_ids(inner)
     if not plain or not inner or b",," in text or text[1:2] == b"," or text[-2:-1] == b",":
@@ -103,9 +109,9 @@ def _parse_strictly(text: bytes) -> Ids:
         values = _LIST.decode(text)
     except msgspec.MsgspecError as error:
         raise IdsError(f"not a JSON array of token ids: {error}") from None
-    for position, value in enumerate(values):
-        if not 0 <= value <= _LARGEST:
-            raise IdsError(f"[{position}]: {value} is no token id")
+    if values and not 0 <= min(values) <= max(values) <= _LARGEST:
+        wrong = next(i for i, value in enumerate(values) if not 0 <= value <= _LARGEST)
+        raise IdsError(f"[{wrong}]: {values[wrong]} is no token id")
     return np.array(values, dtype=np.int32)
 
 

@@ -203,23 +203,28 @@ def _logprobs(
     """Logprobs of `ids`, and whether they were seen to belong to them."""
     if given is None:
         return _NO_LOGPROBS, None
-    if given.content is not None:
-        values = [entry.logprob for entry in given.content]
-        names = [entry.token for entry in given.content]
-        content = given.content
-        told = bool(content) and content[0].token_id is not None
-        numbers = [entry.token_id for entry in content] if told else []
-    else:
+    names: list[str] = []
+    numbers: list[int | None] = []
+    if given.content is None:
         values, names = list(given.token_logprobs or ()), given.tokens or []
-        numbers = []
+    else:
+        values = [entry.logprob for entry in given.content]
+        if given.content and given.content[0].token_id is not None:
+            numbers = [entry.token_id for entry in given.content]
+        if None in numbers or not numbers:
+            names = [entry.token for entry in given.content]
     if len(values) != len(ids) and len(ids):
         raise EngineError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
     if not len(ids):
         return _NO_LOGPROBS, None
-    # Nearly always the entries name the very ids: one comparison of texts settles it.
-    named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
-    paired = True if ",".join(names).encode() == named else _paired(names, numbers, ids)
-    array = np.array(values, dtype=np.float64).astype(np.float32)
+    # Nearly always the entries name the very ids: one comparison settles it.
+    if not names:
+        same = numbers == ids.tolist()
+    else:
+        named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
+        same = ",".join(names).encode() == named
+    paired = True if same else _paired(names, numbers, ids)
+    array = np.array(values, dtype=np.float32)
     if not bool((array > _MISSING).all()):
         raise EngineError(
             f"the engine gave no logprob for token {int(np.argmin(array))} of a reply"
