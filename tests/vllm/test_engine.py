@@ -42,7 +42,7 @@ async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, se
     assert engine.report.usable
     assert {f.what: f.ok for f in engine.report.findings} == dict.fromkeys(
         ("route", "context length", "pairing", "sampled ids", "logprobs", "token in",
-         "logprob mode"), True
+         "logprob mode", "streaming", "seeds"), True
     )  # fmt: skip
     assert engine.report.duration_s < 5
     assert info.token_in

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ENGINES = {
     "scripted": "bridle.engines.scripted:ScriptedEngine",
     "embedded": "bridle.engines.embedded:EmbeddedEngine",
+    "sglang": "bridle.engines.sglang:SglangEngine",
     "http": "bridle.engines.vllm:VllmEngine",
     "https": "bridle.engines.vllm:VllmEngine",
 }
@@ -28,10 +29,10 @@ def open_engine(
 ) -> Engine:
     """The engine that `spec` names, not started yet.
 
-    `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape), or
-    `package.module:Class:TARGET` for a class of your own. `tokenizer` is a folder or `builtin`, for
-    engines that do not bring one. `allow_untokenized` takes a server that gives text only. Raises
-    `ConfigError`.
+    `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape),
+    `sglang:URL`, or `package.module:Class:TARGET` for a class of your own. `tokenizer` is a folder
+    or `builtin`, for engines that do not bring one. `allow_untokenized` takes a server that gives
+    text only. Raises `ConfigError`.
     """
     kind, colon, target = spec.partition(":")
     name = kind
@@ -39,7 +40,9 @@ def open_engine(
         attribute, _, target = target.partition(":")
         name = f"{kind}:{attribute}"
     if not colon or (kind not in ENGINES and name == kind):
-        known = "scripted:FILE, embedded:DIR, http://HOST:PORT, package.module:Class:TARGET"
+        known = (
+            "scripted:FILE, embedded:DIR, http://HOST:PORT, sglang:URL, package.module:Class:TARGET"
+        )
         raise ConfigError(f"unknown engine {spec!r}; known forms: {known}")
     factory = load(name, ENGINES, what="engine")
     given = spec if kind in {"http", "https"} else target

@@ -89,12 +89,8 @@ class Control:
             if wanted is None or caller_id in wanted:
                 await self._engine.abort(engine_id)
 
-    # ---- routes
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        mode = request.query.get("mode", "abort")
-        if mode not in MODES:
-            raise EngineError(f"mode: {mode!r}; known: {', '.join(MODES)}", status=400)
+    async def pause(self, mode: str) -> None:
+        """Let new calls wait and do with the running ones as `mode`, one of `MODES`, says."""
         self._open.clear()
         if mode == "keep":
             self._flowing.clear()
@@ -102,11 +98,30 @@ class Control:
             await self.abort(None)
         if mode != "keep":
             await self._idle.wait()
+
+    def resume(self) -> None:
+        """Let all calls go on."""
+        self._flowing.set()
+        self._open.set()
+
+    async def version(self, version: int) -> int:
+        """Tell the engine the version of its weights; returns it. `EngineError` if it keeps one."""
+        if not isinstance(self._engine, Versioned):
+            raise EngineError("this engine keeps its own policy version", status=501)
+        await self._engine.set_version(version)
+        return version
+
+    # ---- routes
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in MODES:
+            raise EngineError(f"mode: {mode!r}; known: {', '.join(MODES)}", status=400)
+        await self.pause(mode)
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
-        self._flowing.set()
-        self._open.set()
+        self.resume()
         return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
@@ -119,10 +134,7 @@ class Control:
 
     async def _update_version(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=wire.VersionRequest)
-        version = as_version(body.new_version)
-        if not isinstance(self._engine, Versioned):
-            raise EngineError("this engine keeps its own policy version", status=501)
-        await self._engine.set_version(version)
+        version = await self.version(as_version(body.new_version))
         return web.json_response({"status": "ok", "weight_version": str(version)})
 
     async def _reload_weights(self, request: web.Request) -> web.Response:

@@ -1,10 +1,11 @@
 """Law 8: no blind run. Finds out by asking whether an engine can give what training needs.
 
-Three short calls on the engine's own contract: ids and logprobs of equal length, a prompt taken as
-given, and which distribution the logprobs belong to, by measurement. The mode shows in the best
-token's logprob (top_k 1) at temperature 1 and 2: the same and below zero is the raw model;
-different is after temperature; zero at both is after top-k as well. Every finding says what it
-means and how to mend it.
+A few short calls on the engine's own contract: ids and logprobs of equal length, a prompt taken as
+given, which distribution the logprobs belong to, streams, seeds. The mode shows in the best token's
+logprob, sampled with top_k 1 at temperature 1, and freely at a temperature near zero: the same and
+below zero is the raw model; zero for the second is after temperature; zero for both is after top-k
+as well. (Temperatures with top_k 1 tell nothing: SGLang gives raw logprobs of greedy samples,
+whatever the temperature.) Every finding says what it means and how to mend it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ PROMPT = range(33, 65)
 """Ids that every vocabulary has; as a prompt they differ from whatever messages go along."""
 
 _TOKENS = 4
+_COLD = 0.01
+"""The least temperature that vLLM takes as it is; SGLang's sampling is still not greedy there."""
 _SAME = 1e-3
-"""Nats; two calls of one prompt differ by less on every engine seen, temperature 2 by more."""
+"""Nats; two calls of one prompt differ by less on every engine seen, another mode by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ class Finding:
     """What follows from it; empty where it is as it should be."""
     fix: str
     """How to get it; empty where nothing is to be done."""
+
+    @classmethod
+    def note(cls, what: str, found: str) -> Finding:
+        """Something worth knowing that is as it should be."""
+        return cls(what, ok=True, needed=False, found=found, means="", fix="")
 
 
 def _as_needed(what: str, found: str) -> Finding:
@@ -94,6 +102,7 @@ class _Reply:
     ids: Ids
     logprobs: Logprobs
     prompt_text: bytes | None
+    pieces: int
 
 
 async def probe(
@@ -117,10 +126,13 @@ async def probe(
         if findings[1].ok:
             mode, finding = await _mode(engine, prompt, best, assume)
             findings.append(finding)
+            findings += [await _streams(engine, prompt), await _seeds(engine, prompt)]
     return ProbeReport(tuple(findings), mode, token_in, time.monotonic() - began)
 
 
-async def _ask(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> _Reply:
+async def _ask(
+    engine: Engine, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+) -> _Reply:
     request = GenerateRequest(
         request_id=f"probe-{uuid4().hex}",
         prompt=ArrayIds(np.array(prompt, dtype=np.int32)),
@@ -131,6 +143,7 @@ async def _ask(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> _Re
             max_tokens=_TOKENS,
             seed=sampling.seed,
         ),
+        stream=stream,
     )
     chunks = [chunk async for chunk in engine.generate(request)]
     told = [chunk.prompt_ids_json for chunk in chunks if chunk.prompt_ids_json is not None]
@@ -138,6 +151,7 @@ async def _ask(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> _Re
         np.concatenate([chunk.output_ids for chunk in chunks]),
         np.concatenate([chunk.logprobs for chunk in chunks]),
         told[0] if told else None,
+        len(chunks),
     )
 
 
@@ -200,8 +214,8 @@ async def _mode(
     engine: Engine, prompt: Sequence[int], best: _Reply, assume: LogprobMode | None
 ) -> tuple[LogprobMode, Finding]:
     try:
-        hot = await _ask(engine, prompt, Sampling(temperature=2.0, top_k=1))
-        mode = _compared(best, hot)
+        cold = await _ask(engine, prompt, Sampling(temperature=_COLD, top_k=-1))
+        mode = _compared(best, cold)
         if mode is None:
             # Zero at both: cut to one token, or so sure that nothing else had a chance.
             mode = _compared_free(
@@ -234,14 +248,18 @@ async def _mode(
     )
 
 
-def _compared(best: _Reply, hot: _Reply) -> LogprobMode | None:
-    """The mode from the best tokens at temperatures 1 and 2; `None` = all are zero."""
-    same = best.ids[: len(hot.ids)] == hot.ids[: len(best.ids)]
-    count = int(np.argmin(same)) if not same.all() else len(same)
-    cold, warm = best.logprobs[:count], hot.logprobs[:count]
-    if not count or ((cold > -_SAME).all() and (warm > -_SAME).all()):
+def _compared(best: _Reply, cold: _Reply) -> LogprobMode | None:
+    """The mode from the best tokens, and those sampled at almost no temperature.
+
+    `None` = they are other tokens, or all of them are certain.
+    """
+    length = min(len(best.ids), len(cold.ids))
+    same = best.ids[:length] == cold.ids[:length]
+    count = int(np.argmin(same)) if not same.all() else length
+    first, second = best.logprobs[:count], cold.logprobs[:count]
+    if not count or ((first > -_SAME).all() and (second > -_SAME).all()):
         return None
-    return LogprobMode.PROCESSED if (np.abs(cold - warm) > _SAME).any() else LogprobMode.RAW
+    return LogprobMode.PROCESSED if (np.abs(first - second) > _SAME).any() else LogprobMode.RAW
 
 
 def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
@@ -256,3 +274,43 @@ def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
         if greedy != drawn:
             return None
     return None
+
+
+async def _streams(engine: Engine, prompt: Sequence[int]) -> Finding:
+    """Whether a reply comes in pieces, with ids and logprobs in each."""
+    try:
+        reply = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=-1), stream=True)
+    except EngineError as error:
+        found, ok = f"a streamed call fails: {error}", False
+    else:
+        ok = 0 < len(reply.ids) == len(reply.logprobs)
+        pieces = "in pieces" if reply.pieces > 1 else "in one piece"
+        found = f"{pieces}, with ids and logprobs" if ok else "without ids or logprobs"
+    return Finding(
+        "streaming",
+        ok=ok,
+        needed=False,
+        found=found,
+        means="" if ok else "A harness sees nothing of a reply before its end.",
+        fix="" if ok else "Look for a proxy between that changes server-sent events.",
+    )
+
+
+async def _seeds(engine: Engine, prompt: Sequence[int]) -> Finding:
+    """Whether the same seed draws the same tokens."""
+    seeded = Sampling(temperature=1.0, top_k=-1, seed=7)
+    try:
+        one, other = await _ask(engine, prompt, seeded), await _ask(engine, prompt, seeded)
+    except EngineError as error:
+        found, ok = f"a call with a seed fails: {error}", False
+    else:
+        ok = np.array_equal(one.ids, other.ids)
+        found = "the same seed draws the same" if ok else "seeds are not obeyed"
+    return Finding(
+        "seeds",
+        ok=ok,
+        needed=False,
+        found=found,
+        means="" if ok else "A run cannot be drawn again.",
+        fix="" if ok else "SGLang: start with --enable-deterministic-inference.",
+    )

@@ -1,0 +1,414 @@
+"""An engine that is an SGLang server, or anything that answers in its shape.
+
+What a version of SGLang can do is found by asking it: its routes, its vocabulary, whether it knows
+seeds, whether its streams repeat themselves. Prompts are checked against the vocabulary before they
+are sent, because an id beyond it ends the server (0.5.23). Routes and replies are in
+`sglang_routes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+from uuid import uuid4
+
+import numpy as np
+
+from bridle.aio import Nursery
+from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest, PauseMode
+from bridle.engines.control import as_version
+from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.probe import Finding, ProbeReport, probe
+from bridle.engines.serving import end_ids, tokenized, tokenizer_dir
+from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
+from bridle.errors import ContextOverflowError, EngineError
+from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
+"""Environment variable with the key that a server was started with (`--api-key`)."""
+
+ABORT_S = 5.0
+"""How long a server may take to end a call that it was told to abort."""
+
+_RANGE = re.compile(r"\[0, (\d+)[\])]")
+_BEYOND = 2**31 - 1
+"""An id that no vocabulary has."""
+
+
+@dataclass(slots=True)
+class _Running:
+    rid: str
+    call: Call
+    limit: asyncio.TimerHandle | None = None
+
+
+class SglangEngine:
+    """Talks to one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
+
+    It samples by `/generate`; with `engine_parses` by the chat route, which leaves reasoning and
+    tool calls to the server's parsers. `logprob_mode` is what the server's owner vouches for,
+    where the probe cannot measure it. `allow_untokenized` takes a server that gives text only.
+    `extras` asks for per-token extras (`return_routed_experts`, `return_sampling_mask`), which then
+    stand in a reply's `extra`. `timeout_s` is how long the server may be silent within one call.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        logprob_mode: LogprobMode | None = None,
+        allow_untokenized: bool = False,
+        engine_parses: bool = False,
+        extras: Sequence[str] = (),
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
+        self._model = model or ""
+        self._route = Route.CHAT if engine_parses else Route.GENERATE
+        self._assumed_mode = logprob_mode
+        self._allow_untokenized = allow_untokenized
+        self._engine_parses = engine_parses
+        self._extras = tuple(extras)
+        self._calls: dict[str, _Running] = {}
+        self._nursery = Nursery(on_error=lambda _error: None)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._held = False
+        self._closed = False
+        self._probing = False
+        self._strict = False
+        self._seeds = True
+        self._incremental = False
+        self._context_length = 0
+        self.vocab_size: int | None = None
+        """How many ids the server takes; `None` = it does not tell."""
+        self.version = 0
+        """Policy version of weights that nobody gave a number."""
+        self.server_version = ""
+        """Empty where it is not told."""
+        self.report: ProbeReport | None = None
+        self._info: EngineInfo | None = None
+
+    @classmethod
+    def open(
+        cls,
+        target: str,
+        *,
+        tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
+        allow_untokenized: bool = False,
+    ) -> Self:
+        """An adapter for the server at URL `target`, with the key of `BRIDLE_ENGINE_API_KEY`."""
+        key = os.environ.get(API_KEY_VARIABLE)
+        return cls(target, api_key=key, allow_untokenized=allow_untokenized)
+
+    # ---- life
+
+    async def start(self) -> EngineInfo:
+        """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
+        if self._info is None:
+            self._info = await self._connect()
+        return replace(self._info, version=self.version)
+
+    async def _connect(self) -> EngineInfo:
+        about = await self._first("/model_info", "/get_model_info")
+        if "model_path" not in about:
+            raise EngineError(
+                f"{self._client.base_url} has no /model_info: is this SGLang? A router in front "
+                "hides what training needs: give the address of a worker"
+            )
+        served = await self._first("/server_info", "/get_server_info")
+        self.server_version = str(served.get("version", ""))
+        self._incremental = bool(
+            served.get("incremental_streaming_output") or served.get("stream_output")
+        )
+        self._context_length = await self._find_context(served)
+        self.version = as_version(about.get("weight_version", "default"), unnamed=self.version)
+        await self._find_limits()
+        self._probing = True
+        try:
+            found = await probe(self, assume=self._assumed_mode)
+        finally:
+            self._probing = False
+        findings = (*self._server_findings(about), *found.findings)
+        self.report = replace(found, findings=findings)
+        self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
+        self._strict = self.report.usable or not self._allow_untokenized
+        folder = tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about["model_path"])
+        return EngineInfo(
+            model=self._model,
+            context_length=self._context_length,
+            logprob_mode=self.report.logprob_mode,
+            token_in=self.report.token_in,
+            version=self.version,
+            eos_token_ids=end_ids(folder),
+            tokenizer_dir=None if folder is None else str(folder),
+            grammar=True,
+        )
+
+    async def _first(self, *paths: str) -> JSON:
+        for path in paths:
+            if found := await self._client.get(path, optional=True):
+                return found
+        return {}
+
+    async def _find_context(self, served: JSON) -> int:
+        listed = (await self._client.get("/v1/models", optional=True)).get("data") or []
+        models = {str(one.get("id")): one for one in listed if isinstance(one, dict)}
+        if self._model and self._model not in models:
+            raise EngineError(f"the engine has no model {self._model!r}; it has: {list(models)}")
+        self._model = self._model or next(iter(models), "default")
+        for length in (models.get(self._model, {}).get("max_model_len"),
+                       served.get("context_length"), served.get("max_req_input_len")):  # fmt: skip
+            if isinstance(length, int):
+                return length
+        raise EngineError(f"{self._client.base_url} does not tell its context length")
+
+    async def _find_limits(self) -> None:
+        """The vocabulary's size, and whether seeds are known: a call that must be refused tells."""
+        bias = {"max_new_tokens": 1, "logit_bias": {str(_BEYOND): 0.0}}
+        refused = await self._refusal(bias)
+        found = _RANGE.search(refused)
+        if found is not None:
+            self.vocab_size = int(found[1]) + refused[found.end() - 1 : found.end()].count("]")
+        refused = await self._refusal({"max_new_tokens": 1, "top_p": 2.0, "sampling_seed": 1})
+        self._seeds = "sampling_seed" not in refused
+
+    async def _refusal(self, sampling: JSON) -> str:
+        try:
+            await self._client.tell(
+                "/generate", {"input_ids": [0], "sampling_params": sampling, "stream": False}
+            )
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    def _server_findings(self, about: JSON) -> tuple[Finding, ...]:
+        streams = "tell what is new" if self._incremental else "repeat what was said before"
+        parsers = [about.get("reasoning_parser"), about.get("tool_call_parser")]
+        told = "weight_version" in about
+        return (
+            Finding.note("server", f"SGLang {self.server_version or 'of unknown version'}"),
+            Finding.note("route", self._route.path),
+            Finding.note("context length", str(self._context_length)),
+            Finding(
+                "vocabulary", ok=self.vocab_size is not None, needed=False,
+                found=f"{self.vocab_size or 'unknown'} ids",
+                means="" if self.vocab_size else "An id beyond the vocabulary ends the server.",
+                fix="" if self.vocab_size else "Check that --tokenizer is the model's own.",
+            ),
+            Finding(
+                "streams", ok=self._incremental, needed=False, found=f"they {streams}",
+                means="" if self._incremental else "Long streams come in fewer, larger pieces.",
+                fix="" if self._incremental else "Start with --incremental-streaming-output.",
+            ),
+            Finding(
+                "version route", ok=told, needed=False,
+                found=str(about.get("weight_version")) if told else "replies tell no version",
+                means="" if told else "Tokens carry the version that POST /policy told.",
+                fix="" if told else "Use SGLang 0.5 or later.",
+            ),
+            Finding.note("parsers", "reasoning {}, tools {}".format(*parsers)),
+        )  # fmt: skip
+
+    async def set_version(self, version: int) -> None:
+        """Tokens from here on carry `version`, where replies do not tell their own."""
+        self.version = version
+
+    async def health(self) -> None:
+        """Have the server sample one token (about 1 s by its own clock); raises `EngineError`."""
+        try:
+            await self._client.get("/health_generate")
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            await self._client.get("/health")
+
+    async def aclose(self) -> None:
+        """End all calls and close all connections."""
+        self._closed = True
+        for running in list(self._calls.values()):
+            running.call.abort()
+        await self._nursery.cancel()
+        await self._client.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """Have the server end a call: what it sampled stands. Cut off if it does not in time."""
+        running = self._calls.get(request_id)
+        if running is None:
+            return
+        loop = asyncio.get_running_loop()
+        if not await self._tell_abort(running.rid):
+            running.call.abort()
+        elif running.limit is None and self._calls.get(request_id) is running:
+            running.limit = loop.call_later(ABORT_S, running.call.abort)
+
+    async def _tell_abort(self, rid: str) -> bool:
+        try:
+            async with asyncio.timeout(ABORT_S):
+                return await self._client.tell("/abort_request", {"rid": rid})
+        except (EngineError, TimeoutError):
+            return False
+
+    # ---- weights
+
+    async def pause(self, mode: PauseMode) -> bool:
+        """Hold the server; `False` if it has no route for that.
+
+        `keep` is SGLang's `retract`: what was computed with the old weights is computed again.
+        `wait` waits for the calls of this adapter only.
+        """
+        self._open.clear()
+        if mode == "wait":
+            await self._idle.wait()
+        theirs = {"abort": "abort", "keep": "retract", "wait": "retract"}[mode]
+        self._held = await self._client.tell("/pause_generation", {"mode": theirs})
+        if not self._held:
+            self._open.set()
+        return self._held
+
+    async def resume(self) -> None:
+        """Have the server go on."""
+        await self._client.tell("/continue_generation", {})
+        self._held = False
+        self._open.set()
+
+    async def update_weights(self, source: str | Path, version: int) -> None:
+        """Have the server load the weights of a folder on its machine; see `Updatable`.
+
+        It is held meanwhile, unless it is already. `EngineError` if it refuses them.
+        """
+        held = self._held or not await self.pause("keep")
+        body = {"model_path": str(source), "weight_version": str(version)}
+        try:
+            if not await self._client.tell("/update_weights_from_disk", body):
+                raise EngineError(f"{self._client.base_url} takes no weights")
+            self.version = version
+        finally:
+            if not held:
+                await self.resume()
+
+    # ---- text
+
+    async def tokenize(self, text: str) -> Ids | None:
+        """The ids of `text` by the server's tokenizer; `None` = it has no such route."""
+        return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
+
+    async def render(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids | None:
+        """The prompt that the server's own template makes; `None` = it cannot be asked."""
+        body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
+        return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
+
+    # ---- sampling
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Sample one reply; in one chunk unless asked to stream. Errors as `VllmEngine.generate`.
+
+        On the chat route a reply comes whole.
+        """
+        self._check(request)
+        await self._open.wait()
+        # A prefix of another call's id would abort that call as well.
+        running = _Running(f"{request.request_id}-{uuid4().hex}", Call())
+        self._calls[request.request_id] = running
+        self._idle.clear()
+        length = len(request.prompt) if self._token_in else None
+        reading = Reading(length, self.version, strict=self._strict)
+        ended = False
+        try:
+            async with aclosing(self._answers(request, running)) as answers:
+                async for answer in answers:
+                    chunk = self._checked(reading.read(answer), reading)
+                    ended = chunk.finish_reason is not None
+                    if ended or len(chunk.output_ids) or chunk.prompt_ids_json is not None:
+                        yield chunk
+                    if ended:
+                        return
+            raise CutError("the engine's reply broke off before its end")
+        except AbortedError:
+            ended = True
+            yield self._aborted(reading)
+        finally:
+            self._forget(request.request_id, running, ended=ended)
+
+    @property
+    def _token_in(self) -> bool:
+        return self._info is None or self._info.token_in
+
+    def _check(self, request: GenerateRequest) -> None:
+        size, room = len(request.prompt), self._context_length - len(request.prompt)
+        if room < (request.sampling.max_tokens or 1):
+            raise ContextOverflowError(size, self._context_length, request.sampling.max_tokens)
+        if size and self.vocab_size is not None:
+            ids = request.prompt.array()
+            if int(ids.max()) >= self.vocab_size:
+                at = int(np.argmax(ids))
+                raise EngineError(
+                    f"prompt[{at}]: {ids[at]} is not in the engine's vocabulary of "
+                    f"{self.vocab_size} ids",
+                    status=400,
+                )
+
+    def _ask(self, request: GenerateRequest) -> Ask:
+        return Ask(
+            model=self._model,
+            room=self._context_length - len(request.prompt),
+            seeds=self._seeds,
+            incremental=self._incremental,
+            prompt=self._probing,
+            extras=self._extras,
+        )
+
+    async def _answers(
+        self, request: GenerateRequest, running: _Running
+    ) -> AsyncGenerator[bytes, None]:
+        body = call_body(self._route, request, running.rid, self._ask(request))
+        size = len(request.prompt)
+        if not request.stream or self._route is Route.CHAT:
+            yield await self._client.post(self._route.path, body, running.call, prompt_tokens=size)
+            return
+        stream = self._client.stream(self._route.path, body, running.call, prompt_tokens=size)
+        async with aclosing(stream) as events:
+            async for data in events:
+                yield data
+
+    def _checked(self, chunk: GenerateChunk, reading: Reading) -> GenerateChunk:
+        """The chunk; with the server's text only where that is wanted, refused if ids lack."""
+        stopped = chunk.finish_reason is FinishReason.STOP
+        if self._strict and stopped and not reading.ids_told:
+            raise EngineError("the engine's reply has no token ids")
+        parses = self._engine_parses or (self._info is not None and not self._strict)
+        return chunk if parses else replace(chunk, reply=None)
+
+    def _aborted(self, reading: Reading) -> GenerateChunk:
+        count = reading.count
+        return GenerateChunk(
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            finish_reason=FinishReason.ABORT,
+            versions=(VersionSpan(self.version, 0, count),) if count else (),
+        )
+
+    def _forget(self, request_id: str, running: _Running, *, ended: bool) -> None:
+        del self._calls[request_id]
+        if running.limit is not None:
+            running.limit.cancel()
+        if not self._calls:
+            self._idle.set()
+        if not ended and not self._closed:
+            # The server looks for clients that went away only every few seconds.
+            self._nursery.start(self._tell_abort(running.rid), name=f"abort {running.rid}")

@@ -1,0 +1,432 @@
+"""The two routes by which SGLang samples: how a call is written on each, and its replies read.
+
+Source: SGLang 0.5.23, `srt/managers/{io_struct,tokenizer_manager}.py`,
+`srt/sampling/sampling_params.py` and `srt/entrypoints/openai/{protocol,serving_chat}.py`; checked
+against a running server. `/generate` pairs each logprob with its id. Its streams repeat all that
+was said before, unless the server was started with `--incremental-streaming-output`; both are read
+by how many tokens a chunk says were sampled, and only the new end of a repeated text is parsed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from bridle.engines import wire
+from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.control import as_version
+from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
+from bridle.errors import EngineError
+from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+GENERATE, CHAT = "/generate", wire.CHAT
+
+_ENCODER = msgspec.json.Encoder()
+_REPEATS, _LONGEST = 256, 32
+"""A stream that repeats itself comes in that many pieces for its whole budget, of at most that many
+tokens: 3,000 tokens are 14 MB in all, a token at a time 180 MB."""
+
+
+class Route(StrEnum):
+    """A way to sample."""
+
+    GENERATE = "generate"
+    """`/generate`: ids in and out, streams, policy versions per token, nothing parsed."""
+    CHAT = "chat"
+    """Chat completions with `input_ids`: the server parses; replies are whole."""
+
+    @property
+    def path(self) -> str:
+        """The path below the base URL."""
+        return GENERATE if self is Route.GENERATE else CHAT
+
+
+# ---- requests
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a server can be asked for; found by asking it."""
+
+    model: str
+    room: int
+    """What the context leaves to sample; SGLang would take 128 tokens for no budget."""
+    seeds: bool = True
+    """Whether it knows `sampling_seed`."""
+    incremental: bool = False
+    """Whether its streams tell only what is new."""
+    prompt: bool = False
+    """Ask for the prompt's ids also where that costs the prefix cache: for the probe."""
+    extras: tuple[str, ...] = ()
+    """Fields that ask for per-token extras, e.g. `return_routed_experts`."""
+
+
+def call_body(route: Route, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
+    """The JSON of a call."""
+    head: JSON = {"rid": rid, **dict.fromkeys(ask.extras, True)}
+    if request.session_id is not None:
+        head["session_id"] = request.session_id
+    if route is Route.CHAT:
+        head |= _chat_fields(request, ask)
+    else:
+        head |= _generate_fields(request, ask)
+    text = request.prompt.json()
+    return b"".join((_ENCODER.encode(head)[:-1], b',"input_ids":', text, b"}"))
+
+
+def _generate_fields(request: GenerateRequest, ask: Ask) -> JSON:
+    fields = _sampling(request.sampling, ask)
+    if request.grammar is not None:
+        fields["json_schema"] = _schema_text(request.grammar)
+    if request.stream and not ask.incremental:
+        every = math.ceil(fields["max_new_tokens"] / _REPEATS)
+        fields["stream_interval"] = min(max(1, every), _LONGEST)
+    asked: JSON = {"sampling_params": fields, "return_logprob": True, "stream": request.stream}
+    # Each chunk of a stream would repeat the prompt; its length is in every chunk.
+    asked["return_prompt_token_ids"] = not request.stream
+    if ask.prompt:
+        asked["logprob_start_len"] = 0
+    return asked
+
+
+def _sampling(sampling: Sampling, ask: Ask) -> JSON:
+    most = ask.room if sampling.max_tokens is None else sampling.max_tokens
+    fields: JSON = {"max_new_tokens": most}
+    for name, ours in _NAMES.items():
+        value = getattr(sampling, ours)
+        if value is not None and value != () and (ask.seeds or ours != "seed"):
+            fields[name] = value
+    if "min_new_tokens" in fields:
+        fields["min_new_tokens"] = min(fields["min_new_tokens"], most)
+    return fields
+
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_new_tokens": "min_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "sampling_seed": "seed",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""SGLang's names -> ours; `max_new_tokens` is always given."""
+
+_CHAT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
+               "sampling_seed": "seed"}  # fmt: skip
+
+
+def _chat_fields(request: GenerateRequest, ask: Ask) -> JSON:
+    named = _sampling(request.sampling, ask).items()
+    fields: JSON = {_CHAT_NAMES.get(name, name): value for name, value in named}
+    fields |= {"model": request.model or ask.model, "logprobs": True, "return_token_ids": True}
+    fields |= {"return_meta_info": True, "stream": False}
+    fields["messages"] = list(request.messages or [{"role": "user", "content": "."}])
+    if request.tools:
+        fields["tools"] = list(request.tools)
+    if request.grammar is not None:
+        schema = request.grammar.get("json_schema") or {"type": "object"}
+        named_schema = {"name": "reply", "schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": named_schema}
+    return fields
+
+
+def _schema_text(grammar: JSON) -> str:
+    return _ENCODER.encode(grammar.get("json_schema") or {"type": "object"}).decode()
+
+
+# ---- replies
+
+
+class Matched(msgspec.Struct):
+    """`meta_info.finish_reason`."""
+
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class MetaInfo(msgspec.Struct):
+    """`meta_info` of a reply or stream chunk."""
+
+    finish_reason: Matched | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    weight_version: int | str | None = None
+    weight_versions: list[wire.Span] | None = None
+    output_token_logprobs: Raw = wire.EMPTY
+    """`[[logprob, id, text or null], ...]`."""
+    input_token_logprobs: Raw = wire.EMPTY
+    routed_experts: Raw = wire.EMPTY
+    indexer_topk: Raw = wire.EMPTY
+    output_token_sampling_mask: Raw = wire.EMPTY
+    output_token_sampling_logprobs: Raw = wire.EMPTY
+
+
+class Message(msgspec.Struct):
+    """The message of a chat reply."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[wire.Called] | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """The one choice of a chat reply."""
+
+    message: Message
+    response_token_ids: Raw = wire.EMPTY
+    prompt_token_ids: Raw = wire.EMPTY
+    meta_info: MetaInfo | None = None
+
+
+class Answer(msgspec.Struct):
+    """A reply of either route, or one stream chunk of `/generate`."""
+
+    meta_info: MetaInfo | None = None
+    output_ids: Raw = wire.EMPTY
+    prompt_token_ids: Raw = wire.EMPTY
+    text: str | None = None
+    choices: list[ChatChoice] = []
+    error: Raw = wire.EMPTY
+
+
+Triple: TypeAlias = tuple[float | None, int, str | None]
+"""Logprob, id, text."""
+
+_ANSWER = msgspec.json.Decoder(Answer)
+_TRIPLES: msgspec.json.Decoder[list[Triple]] = msgspec.json.Decoder(list[Triple])
+_LIST = msgspec.json.Decoder(list[Raw])
+
+
+@dataclass(slots=True)
+class Reading:
+    """Reads the pieces of one reply, in order. `strict` refuses sampled ids without logprobs."""
+
+    prompt_tokens: int | None
+    """How long the prompt is that was sent; `None` = the server made its own."""
+    version: int
+    """The policy version of weights that nobody gave a number."""
+    strict: bool = True
+    count: int = 0
+    """Tokens read so far."""
+    ids_told: bool = False
+    """Whether the reply has a field for sampled ids; they may still be none."""
+    _lists: dict[str, list[Raw]] = field(default_factory=dict)
+    _ids: bytes = b""
+    _logprobs: bytes = b""
+    _prompt_told: bool = False
+
+    def read(self, body: bytes) -> GenerateChunk:
+        """The new tokens of one piece. Raises `EngineError` for what cannot be used."""
+        text, prompt_text = cut_ids(body, b"prompt_token_ids")
+        try:
+            return self._read(_ANSWER.decode(text), prompt_text)
+        except (msgspec.MsgspecError, IdsError) as error:
+            start = repr(bytes(body[:200]).decode(errors="replace"))
+            raise EngineError(f"the engine's reply cannot be read: {error}: {start}") from None
+
+    def _read(self, answer: Answer, prompt_text: bytes | None) -> GenerateChunk:
+        if wire.given(answer.error):
+            raise _told_error(answer.error)
+        choice = answer.choices[0] if answer.choices else None
+        meta = answer.meta_info if choice is None else choice.meta_info
+        if meta is None:
+            raise EngineError("the engine's reply has no `meta_info`: is a router between?")
+        finish = _finish(meta.finish_reason)
+        raw = answer.output_ids if choice is None else choice.response_token_ids
+        repeats = self._repeats(raw, meta)
+        ids, logprobs = self._tokens(raw, meta, repeats=repeats)
+        self._keep_lists(meta, repeats=repeats)
+        self.count += len(ids)
+        told = self._prompt(answer, choice, prompt_text, meta)
+        if told is None:
+            self._check_prompt(meta)
+        return GenerateChunk(
+            output_ids=ids,
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_text=_stop_text(meta.finish_reason),
+            versions=() if finish is None else self._versions(meta),
+            prompt_ids_json=told,
+            cached_tokens=meta.cached_tokens or 0,
+            reply=None if finish is None else _reply(choice, answer.text, finish),
+            extra={} if finish is None else self._extras(meta),
+        )
+
+    def _repeats(self, raw: Raw, meta: MetaInfo) -> bool:
+        """Whether a piece tells all tokens from the first on."""
+        if not self.count:
+            return True
+        text = compact(bytes(raw)) if wire.given(raw) else b"[]"
+        size = text.count(b",") + (text != b"[]")
+        known = meta.completion_tokens
+        if known is None:
+            return text.startswith(self._ids[:-1])
+        return size >= known != self.count + size
+
+    def _tokens(self, raw: Raw, meta: MetaInfo, *, repeats: bool) -> tuple[Ids, Logprobs]:
+        """Ids and logprobs that are new in this piece."""
+        text = compact(bytes(raw)) if wire.given(raw) else b""
+        told = bytes(meta.output_token_logprobs) if wire.given(meta.output_token_logprobs) else b""
+        triples = self._triples(told, repeats=repeats)
+        if text:
+            ids = parse_ids(_rest(text, self._ids) if repeats else text)
+        else:  # servers of before 0.4.7 tell ids only with logprobs
+            ids = np.array([one[1] for one in triples], dtype=np.int32)
+        self.ids_told = self.ids_told or bool(text or triples)
+        if repeats:
+            self._ids, self._logprobs = text, told
+        elif meta.completion_tokens is not None:
+            # A call that is aborted while it waits repeats its last token.
+            new = max(0, meta.completion_tokens - self.count)
+            ids, triples = ids[:new], triples[:new]
+        return ids, self._checked(ids, triples)
+
+    def _triples(self, told: bytes, *, repeats: bool) -> list[Triple]:
+        if not told:
+            return []
+        if repeats and self.count and not told.startswith(self._logprobs[:-1]):
+            return _TRIPLES.decode(told)[self.count :]
+        return _TRIPLES.decode(_rest(told, self._logprobs) if repeats else told)
+
+    def _checked(self, ids: Ids, triples: list[Triple]) -> Logprobs:
+        if not triples and not self.strict:
+            return np.empty(0, np.float32)
+        if len(triples) != len(ids):
+            raise EngineError(f"the engine gave {len(ids)} ids, but {len(triples)} logprobs")
+        named = np.array([one[1] for one in triples], dtype=np.int64)
+        if not np.array_equal(named, ids):
+            wrong = int(np.argmin(named == ids))
+            raise EngineError(
+                f"the engine's logprobs belong to other ids: at {wrong} it sampled "
+                f"{int(ids[wrong])} and gives the logprob of {int(named[wrong])}"
+            )
+        values = [one[0] for one in triples]
+        if None in values:
+            missing = values.index(None)
+            raise EngineError(f"the engine gave no logprob for token {missing} of a reply")
+        return np.array(values, dtype=np.float64).astype(np.float32)
+
+    def _prompt(
+        self, answer: Answer, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
+    ) -> bytes | None:
+        """The prompt's ids, once, where the reply tells them."""
+        if self._prompt_told:
+            return None
+        raw = answer.prompt_token_ids if choice is None else choice.prompt_token_ids
+        told = text if text is not None else bytes(raw) if wire.given(raw) else None
+        if told is None and wire.given(meta.input_token_logprobs):
+            named = [one[1] for one in _TRIPLES.decode(meta.input_token_logprobs)]
+            told = _ENCODER.encode(named) if named else None
+        self._prompt_told = told is not None
+        return None if told is None else compact(told)
+
+    def _check_prompt(self, meta: MetaInfo) -> None:
+        given, used = self.prompt_tokens, meta.prompt_tokens
+        if not self._prompt_told and None not in {given, used} and given != used:
+            raise EngineError(
+                f"the engine sampled under {used} prompt tokens, but was given {given}"
+            )
+
+    def _versions(self, meta: MetaInfo) -> tuple[VersionSpan, ...]:
+        if meta.weight_versions:
+            return tuple(
+                VersionSpan(as_version(one.version, unnamed=self.version), one.start, one.end)
+                for one in meta.weight_versions
+                if one.end > one.start
+            )
+        version = self.version
+        if meta.weight_version is not None:
+            version = as_version(meta.weight_version, unnamed=version)
+        return (VersionSpan(version, 0, self.count),) if self.count else ()
+
+    def _keep_lists(self, meta: MetaInfo, *, repeats: bool) -> None:
+        for name in _PER_TOKEN:
+            raw: Raw = getattr(meta, f"output_token_{name}")
+            if wire.given(raw):
+                known = [] if repeats else self._lists.get(name, [])
+                self._lists[name] = [*known, *_LIST.decode(raw)]
+
+    def _extras(self, meta: MetaInfo) -> JSON:
+        """What is carried beside the tokens, whatever it means."""
+        extra: JSON = {}
+        for name, kept in self._lists.items():
+            extra[name] = [msgspec.json.decode(one) for one in kept]
+        for name in ("routed_experts", "indexer_topk"):
+            raw: Raw = getattr(meta, name)
+            if wire.given(raw):
+                extra[name] = msgspec.json.decode(raw)
+        return extra
+
+
+_PER_TOKEN = ("sampling_mask", "sampling_logprobs")
+
+
+def _rest(text: bytes, known: bytes) -> bytes:
+    """What follows `known` in a JSON array that begins with the same items.
+
+    Raises `IdsError` if it begins with others.
+    """
+    if len(known) <= 2:
+        return text
+    if not text.startswith(known[:-1]) or text[len(known) - 1 : len(known)] not in {b",", b"]"}:
+        raise IdsError("a piece repeats other tokens than were told before")
+    return b"[" + text[len(known) - 1 :].removeprefix(b",")
+
+
+def _finish(told: Matched | None) -> FinishReason | None:
+    if told is None:
+        return None
+    if told.type not in wire.FINISH:
+        raise EngineError(f"the engine ended a reply with {told.type!r}", retryable=True)
+    if told.type == "abort" and told.status_code is not None:
+        raise EngineError(
+            f"the engine gave a call up: {told.message}",
+            retryable=told.status_code >= 500 or told.status_code == 429,
+            status=told.status_code,
+        )
+    return wire.FINISH[told.type]
+
+
+def _stop_text(told: Matched | None) -> str | None:
+    stopped = told is not None and told.type == "stop" and isinstance(told.matched, str)
+    return told.matched if stopped and told is not None and isinstance(told.matched, str) else None
+
+
+def _told_error(raw: Raw) -> EngineError:
+    try:
+        detail = msgspec.json.decode(raw, type=wire.ErrorDetail)
+    except msgspec.MsgspecError:
+        detail = wire.ErrorDetail(bytes(raw).decode(errors="replace")[:300])
+    status = detail.code if isinstance(detail.code, int) else None
+    retryable = status is None or status >= 500 or status == 429
+    return EngineError(
+        f"the engine failed in mid-reply: {detail.message}", retryable=retryable, status=status
+    )
+
+
+def _reply(choice: ChatChoice | None, text: str | None, finish: FinishReason) -> Reply | None:
+    """What the server parsed; of `/generate`, its text."""
+    if choice is None:
+        return None if text is None else Reply(text, None, (), finish)
+    calls = [
+        ToolCall(one.id, one.function.name or "", one.function.arguments or "")
+        for one in choice.message.tool_calls or ()
+        if one.function is not None
+    ]
+    message = choice.message
+    return Reply(message.content or "", message.reasoning_content or None, tuple(calls), finish)

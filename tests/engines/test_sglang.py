@@ -1,0 +1,291 @@
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from tests.engines.shapes import PROMPT, collect, ids_of, request
+from tests.engines.stub import Stub
+
+from bridle.engines import open_engine
+from bridle.engines.sglang import SglangEngine
+from bridle.engines.sglang_server import SglangServer
+from bridle.errors import EngineError
+from bridle.testing import RecordingEngine, scripted_engine
+from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
+
+TURN = {"content": "Hello, world."}
+MODEL = {"model_path": "m", "weight_version": "default"}
+MODELS = {"data": [{"id": "stub", "max_model_len": 1000}]}
+
+
+def answer(prompt, ids=(7, 8), **meta):
+    pairs = [[-0.5 * (at + 1), one, None] for at, one in enumerate(ids)]
+    told = {"finish_reason": {"type": "length", "length": 2}, "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids), "output_token_logprobs": pairs, **meta}  # fmt: skip
+    return {"output_ids": list(ids), "prompt_token_ids": prompt, "meta_info": told}
+
+
+def honest(**changes):
+    """`/generate` as SGLang answers it, but never in a stream."""
+
+    def reply(body):
+        read = json.loads(body)
+        sampling = read["sampling_params"]
+        if "logit_bias" in sampling:
+            message = "logit_bias must has keys in [0, 2047], got 2147483647."
+            return 400, {"error": {"message": message}}
+        if sampling.get("top_p") == 2.0:
+            return 400, {"error": {"message": "top_p must be in (0, 1], got 2.0."}}
+        return answer(read["input_ids"], **changes)
+
+    return reply
+
+
+@pytest.fixture
+async def opened():
+    """Makes a stub SGLang with these replies, and an adapter of it."""
+    made = []
+
+    async def make(start=True, options=None, **replies):
+        stub = await Stub(**{"model_info": MODEL, "v1/models": MODELS, "generate": honest(),
+                             "health_generate": b"", **replies}).__aenter__()  # fmt: skip
+        engine = SglangEngine(stub.url, **(options or {}))
+        made.append((stub, engine))
+        if start:
+            await engine.start()
+        return stub, engine
+
+    yield make
+    for stub, engine in made:
+        await engine.aclose()
+        await stub.__aexit__()
+
+
+def lacking(engine):
+    return [row["what"] for row in engine.report.rows() if not row["ok"]]
+
+
+async def test_the_short_form_names_the_server_and_its_key(monkeypatch):
+    monkeypatch.setenv("BRIDLE_ENGINE_API_KEY", "k")
+    engine = open_engine("sglang:http://h:1", allow_untokenized=True)
+    assert isinstance(engine, SglangEngine)
+    assert engine._client.base_url == "http://h:1"
+    assert engine._allow_untokenized
+
+
+async def test_what_a_server_can_do_is_found_by_asking_it(opened):
+    served = {"version": "0.5.23", "incremental_streaming_output": True}
+    stub, engine = await opened(server_info=served)
+    info = await engine.start()
+    assert (info.model, info.context_length, info.version) == ("stub", 1000, 0)
+    assert info.logprob_mode is LogprobMode.RAW
+    assert engine.vocab_size == 2048
+    assert engine.server_version == "0.5.23"
+    found = {row["what"]: row["found"] for row in engine.report.rows()}
+    assert found["server"] == "SGLang 0.5.23"
+    assert found["vocabulary"] == "2048 ids"
+    assert found["streams"] == "they tell what is new"
+    assert any("sampling_seed" in body["sampling_params"] for body in stub.bodies)
+
+
+async def test_an_older_server_is_asked_in_its_own_words(opened):
+    def old(body):
+        read = json.loads(body)
+        sampling = read["sampling_params"]
+        if "logit_bias" in sampling or "sampling_seed" in sampling:
+            name = "logit_bias" if "logit_bias" in sampling else "sampling_seed"
+            return 400, {"error": {"message": f"got an unexpected keyword argument '{name}'"}}
+        told = [[None, one, None] for one in read["input_ids"]]
+        first = read.get("logprob_start_len") == 0
+        whole = answer(read["input_ids"], input_token_logprobs=told if first else [])
+        return {key: value for key, value in whole.items() if key != "prompt_token_ids"}
+
+    stub, engine = await opened(
+        model_info=404, get_model_info={"model_path": "m"}, server_info=404,
+        get_server_info={"stream_output": True, "context_length": 500}, generate=old,
+        **{"v1/models": 404},
+    )  # fmt: skip
+    info = await engine.start()
+    assert (info.token_in, info.context_length, info.model) == (True, 500, "default")
+    assert engine.vocab_size is None
+    (chunk,) = await collect(engine, request([5], sampling=Sampling(seed=3, max_tokens=2)))
+    assert "sampling_seed" not in stub.bodies[-1]["sampling_params"]
+    assert "logprob_start_len" not in stub.bodies[-1]
+    assert (chunk.versions, chunk.prompt_ids_json) == ((VersionSpan(0, 0, 2),), None)
+    assert {"vocabulary", "version route"} <= set(lacking(engine))
+
+
+@pytest.mark.parametrize(
+    ("replies", "says"),
+    [
+        ({"model_info": 404}, "is this SGLang"),
+        ({"model_info": b"<html>"}, "not JSON"),
+        ({"model_info": 401}, "is the API key right"),
+        ({"v1/models": {"data": []}}, "does not tell its context length"),
+        ({"generate": answer([1, 2, 3])}, "token in: it used another prompt"),
+        ({"generate": {"text": "x"}}, "router"),
+        ({"generate": 500}, "answered 500"),
+    ],
+)
+async def test_what_cannot_be_trained_with_is_refused_with_its_reason(opened, replies, says):
+    with pytest.raises(EngineError, match=says):
+        await opened(**replies)
+
+
+async def test_a_model_that_it_has_not_is_named(opened):
+    with pytest.raises(EngineError, match="has no model 'other'"):
+        await opened(options={"model": "other"})
+
+
+async def test_text_alone_is_taken_only_when_it_is_asked_for(opened):
+    told = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
+    with pytest.raises(EngineError, match="sampled ids: none"):
+        await opened(generate=told)
+    _, engine = await opened(generate=told, options={"allow_untokenized": True})
+    info = await engine.start()
+    assert (info.token_in, info.logprob_mode) == (False, LogprobMode.NONE)
+    (chunk,) = await collect(engine, request())
+    assert (chunk.reply.content, len(chunk.output_ids)) == ("hello", 0)
+
+
+async def test_a_good_server_that_forgets_its_ids_is_refused(opened):
+    stub, engine = await opened()
+    told = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": 5}}}
+    stub.replies["/generate"] = told
+    with pytest.raises(EngineError, match="no token ids"):
+        await collect(engine, request())
+
+
+async def test_a_mode_that_its_owner_vouches_for_is_held_against_measurement(opened):
+    with pytest.raises(EngineError, match="raw by measurement, processed by configuration"):
+        await opened(options={"logprob_mode": LogprobMode.PROCESSED})
+
+
+async def test_an_abort_is_told_with_the_calls_own_id_and_keeps_its_tokens(opened):
+    stub, engine = await opened()
+    aborted = asyncio.Event()
+
+    async def slow(request):
+        body = json.loads(await request.read())
+        await aborted.wait()
+        told = {"type": "abort", "message": "Aborted", "status_code": None}
+        return web.json_response(answer(body["input_ids"], finish_reason=told))
+
+    def abort(body):
+        assert json.loads(body)["rid"] == stub.bodies[-2]["rid"]
+        aborted.set()
+        return b""
+
+    stub.replies |= {"/generate": slow, "/abort_request": abort}
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        task = group.create_task(collect(engine, request(request_id="r")))
+        while not stub.bodies[-1].get("rid", "").startswith("r-"):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.005)
+        await engine.abort("r")
+    (chunk,) = task.result()
+    assert (chunk.finish_reason, ids_of([chunk]).tolist()) == (FinishReason.ABORT, [7, 8])
+
+
+@pytest.mark.parametrize("reply", [404, 401, 500])
+async def test_a_server_that_cannot_be_told_is_cut_off(opened, reply):
+    async def silence(_request):
+        await asyncio.sleep(30)
+
+    stub, engine = await opened(abort_request=reply)
+    stub.replies["/generate"] = silence
+    count = len(stub.bodies)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        task = group.create_task(collect(engine, request(request_id="r")))
+        while len(stub.bodies) == count:  # noqa: ASYNC110 - the stub has no event
+            await asyncio.sleep(0.005)
+        await engine.abort("r")
+    assert task.result()[-1].finish_reason is FinishReason.ABORT
+
+
+async def test_no_id_of_a_call_begins_another_ones(opened):
+    stub, engine = await opened()
+    for name in ("r", "r-1"):
+        await collect(engine, request(request_id=name))
+    first, second = (body["rid"] for body in stub.bodies[-2:])
+    assert not second.startswith(first)
+
+
+async def test_the_server_is_asked_to_sample_for_its_health_where_it_can(opened):
+    stub, engine = await opened()
+    await engine.health()
+    stub.replies["/health_generate"] = 503
+    with pytest.raises(EngineError):
+        await engine.health()
+    stub.replies |= {"/health_generate": 404, "/health": b""}
+    await engine.health()
+
+
+async def test_extras_are_asked_for_and_carried(opened):
+    generate = honest(routed_experts="AAAA")
+    stub, engine = await opened(generate=generate, options={"extras": ["return_routed_experts"]})
+    (chunk,) = await collect(engine, request())
+    assert stub.bodies[-1]["return_routed_experts"]
+    assert chunk.extra == {"routed_experts": "AAAA"}
+
+
+async def test_new_weights_are_loaded_while_the_server_is_held(opened):
+    stub, engine = await opened(
+        pause_generation=b"{}",
+        continue_generation=b"{}",
+        update_weights_from_disk={"success": True},
+    )
+    await engine.update_weights("/m", 6)
+    held, load, _ = stub.bodies[-3:]
+    assert held == {"mode": "retract"}
+    assert load == {"model_path": "/m", "weight_version": "6"}
+    assert engine.version == 6
+    assert await engine.pause("abort")
+    await engine.update_weights("/m", 7)
+    assert stub.bodies[-1] == {"model_path": "/m", "weight_version": "7"}
+    await engine.resume()
+    stub.replies["/update_weights_from_disk"] = (400, {"success": False, "message": "no such"})
+    with pytest.raises(EngineError, match="no such"):
+        await engine.update_weights("/m", 8)
+    assert engine.version == 7
+
+
+async def test_a_server_without_control_routes_cannot_be_held(opened):
+    _, engine = await opened()
+    assert not await engine.pause("keep")
+    with pytest.raises(EngineError, match="takes no weights"):
+        await engine.update_weights("/m", 1)
+    (chunk,) = await collect(engine, request())
+    assert chunk.finish_reason is FinishReason.LENGTH
+
+
+async def test_waiting_holds_new_calls_until_ours_have_ended():
+    inside = RecordingEngine(scripted_engine([{**TURN, "delay_s": 0.1}]))
+    async with SglangServer(inside) as server:
+        engine = SglangEngine(server.url)
+        await engine.start()
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            first = group.create_task(collect(engine, request(request_id="one")))
+            await asyncio.sleep(0.02)
+            assert await engine.pause("wait")
+            assert first.done()
+            second = group.create_task(collect(engine, request(request_id="two")))
+            await asyncio.sleep(0.02)
+            assert not second.done()
+            await engine.resume()
+        await engine.aclose()
+        await engine.aclose()
+
+
+async def test_text_is_tokenised_and_rendered_by_the_server():
+    async with SglangServer(scripted_engine([TURN])) as server:
+        engine = SglangEngine(server.url)
+        ids = await engine.tokenize("hi")
+        assert ids is not None
+        rendered = await engine.render([{"role": "user", "content": "hi"}], None, {})
+        assert rendered is not None
+        assert rendered.tolist() == PROMPT.tolist()
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        with_tools = await engine.render([{"role": "user", "content": "hi"}], tools, {})
+        assert with_tools is not None
+        assert len(with_tools) > len(rendered)
+        await engine.aclose()

@@ -1,0 +1,280 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.shapes import PROMPT, request
+
+from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
+from bridle.errors import EngineError
+from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
+
+ASK = Ask(model="m", room=1000)
+
+
+def body(route=Route.GENERATE, ask=ASK, **fields):
+    return json.loads(call_body(route, request(**fields), "rid", ask))
+
+
+def triples(ids):
+    return [[-float(id_), id_, None] for id_ in ids]
+
+
+def piece(ids, count, **meta):
+    """A chunk that tells `ids`, `count` having been sampled in all."""
+    told = {"finish_reason": None, "prompt_tokens": len(PROMPT), "completion_tokens": count,
+            "output_token_logprobs": triples(ids), **meta}  # fmt: skip
+    told = {key: value for key, value in told.items() if value is not ...}
+    return json.dumps({"text": "x", "output_ids": ids, "meta_info": told}).encode()
+
+
+def reading(**options):
+    return Reading(len(PROMPT), 7, **options)
+
+
+DONE = {"finish_reason": {"type": "length", "length": 4}}
+
+
+# ---- what is asked
+
+
+def test_a_call_has_its_ids_its_budget_and_what_was_asked():
+    wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2)
+    asked = body(sampling=wanted, session_id="s")
+    assert asked["input_ids"] == PROMPT.tolist()
+    assert asked["sampling_params"] == {
+        "max_new_tokens": 11, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_new_tokens": 1,
+        "stop": ["zz"], "stop_token_ids": [5], "sampling_seed": 3, "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+    }  # fmt: skip
+    assert (asked["rid"], asked["session_id"]) == ("rid", "s")
+    assert (asked["return_logprob"], asked["return_prompt_token_ids"]) == (True, True)
+
+
+def test_no_budget_means_what_the_context_leaves():
+    assert body(sampling=Sampling())["sampling_params"]["max_new_tokens"] == 1000
+    short = body(sampling=Sampling(max_tokens=3, min_tokens=9))["sampling_params"]
+    assert short["min_new_tokens"] == 3
+
+
+@pytest.mark.parametrize(("budget", "every"), [(10, 1), (2000, 8), (1_000_000, 32)])
+def test_a_stream_that_repeats_itself_comes_in_pieces_by_its_budget(budget, every):
+    asked = body(stream=True, sampling=Sampling(max_tokens=budget))
+    assert asked["sampling_params"]["stream_interval"] == every
+    assert not asked["return_prompt_token_ids"]
+    better = body(ask=Ask("m", 9, incremental=True), stream=True)
+    assert "stream_interval" not in better["sampling_params"]
+
+
+def test_what_a_server_does_not_know_is_not_asked():
+    assert (
+        "sampling_seed"
+        not in body(ask=Ask("m", 9, seeds=False), sampling=Sampling(seed=1))["sampling_params"]
+    )
+    assert body(ask=Ask("m", 9, prompt=True))["logprob_start_len"] == 0
+    assert body(ask=Ask("m", 9, extras=("return_routed_experts",)))["return_routed_experts"]
+
+
+@pytest.mark.parametrize("schema", [{"type": "array"}, {}])
+def test_a_grammar_is_a_schema(schema):
+    asked = body(grammar={"json_schema": schema})
+    assert json.loads(asked["sampling_params"]["json_schema"]) == (schema or {"type": "object"})
+    chat = body(Route.CHAT, grammar={"json_schema": schema})
+    told = chat["response_format"]["json_schema"]["schema"]
+    assert told == (schema or {"type": "object"})
+
+
+def test_a_chat_call_has_messages_tools_and_ids():
+    asked = body(Route.CHAT, messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}],
+                 sampling=Sampling(seed=3, max_tokens=5, min_tokens=2))  # fmt: skip
+    assert asked["messages"] == [{"role": "user", "content": "q"}]
+    assert asked["tools"] == [{"a": 1}]
+    assert (asked["seed"], asked["max_tokens"], asked["min_tokens"]) == (3, 5, 2)
+    assert (asked["return_token_ids"], asked["return_meta_info"]) == (True, True)
+    assert body(Route.CHAT)["messages"]
+
+
+# ---- what is read
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.data(), st.booleans())
+def test_a_stream_gives_each_token_once_in_either_form(ids, data, incremental):
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=8)) | {len(ids)})
+    read = reading()
+    got, values, start = [], [], 0
+    for end in cuts:
+        told = ids[start:end] if incremental else ids[:end]
+        chunk = read.read(piece(told, end, **(DONE if end == len(ids) else {})))
+        got += chunk.output_ids.tolist()
+        values += chunk.logprobs.tolist()
+        start = end
+    assert got == ids
+    assert values == [-float(one) for one in ids]
+    assert chunk.finish_reason is FinishReason.LENGTH
+    assert read.count == len(ids)
+
+
+def test_a_chunk_that_runs_ahead_of_its_count_loses_nothing():
+    read = reading()
+    read.read(piece([5], 1))
+    assert read.read(piece([5, 6, 7], 2)).output_ids.tolist() == [6, 7]
+    assert read.read(piece([5, 6, 7], 3)).output_ids.tolist() == []
+    assert read.read(piece([5, 6, 7, 8], 4)).output_ids.tolist() == [8]
+
+
+def test_a_waiting_call_that_is_aborted_repeats_nothing():
+    aborted = {"finish_reason": {"type": "abort", "message": "Aborted", "status_code": None}}
+    read = reading()
+    read.read(piece([5, 6], 2))
+    last = read.read(piece([6], 2, output_token_logprobs=triples([5, 6]), **aborted))
+    assert (last.output_ids.tolist(), last.finish_reason) == ([], FinishReason.ABORT)
+
+
+def test_a_piece_that_repeats_other_tokens_is_refused():
+    read = reading()
+    read.read(piece([5, 6], 2))
+    with pytest.raises(EngineError, match="other tokens than were told before"):
+        read.read(piece([5, 67, 8], 3))
+
+
+def test_without_a_count_a_repeated_beginning_is_known():
+    read = reading()
+    read.read(piece([5, 6], ...))
+    assert read.read(piece([5, 6, 7], ...)).output_ids.tolist() == [7]
+    other = reading()
+    other.read(piece([5, 6], ...))
+    assert other.read(piece([7], ...)).output_ids.tolist() == [7]
+
+
+def test_logprobs_written_otherwise_the_second_time_are_read_by_their_place():
+    read = reading()
+    read.read(piece([5], 1))
+    told = [[-5.00, 5, "five"], [-6.0, 6, None]]
+    assert read.read(piece([5, 6], 2, output_token_logprobs=told)).logprobs.tolist() == [-6.0]
+
+
+def test_ids_are_taken_from_logprobs_where_nothing_else_tells_them():
+    told = {"text": "x", "meta_info": {"output_token_logprobs": triples([5, 6]), **DONE}}
+    chunk = reading().read(json.dumps(told).encode())
+    assert (chunk.output_ids.tolist(), chunk.logprobs.tolist()) == ([5, 6], [-5.0, -6.0])
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({"output_token_logprobs": triples([5])}, "gave 2 ids, but 1 logprobs"),
+        ({"output_token_logprobs": ...}, "gave 2 ids, but 0 logprobs"),
+        ({"output_token_logprobs": triples([5, 9])}, "at 1 it sampled 6 and gives .* of 9"),
+        ({"output_token_logprobs": [[None, 5, None], [-1.0, 6, None]]}, "no logprob for token 0"),
+        ({"prompt_tokens": 3}, "under 3 prompt tokens"),
+        ({"finish_reason": {"type": "content_filter"}}, "ended a reply with 'content_filter'"),
+        ({"finish_reason": {"type": "abort", "message": "full", "status_code": 503}}, "full"),
+        ({"weight_version": "best", **DONE}, "is no number"),
+        ({"finish_reason": 5}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(meta, says):
+    with pytest.raises(EngineError, match=says):
+        reading().read(piece([5, 6], 2, **meta))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retryable"),
+    [
+        ({"message": "too long", "code": 400}, 400, False),
+        ({"message": "busy", "code": 503}, 503, True),
+        ({"message": "gone"}, None, True),
+        ("gone", None, True),
+    ],
+)
+def test_a_failure_told_in_a_stream_has_its_status(error, status, retryable):
+    with pytest.raises(EngineError, match="failed in mid-reply") as caught:
+        reading().read(json.dumps({"error": error}).encode())
+    assert (caught.value.status, caught.value.retryable) == (status, retryable)
+
+
+def test_an_abort_for_a_cause_may_be_tried_again_or_not():
+    for status, retryable in ((400, False), (429, True), (500, True)):
+        told = {"type": "abort", "message": "m", "status_code": status}
+        with pytest.raises(EngineError) as caught:
+            reading().read(piece([5], 1, finish_reason=told))
+        assert (caught.value.status, caught.value.retryable) == (status, retryable)
+
+
+def test_a_reply_without_its_meta_info_has_gone_through_a_router():
+    with pytest.raises(EngineError, match="router"):
+        reading().read(b'{"text": "x"}')
+
+
+def test_versions_are_told_per_token_per_reply_or_not_at_all():
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 2},
+             {"version": "9", "start": 2, "end": 2}]  # fmt: skip
+    told = reading().read(piece([5, 6], 2, weight_versions=spans, **DONE))
+    assert told.versions == (VersionSpan(7, 0, 1), VersionSpan(9, 1, 2))
+    assert reading().read(piece([5, 6], 2, weight_version="8", **DONE)).versions == (
+        VersionSpan(8, 0, 2),
+    )
+    assert reading().read(piece([5, 6], 2, **DONE)).versions == (VersionSpan(7, 0, 2),)
+    assert reading().read(piece([], 0, **DONE)).versions == ()
+
+
+def test_the_prompt_is_told_once_by_its_field_or_by_its_logprobs():
+    read = reading()
+    first = json.loads(piece([5], 1))
+    both = json.dumps({**first, "prompt_token_ids": [1, 2]}).encode()
+    assert read.read(both).prompt_ids_json == b"[1,2]"
+    assert read.read(both).prompt_ids_json is None
+    told = piece([5], 1, input_token_logprobs=[[None, 3, None], [-1.0, 4, None]])
+    assert reading().read(told).prompt_ids_json == b"[3,4]"
+
+
+def test_a_stop_string_is_told_a_stop_token_is_not():
+    for matched, text in (("stop!", "stop!"), (5, None), ([5], None)):
+        ended = {"finish_reason": {"type": "stop", "matched": matched}}
+        assert reading().read(piece([5], 1, **ended)).stop_text == text
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_extras_are_carried_whole_in_either_form(incremental):
+    read = reading()
+    masks = [[5, 6], [6, 7], [7, 8]]
+    read.read(piece([5], 1, output_token_sampling_mask=masks[:1]))
+    told = masks[1:2] if incremental else masks[:2]
+    middle = read.read(piece([6] if incremental else [5, 6], 2, output_token_sampling_mask=told))
+    assert middle.extra == {}
+    told = masks[2:] if incremental else masks
+    last = read.read(piece([7] if incremental else [5, 6, 7], 3, output_token_sampling_mask=told,
+                           routed_experts="AAAA", **DONE))  # fmt: skip
+    assert last.extra == {"sampling_mask": masks, "routed_experts": "AAAA"}
+
+
+def test_a_chat_reply_is_read_as_the_server_parsed_it():
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    message = {"content": None, "reasoning_content": "hm", "tool_calls": [call, {"id": "x"}]}
+    meta = {"output_token_logprobs": triples([5]), "finish_reason": {"type": "stop", "matched": 5}}
+    choice = {"message": message, "response_token_ids": [5], "prompt_token_ids": [1, 2],
+              "meta_info": meta}  # fmt: skip
+    chunk = reading().read(json.dumps({"choices": [choice]}).encode())
+    calls = (ToolCall("c", "f", "{}"),)
+    assert chunk.reply == Reply("", "hm", calls, FinishReason.STOP)
+    assert (chunk.output_ids.tolist(), chunk.prompt_ids_json) == ([5], b"[1,2]")
+
+
+def test_text_alone_is_read_where_text_is_enough():
+    told = {"text": "hello", "meta_info": {"finish_reason": {"type": "stop", "matched": None}}}
+    read = reading(strict=False)
+    chunk = read.read(json.dumps(told).encode())
+    assert chunk.reply == Reply("hello", None, (), FinishReason.STOP)
+    assert len(chunk.output_ids) == len(chunk.logprobs) == 0
+    assert not read.ids_told
+
+
+@given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
+def test_any_bytes_are_read_or_refused(data):
+    for told in (data, b'{"meta_info":' + data + b"}", b'{"meta_info":{"x":' + data + b"}}"):
+        try:
+            chunk = reading().read(told)
+        except EngineError:
+            continue
+        assert isinstance(chunk.output_ids, np.ndarray)
