@@ -157,6 +157,9 @@ class AgentSpec(Settings):
     """The model name the harness is told; one that no harness knows, so none switches protocol."""
     command: str | None = None
     """Command line, for harness `command`; `{instruction}`, `{base_url}`, `{model}` are filled."""
+    function: str | None = None
+    """`package.module:name` or `file.py:name` (relative to the task file), for harness `function`;
+    `bridle.harnesses.function.import_path` gives that of a function."""
     settings: JSON = Field(default_factory=dict)
     """What this harness's page in `docs/guides/harnesses` names: `args`, `config`, `api`..."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -38,6 +38,8 @@ def test_a_version_that_is_not_packaged_is_refused(name):
 def test_only_the_command_harness_takes_a_command(name):
     with pytest.raises(ConfigError, match=r"agent\.command: only harness 'command'"):
         open_harness(AgentSpec(harness=name, command="true"))
+    with pytest.raises(ConfigError, match=r"agent\.function: only harness 'function'"):
+        open_harness(AgentSpec(harness=name, function="a:b"))
 
 
 @pytest.mark.parametrize("name", sorted(HARNESSES))
@@ -47,7 +49,7 @@ def test_a_setting_that_it_does_not_have_is_named(name):
         open_harness(agent)
 
 
-@pytest.mark.parametrize("name", ["aider", "command", "mini_swe_agent", "pi"])
+@pytest.mark.parametrize("name", ["aider", "command", "function", "mini_swe_agent", "pi"])
 def test_a_program_without_an_mcp_client_refuses_a_server(name):
     server = McpServer(name="a", command="serve")
     agent = AgentSpec(harness=name, command=None, mcp_servers=(server,))

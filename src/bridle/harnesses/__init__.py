@@ -4,9 +4,12 @@ The contract is `base`; `command` runs any command line; every other harness is 
 one program. `bundles` and `installers` put programs on this machine, once.
 """
 
+import shlex
+import sys
+
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Harness
+from bridle.harnesses.base import SCRIPTS, Harness
 from bridle.plugins import load
 
 HARNESSES = {
@@ -17,16 +20,31 @@ HARNESSES = {
     "codex": "bridle.harnesses.codex:Codex",
     "command": "bridle.harnesses.command:CommandHarness",
     "copilot": "bridle.harnesses.copilot:Copilot",
+    "function": "bridle.harnesses.function:FunctionHarness",
     "gemini_cli": "bridle.harnesses.gemini_cli:GeminiCli",
     "google_adk": "bridle.harnesses.google_adk:GoogleAdk",
+    "hermes": "bridle.harnesses.hermes:Hermes",
     "mini_swe_agent": "bridle.harnesses.mini_swe_agent:MiniSweAgent",
     "openai_agents": "bridle.harnesses.openai_agents:OpenaiAgents",
+    "openclaw": "bridle.harnesses.openclaw:Openclaw",
     "opencode": "bridle.harnesses.opencode:Opencode",
     "openhands": "bridle.harnesses.openhands:Openhands",
     "pi": "bridle.harnesses.pi:Pi",
     "qwen_code": "bridle.harnesses.qwen_code:QwenCode",
 }
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
+
+
+def default_agent(name: str) -> AgentSpec:
+    """The agent of that short name as it comes; `command` and `function` run the smallest one."""
+    agent = SCRIPTS / "shell_agent.py"
+    match name:
+        case "command":
+            return AgentSpec(harness=name, command=shlex.join((sys.executable, str(agent))))
+        case "function":
+            return AgentSpec(harness=name, function=f"{agent}:run")
+        case _:
+            return AgentSpec(harness=name)
 
 
 def open_harness(agent: AgentSpec | str) -> Harness:
@@ -36,7 +54,7 @@ def open_harness(agent: AgentSpec | str) -> Harness:
     packaged, a setting that this harness does not have, a missing command line.
     """
     if isinstance(agent, str):
-        agent = AgentSpec(harness=agent, command="true" if agent == "command" else None)
+        agent = default_agent(agent)
     if (agent.harness is None) == (agent.import_path is None):
         message = "agent: give exactly one of 'harness' and 'import_path'"
         raise ConfigError(message)

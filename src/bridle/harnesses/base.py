@@ -18,6 +18,9 @@ from bridle.config import AgentSpec, Settings, explain
 from bridle.errors import ConfigError
 from bridle.types import Cause, Dialect
 
+SCRIPTS = Path(__file__).parent / "scripts"
+"""Programs of ours that run inside runtimes and know nothing of Bridle."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
@@ -96,15 +99,18 @@ def parse_settings(agent: AgentSpec, kind: type[SettingsT]) -> SettingsT:
 
 
 def refuse_unpinned(agent: AgentSpec, version: str) -> None:
-    """Raise `ConfigError` if another version than the packaged one, or a command, is asked for."""
+    """Raise `ConfigError` if another version, a command or a function is asked for."""
     if agent.version not in (None, version):
         message = (
             f"agent.version: {agent.harness!r} is packaged as {version}, not {agent.version!r}"
         )
         raise ConfigError(message)
-    if agent.command is not None:
-        message = f"agent.command: only harness 'command' takes one, not {agent.harness!r}"
-        raise ConfigError(message)
+    for field_name in ("command", "function"):
+        if getattr(agent, field_name) is not None:
+            message = (
+                f"agent.{field_name}: only harness {field_name!r} takes one, not {agent.harness!r}"
+            )
+            raise ConfigError(message)
 
 
 def crash(exit_code: int | None, signal: int | None) -> Cause | None:

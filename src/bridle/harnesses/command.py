@@ -72,21 +72,7 @@ class CommandHarness:
     def launch(self, context: LaunchContext) -> Launch:
         """The filled line; the instruction also stands in the file `$INSTRUCTION_FILE`."""
         file = f"{context.home}/instruction.txt"
-        env = {
-            "OPENAI_BASE_URL": context.base_urls["openai"],
-            "OPENAI_API_KEY": context.key,
-            "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
-            "ANTHROPIC_API_KEY": context.key,
-            "GOOGLE_GEMINI_BASE_URL": context.base_urls["google"],
-            "GOOGLE_API_URL": context.base_urls["google"],
-            "GEMINI_API_KEY": context.key,
-            "MODEL": context.model_name,
-            "WORKDIR": context.workdir,
-            "SESSION_ID": context.session_id,
-            "TASK_ID": context.task_id,
-            "SAMPLE_INDEX": str(context.sample_index),
-            "INSTRUCTION_FILE": file,
-        }
+        env = {**sdk_environment(context), "INSTRUCTION_FILE": file}
         if self._wants_instruction:
             size = len(context.instruction.encode())
             if size > ARGUMENT_LIMIT or "\0" in context.instruction:
@@ -105,6 +91,24 @@ class CommandHarness:
     ) -> Cause | None:
         """Exit code 0 is a success."""
         return crash(exit_code, signal)
+
+
+def sdk_environment(context: LaunchContext) -> dict[str, str]:
+    """What the provider SDKs read by themselves, and what a program may want to know."""
+    return {
+        "OPENAI_BASE_URL": context.base_urls["openai"],
+        "OPENAI_API_KEY": context.key,
+        "ANTHROPIC_BASE_URL": context.base_urls["anthropic"],
+        "ANTHROPIC_API_KEY": context.key,
+        "GOOGLE_GEMINI_BASE_URL": context.base_urls["google"],
+        "GOOGLE_API_URL": context.base_urls["google"],
+        "GEMINI_API_KEY": context.key,
+        "MODEL": context.model_name,
+        "WORKDIR": context.workdir,
+        "SESSION_ID": context.session_id,
+        "TASK_ID": context.task_id,
+        "SAMPLE_INDEX": str(context.sample_index),
+    }
 
 
 def fill(line: str) -> str:

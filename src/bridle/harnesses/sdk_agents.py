@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bridle.config import AgentSpec
-from bridle.harnesses.base import Launch, LaunchContext, crash
+from bridle.harnesses.base import SCRIPTS, Launch, LaunchContext, crash
 from bridle.harnesses.configuration import as_json
 from bridle.harnesses.installers import PYTHON
 from bridle.types import JSON, Cause
 
-SCRIPTS = Path(__file__).parent / "scripts"
 TOOL = "bash_tool.py"
 TURN_LIMIT, API_FAILED = 3, 4
 """Exit codes of every script; 1 is anything else that went wrong."""

@@ -112,11 +112,14 @@ def naming(task: Task) -> Iterator[None]:
 
 
 def _located(task: Task) -> AgentSpec:
-    """The task's agent, with its skills where they are for this process."""
-    if task.agent.skills_path is None:
-        return task.agent
-    skills = Path(task.task_dir or "", task.agent.skills_path)
-    return task.agent.model_copy(update={"skills_path": str(skills)})
+    """The task's agent, with its skills and its function where they are for this process."""
+    agent, base = task.agent, Path(task.task_dir or "")
+    changes = {}
+    if agent.skills_path is not None:
+        changes["skills_path"] = str(base / agent.skills_path)
+    if agent.function is not None and ".py:" in agent.function:
+        changes["function"] = str(base / agent.function)
+    return agent.model_copy(update=changes)
 
 
 def check(tasks: Sequence[Task]) -> None:

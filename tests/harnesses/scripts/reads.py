@@ -6,7 +6,7 @@ of real clients runs them.
 
 import ast
 
-from bridle.harnesses.sdk_agents import SCRIPTS
+from bridle.harnesses.base import SCRIPTS
 
 
 def keys_read(script, variable="config"):

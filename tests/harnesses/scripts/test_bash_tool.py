@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridle.harnesses.sdk_agents import SCRIPTS, TOOL
+from bridle.harnesses.base import SCRIPTS
+from bridle.harnesses.sdk_agents import TOOL
 
 
 @pytest.fixture

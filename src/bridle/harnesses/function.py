@@ -1,0 +1,191 @@
+"""The `function` harness: an agent that is a Python function, given base URLs and a key.
+
+`AgentSpec.function` is `package.module:name`, or `file.py:name` relative to the task file. The
+function runs in a process of its own inside the runtime, so its exit, its time limit, its end and
+its logs are as true as any program's. Nothing of it is imported here: its own source (the file, or
+the whole top-level package) is copied into the private home, and read as text to see that the name
+is in it. What else it imports must be there for the Python that runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from bridle.config import AgentSpec, Settings
+from bridle.errors import ConfigError
+from bridle.harnesses.base import SCRIPTS, Launch, LaunchContext, crash, parse_settings
+from bridle.harnesses.command import sdk_environment
+from bridle.harnesses.configuration import as_json, refuse_extras
+from bridle.types import Cause, Dialect
+
+RUNNER = "function_runner.py"
+MODULES = "modules"
+NOT_TOLD = ("bundle", "home", "key", "model_name")
+"""Of the launch context: the harness's own, or told by another name or way."""
+
+
+class FunctionSettings(Settings):
+    """Settings of harness `function`."""
+
+    python: str | None = None
+    """The Python that runs it, as found inside the runtime; `None` = the one that runs Bridle."""
+    modules: tuple[str, ...] = ()
+    """More modules or packages of yours that it imports, copied in likewise."""
+
+
+class FunctionHarness:
+    """One function; implements `base.Harness`."""
+
+    name = "function"
+    dialect = Dialect.OPENAI_CHAT
+
+    def __init__(self, agent: AgentSpec) -> None:
+        self._settings = parse_settings(agent, FunctionSettings)
+        refuse_extras(agent, transports=(), skills=False)
+        if not agent.function:
+            raise ConfigError("agent.function: harness 'function' needs 'package.module:name'")
+        self._module, self._name, source = _found(agent.function)
+        self._sources = {source.name: source}
+        for module in self._settings.modules:
+            source = _top_level(module)
+            self._sources[source.name] = source
+        self.version = agent.version or _digest(self._sources)
+        """As given, else a digest of the source that is copied."""
+
+    async def install(
+        self,
+        bundles: Path,  # noqa: ARG002 - the contract's
+        report: Callable[[str], None],  # noqa: ARG002 - the contract's
+    ) -> Path | None:
+        """Nothing to install."""
+        return None
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`python function_runner.py <config>`, with the function's own modules in the home."""
+        folder = f"{context.home}/.function"
+        config = f"{folder}/config.json"
+        task = {k: v for k, v in asdict(context).items() if k not in NOT_TOLD}
+        told = {
+            "module": self._module,
+            "name": self._name,
+            "task": {**task, "model": context.model_name},
+        }
+        files = {
+            config: as_json(told),
+            f"{folder}/{RUNNER}": (SCRIPTS / RUNNER).read_bytes(),
+            f"{folder}/{MODULES}/.keep": b"",
+        }
+        folders = {}
+        for name, source in self._sources.items():
+            if source.is_dir():
+                folders[f"{folder}/{MODULES}/{name}"] = source
+            else:
+                files[f"{folder}/{MODULES}/{name}"] = source.read_bytes()
+        env = {
+            **sdk_environment(context),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        python = self._settings.python or sys.executable
+        return Launch((python, f"{folder}/{RUNNER}", config), env, files, folders=folders)
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the exit code is believed
+    ) -> Cause | None:
+        """It returned: a success. It raised: exit code 1."""
+        return crash(exit_code, signal)
+
+
+def import_path(function: Callable[..., object]) -> str:
+    """The path that `AgentSpec.function` takes for this function.
+
+    Raises `ConfigError` for one that no module holds under its name (a lambda, a method, an inner
+    function).
+    """
+    module, name = function.__module__, getattr(function, "__qualname__", "")
+    if not name.isidentifier():
+        raise ConfigError(f"agent.function: no module holds {function!r} under its name")
+    if module == "__main__" and (script := getattr(sys.modules[module], "__file__", None)):
+        module = str(Path(script).absolute())
+    return f"{module}:{name}"
+
+
+def _found(path: str) -> tuple[str, str, Path]:
+    """Module, name, and the file or folder that holds them. Raises `ConfigError`."""
+    module, colon, name = path.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ConfigError(f"agent.function: {path!r} is not 'package.module:name'")
+    if module.endswith(".py"):
+        file = Path(module)
+        source, module = file, file.stem
+    else:
+        source = _top_level(module.partition(".")[0])
+        file = _file_of(source, module)
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except OSError as error:
+        raise ConfigError(f"agent.function: {path!r}: {error}") from None
+    except SyntaxError as error:
+        raise ConfigError(f"agent.function: {path!r} is not Python: {error}") from None
+    if name not in _names(tree):
+        raise ConfigError(f"agent.function: {file} has no {name!r}")
+    return module, name, source
+
+
+def _top_level(module: str) -> Path:
+    """The file or folder of a top-level module, which is not imported. Raises `ConfigError`."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ValueError:  # such as that of `__main__`
+        spec = None
+    # A command's search path, unlike a script's, does not begin where it is started.
+    spec = spec or PathFinder.find_spec(module, [str(Path.cwd())])
+    if spec is None:
+        raise ConfigError(f"agent.function: there is no module {module!r} to import")
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(f"agent.function: {module!r} has no source to copy")
+    return Path(spec.origin)
+
+
+def _file_of(source: Path, module: str) -> Path:
+    """The file of `module`, whose top-level module lies at `source`."""
+    inner = source.joinpath(*module.split(".")[1:])
+    if inner == source and source.is_file():
+        return source
+    return inner / "__init__.py" if inner.is_dir() else inner.with_suffix(".py")
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What a module may bind, wherever in its text."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name)
+    return names
+
+
+def _digest(sources: dict[str, Path]) -> str:
+    """A short digest of the Python in these files and folders."""
+    whole = hashlib.sha256()
+    for name, source in sorted(sources.items()):
+        files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
+        for file in files:
+            whole.update(f"{name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return whole.hexdigest()[:12]

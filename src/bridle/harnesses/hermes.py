@@ -1,0 +1,162 @@
+"""Hermes Agent, unmodified, from PyPI: Chat Completions, Responses or Messages, streams.
+
+Facts: version 0.19.0, its `--help`, its default configuration and its requests as they came. It
+exits 0 after API errors and prints them as its answer, so its usage report, which says `failed`,
+goes to stdout ahead of the answer and is read. The call that makes a title, the memory that is
+written after a turn, and the look at the machine's Python that goes into the prompt are off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.errors import ConfigError
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    as_json,
+    mcp_entries,
+    merged,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import PYTHON, python_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "0.19.0"
+PROVIDER = "gw"
+LEAST_CONTEXT = 64_000
+"""Tokens; it starts with no model that takes fewer."""
+START = (
+    "import sys; sys.argv[1:] = ['--oneshot=' + sys.stdin.read(), *sys.argv[1:]]; "
+    "from hermes_cli.main import main; sys.exit(main())"
+)
+"""Its own `main`, with the instruction from stdin: an argument has a size limit, and is seen."""
+MODES = {
+    Dialect.OPENAI_CHAT: ("chat_completions", "openai"),
+    Dialect.OPENAI_RESPONSES: ("codex_responses", "openai"),
+    Dialect.ANTHROPIC: ("anthropic_messages", "anthropic"),
+}
+"""Wire format -> (its name for it, base URL)."""
+
+
+class HermesSettings(Settings):
+    """Settings of harness `hermes`."""
+
+    api: Literal[Dialect.OPENAI_CHAT, Dialect.OPENAI_RESPONSES, Dialect.ANTHROPIC] = (
+        Dialect.OPENAI_CHAT
+    )
+    """Wire format that it speaks."""
+    toolsets: tuple[str, ...] = ("terminal", "file", "skills", "todo", "delegation")
+    """Names of its sets of tools; MCP servers come on top."""
+    config: JSON = Field(default_factory=dict)
+    """Merged over our `config.yaml`, e.g. `{"agent": {"max_turns": 20}}`."""
+
+
+class Hermes:
+    """Hermes Agent; implements `base.Harness`."""
+
+    name = "hermes"
+    version = VERSION
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, HermesSettings)
+        self.dialect: Dialect = self._settings.api
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """A virtual environment of 240 MB."""
+        recipe = python_recipe(
+            self.name,
+            VERSION,
+            size_mb=250,
+            probe=(PYTHON, "-m", "hermes_cli.main", "--version"),
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.
+
+        Raises `ConfigError` where the model takes fewer tokens than it asks for.
+        """
+        if context.context_length < LEAST_CONTEXT:
+            raise ConfigError(
+                f"agent.harness: 'hermes' starts only with a model of at least {LEAST_CONTEXT} "
+                f"tokens, and this one takes {context.context_length}"
+            )
+        folder = f"{context.home}/.hermes"
+        toolsets = (*self._settings.toolsets, *(s.name for s in self._agent.mcp_servers))
+        command = (
+            *(f"{context.bundle}/{PYTHON}", "-c", START),
+            *("--toolsets", ",".join(toolsets), "--usage-file", "/dev/stdout"),
+        )
+        env = {"HERMES_HOME": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        return Launch(
+            command,
+            env,
+            files={f"{folder}/config.yaml": as_json(self._config(context))},
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+            logs=(f"{folder}/logs",),
+        )
+
+    def _config(self, context: LaunchContext) -> JSON:
+        def remote(server: McpServer) -> JSON:
+            return {"url": server.url, "headers": server.headers}
+
+        mode, url = MODES[self.dialect]
+        ours: JSON = {
+            "agent": {"environment_probe": False},
+            "auxiliary": {"title_generation": {"enabled": False}},
+            "memory": {"memory_enabled": False, "user_profile_enabled": False},
+            "curator": {"enabled": False},
+            # Their tools are there from the first call on.
+            "mcp_discovery_timeout": 30,
+            "mcp_servers": mcp_entries(self._agent, remote),
+        }
+        gateway: JSON = {
+            "model": {
+                "default": context.model_name,
+                "provider": PROVIDER,
+                "context_length": context.context_length,
+                "max_tokens": output_budget(context.context_length),
+            },
+            "providers": {
+                PROVIDER: {
+                    "name": PROVIDER,
+                    "base_url": context.base_urls[url],
+                    "api_key": context.key,
+                    "api_mode": mode,
+                    "default_model": context.model_name,
+                    "request_timeout_seconds": PATIENCE_S,
+                    "stale_timeout_seconds": PATIENCE_S,
+                    "models": {context.model_name: {"context_length": context.context_length}},
+                }
+            },
+        }
+        return merged(merged(ours, self._settings.config), gateway)
+
+    def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
+        """Exit code 0 counts only if its report does not say that the run failed."""
+        if (cause := crash(exit_code, signal)) is not None:
+            return cause
+        return Cause.HARNESS_MODEL_ERROR if _report(stdout).get("failed") else None
+
+
+def _report(stdout: bytes) -> JSON:
+    """Its usage report, which stands before its answer; empty if there is none."""
+    try:
+        report, _ = json.JSONDecoder().raw_decode(stdout.decode(errors="replace"))
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}

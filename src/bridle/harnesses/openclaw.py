@@ -1,0 +1,165 @@
+"""openclaw, unmodified, from npm: one headless turn of its agent, in any of the four wire formats.
+
+Facts: version 2026.9.6, its own documentation (`agent exec`, custom providers) and its requests as
+they came. It needs node 24, which its bundle carries. Everything that it reads is one file of the
+private home; neither its gateway nor a channel is started. Exit codes are true: 0 done, 1 a failure
+of any kind, 2 its own deadline, which lies beyond every session's budget. With the tools `process`
+and `sessions_spawn` it ends each request with a message about their state that is not in the next
+one, so that no call would extend the one before: they are off unless asked for. So is the search
+for tools, which would change their list in the middle of a conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from bridle.config import AgentSpec, McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.bundles import ensure
+from bridle.harnesses.configuration import (
+    PATIENCE_S,
+    as_json,
+    mcp_entries,
+    merged,
+    output_budget,
+    refuse_extras,
+    skill_folders,
+)
+from bridle.harnesses.installers import NODE, node_recipe
+from bridle.types import JSON, Cause, Dialect
+
+VERSION = "2026.9.6"
+CLI = "node_modules/openclaw/openclaw.mjs"
+PROVIDER = "gw"
+DEADLINE_S = 86_400
+"""Its own deadline for the turn; the session's budget ends it long before."""
+ADAPTERS = {
+    Dialect.OPENAI_CHAT: ("openai-completions", "openai", ""),
+    Dialect.OPENAI_RESPONSES: ("openai-responses", "openai", ""),
+    Dialect.ANTHROPIC: ("anthropic-messages", "anthropic", ""),
+    Dialect.GOOGLE: ("google-generative-ai", "google", "/v1beta"),
+}
+"""Wire format -> (its name for it; base URL; what it wants after that)."""
+VOLATILE = ("process", "sessions_spawn")
+"""Tools whose state it tells in a message at the end of each request."""
+
+
+class OpenclawSettings(Settings):
+    """Settings of harness `openclaw`."""
+
+    api: Dialect = Dialect.OPENAI_CHAT
+    """Wire format that it speaks."""
+    thinking: Literal["off", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Reasoning effort that it asks for; `None` = its own default."""
+    live_state: bool = False
+    """Whether it has its tools for background processes and sub-agents, and tells their state at
+    the end of each request: every call is then a new root."""
+    config: JSON = Field(default_factory=dict)
+    """Merged over our `openclaw.json`, e.g. `{"tools": {"deny": ["browser"]}}`."""
+    args: tuple[str, ...] = ()
+    """More arguments for `openclaw agent exec`."""
+
+
+class Openclaw:
+    """openclaw; implements `base.Harness`."""
+
+    name = "openclaw"
+    version = VERSION
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, VERSION)
+        refuse_extras(agent)
+        self._agent = agent
+        self._settings = parse_settings(agent, OpenclawSettings)
+        self.dialect = self._settings.api
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """830 MB: the program, what it can talk to, and its own node 24."""
+        recipe = node_recipe(
+            self.name,
+            VERSION,
+            size_mb=840,
+            probe=(NODE, f"../{CLI}", "--version"),
+            whole_lock=False,
+        )
+        return await ensure(recipe, bundles, report)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """`openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
+        folder = f"{context.home}/.openclaw"
+        config = f"{folder}/openclaw.json"
+        command = [
+            *(f"{context.bundle}/{NODE}", f"{context.bundle}/{CLI}"),
+            *("agent", "exec", "--config", config, "--cwd", context.workdir),
+            *("--model", f"{PROVIDER}/{context.model_name}"),
+            *("--timeout", str(DEADLINE_S), "--json", "--message-file", "-"),
+        ]
+        if self._settings.thinking is not None:
+            command += "--thinking", self._settings.thinking
+        env = {
+            "OPENCLAW_HOME": context.home,
+            "OPENCLAW_STATE_DIR": folder,
+            "OPENCLAW_CONFIG_PATH": config,
+        }
+        return Launch(
+            (*command, *self._settings.args),
+            env,
+            files={config: as_json(self._config(context))},
+            folders=skill_folders(self._agent, f"{folder}/skills"),
+            stdin=context.instruction.encode(),
+        )
+
+    def _config(self, context: LaunchContext) -> JSON:
+        def remote(server: McpServer) -> JSON:
+            return {"url": server.url, "transport": server.transport, "headers": server.headers}
+
+        api, url, path = ADAPTERS[self.dialect]
+        free = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
+        model = {
+            "id": context.model_name,
+            "name": context.model_name,
+            "reasoning": True,
+            "input": ["text", "image"],
+            "cost": free,
+            "contextWindow": context.context_length,
+            "maxTokens": output_budget(context.context_length),
+        }
+        provider = {
+            "baseUrl": context.base_urls[url] + path,
+            "apiKey": context.key,
+            "api": api,
+            "timeoutSeconds": PATIENCE_S,
+            "models": [model],
+        }
+        ours: JSON = {
+            "update": {"checkOnStart": False, "auto": {"enabled": False}},
+            "agents": {
+                "defaults": {
+                    "timeoutSeconds": DEADLINE_S,
+                    "contextPruning": {"mode": "off"},
+                }
+            },
+            "tools": {
+                "toolSearch": False,
+                "deny": [] if self._settings.live_state else list(VOLATILE),
+            },
+            "mcp": {"servers": mcp_entries(self._agent, remote)},
+        }
+        gateway: JSON = {
+            "agents": {"defaults": {"model": {"primary": f"{PROVIDER}/{context.model_name}"}}},
+            "models": {"mode": "replace", "providers": {PROVIDER: provider}},
+        }
+        return merged(merged(ours, self._settings.config), gateway)
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the exit code is believed
+    ) -> Cause | None:
+        """Exit codes are true."""
+        return crash(exit_code, signal)

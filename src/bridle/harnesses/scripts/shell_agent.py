@@ -1,0 +1,80 @@
+"""The smallest agent: one shell tool over OpenAI Chat, with the standard library alone.
+
+`run` is a function for harness `function`; as a script, `python shell_agent.py`, it takes the same
+from the variables that harness `command` sets. It knows nothing of Bridle.
+"""
+
+import json
+import os
+import subprocess
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a shell command in the work folder.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
+    },
+}
+MOST_TURNS = 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What it needs of what a function is given."""
+
+    instruction: str
+    base_urls: dict[str, str]
+    key: str
+    model: str
+
+
+def run(task: Task) -> str:
+    """Let the model work until it calls no tool; returns its last word."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.instruction}]
+    for _ in range(MOST_TURNS):
+        message = ask(task, {"model": task.model, "messages": messages, "tools": [TOOL]})
+        messages.append(message)
+        if not message.get("tool_calls"):
+            break
+        for call in message["tool_calls"]:
+            output = shell(json.loads(call["function"]["arguments"])["command"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+    return str(messages[-1].get("content") or "")
+
+
+def ask(task: Task, body: dict[str, Any]) -> dict[str, Any]:
+    """One chat completion; raises `urllib.error.HTTPError` on a refusal."""
+    headers = {"Authorization": f"Bearer {task.key}", "Content-Type": "application/json"}
+    url = f"{task.base_urls['openai']}/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - ours
+    with urllib.request.urlopen(request, timeout=3600) as answer:  # noqa: S310
+        message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+        return message
+
+
+def shell(command: str) -> str:
+    """What a command prints, errors too."""
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, check=False, text=True, timeout=120
+    )
+    return f"{done.stdout}{done.stderr}[exit code: {done.returncode}]"
+
+
+if __name__ == "__main__":
+    given = os.environ
+    task = Task(
+        instruction=Path(given["INSTRUCTION_FILE"]).read_text(encoding="utf-8"),
+        base_urls={"openai": given["OPENAI_BASE_URL"]},
+        key=given["OPENAI_API_KEY"],
+        model=given["MODEL"],
+    )
+    print(run(task))

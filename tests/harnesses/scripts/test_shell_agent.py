@@ -1,0 +1,48 @@
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tests.gateway.house import house
+
+from bridle.harnesses.base import SCRIPTS
+from bridle.harnesses.scripts.shell_agent import Task, run, shell
+
+TURNS: list[dict[str, Any]] = [{"shell": ["echo hi > made.txt"]}, {"content": "It is there."}]
+
+
+async def test_it_runs_what_the_model_calls_until_it_calls_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    async with house(*TURNS) as home:
+        caller = await home.session()
+        task = Task("make it", dict(caller.handle.base_urls), caller.handle.key, "m")
+        assert await asyncio.to_thread(run, task) == "It is there."
+        assert [e.root_reason for e in caller.exchanges] == ["first", None]
+    assert (tmp_path / "made.txt").read_text() == "hi\n"
+
+
+async def test_as_a_script_it_reads_what_the_command_harness_sets(tmp_path):
+    (tmp_path / "task.txt").write_text("make it")
+    async with house(*TURNS) as home:
+        caller = await home.session()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(SCRIPTS / "shell_agent.py"),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            env={
+                "PATH": os.environ["PATH"],
+                "INSTRUCTION_FILE": "task.txt",
+                "OPENAI_BASE_URL": caller.handle.base_urls["openai"],
+                "OPENAI_API_KEY": caller.handle.key,
+                "MODEL": "m",
+            },
+        )
+        said, _ = await process.communicate()
+    assert (process.returncode, said) == (0, b"It is there.\n")
+    assert (tmp_path / "made.txt").exists()
+
+
+def test_a_command_that_fails_is_told_with_its_exit_code():
+    assert shell("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"

@@ -1,0 +1,99 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec, McpServer
+from bridle.errors import ConfigError
+from bridle.harnesses.hermes import START, Hermes
+from bridle.types import Cause, Dialect
+
+ROOMY = context(context_length=131_072)
+
+
+def hermes(**settings):
+    return Hermes(AgentSpec(harness="hermes", settings=settings))
+
+
+def config(harness, where=ROOMY):
+    return json.loads(harness.launch(where).files["/h/.hermes/config.yaml"])
+
+
+def test_the_launch_line_is_its_own_main_with_the_instruction_from_stdin():
+    launch = hermes().launch(context(context_length=131_072, instruction="--help @x"))
+    assert launch.command == (
+        "/b/bin/python", "-c", START,
+        "--toolsets", "terminal,file,skills,todo,delegation", "--usage-file", "/dev/stdout",
+    )  # fmt: skip
+    assert launch.stdin == b"--help @x"
+    assert launch.env["HERMES_HOME"] == "/h/.hermes"
+
+
+@pytest.mark.parametrize(
+    ("api", "mode", "url"),
+    [
+        (Dialect.OPENAI_CHAT, "chat_completions", "http://gw/s/x/v1"),
+        (Dialect.OPENAI_RESPONSES, "codex_responses", "http://gw/s/x/v1"),
+        (Dialect.ANTHROPIC, "anthropic_messages", "http://gw/s/x"),
+    ],
+)
+def test_the_provider_is_the_gateway_in_the_chosen_wire_format(api, mode, url):
+    harness = hermes(api=str(api))
+    made = config(harness)
+    provider = made["providers"]["gw"]
+    assert harness.dialect is api
+    assert (provider["api_mode"], provider["base_url"]) == (mode, url)
+    assert provider["api_key"] == "key-1"
+    assert made["model"]["provider"] == "gw"
+    assert made["model"]["context_length"] == 131_072
+
+
+def test_what_a_task_configures_comes_on_top_but_the_provider_stays_ours():
+    mine = {"agent": {"max_turns": 7}, "providers": {"gw": {"base_url": "http://elsewhere"}}}
+    made = config(hermes(config=mine, toolsets=["file"]))
+    assert made["agent"] == {"environment_probe": False, "max_turns": 7}
+    assert made["providers"]["gw"]["base_url"] == "http://gw/s/x/v1"
+    assert "file" in hermes(toolsets=["file"]).launch(ROOMY).command
+
+
+def test_mcp_servers_are_sets_of_tools_and_skills_lie_in_its_home(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    servers = (
+        McpServer(name="near", command="run", args=("a",)),
+        McpServer(name="far", transport="streamable-http", url="http://m"),
+    )
+    agent = AgentSpec(harness="hermes", mcp_servers=servers, skills_path=str(tmp_path))
+    launch = Hermes(agent).launch(ROOMY)
+    made = json.loads(launch.files["/h/.hermes/config.yaml"])["mcp_servers"]
+    assert made["near"] == {"command": "run", "args": ["a"], "env": {}}
+    assert made["far"] == {"url": "http://m", "headers": {}}
+    assert "terminal,file,skills,todo,delegation,near,far" in launch.command
+    assert launch.folders == {f"/h/.hermes/skills/{tmp_path.name}": tmp_path}
+
+
+def test_a_model_that_takes_too_little_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match="at least 64000 tokens, and this one takes 32768"):
+        hermes().launch(context())
+
+
+def report(**facts):
+    return json.dumps({"completed": True, **facts}, indent=2).encode() + b"\nDone."
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "stdout", "cause"),
+    [
+        (0, report(failed=False), None),
+        (0, report(failed=True), Cause.HARNESS_MODEL_ERROR),
+        (2, report(failed=True), Cause.HARNESS_CRASH),
+        (0, b"Done.", None),
+        (0, b"[1]", None),
+    ],
+)
+def test_exit_code_0_counts_only_if_its_report_does_not_say_failed(exit_code, stdout, cause):
+    assert hermes().exit_cause(exit_code, None, stdout) is cause
+
+
+def test_another_version_is_refused():
+    with pytest.raises(ConfigError, match=r"packaged as 0\.19\.0"):
+        Hermes(AgentSpec(harness="hermes", version="1.0"))

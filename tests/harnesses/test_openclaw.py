@@ -1,0 +1,86 @@
+import json
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec, McpServer
+from bridle.errors import ConfigError
+from bridle.harnesses.openclaw import Openclaw
+from bridle.types import Cause, Dialect
+
+
+def openclaw(**settings):
+    return Openclaw(AgentSpec(harness="openclaw", settings=settings))
+
+
+def config(harness):
+    return json.loads(harness.launch(context()).files["/h/.openclaw/openclaw.json"])
+
+
+def test_the_launch_line_is_one_headless_turn_with_the_instruction_from_stdin():
+    launch = openclaw(thinking="low", args=["--local-model-lean"]).launch(context())
+    assert launch.command == (
+        "/b/node_modules/.bin/node", "/b/node_modules/openclaw/openclaw.mjs",
+        "agent", "exec", "--config", "/h/.openclaw/openclaw.json", "--cwd", "/w",
+        "--model", "gw/bridle-policy", "--timeout", "86400", "--json", "--message-file", "-",
+        "--thinking", "low", "--local-model-lean",
+    )  # fmt: skip
+    assert launch.stdin == b"do it"
+    assert launch.env["OPENCLAW_STATE_DIR"] == "/h/.openclaw"
+
+
+@pytest.mark.parametrize(
+    ("api", "name", "url"),
+    [
+        (Dialect.OPENAI_CHAT, "openai-completions", "http://gw/s/x/v1"),
+        (Dialect.OPENAI_RESPONSES, "openai-responses", "http://gw/s/x/v1"),
+        (Dialect.ANTHROPIC, "anthropic-messages", "http://gw/s/x"),
+        (Dialect.GOOGLE, "google-generative-ai", "http://gw/s/x/v1beta"),
+    ],
+)
+def test_the_only_provider_is_the_gateway_in_the_chosen_wire_format(api, name, url):
+    harness = openclaw(api=str(api))
+    models = config(harness)["models"]
+    assert harness.dialect is api
+    assert (models["mode"], list(models["providers"])) == ("replace", ["gw"])
+    provider = models["providers"]["gw"]
+    assert (provider["api"], provider["baseUrl"], provider["apiKey"]) == (name, url, "key-1")
+    assert provider["models"][0]["contextWindow"] == 32768
+
+
+def test_what_a_task_configures_comes_on_top_but_the_provider_stays_ours():
+    mine = {"tools": {"toolSearch": True}, "models": {"mode": "merge"}}
+    made = config(openclaw(config=mine))
+    assert made["tools"] == {"toolSearch": True, "deny": ["process", "sessions_spawn"]}
+    assert made["models"]["mode"] == "replace"
+
+
+def test_tools_whose_state_would_end_each_request_are_off_unless_asked_for():
+    assert config(openclaw())["tools"]["deny"] == ["process", "sessions_spawn"]
+    assert config(openclaw(live_state=True))["tools"]["deny"] == []
+
+
+def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
+    (tmp_path / "SKILL.md").write_text("x")
+    servers = (
+        McpServer(name="near", command="run", args=("a",)),
+        McpServer(name="far", transport="streamable-http", url="http://m"),
+    )
+    agent = AgentSpec(harness="openclaw", mcp_servers=servers, skills_path=str(tmp_path))
+    launch = Openclaw(agent).launch(context())
+    made = json.loads(launch.files["/h/.openclaw/openclaw.json"])["mcp"]["servers"]
+    assert made["near"] == {"command": "run", "args": ["a"], "env": {}}
+    assert made["far"] == {"url": "http://m", "transport": "streamable-http", "headers": {}}
+    assert launch.folders == {f"/h/.openclaw/skills/{tmp_path.name}": tmp_path}
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "cause"), [(0, None), (1, Cause.HARNESS_CRASH), (2, Cause.HARNESS_CRASH)]
+)
+def test_its_exit_codes_are_believed(exit_code, cause):
+    assert openclaw().exit_cause(exit_code, None, b"") is cause
+
+
+def test_another_version_is_refused():
+    with pytest.raises(ConfigError, match=r"packaged as 2026\.9\.6"):
+        Openclaw(AgentSpec(harness="openclaw", version="1.0"))
