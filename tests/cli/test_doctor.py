@@ -37,6 +37,25 @@ def test_an_engine_is_probed(say, tmp_path):
     assert "127.0.0.1:9" in json.dumps(gone.json)
 
 
+def test_replicas_are_probed_one_by_one_and_held_against_each_other(say, tmp_path):
+    for name, model in (("a", "m"), ("b", "m"), ("c", "n")):
+        turns = {"conversations": [{"turns": [{"content": "x"}]}], "model": model}
+        (tmp_path / name).write_text(json.dumps(turns))
+    a, b, c = (("--engine", f"scripted:{tmp_path / name}") for name in "abc")
+    gone = ("--engine", "http://127.0.0.1:9")
+
+    alike, unlike = say("doctor", *a, *b, "--json"), say("doctor", *a, *c, "--json")
+    fewer = say("doctor", *a, *gone, "--json")
+
+    assert alike.json[-1]["what"] == "replicas"
+    assert (alike.code, alike.json[-1]["ok"]) == (0, True)
+    assert any(finding["what"].startswith(a[1]) for finding in alike.json)
+    assert (unlike.code, unlike.json[-1]["ok"]) == (1, False)
+    assert "one model" in unlike.json[-1]["advice"]
+    assert fewer.code == 1
+    assert fewer.json[-1]["found"] == "1 of 2 answer"
+
+
 def test_the_local_runtime_conforms(say):
     said = say("doctor", "--runtime", "local", "--json")
 

@@ -54,3 +54,10 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
     with SqliteReader(tmp_path / "data" / "capture.sqlite") as reader:
         exchanges = reader.exchanges(session["session_id"])
         assert [exchange.extra.get("stream") for exchange in exchanges] == [None, "live"]
+
+
+def test_without_an_engine_it_says_where_one_is_named(say):
+    said = say("gateway", "--data", "nowhere")
+    assert said.code == 2
+    assert "--engine" in said.err
+    assert "engines = [" in said.err

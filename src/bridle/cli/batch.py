@@ -19,13 +19,13 @@ from rich.progress import Progress, TaskID
 from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.sqlite import SqliteStore
+from bridle.cli.config import FileConfig, load_config
 from bridle.cli.gateway import Streaming
 from bridle.cli.output import notes, progress
-from bridle.cli.parts import open_parts
+from bridle.cli.parts import open_all
 from bridle.config import Task
 from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
-from bridle.gateway.settings import GatewaySettings
 from bridle.lifecycle.events import Event, Installing, SessionChanged
 from bridle.lifecycle.manager import Node, NodeSettings, check
 from bridle.lifecycle.results import trajectory_of
@@ -42,16 +42,23 @@ class Batch:
     """What to run, on what, and where to."""
 
     tasks: Sequence[Task]
-    engine: str
-    """As `--engine` takes it."""
+    engine: str | FileConfig
+    """One engine, as `--engine` takes it; or all of a config."""
     tokenizer: str | None
     folder: Path
     concurrency: int | None
     """Harnesses at once; `None` = twice the cores."""
     title: str = "sessions"
     """What the progress bar calls them."""
-    stream: Streaming = "whole"
-    """How streamed replies leave the gateway (`GatewaySettings.stream`)."""
+    stream: Streaming | None = None
+    """How streamed replies leave the gateway (`GatewaySettings.stream`); `None` = as configured."""
+
+    def setup(self) -> FileConfig:
+        """The config that it runs with."""
+        if isinstance(self.engine, FileConfig):
+            return self.engine
+        gateway = {"stream": self.stream}
+        return load_config(None, engines=[self.engine], tokenizer=self.tokenizer, gateway=gateway)
 
 
 def new_run_folder(runs: Path) -> Path:
@@ -74,13 +81,19 @@ def run_batch(batch: Batch) -> list[JSON]:
 async def _run(batch: Batch, board: Board) -> list[JSON]:
     check(batch.tasks)
     async with AsyncExitStack() as stack:
-        engine, renderer = open_parts(batch.engine, batch.tokenizer)
+        setup = batch.setup()
+        parts = open_all(setup)
         folder = stack.enter_context(RunFolder.create(batch.folder, config=_config(batch)))
         stack.callback(folder.discard_if_unused)
         store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
         board.say("starting the engine")
-        settings = GatewaySettings(stream=batch.stream)
-        gateway = Gateway(engine=engine, renderer=renderer, store=store, settings=settings)
+        gateway = Gateway(
+            engine=parts.engine,
+            renderer=parts.renderer,
+            store=store,
+            settings=setup.gateway,
+            models=parts.models,
+        )
         await stack.enter_async_context(gateway)
         node = Node(gateway=gateway, store=store, folder=folder, settings=_settings(batch))
         await stack.enter_async_context(node)
@@ -112,10 +125,9 @@ def _finish(folder: RunFolder, store: SqliteStore) -> JSON:
 
 def _config(batch: Batch) -> JSON:
     return {
-        "engine": batch.engine,
-        "tokenizer": batch.tokenizer,
+        **batch.setup().model_dump(mode="json", include={"engines", "tokenizer", "models"}),
         "concurrency": batch.concurrency,
-        "stream": batch.stream,
+        "stream": batch.setup().gateway.stream,
         "tasks": [task.model_dump(mode="json") for task in batch.tasks],
     }
 

@@ -8,14 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridle.cli.output import console, print_json, table
 from bridle.errors import BridleError, EngineError
+
+if TYPE_CHECKING:
+    from bridle.engines.base import EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,10 @@ class Finding:
 
 def doctor(
     engine: Annotated[
-        str | None, typer.Option(help="Probe this engine: URL, scripted:FILE or embedded:DIR.")
+        list[str] | None,
+        typer.Option(
+            help="Probe this engine: URL, scripted:FILE or embedded:DIR; once for each replica."
+        ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder or 'builtin'.")] = None,
     runtime: Annotated[
@@ -41,8 +47,8 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at this machine, an engine or a runtime, and say what is missing."""
-    if engine is not None:
-        findings = asyncio.run(_probe(engine, tokenizer))
+    if engine:
+        findings = asyncio.run(_probe_all(engine, tokenizer))
     elif runtime is not None:
         findings = asyncio.run(_conformance(runtime))
     else:
@@ -109,12 +115,45 @@ def _cache() -> Finding:
     )
 
 
-async def _probe(spec: str, tokenizer: str | None) -> list[Finding]:
+async def _probe_all(specs: list[str], tokenizer: str | None) -> list[Finding]:
+    """What each replica gives, and whether they can stand for each other."""
+    infos: dict[str, EngineInfo] = {}
+    findings = []
+    for spec in specs:
+        found, info = await _probe(spec, tokenizer)
+        name = f"{spec}: " if len(specs) > 1 else ""
+        findings += [replace(finding, what=name + finding.what) for finding in found]
+        if info is not None:
+            infos[spec] = info
+    if len(specs) > 1:
+        findings.append(_alike(infos, len(specs)))
+    return findings
+
+
+def _alike(infos: dict[str, EngineInfo], wanted: int) -> Finding:
+    """Whether replicas serve one model in one way."""
+    if len(infos) < wanted:
+        advice = "a gateway starts with those that answer, and takes the others when they come"
+        return Finding(
+            "replicas", ok=bool(infos), found=f"{len(infos)} of {wanted} answer", advice=advice
+        )
+    ways = {
+        f"{info.model}, {info.logprob_mode} logprobs, token in {info.token_in}"
+        for info in infos.values()
+    }
+    lengths = {info.context_length for info in infos.values()}
+    found = "; ".join(sorted(ways)) + f"; context {min(lengths)}"
+    advice = "" if len(ways) == 1 else "they must serve one model in one way: compare their flags"
+    return Finding("replicas", ok=len(ways) == 1, found=found, advice=advice)
+
+
+async def _probe(spec: str, tokenizer: str | None) -> tuple[list[Finding], EngineInfo | None]:
     """What an engine gives; an engine that refuses itself at its start is reported all the same."""
     from bridle.engines import open_engine
     from bridle.engines.probe import ProbeReport, probe
 
     engine = open_engine(spec, tokenizer=tokenizer)
+    info: EngineInfo | None = None
     try:
         info = await engine.start()
         report = getattr(engine, "report", None) or await probe(engine)
@@ -125,14 +164,11 @@ async def _probe(spec: str, tokenizer: str | None) -> list[Finding]:
     finally:
         await engine.aclose()
     if not isinstance(report, ProbeReport):
-        return [context]
-    return [
-        *(
-            Finding(f.what, f.ok or not f.needed, f.found, f.fix or f.means)
-            for f in report.findings
-        ),
-        context,
-    ]
+        return [context], info
+    told = (
+        Finding(f.what, f.ok or not f.needed, f.found, f.fix or f.means) for f in report.findings
+    )
+    return [*told, context], info
 
 
 async def _conformance(backend: str) -> list[Finding]:

@@ -1,14 +1,32 @@
-"""From the words of a command line to an engine and the renderer that goes with it."""
+"""From the words of a command line or a config file to engines and their renderers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bridle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bridle.cli.config import FileConfig
+    from bridle.config import ModelSpec
     from bridle.engines.base import Engine
+    from bridle.engines.pool import EnginePool
+    from bridle.engines.pool_replica import RoutingSettings
+    from bridle.gateway.models import OtherModel
     from bridle.prompting.renderer import PromptRenderer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a gateway is made of; nothing is started."""
+
+    engine: EnginePool
+    renderer: PromptRenderer
+    models: Sequence[OtherModel]
 
 
 def open_parts(spec: str, tokenizer: str | None) -> tuple[Engine, PromptRenderer]:
@@ -22,12 +40,73 @@ def open_parts(spec: str, tokenizer: str | None) -> tuple[Engine, PromptRenderer
 
     source = tokenizer or default_tokenizer(spec)
     engine = open_engine(spec, tokenizer=source)
+    return engine, load_renderer(_required(source, spec))
+
+
+def open_all(config: FileConfig) -> Parts:
+    """The replicas, the renderer and the other models of a config. `ConfigError` as `open_parts`.
+
+    Engines of other models never train, so they may give text only.
+    """
+    from bridle.gateway.models import check_models
+    from bridle.prompting.renderer import load_renderer
+
+    first = config.engines[0]
+    source = config.tokenizer or default_tokenizer(first)
+    engine = open_replicas(
+        config.engines,
+        source,
+        settings=config.routing,
+        allow_untokenized=config.gateway.allow_untokenized,
+    )
+    renderer = load_renderer(_required(source, first))
+    models = [_other(name, spec, config.routing) for name, spec in config.models.items()]
+    check_models(models)
+    return Parts(engine, renderer, models)
+
+
+def open_replicas(
+    specs: Sequence[str],
+    tokenizer: str | None,
+    *,
+    settings: RoutingSettings | None = None,
+    allow_untokenized: bool = False,
+) -> EnginePool:
+    """One engine of all that `specs` name. A second one of the same words in this process is `#2`.
+
+    `ConfigError` for words that name no engine, or a server that is named twice.
+    """
+    from bridle.engines import open_engine
+    from bridle.engines.pool import EnginePool
+    from bridle.engines.pool_replica import make_replica
+
+    make = partial(open_engine, tokenizer=tokenizer, allow_untokenized=allow_untokenized)
+    replicas = [make_replica(spec, make) for spec in specs]
+    for place, one in enumerate(replicas):
+        before = specs[:place].count(one.name)
+        if before and one.reopen is None:
+            one.name = f"{one.name}#{before + 1}"
+    return EnginePool(replicas, settings=settings)
+
+
+def _other(name: str, spec: ModelSpec, routing: RoutingSettings) -> OtherModel:
+    from bridle.gateway.models import OtherModel
+    from bridle.prompting.renderer import load_renderer
+
+    if not spec.engines:
+        return OtherModel(name, spec)
+    source = spec.tokenizer or default_tokenizer(spec.engines[0])
+    engine = open_replicas(spec.engines, source, settings=routing, allow_untokenized=True)
+    return OtherModel(name, spec, engine, None if source is None else load_renderer(source))
+
+
+def _required(source: str | None, spec: str) -> str:
     if source is None:
         raise ConfigError(
             f"--engine {spec} needs --tokenizer: the folder with the model's tokenizer, "
             "because the gateway renders and tokenises by itself"
         )
-    return engine, load_renderer(source)
+    return source
 
 
 def default_tokenizer(spec: str) -> str | None:

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from bridle.cli.gateway import EngineOption, StreamOption, TokenizerOption
+from bridle.cli.gateway import ConfigOption, EnginesOption, StreamOption, TokenizerOption
 from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
 
 
 def run(  # noqa: PLR0913 - one parameter per flag
     tasks: Annotated[Path, typer.Argument(help="Task file, or a folder of them.")],
-    engine: EngineOption,
+    engine: EnginesOption = None,
+    config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
     harness: Annotated[
         str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
@@ -29,7 +30,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
     ] = None,
-    stream: StreamOption = "whole",
+    stream: StreamOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -38,6 +39,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     Ends with code 0 if every session COMPLETED, 1 if some did not; rewards do not matter for it.
     """
     from bridle.cli.batch import Batch, new_run_folder, run_batch
+    from bridle.cli.config import load_config
     from bridle.datasets.jsonl import load_tasks
 
     overrides: JSON = {}
@@ -50,7 +52,10 @@ def run(  # noqa: PLR0913 - one parameter per flag
         overrides["builder"] = {"strategy": builder}
     loaded = load_tasks(tasks, overrides=overrides)[:first]
     folder = out or new_run_folder(Path("runs"))
-    lines = run_batch(Batch(loaded, engine, tokenizer, folder, concurrency, stream=stream))
+    setup = load_config(
+        config, engines=engine or (), tokenizer=tokenizer, gateway={"stream": stream}
+    )
+    lines = run_batch(Batch(loaded, setup, None, folder, concurrency))
     report(lines, folder, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 

@@ -1,0 +1,56 @@
+"""`--config FILE`: engines, routing, models and gateway in one TOML file; flags come before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from bridle.config import ModelSpec, Settings, explain, load_toml
+from bridle.engines.pool_replica import RoutingSettings
+from bridle.errors import ConfigError
+from bridle.gateway.settings import GatewaySettings
+
+
+class FileConfig(Settings):
+    """What a config file may hold."""
+
+    engines: tuple[str, ...] = ()
+    """Replicas of the policy's engine, each as `--engine` takes it."""
+    tokenizer: str | None = None
+    """Folder or `builtin`; `None` = the engine's own where it has one."""
+    gateway: GatewaySettings = GatewaySettings()
+    routing: RoutingSettings = RoutingSettings()
+    models: dict[str, ModelSpec] = Field(default_factory=dict)
+    """Model names and globs with an engine or a sampling of their own, first match first."""
+
+
+def load_config(
+    path: Path | None,
+    *,
+    engines: Sequence[str] = (),
+    tokenizer: str | None = None,
+    gateway: Mapping[str, Any] | None = None,
+) -> FileConfig:
+    """The file's settings (defaults without one) under those of the flags; `None` = not given.
+
+    `ConfigError` names a mistake, and says so if neither names an engine.
+    """
+    given = {} if path is None else load_toml(path)
+    table = given.get("gateway", {})
+    if isinstance(table, dict):
+        flags = {name: value for name, value in (gateway or {}).items() if value is not None}
+        given["gateway"] = {**table, **flags}
+    if engines:
+        given["engines"] = tuple(engines)
+    if tokenizer is not None:
+        given["tokenizer"] = tokenizer
+    try:
+        config = FileConfig.model_validate(given)
+    except ValidationError as error:
+        raise explain(error, "the command" if path is None else str(path)) from error
+    if not config.engines:
+        raise ConfigError("no engine: give --engine, or `engines = [...]` in --config FILE")
+    return config

@@ -1,0 +1,93 @@
+"""The config file: what it may hold, and that flags come before it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bridle.cli.config import load_config
+from bridle.engines.pool_replica import RoutingSettings
+from bridle.errors import ConfigError
+
+FILE = """
+engines = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+tokenizer = "builtin"
+
+[gateway]
+port = 9000
+retry_grace_s = 3
+
+[routing]
+load_factor = 2.0
+patience_s = 5
+
+[models.judge]
+engines = ["http://10.0.0.3:8000"]
+match = ["gpt-4o*"]
+
+[models."claude-haiku-*"]
+kinds = ["side"]
+sampling = {temperature = {mode = "override", value = 0}}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "bridle.toml"
+    file.write_text(FILE)
+    return file
+
+
+def test_a_file_names_replicas_routing_and_models(path):
+    config = load_config(path)
+    assert config.engines == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+    assert (config.gateway.port, config.gateway.retry_grace_s) == (9000, 3)
+    assert (config.routing.load_factor, config.routing.patience_s) == (2.0, 5)
+    assert list(config.models) == ["judge", "claude-haiku-*"]
+    assert config.models["judge"].match == ("gpt-4o*",)
+
+
+def test_flags_come_before_the_file_and_those_not_given_leave_it_alone(path):
+    config = load_config(
+        path, engines=["scripted:x"], tokenizer="dir", gateway={"port": 1, "host": None}
+    )
+    assert (config.engines, config.tokenizer) == (("scripted:x",), "dir")
+    assert (config.gateway.port, config.gateway.retry_grace_s) == (1, 3)
+    assert config.gateway.host == "127.0.0.1"
+
+
+def test_without_a_file_the_flags_are_all():
+    config = load_config(None, engines=["scripted:x"], gateway={"stream": "live"})
+    assert (config.gateway.stream, config.models) == ("live", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "no engine"),
+        ('engines = ["x"]\n[routing]\nstick = true', "routing.stick"),
+        ('engines = ["x"]\n[models.a]\nkinds = ["agents"]', "models.a.kinds"),
+        ('engines = ["x"]\ngateway = 3', "gateway"),
+        ("engines = [", "bridle.toml"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path, text, named):
+    file = tmp_path / "bridle.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_config(file)
+
+
+def test_the_guide_s_file_is_one(tmp_path):
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "routing.md"
+    (text,) = re.findall(r"```toml\n(.*?)```", guide.read_text(), re.DOTALL)
+    file = tmp_path / "bridle.toml"
+    file.write_text(text)
+    config = load_config(file)
+    assert len(config.engines) == 2
+    assert list(config.models) == ["judge", "claude-haiku-*", "quiet"]
+
+
+def test_the_guide_names_every_key_of_routing():
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "routing.md"
+    assert not [key for key in RoutingSettings.model_fields if f"`{key}`" not in guide.read_text()]
