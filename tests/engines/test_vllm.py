@@ -210,8 +210,11 @@ async def test_an_engine_that_parses_gives_its_reply(connected):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     for stream in (False, True):
         made = request(messages=messages, tools=tools, stream=stream)
-        reply = (await collect(outside, made))[-1].reply
+        chunks = await collect(outside, made)
+        reply = chunks[-1].reply
         assert (reply.content, reply.reasoning) == (TURN["content"], "hm")
+        assert "".join(chunk.delta.text for chunk in chunks) == TURN["content"]
+        assert "".join(chunk.delta.reasoning for chunk in chunks) == "hm"
         assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", '{"a": 1}')]
 
 

@@ -87,7 +87,7 @@ class Turn(Settings):
     delay_s: float = Field(default=0.0, ge=0)
     """Wait before the first token, or before the fault."""
     pace_s: float = Field(default=0.0, ge=0)
-    """Seconds per token; those of a streamed reply then come one by one. 0 = at once."""
+    """Seconds per token after the first; those of a streamed reply come one by one. 0 = at once."""
     fault: Annotated[int, Field(ge=400, le=599)] | Literal["cut"] | None = None
     """An HTTP status to fail with, or `cut`: half of the reply, then a broken connection."""
     fault_after: int | None = Field(default=None, ge=1)

@@ -310,8 +310,9 @@ class ScriptedEngine:
         size = piece_size if request.stream else max(len(ids), 1)
         versions: list[VersionSpan] = []
         for start in range(0, max(len(ids), 1), size):
-            await _wait(played.pace_s * size, aborted)
-            piece = ids[start : start + size] if not aborted.is_set() else ids[:0]
+            piece = ids[start : start + size]
+            await _wait(played.pace_s * (len(piece) - (start == 0)), aborted)
+            piece = piece if not aborted.is_set() else ids[:0]
             end = start + len(piece)
             last = (end == len(ids) and fault is None) or aborted.is_set()
             versions = _spans(versions, self.version, start, end)
