@@ -8,7 +8,7 @@ import pytest
 from bridle.config import cache_dir
 from bridle.errors import HarnessError
 from bridle.harnesses import bundles
-from bridle.harnesses.bundles import MARKER, Builder, Recipe, bundles_dir, ensure
+from bridle.harnesses.bundles import MARKER, Builder, Recipe, bundles_dir, ensure, installed
 
 
 class Work:
@@ -49,6 +49,15 @@ async def test_a_bundle_is_built_once_and_then_found(tmp_path):
     assert (facts["name"], facts["version"], facts["size_mb"]) == ("tool", "1.0", 2)
     assert said[0] == "tool 1.0: working"
     assert said[1].startswith("tool 1.0: ready: 2 MB in ")
+
+
+async def test_only_a_whole_bundle_of_the_version_is_installed(tmp_path):
+    assert installed("tool", "1.0", tmp_path / "none") is None
+    (tmp_path / "tool-1.0-half").mkdir()
+    assert installed("tool", "1.0", tmp_path) is None
+    folder = await ensure(Work().recipe, tmp_path, print)
+    assert installed("tool", "1.0", tmp_path) == folder
+    assert installed("tool", "1", tmp_path) is None
 
 
 def test_another_lock_is_another_bundle():

@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from bridle.config import AgentSpec, McpServer
 from bridle.errors import ConfigError
-from bridle.harnesses import HARNESSES, open_harness
+from bridle.harnesses import ANY_PROGRAM, HARNESSES, dialects_of, open_harness
+from bridle.types import Dialect
 
 
 @pytest.mark.parametrize("name", sorted(HARNESSES))
@@ -10,6 +13,22 @@ def test_every_name_in_the_table_opens_a_harness_of_that_name(name):
     harness = open_harness(name)
     assert harness.name == name
     assert harness.version
+
+
+def test_the_guide_s_table_is_what_can_be_run():
+    page = Path(__file__).parents[2] / "docs/guides/harnesses/index.md"
+    told = {line for line in page.read_text().splitlines() if line.startswith("| `")}
+    wanted = set()
+    for name in HARNESSES:
+        version = "-" if name in ANY_PROGRAM else open_harness(name).version
+        dialects = ", ".join(f"`{dialect}`" for dialect in dialects_of(name))
+        wanted.add(f"| `{name}` | {version} | {dialects} |")
+    assert told == wanted
+
+
+def test_a_harness_without_a_choice_speaks_one_dialect():
+    assert dialects_of("pi") == (Dialect.OPENAI_CHAT,)
+    assert set(dialects_of("function")) == set(Dialect)
 
 
 def test_an_unknown_harness_is_named_with_those_that_are_known():

@@ -1,4 +1,7 @@
-"""One tool call of a real harness against the scripted engine: does it work on this machine?"""
+"""One tool call of a real harness against the scripted engine: does it work on this machine?
+
+A program without tools makes one edit instead.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +10,61 @@ import tempfile
 from pathlib import Path
 
 from bridle.cli.batch import Batch, run_batch
-from bridle.config import Task
-from bridle.harnesses import open_harness
+from bridle.config import EvaluatorSpec, Task
+from bridle.harnesses import default_agent, open_harness
 from bridle.types import JSON
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """How mini-swe-agent says that it is done; harmless elsewhere."""
 
 
-def check_harness(name: str) -> JSON:
-    """Install harness `name`, let it write a file by its own tool, and say how it went.
+PROOF = "proof.txt"
 
-    `ConfigError` for an unknown name.
+CALLS: list[JSON] = [
+    {"content": "", "shell": [f"echo bridle > {PROOF}"]},
+    {"content": "Done.", "shell": [SUBMIT]},
+    {"content": "Done."},
+]
+"""One call of the program's own shell tool, then its end."""
+
+EDITS: dict[str, tuple[JSON, list[JSON]]] = {
+    "aider": ({"files": [PROOF]}, [{"content": f"{PROOF}\n```\nbridle\n```"}]),
+}
+"""Programs without tools, which change files as the model's text says: settings and turns."""
+
+
+def check_harness(name: str) -> JSON:
+    """Install harness `name`, let it write a file in its own way, and say how it went.
+
+    `works` in the report is whether the file is there and the session completed. `ConfigError` for
+    an unknown name.
     """
     harness = open_harness(name)
-    script = {
-        "conversations": [
-            {
-                "turns": [
-                    {"content": "", "shell": ["echo bridle > proof.txt"]},
-                    {"content": "Done.", "shell": [SUBMIT]},
-                    {"content": "Done."},
-                ]
-            }
-        ]
-    }
-    agent = {"harness": name}
-    if name == "command":
-        agent["command"] = "echo bridle > proof.txt"
-    task = Task.model_validate(
-        {
-            "task_id": f"check-{name}",
-            "instruction": "Write the word bridle into proof.txt.",
-            "agent": agent,
-            "evaluator": {
-                "strategy": "command",
-                "config": {"command": 'test "$(cat proof.txt)" = bridle'},
-            },
-        }
+    settings, turns = EDITS.get(name, ({}, CALLS))
+    agent = default_agent(name)
+    task = Task(
+        task_id=f"check-{name}",
+        instruction=f"Write the word bridle into {PROOF}.",
+        agent=agent.model_copy(update={"settings": settings}),
+        evaluator=EvaluatorSpec(
+            strategy="command", config={"command": f'test "$(cat {PROOF})" = bridle'}
+        ),
     )
     with tempfile.TemporaryDirectory(prefix="bridle-check-") as scratch:
         path = Path(scratch) / "script.json"
-        path.write_text(json.dumps(script))
+        path.write_text(json.dumps({"conversations": [{"turns": turns}]}))
         run = Path(scratch) / "run"
         [line] = run_batch(Batch([task], f"scripted:{path}", None, run, 1, f"check {name}"))
+    made = line["reward"] == 1.0
     return {
         "harness": name,
+        "works": made and line["status"] == "COMPLETED",
         "version": harness.version,
         "dialect": str(harness.dialect),
         "status": line["status"],
         "cause": line["cause"],
         "error": line["error"],
-        "tool call": "made" if line["reward"] == 1.0 else "not made",
+        "edit" if name in EDITS else "tool call": "made" if made else "not made",
         "model calls": line["exchanges"],
         "merge ratio": line["merge_ratio"],
     }

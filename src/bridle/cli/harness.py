@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bridle.cli.output import console, print_json, table
+from bridle.types import JSON
 
 app = typer.Typer(help="The harnesses that Bridle can run.", no_args_is_help=True)
 
@@ -15,20 +16,33 @@ app = typer.Typer(help="The harnesses that Bridle can run.", no_args_is_help=Tru
 def list_harnesses(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the harnesses, their pinned versions and their dialects."""
-    from bridle.harnesses import HARNESSES, open_harness
+    """List the harnesses: pinned version, dialects (the default first), whether installed here."""
+    from bridle.harnesses import ANY_PROGRAM, HARNESSES, dialects_of, open_harness
+    from bridle.harnesses.bundles import bundles_dir, installed
 
-    rows = [
-        {"harness": name, "version": harness.version, "dialect": str(harness.dialect)}
-        for name in sorted(HARNESSES)
-        for harness in [open_harness(name)]
-    ]
+    rows: list[JSON] = []
+    for name in sorted(HARNESSES):
+        version, needs_none = open_harness(name).version, name in ANY_PROGRAM
+        rows.append(
+            {
+                "harness": name,
+                "version": None if needs_none else version,
+                "dialects": [str(dialect) for dialect in dialects_of(name)],
+                "installed": needs_none or installed(name, version, bundles_dir()) is not None,
+            }
+        )
     if json:
         print_json(rows)
         return
-    console.print(
-        table("harnesses", ("harness", "version", "dialect"), (tuple(r.values()) for r in rows))
+    shown = (
+        (row["harness"], row["version"] or "-", ", ".join(row["dialects"]), _yes(row["installed"]))
+        for row in rows
     )
+    console.print(table("harnesses", ("harness", "version", "dialects", "installed"), shown))
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 @app.command()
@@ -36,7 +50,10 @@ def check(
     name: Annotated[str, typer.Argument(help="Short name of the harness.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Install a harness, let it make one tool call against the scripted engine, and report."""
+    """Install a harness, let it do one piece of work against the scripted engine, and report.
+
+    The work is one tool call (one edit where the program has no tools).
+    """
     from bridle.cli.check import check_harness
 
     report = check_harness(name)
@@ -44,4 +61,4 @@ def check(
         print_json(report)
     else:
         console.print(table(f"harness {name}", ("what", "result"), report.items()))
-    raise typer.Exit(0 if report["status"] == "COMPLETED" else 1)
+    raise typer.Exit(0 if report["works"] else 1)

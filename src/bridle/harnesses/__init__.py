@@ -11,6 +11,7 @@ from bridle.config import AgentSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.base import SCRIPTS, Harness
 from bridle.plugins import load
+from bridle.types import Dialect
 
 HARNESSES = {
     "aider": "bridle.harnesses.aider:Aider",
@@ -34,6 +35,9 @@ HARNESSES = {
 }
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
 
+ANY_PROGRAM = ("command", "function")
+"""Harnesses that run what a task names, and so install nothing."""
+
 
 def default_agent(name: str) -> AgentSpec:
     """The agent of that short name as it comes; `command` and `function` run the smallest one."""
@@ -45,6 +49,26 @@ def default_agent(name: str) -> AgentSpec:
             return AgentSpec(harness=name, function=f"{agent}:run")
         case _:
             return AgentSpec(harness=name)
+
+
+def dialects_of(name: str) -> tuple[Dialect, ...]:
+    """Every wire format that a harness can be run with, the default first.
+
+    `command` and `function` run whatever a task names, in any of them.
+    """
+    default = open_harness(name).dialect
+    if name in ANY_PROGRAM:
+        return (default, *(dialect for dialect in Dialect if dialect is not default))
+    others = (dialect for dialect in Dialect if dialect is not default)
+    return (default, *(dialect for dialect in others if _speaks(name, dialect)))
+
+
+def _speaks(name: str, dialect: Dialect) -> bool:
+    try:
+        open_harness(AgentSpec(harness=name, settings={"api": dialect}))
+    except ConfigError:  # it has no such setting, or not this value
+        return False
+    return True
 
 
 def open_harness(agent: AgentSpec | str) -> Harness:

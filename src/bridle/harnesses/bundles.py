@@ -111,6 +111,12 @@ class Builder:
         return result.stdout
 
 
+def installed(name: str, version: str, bundles: Path) -> Path | None:
+    """The folder of a whole bundle of this version; `None` = there is none here."""
+    found = (marker.parent for marker in sorted(bundles.glob(f"{name}-{version}-*/{MARKER}")))
+    return next(found, None)
+
+
 async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
     """The whole bundle's folder, built now if it is not there.
 
