@@ -47,9 +47,10 @@ class SamplingPolicy(Settings):
     max_output_tokens: int | None = None
     """Output budget of one call; `None` = what was asked for and what the context leaves."""
     constraints: Literal["enforce", "record"] = "enforce"
-    """What a request's schema for its answer does. `enforce`: the engine samples under a grammar
-    where it can, and such tokens train only with logprobs of the constrained distribution.
-    `record`: samples are free and train; the exchange says that the schema was not enforced."""
+    """What a schema for the answer, or a tool that must be called, does. `enforce`: the engine
+    samples under a grammar where it can, and such tokens train only with logprobs of the
+    constrained distribution. `record`: samples are free and train; what the answer does not keep
+    is recorded."""
 
 
 class ModelSpec(Settings):

@@ -74,6 +74,15 @@ def test_routes_that_default_to_sixteen_tokens_are_told_what_is_left(route):
     assert "max_tokens" not in body(Route.CHAT, request(sampling=Sampling()))
 
 
+def test_a_structural_tag_goes_as_it_is_where_the_route_takes_one():
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    grammar = {"structural_tag": tag}
+    assert body(Route.CHAT, request(grammar=grammar))["response_format"] == tag
+    assert body(Route.COMPLETIONS, request(grammar=grammar))["response_format"] == tag
+    params = body(Route.GENERATE, request(grammar=grammar))["sampling_params"]
+    assert json.loads(params["structured_outputs"]["structural_tag"]) == tag
+
+
 def test_a_grammar_becomes_a_response_format():
     schema = body(Route.CHAT, request(grammar={"json_schema": {"a": 1}}))["response_format"]
     assert schema == {"type": "json_schema", "json_schema": {"name": "reply", "schema": {"a": 1}}}

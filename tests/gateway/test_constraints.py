@@ -3,14 +3,16 @@
 import dataclasses
 
 import pytest
-from tests.gateway.house import SHELL_TOOL, house, scripted, user
+from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, user
 
 from bridle.config import SamplingPolicy
 from bridle.engines.scripted import ScriptedEngine
-from bridle.types import LogprobMode
+from bridle.types import LogprobMode, ToolSpec
 
 ANY_OBJECT = {"type": "json_object"}
 CALL = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
+_FUNCTION = SHELL_TOOL["function"]
+BASH = (ToolSpec("bash", _FUNCTION["description"], _FUNCTION["parameters"]),)
 FREE = SamplingPolicy(constraints="record")
 
 
@@ -106,3 +108,44 @@ async def test_a_tool_choice_that_the_model_did_not_keep_is_recorded(choice, tur
         [exchange] = caller.exchanges
         assert exchange.extra.get("unenforced") == (None if held else ["tool_choice"])
         assert not exchange.constrained
+
+
+async def test_a_tool_that_must_be_called_is_a_grammar_in_the_template_s_own_form():
+    engine = Constraining(CALL)
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        message = await caller.ask([user("go")], tools=[SHELL_TOOL], tool_choice="required")
+        assert message["tool_calls"][0]["function"]["name"] == "bash"
+        [grammar] = engine.grammars
+        assert grammar == {"structural_tag": renderer().call_grammar(BASH, "required")}
+        [exchange] = caller.exchanges
+        assert exchange.constrained
+        assert "unenforced" not in exchange.extra
+        assert set((await stats_of(home, caller))["tokens_excluded"]) == {"constrained"}
+
+
+async def test_a_grammar_for_calls_that_the_engine_refuses_leaves_the_samples_free():
+    engine = Constraining({"content": "no", "fault": 400, "fault_times": 1})
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], tools=[SHELL_TOOL], tool_choice="required")
+        assert [grammar is None for grammar in engine.grammars] == [False, True]
+        [exchange] = caller.exchanges
+        assert (exchange.constrained, exchange.extra["unenforced"]) == (False, ["tool_choice"])
+
+
+async def test_a_task_may_leave_tool_choices_free():
+    engine = Constraining(CALL)
+    async with house(engine=engine) as home:
+        caller = await home.session(sampling=FREE)
+        await caller.ask([user("go")], tools=[SHELL_TOOL], tool_choice="required")
+        assert engine.grammars == [None]
+        assert (await stats_of(home, caller))["tokens_excluded"] == {}
+
+
+@pytest.mark.parametrize(("make", "left"), [(Constraining, "whole"), (scripted, "live")])
+async def test_what_a_grammar_constrains_leaves_whole_and_all_else_live(make, left):
+    async with house(engine=make({"content": "{}"}), stream="live") as home:
+        caller = await home.session()
+        await caller.stream([user("go")], response_format=ANY_OBJECT)
+        assert caller.exchanges[0].extra["stream"] == left

@@ -177,13 +177,6 @@ async def test_a_whole_reply_is_recorded_as_such_and_leaves_at_its_end():
         assert [e.extra.get("stream") for e in caller.exchanges] == ["whole", None]
 
 
-async def test_what_a_grammar_constrains_leaves_whole(living):
-    engine, caller = living
-    engine.sign.set()
-    await caller.stream([user("go")], response_format={"type": "json_object"})
-    assert caller.exchanges[0].extra["stream"] == "whole"
-
-
 async def test_a_turn_read_live_is_extended_like_any_other(living):
     engine, caller = living
     engine.sign.set()

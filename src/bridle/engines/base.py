@@ -52,7 +52,8 @@ class GenerateRequest:
     """OpenAI Chat messages, for an engine that renders or parses itself; `None` = ids suffice."""
     tools: Sequence[JSON] | None = None
     grammar: JSON | None = None
-    """`{"json_schema": {...}}` to constrain the samples; `None` = free."""
+    """`{"json_schema": {...}}`, or `{"structural_tag": {...}}` as xgrammar has it, to constrain the
+    samples; `None` = free."""
     stream: bool = False
     """Whether the caller wants pieces as they are sampled; an engine may send one piece anyway."""
 
@@ -103,7 +104,7 @@ class EngineInfo:
     tokenizer_dir: str | None = None
     """Folder with the tokenizer, if it is on this machine."""
     grammar: bool = False
-    """Whether it samples under a JSON schema (`GenerateRequest.grammar`)."""
+    """Whether it samples under a `GenerateRequest.grammar`."""
 
 
 class Engine(Protocol):

@@ -66,7 +66,7 @@ def call_body(
         fields.setdefault("max_tokens", room)
     if route is Route.GENERATE:
         if request.grammar is not None:
-            fields["structured_outputs"] = {"json": request.grammar.get("json_schema", {})}
+            fields["structured_outputs"] = _structured_outputs(request.grammar)
         head["sampling_params"] = {**fields, "logprobs": 0}
         return _with_ids(head, b'"token_ids":', request.prompt.json())
     head |= {**fields, "return_tokens_as_token_ids": True, "return_weight_versions": True}
@@ -115,7 +115,16 @@ _SAMPLING_NAMES = (
 )
 
 
+def _structured_outputs(grammar: JSON) -> JSON:
+    if "structural_tag" in grammar:
+        return {"structural_tag": _ENCODER.encode(grammar["structural_tag"]).decode()}
+    return {"json": grammar.get("json_schema", {})}
+
+
 def _response_format(grammar: JSON) -> JSON:
+    if "structural_tag" in grammar:
+        tag: JSON = grammar["structural_tag"]
+        return tag
     schema = grammar.get("json_schema", {})
     if not schema:
         return {"type": "json_object"}

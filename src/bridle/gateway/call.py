@@ -21,7 +21,7 @@ from bridle.gateway.live import LiveReply
 from bridle.prompting.canonical import Canonical
 from bridle.prompting.conversation import Placement
 from bridle.prompting.prompt import PromptIds
-from bridle.types import DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage
+from bridle.types import JSON, DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage
 
 if TYPE_CHECKING:
     from bridle.gateway.models import Served
@@ -102,6 +102,8 @@ class Call:
     other: str | None = None
     """Name of the engine that answers, where that is not the policy."""
     asked: Asked = field(default_factory=Asked)
+    grammar: JSON | None = None
+    """What constrains its samples; `None` = nothing."""
     reserved: int = 0
     """Tokens of the session's budget that it may still sample."""
     stage: Stage = Stage.PLACED

@@ -1,33 +1,46 @@
 """What a request says about the form of its answer, and what is done about it.
 
-A schema for the answer is given to an engine that can sample under a grammar, unless the task wants
-free samples: a grammar shapes the distribution, so its tokens train only where their logprobs are
-of the constrained one (`trajectory.masks`). Whatever was asked and not enforced is sampled freely
-and stands in the exchange's `unenforced`, by these names:
+A schema for the answer, or a tool that must be called, becomes a grammar for an engine that can
+sample under one, unless the task wants free samples: a grammar shapes the distribution, so its
+tokens train only where their logprobs are of the constrained one (`trajectory.masks`). Whatever was
+asked and not enforced is sampled freely and stands in the exchange's `unenforced`, by these names:
 
 - `response_format`: the answer may not meet its schema;
-- `tool_choice`: the tool that had to be called may not be called, or one is called where none may.
-  No engine is asked to: their grammars for calls are not in the form of the model's own template.
+- `tool_choice`: the tool that had to be called was not called, or one was where none was wanted.
 """
 
 from __future__ import annotations
 
 from bridle.engines.base import EngineInfo
 from bridle.gateway.budgets import SamplingPlan
+from bridle.prompting.renderer import PromptRenderer
 from bridle.types import JSON, ModelRequest, Reply
 
 
-def grammar_of(request: ModelRequest, plan: SamplingPlan, info: EngineInfo) -> JSON | None:
+def grammar_of(
+    request: ModelRequest, plan: SamplingPlan, info: EngineInfo, renderer: PromptRenderer
+) -> JSON | None:
     """The grammar to sample under; `None` = freely."""
-    if request.response_schema is None or not (plan.enforces and info.grammar):
+    if not (plan.enforces and info.grammar):
+        return None
+    if request.tool_choice not in ("auto", "none"):
+        tag = renderer.call_grammar(request.tools, request.tool_choice)
+        return None if tag is None else {"structural_tag": tag}
+    if request.response_schema is None:
         return None
     return {"json_schema": request.response_schema}
+
+
+def is_for_calls(grammar: JSON | None) -> bool:
+    """Whether a grammar is ours, for calls: where an engine refuses it, samples are free."""
+    return grammar is not None and "structural_tag" in grammar
 
 
 def unenforced(request: ModelRequest, reply: Reply, *, constrained: bool) -> list[str]:
     """Names of what the request asked of its answer and nobody saw to."""
     found = []
-    if request.response_schema is not None and not constrained:
+    calls = request.tool_choice not in ("auto", "none")
+    if request.response_schema is not None and (calls or not constrained):
         found.append("response_format")
     called = {call.name for call in reply.tool_calls}
     match request.tool_choice:

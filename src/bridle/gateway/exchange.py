@@ -25,7 +25,7 @@ from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateReque
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, origins, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
-from bridle.gateway.constraints import grammar_of
+from bridle.gateway.constraints import grammar_of, is_for_calls
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served, make_policy
@@ -211,23 +211,25 @@ class Exchanges:
             prompted = question.served.prompts.prompted(question, parent)
         effective = await self._effective(session, call, len(prompted.prompt))
         call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
-        call.live = self._live(question, prompted, effective)
+        served = question.served
+        plan = served.plan or session.plan
+        call.grammar = grammar_of(question.request, plan, served.info, served.renderer)
+        call.live = self._live(call, prompted, effective)
         call.enter(Stage.SAMPLING)
         sampled = await self._sampled(session, call, prompted, effective)
         await self._finish(session, call, prompted, effective, sampled)
 
-    def _live(
-        self, question: Question, prompted: Prompted, effective: Sampling
-    ) -> LiveReply | None:
+    def _live(self, call: Call, prompted: Prompted, effective: Sampling) -> LiveReply | None:
         """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
         A grammar's samples may have to begin again (`seam`), so they leave whole; so do those that
         no template is for, and those whose logprobs leave beside them.
         """
+        question = call.posed()
         request = question.request
         whole = self._settings.stream == "whole" or not request.stream
         plain = request.raw_prompt is not None or request.prefill is not None
-        if whole or plain or request.logprobs or request.response_schema is not None:
+        if whole or plain or request.logprobs or call.grammar is not None:
             return None
         reader = question.served.renderer.live(
             tools=request.tools,
@@ -256,6 +258,13 @@ class Exchanges:
 
         try:
             async with asyncio.timeout(None) as call.leash:
+                try:
+                    return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
+                except EngineError as error:
+                    if error.status != 400 or not is_for_calls(call.grammar):
+                        raise
+                call.grammar = None
+                asked = replace(asked, grammar=None)
                 return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
         except TimeoutError:
             call.error = self._why_cancelled(session)
@@ -339,7 +348,7 @@ class Exchanges:
             model=served.model,
             messages=chat_messages(request.messages, str) if text_only else None,
             tools=chat_tools(request.tools) if text_only else None,
-            grammar=grammar_of(request, served.plan or session.plan, served.info),
+            grammar=call.grammar,
             stream=request.stream,
         )
 
@@ -377,7 +386,7 @@ class Exchanges:
             body=body,
             first_token_s=call.first_token_s,
             logprob_mode=served.info.logprob_mode,
-            constrained=self._constrained(session, question),
+            constrained=call.grammar is not None,
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         call.reasoned = bool(reply.reasoning)
@@ -390,11 +399,6 @@ class Exchanges:
         call.enter(Stage.COMMITTED)
         if call.error is not None:
             self._deliveries.broken(session, call)
-
-    def _constrained(self, session: Session, question: Question) -> bool:
-        """Whether a grammar shaped the samples."""
-        plan = question.served.plan or session.plan
-        return grammar_of(question.request, plan, question.served.info) is not None
 
     async def _commit(
         self, session: Session, finished: Finished, shown: tuple[Message, ...]

@@ -18,6 +18,7 @@ import numpy as np
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import RenderError, boundary
+from bridle.prompting.calling import call_grammar
 from bridle.prompting.canonical import results_in_call_order
 from bridle.prompting.family import (
     Family,
@@ -33,7 +34,7 @@ from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import parse_reply, read_calls
-from bridle.prompting.template import ChatTemplate
+from bridle.prompting.template import ChatTemplate, tool_parser_of
 from bridle.prompting.tokenizer import PromptTokenizer, load_tokenizer, stop_ids_of
 from bridle.types import JSON, FinishReason, Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 
@@ -103,6 +104,12 @@ class PromptRenderer(Protocol):
 
     def decode(self, ids: Ids) -> str:
         """Text of ids, control tokens shown."""
+
+    def call_grammar(self, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
+        """A structural tag under which one of the tools (`required`) or the named one is called.
+
+        `None` = this family's calls have no known form.
+        """
 
     def text_ids(self, text: str, *, control: bool) -> Ids:
         """Ids of a text without a template.
@@ -326,6 +333,11 @@ class TokenRenderer:
     def decode(self, ids: Ids) -> str:
         """See `PromptRenderer.decode`."""
         return self._tokens.decode(ids.tolist())
+
+    def call_grammar(self, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
+        """See `PromptRenderer.call_grammar`."""
+        template = str(self._tokens.fast.chat_template or "")
+        return call_grammar(self.family or tool_parser_of(template), tools, choice)
 
     def text_ids(self, text: str, *, control: bool) -> Ids:
         """See `PromptRenderer.text_ids`."""
