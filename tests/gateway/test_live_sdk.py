@@ -17,6 +17,7 @@ from tests.gateway.gated import TURN, Gated
 from tests.gateway.house import SHELL_TOOL, house, user
 from tests.gateway.test_sdk import client_of
 
+from bridle.engines.chatml import spell_call
 from bridle.types import DeliveryState
 
 PARAMETERS = SHELL_TOOL["function"]["parameters"]
@@ -141,6 +142,32 @@ async def test_anthropic(living):
     assert done.stop_reason == "tool_use"
     assert done.usage.input_tokens == caller.exchanges[0].prompt_length
     assert done.usage.output_tokens == len(caller.exchanges[0].output_ids)
+
+
+async def test_words_behind_a_call_come_behind_it_and_the_turn_is_extended():
+    broken = "<tool_call>\n{'name'}\n</tool_call>"
+    raw = "I look." + spell_call("bash", {"command": "ls"}) + broken
+    async with house({"raw": raw}, {"content": "Done."}, stream="live") as home:
+        caller = await home.session()
+        client = anthropic.AsyncAnthropic(
+            base_url=caller.handle.base_urls["anthropic"], api_key=caller.handle.key
+        )
+        tool: Any = {"name": "bash", "description": "Run.", "input_schema": PARAMETERS}
+        asked: Any = {"model": "m", "max_tokens": 2000, "tools": [tool]}
+        messages: list[Any] = [user("go")]
+        async with client, client.messages.stream(messages=messages, **asked) as stream:
+            done = await stream.get_final_message()
+        async with anthropic.AsyncAnthropic(
+            base_url=caller.handle.base_urls["anthropic"], api_key=caller.handle.key
+        ) as again:
+            assert [block.type for block in done.content] == ["text", "tool_use", "text"]
+            echo = [block.model_dump(exclude_none=True) for block in done.content]
+            result = {"type": "tool_result", "tool_use_id": echo[1]["id"], "content": "a"}
+            messages += [{"role": "assistant", "content": echo}]
+            messages += [{"role": "user", "content": [result]}]
+            await again.messages.create(messages=messages, **asked)
+        first, second = caller.exchanges
+        assert second.parent_id == first.exchange_id
 
 
 async def test_google(living):

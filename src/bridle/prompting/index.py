@@ -93,6 +93,7 @@ class Index:
         exchange = self._exchanges.pop(exchange_id, None)
         if exchange is not None:
             _take_out(self._by_prompt, exchange.prompt_key, exchange)
+            self._index_turn(exchange, ())
 
     def mark(
         self, exchange_id: str, state: DeliveryState, *, delivered: Sequence[Atom] | None = None

@@ -1,0 +1,277 @@
+"""Time to the first token: through the gateway, live, against the engine itself.
+
+The engine plays a script at a fixed pace behind vLLM's HTTP shape; client, engine and gateway have
+a process each. Every stream is the second turn of a session of its own (Chat Completions, about
+`--context` tokens), so the gateway extends, reads, streams live and commits to SQLite. `direct`
+sends the engine the ids of the same conversation. With more than one stream, new ones begin evenly,
+as fast as old ones end, so that so many are open all the time; only those are measured that begin
+when all are open (`--burst`: all begin in one moment). Both ways take turns in one run; the number
+is the ratio.
+
+    python benchmarks/streaming.py [--streams 1 256] [--rounds 3] [--pace 0.5]
+
+The budget is 1.1 times the direct time plus 5 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import uvloop
+from gateway_parts import words
+
+from bridle.capture.sqlite import SqliteStore
+from bridle.cli.parts import open_parts
+from bridle.engines.base import GenerateRequest
+from bridle.engines.script import make_script
+from bridle.engines.scripted import ScriptedEngine
+from bridle.engines.server import EngineServer
+from bridle.engines.vllm import VllmEngine
+from bridle.engines.vllm_routes import Route, call_body
+from bridle.gateway.app import Gateway
+from bridle.gateway.settings import GatewaySettings
+from bridle.prompting.prompt import PromptIds
+from bridle.prompting.renderer import load_renderer
+from bridle.types import Message, Role, Sampling, TextPart
+
+TEXT = " the" * 19
+TOKENS = 20
+"""Of `TEXT` with the end token."""
+CONTROL = "a-control-token-of-a-benchmark"
+
+
+# ---- the parts
+
+
+async def serve_engine(pace_s: float, prefill_s: float) -> None:
+    """The paced engine, until stdin ends."""
+    turn = {"content": TEXT, "pace_s": pace_s, "delay_s": prefill_s}
+    script = make_script({"conversations": [{"turns": [{"content": "ok"}, turn]}]}, "benchmark")
+    async with EngineServer(ScriptedEngine(script)) as up:
+        say(url=up.url)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def serve_gateway(engine: str, data: str) -> None:
+    """A live gateway on that engine, until stdin ends."""
+    _, renderer = open_parts(engine, "builtin")
+    async with (
+        await SqliteStore.open(Path(data) / "capture.sqlite") as store,
+        Gateway(
+            engine=VllmEngine(engine, route=Route.GENERATE),
+            renderer=renderer,
+            store=store,
+            settings=GatewaySettings(control_token=CONTROL, stream="live"),
+        ) as up,
+    ):
+        say(url=up.url)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+def say(**told: str) -> None:
+    """Tell the client where we are."""
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def part(*arguments: str) -> Iterator[str]:
+    """Another process of this file; its URL."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.stdin.close()
+        process.wait(20)
+
+
+# ---- the client
+
+
+@dataclass
+class Round:
+    """One way, one number of streams."""
+
+    first_ms: list[float] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+    """Between two pieces of a stream."""
+
+
+class Client:
+    """Opens streams on one way."""
+
+    def __init__(self, http: aiohttp.ClientSession, way: str, urls: dict[str, str]) -> None:
+        self._http = http
+        self._url = urls[way]
+        self._way = way
+        self._renderer = load_renderer("builtin")
+
+    async def prepare(self, context: int) -> tuple[str, bytes, dict[str, str]]:
+        """URL, body and headers of a second turn."""
+        seed = time.perf_counter_ns()
+        asked = f"Go {seed}." + words(context, seed)
+        if self._way == "direct":
+            return self._url + Route.GENERATE.path, self._engine_body(asked), {}
+        control = {"Authorization": f"Bearer {CONTROL}"}
+        async with self._http.post(f"{self._url}/sessions", json={}, headers=control) as answer:
+            session = await answer.json()
+        url = session["base_url"]["openai"] + "/chat/completions"
+        headers = {"Authorization": f"Bearer {session['key']}", "Content-Type": "application/json"}
+        messages: list[Any] = [{"role": "user", "content": asked}]
+        body = {"model": "m", "messages": messages}
+        async with self._http.post(url, json=body, headers=headers) as answer:
+            messages.append((await answer.json())["choices"][0]["message"])
+        messages.append({"role": "user", "content": "And then?"})
+        return url, json.dumps({**body, "stream": True}).encode(), headers
+
+    def _engine_body(self, asked: str) -> bytes:
+        told = [(Role.USER, asked), (Role.ASSISTANT, "ok"), (Role.USER, "And then?")]
+        messages = [Message(role, (TextPart(text),)) for role, text in told]
+        ids = self._renderer.render(messages, (), thinking=None)
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1000)
+        name = f"b-{time.perf_counter_ns()}"
+        call = GenerateRequest(name, PromptIds.root(np.asarray(ids)), sampling, stream=True)
+        return call_body(Route.GENERATE, call, "scripted", room=1000, token_in=True)
+
+    async def stream(self, asked: tuple[str, bytes, dict[str, str]]) -> tuple[float, list[float]]:
+        """One stream: ms to its first token, and ms between its pieces."""
+        url, body, headers = asked
+        headers = {"Content-Type": "application/json", **headers}
+        sign = b'"token_ids":[' if self._way == "direct" else b'"delta":{"content":"'
+        started = last = time.perf_counter()
+        first, gaps = 0.0, list[float]()
+        async with self._http.post(url, data=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.read()
+            async for piece in answer.content.iter_any():
+                arrived = time.perf_counter()
+                if first:
+                    gaps.append((arrived - last) * 1e3)
+                elif sign in piece:
+                    first = (arrived - started) * 1e3
+                last = arrived
+        assert first, "no token came"
+        return first, gaps
+
+
+async def measure_round(client: Client, streams: int, options: argparse.Namespace) -> Round:
+    """`streams` open at once, for as long as it takes to measure as many."""
+    measured = Round()
+    lasts_s = options.pace * TOKENS + options.prefill
+    alone, measured_from = streams == 1, 0 if options.burst else streams
+    count = options.alone if alone else measured_from + streams
+    asked = [await client.prepare(options.context) for _ in range(count)]
+
+    async def one(number: int) -> None:
+        if not (alone or options.burst):
+            await asyncio.sleep(number * lasts_s / streams)
+        first, gaps = await client.stream(asked[number])
+        if alone or number >= measured_from:
+            measured.first_ms.append(first)
+            measured.gaps_ms += gaps
+
+    if alone:
+        for number in range(count):
+            await one(number)
+    else:
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(one(number))
+    return measured
+
+
+async def run_all(options: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
+    """All numbers of streams, both ways in turns."""
+    rows = []
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        clients = {way: Client(http, way, urls) for way in urls}
+        for streams in options.streams:
+            rounds: dict[str, list[Round]] = {way: [] for way in urls}
+            for _ in range(options.rounds):
+                for way, client in clients.items():
+                    rounds[way].append(await measure_round(client, streams, options))
+            rows.append(row(streams, rounds))
+    return rows
+
+
+def row(streams: int, rounds: dict[str, list[Round]]) -> dict[str, Any]:
+    """Medians over the rounds, and the ratio and what is added, round by round."""
+
+    def of(way: str, share: float) -> list[float]:
+        return [float(np.quantile(one.first_ms, share)) for one in rounds[way]]
+
+    median = statistics.median
+    found: dict[str, Any] = {"streams": streams}
+    for name, share in (("p50", 0.5), ("p95", 0.95)):
+        direct, through = of("direct", share), of("gateway", share)
+        found[f"direct_{name}_ms"] = round(median(direct), 2)
+        found[f"gateway_{name}_ms"] = round(median(through), 2)
+        pairs = list(zip(through, direct, strict=True))
+        found[f"ratio_{name}"] = round(median(one / other for one, other in pairs), 3)
+        found[f"of_budget_{name}"] = round(median(a / (1.1 * b + 5) for a, b in pairs), 3)
+    for way, several in rounds.items():
+        gaps = [gap for one in several for gap in one.gaps_ms]
+        found[f"{way}_gap_p99_ms"] = round(float(np.quantile(gaps, 0.99)), 1)
+    return found
+
+
+def main() -> None:
+    """Measure, or be one of the parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", nargs="?", choices=("engine", "gateway"))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 256])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--burst", action="store_true", help="all begin in one moment")
+    parser.add_argument("--alone", type=int, default=20, help="streams one after another")
+    parser.add_argument("--context", type=int, default=2_000)
+    parser.add_argument("--pace", type=float, default=0.5, help="seconds per token")
+    parser.add_argument("--prefill", type=float, default=0.05, help="seconds to the first token")
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="take precedence over all else (root), if others work",
+    )
+    parser.add_argument("--engine")
+    parser.add_argument("--data")
+    options = parser.parse_args()
+    if options.part == "engine":
+        uvloop.run(serve_engine(options.pace, options.prefill))
+    elif options.part == "gateway":
+        uvloop.run(serve_gateway(options.engine, options.data))
+    else:
+        if options.realtime:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))  # the parts inherit it
+        pace = ("--pace", str(options.pace), "--prefill", str(options.prefill))
+        with tempfile.TemporaryDirectory() as data, ExitStack() as stack:
+            engine = stack.enter_context(part("engine", *pace))
+            gateway = stack.enter_context(part("gateway", "--engine", engine, "--data", data))
+            rows = uvloop.run(run_all(options, {"direct": engine, "gateway": gateway}))
+        for found in rows:
+            sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
