@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -498,3 +499,35 @@ async def test_a_record_that_its_caller_cannot_write_is_its_caller_s_error_alone
         with pytest.raises(StoreError, match="never opened"):
             await store.deliver(MadeSession().deliver("x0"))
         assert await written_here(store)
+
+
+async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
+    made = three_turns()
+    async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
+        await store.open_session(made.record)
+        first, second, _ = made.exchanges
+        await store.commit(first, made.bodies)
+        told = group.create_task(store.deliver(made.deliver(first.exchange_id)))
+        await asyncio.sleep(0)
+        assert store._writer._jobs.left
+        await store.commit(second, made.bodies)
+        assert not store._writer._jobs.left
+        await told
+        group.create_task(store.deliver(made.deliver(second.exchange_id)))
+        await asyncio.sleep(0)
+        assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}
+
+
+async def test_a_delivery_that_cannot_be_written_costs_the_next_exchange_nothing(path):
+    made = three_turns()
+    async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
+        await store.open_session(made.record)
+
+        async def refused():
+            with pytest.raises(StoreError, match="never opened"):
+                await store.deliver(replace(made.deliver("x0"), session_id="nobody"))
+
+        group.create_task(refused())
+        await asyncio.sleep(0)
+        await store.commit(made.exchanges[0], made.bodies)
+        assert len(store.exchanges("s1")) == 1

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import sqlite3
 import sys
 import threading
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from bridle.capture import formats
+from bridle.capture.jobs import Job, Jobs
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.capture.texts import BODY, DIGEST_BYTES, HEAD, REPLY, Entry, head_digest, pack, unpack
@@ -60,6 +60,10 @@ some milliseconds for its turn)."""
 
 SHY_S = 5.0
 """How long callers leave the writing to the thread after that."""
+
+LATER_S = 0.005
+"""How long a delivery waits to be written with an exchange: a transaction of its own would cost
+half as much as the exchange's."""
 
 Work = Callable[["_Writer"], None]
 
@@ -99,8 +103,15 @@ class SqliteStore:
         await self._write(lambda writer: writer.commit(exchange, bodies), size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
-        """Record what became of a reply; readers in this process see it at once."""
-        await self._write(lambda writer: writer.deliver(delivery))
+        """Record what became of a reply; readers in this process see it at once.
+
+        It is written with the next exchange, or soon; nobody's reply waits for it.
+        """
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._writer.give_later(Job(lambda writer: writer.deliver(delivery), loop, done))
+        await done
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record how a session ended; a second outcome of the same session is an error."""
@@ -163,7 +174,7 @@ class SqliteStore:
             return
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._writer.give(_Job(work, loop, done))
+        self._writer.give(Job(work, loop, done))
         await done
 
     def _given_before(self) -> SqliteReader:
@@ -171,29 +182,6 @@ class SqliteStore:
         self._check_open()
         self._writer.wait_until_written()
         return self._reader
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Something to write and who waits for it."""
-
-    work: Work
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[None]
-
-    def finish(self, error: StoreError | None) -> None:
-        """Tell the waiting caller, whose loop may be gone."""
-
-        def tell() -> None:
-            if self.done.done():
-                return
-            if error is None:
-                self.done.set_result(None)
-            else:
-                self.done.set_exception(error)
-
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(tell)
 
 
 @dataclass(slots=True)
@@ -223,32 +211,40 @@ class _Writer:
         self._sync_wanted = False
         self._turn = threading.Lock()
         """Held by whoever uses the connection."""
-        self._given = 0
-        self._done = 0
-        """Jobs ever given to the thread (changed by callers) and finished by it."""
         self._shy_until = 0.0
         self._patience_ms = OTHERS_MS
-        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
+        self._jobs = Jobs()
         # A daemon: what was acknowledged is written, so an exit without `aclose` loses nothing.
         self._thread = threading.Thread(target=self._run, name=f"capture {path}", daemon=True)
         self._thread.start()
 
     # From any thread.
 
-    def give(self, job: _Job) -> None:
+    def give(self, job: Job) -> None:
         """Queue a job."""
-        self._given += 1
-        self._jobs.put(job)
+        self._jobs.give(job)
 
-    def write_now(self, work: Work) -> bool:
-        """Do `work` in the calling thread; `False` = it must be queued. Raises `StoreError`."""
+    def give_later(self, job: Job) -> None:
+        """Leave a job for the next transaction, which comes soon."""
+        if self._jobs.leave(job):
+            job.loop.call_later(LATER_S, self._write_later)
+
+    def _write_later(self) -> None:
+        if self._jobs.left and not self.write_now(None):
+            self._jobs.give()
+
+    def write_now(self, work: Work | None) -> bool:
+        """Do `work`, and what was left for later, in the calling thread.
+
+        `False` = it must be queued. Raises `StoreError`.
+        """
         started = time.monotonic()
-        busy = self._given != self._done or started < self._shy_until
+        busy = self._jobs.busy or started < self._shy_until
         if self._group > GROUP_WITHOUT_FSYNC or busy or not self._turn.acquire(blocking=False):
             return False
         try:
             self._wait_for_others(0)
-            self._transact([work])
+            self._transact_with_later(work)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
@@ -261,6 +257,23 @@ class _Writer:
         if ended - started > HELD_UP_S:
             self._shy_until = ended + SHY_S
         return True
+
+    def _transact_with_later(self, work: Work | None) -> None:
+        """One transaction for `work` and what was left for later; a bad one costs nobody else."""
+        works = [] if work is None else [work]
+        later = self._jobs.take_left()
+        try:
+            self._transact([*(job.work for job in later), *works])
+        except StoreError:
+            if not later:
+                raise
+            self._jobs.give(*later)
+            if works:
+                self._transact(works)
+        else:
+            loop = asyncio.get_running_loop()
+            for job in later:
+                job.finish(None, loop)
 
     def wait_until_written(self) -> None:
         """Block until every job given before has been tried."""
@@ -282,11 +295,11 @@ class _Writer:
         try:
             while True:
                 waiting = [self._jobs.get()]
-                while len(waiting) < self._group and not self._jobs.empty():
+                while len(waiting) < self._group and not self._jobs.empty:
                     waiting.append(self._jobs.get())
                 with self._turn:
                     self._wait_for_others(OTHERS_MS)
-                    self._write([job for job in waiting if isinstance(job, _Job)])
+                    self._write([job for job in waiting if isinstance(job, Job)])
                 for event in waiting:
                     if isinstance(event, threading.Event):
                         event.set()
@@ -303,7 +316,7 @@ class _Writer:
             self._connection.execute(f"PRAGMA busy_timeout = {milliseconds}")
             self._patience_ms = milliseconds
 
-    def _write(self, jobs: list[_Job]) -> None:
+    def _write(self, jobs: list[Job]) -> None:
         """Write all jobs in one transaction; if it fails, each in its own, so that one bad record
         costs nobody else.
         """
@@ -321,8 +334,8 @@ class _Writer:
         for job in jobs:
             self._finish(job, None)
 
-    def _finish(self, job: _Job, error: StoreError | None) -> None:
-        self._done += 1
+    def _finish(self, job: Job, error: StoreError | None) -> None:
+        self._jobs.finished += 1
         job.finish(error)
 
     def _transact(self, works: Sequence[Work]) -> None:
@@ -345,7 +358,7 @@ class _Writer:
 
     def _checkpoint(self) -> None:
         """Move the WAL into the file when it is long, best while nobody waits."""
-        limit = CHECKPOINT_FRAMES if self._jobs.empty() else CHECKPOINT_FRAMES_BUSY
+        limit = CHECKPOINT_FRAMES if self._jobs.empty else CHECKPOINT_FRAMES_BUSY
         if self._frames < limit:
             return
         self._frames = 0

@@ -1,0 +1,76 @@
+import asyncio
+import threading
+
+from bridle.capture.jobs import Job, Jobs
+from bridle.errors import StoreError
+
+
+def job(name):
+    loop = asyncio.get_running_loop()
+    return Job(lambda written: written.append(name), loop, loop.create_future())
+
+
+def names(jobs):
+    written = []
+    for one in jobs:
+        one.work(written)
+    return written
+
+
+async def test_what_was_left_comes_before_what_is_queued_after_it():
+    jobs = Jobs()
+    assert jobs.leave(job("a"))
+    assert not jobs.leave(job("b"))
+    jobs.give(job("c"))
+    assert names([jobs.get() for _ in range(3)]) == ["a", "b", "c"]
+    assert jobs.empty
+    assert not jobs.left
+
+
+async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
+    jobs = Jobs()
+    jobs.leave(job("a"))
+    assert jobs.left
+    assert not jobs.busy
+    jobs.give(job("b"))
+    assert jobs.busy
+    jobs.finished += 2
+    assert not jobs.busy
+
+
+async def test_whoever_writes_takes_what_was_left():
+    jobs = Jobs()
+    jobs.leave(job("a"))
+    assert names(jobs.take_left()) == ["a"]
+    assert jobs.take_left() == []
+    jobs.give()
+    assert not jobs.busy
+
+
+async def test_a_mark_comes_after_what_was_left():
+    jobs, mark = Jobs(), threading.Event()
+    jobs.leave(job("a"))
+    jobs.put(mark)
+    assert names([jobs.get()]) == ["a"]
+    assert jobs.get() is mark
+
+
+async def test_a_caller_is_told_once_at_once_or_from_another_thread():
+    here, there, late = job("a"), job("b"), job("c")
+    here.finish(None, asyncio.get_running_loop())
+    assert here.done.done()
+    await asyncio.to_thread(there.finish, StoreError("full"))
+    await asyncio.sleep(0)
+    assert str(there.done.exception()) == "full"
+    late.done.cancel()
+    late.finish(None, asyncio.get_running_loop())
+    assert late.done.cancelled()
+
+
+def test_a_caller_whose_loop_is_gone_is_not_told():
+    async def left():
+        return job("a")
+
+    alone = asyncio.run(left())
+    alone.finish(None)
+    assert not alone.done.done()
