@@ -17,6 +17,7 @@ ENGINES = {
     "scripted": "bridle.engines.scripted:ScriptedEngine",
     "embedded": "bridle.engines.embedded:EmbeddedEngine",
     "sglang": "bridle.engines.sglang:SglangEngine",
+    "openai": "bridle.engines.openai:OpenAIEngine",
     "http": "bridle.engines.vllm:VllmEngine",
     "https": "bridle.engines.vllm:VllmEngine",
 }
@@ -30,9 +31,9 @@ def open_engine(
     """The engine that `spec` names, not started yet.
 
     `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape),
-    `sglang:URL`, or `package.module:Class:TARGET` for a class of your own. `tokenizer` is a folder
-    or `builtin`, for engines that do not bring one. `allow_untokenized` takes a server that gives
-    text only. Raises `ConfigError`.
+    `sglang:URL`, `openai:URL#MODEL` (text only), or `package.module:Class:TARGET` for a class of
+    your own. `tokenizer` is a folder or `builtin`, for engines that do not bring one.
+    `allow_untokenized` takes a server that gives text only. Raises `ConfigError`.
     """
     kind, colon, target = spec.partition(":")
     name = kind

@@ -1,0 +1,347 @@
+"""An engine that is any server of OpenAI's chat completions: text, and no training.
+
+For data from a hosted model, for judges and side calls. Messages go as they came; the server
+renders, samples and parses. Ids and logprobs are kept where a server tells them (vLLM's fields are
+asked for until it refuses them), but nothing proves under which prompt they were sampled, so the
+engine says that it takes no ids and knows no logprob mode, and trajectories count its tokens as
+excluded. Busy servers are asked again as their `Retry-After` says. The key comes from the
+environment and goes into one header: it stands in no record, log or error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from bridle.engines.base import RETRYABLE, CutError, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.http import AbortedError, Call, EngineClient, failure
+from bridle.engines.probe import Finding, ProbeReport
+from bridle.engines.vllm_routes import MessageText, read_answer
+from bridle.errors import ConfigError, EngineError
+from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Logprobs
+
+KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
+"""Environment variables that may hold the key; the first that is set is taken."""
+
+ATTEMPTS = 5
+"""How often a call is tried on a server that is busy or gone."""
+LONGEST_WAIT_S = 60.0
+"""A server that wants to be left alone for longer is an error at once."""
+FIRST_WAIT_S = 0.5
+
+UNKNOWN_CONTEXT = 1 << 20
+"""Tokens of context where the server does not tell: more than any has, so nothing is refused."""
+
+_ENCODER = msgspec.json.Encoder()
+_PLAIN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+_BEYOND = ("top_k", "min_tokens", "stop_token_ids")
+"""Sampling fields that OpenAI's own API does not know."""
+_IDS: JSON = {"return_token_ids": True, "logprobs": True}
+_REFUSALS = frozenset({400, 404, 422})
+
+
+class HostedClient(EngineClient):
+    """`EngineClient` for a server far away: it waits as it is told, and knows any base path."""
+
+    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+        super().__init__(base_url, api_key=api_key, timeout_s=timeout_s)
+        self._key = api_key
+        self.root = "/v1" if base_url.rstrip("/").endswith("/v1") else ""
+        """What stands before a route's path."""
+        self.now: Callable[[], float] = _now
+
+    def hide(self, error: EngineError) -> EngineError:
+        """The error without the key, should the server have repeated it."""
+        text = str(error)
+        if self._key and self._key in text:
+            error.args = (text.replace(self._key, "***"),)
+        return error
+
+    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
+        """The whole body of a 200 answer."""
+        async with self._failures(path), call.waiting(), await self._posted(path, body) as response:
+            try:
+                answer = await response.read()
+            except aiohttp.ClientPayloadError as error:
+                raise CutError(f"the engine's reply broke off: {error}") from error
+        if response.status != 200 or answer[:1] != b"{":
+            raise failure(response.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+        return answer
+
+    async def _posted(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        for attempt in range(1, ATTEMPTS):
+            try:
+                response = await super()._posted(path, body)
+            except aiohttp.ClientConnectorError:
+                await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+                continue
+            wait_s = self._wait_s(response, attempt)
+            if wait_s is None:
+                return response
+            response.release()
+            await asyncio.sleep(wait_s)
+        return await super()._posted(path, body)
+
+    def _wait_s(self, response: aiohttp.ClientResponse, attempt: int) -> float | None:
+        """How long to wait before the next try; `None` = this answer stands."""
+        if response.status not in RETRYABLE:
+            return None
+        told = response.headers.get("Retry-After")
+        wait_s = FIRST_WAIT_S * 2 ** (attempt - 1) if told is None else _seconds(told, self.now())
+        return wait_s if wait_s <= LONGEST_WAIT_S else None
+
+
+class OpenAIEngine:
+    """Talks to one server in OpenAI's shape; an `Engine`.
+
+    `model` None takes the server's only one, unless each request names its own. `timeout_s` is how
+    long it may be silent within one call. `report` says what it gives.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._client = HostedClient(base_url, api_key=api_key, timeout_s=timeout_s)
+        self._model = model
+        self._context_length = UNKNOWN_CONTEXT
+        self._calls: dict[str, Call] = {}
+        self._beyond = True
+        """Whether it takes fields that OpenAI's API does not have; asked until it refuses them."""
+        self._budget = "max_tokens"
+        self._info: EngineInfo | None = None
+        self.report: ProbeReport | None = None
+
+    @classmethod
+    def open(
+        cls,
+        target: str,
+        *,
+        tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
+        allow_untokenized: bool = False,  # noqa: ARG003 - it always gives text only
+    ) -> Self:
+        """An adapter for `URL` or `URL#MODEL`, with the key of the environment (`KEY_VARIABLES`).
+
+        Raises `ConfigError` for what is no URL.
+        """
+        url, _, model = target.partition("#")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"openai:{target}: a URL is expected, as in openai:https://HOST/v1")
+        keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
+        return cls(url, api_key=keys[0] if keys else None, model=model or None)
+
+    # ---- life
+
+    async def start(self) -> EngineInfo:
+        """Connect and ask which models there are. Raises `EngineError`."""
+        if self._info is None:
+            try:
+                self._info = await self._connect()
+            except EngineError as error:
+                raise self._client.hide(error) from None
+        return self._info
+
+    async def _connect(self) -> EngineInfo:
+        path = f"{self._client.root}/models"
+        listed = (await self._client.get(path, optional=True)).get("data") or []
+        models = {one["id"]: one for one in listed if isinstance(one, dict) and "id" in one}
+        if self._model is None and len(models) == 1:
+            self._model = next(iter(models))
+        if self._model is None:
+            names = ", ".join(sorted(models)[:8]) or "none that it lists"
+            raise EngineError(
+                f"{self._client.base_url} has several models: name one, as in openai:URL#MODEL "
+                f"({names})"
+            )
+        told = models.get(self._model, {}).get("max_model_len")
+        self._context_length = told if isinstance(told, int) else UNKNOWN_CONTEXT
+        self.report = self._findings(told)
+        return EngineInfo(
+            model=self._model,
+            context_length=self._context_length,
+            logprob_mode=LogprobMode.NONE,
+            token_in=False,
+            version=0,
+            grammar=True,
+        )
+
+    def _findings(self, context: object) -> ProbeReport:
+        untrainable = Finding(
+            "token in",
+            ok=False,
+            needed=True,
+            found="a server of text",
+            means="Nothing proves under which prompt its tokens were sampled.",
+            fix="To train on vLLM or SGLang name the server itself: --engine URL, sglang:URL.",
+        )
+        found = str(context) if isinstance(context, int) else "not told"
+        notes = Finding.note("model", self._model or ""), Finding.note("context length", found)
+        return ProbeReport((*notes, untrainable), LogprobMode.NONE, token_in=False, duration_s=0.0)
+
+    async def health(self) -> None:
+        """Ask for the models; raises `EngineError`."""
+        try:
+            await self._client.get(f"{self._client.root}/models", optional=True)
+        except EngineError as error:
+            raise self._client.hide(error) from None
+
+    async def aclose(self) -> None:
+        """End all calls and close all connections."""
+        for call in list(self._calls.values()):
+            call.abort()
+        await self._client.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """End a call by closing its connection."""
+        if request_id in self._calls:
+            self._calls[request_id].abort()
+
+    # ---- sampling
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Sample one reply from the request's messages; in one chunk unless asked to stream.
+
+        Raises `EngineError` (400 without messages), and `CutError` for a reply that breaks off.
+        """
+        if not request.messages:
+            raise EngineError("this engine takes messages, not token ids", status=400)
+        call = self._calls[request.request_id] = Call()
+        text, count = MessageText(), 0
+        held: GenerateChunk | None = None
+        try:
+            async with aclosing(self._answers(request, call)) as answers:
+                async for answer in answers:
+                    read = read_answer(answer)
+                    if read.chunk is None:
+                        continue
+                    chunk = replace(read.chunk, delta=text.add(read), logprobs=_NO_LOGPROBS)
+                    count += len(chunk.output_ids)
+                    if chunk.finish_reason is None:
+                        yield chunk
+                    elif held is None:
+                        held = chunk
+            yield self._last(held, text, count)
+        except AbortedError:
+            yield self._last(_nothing(FinishReason.ABORT), text, count)
+        except EngineError as error:
+            raise self._client.hide(error) from None
+        finally:
+            del self._calls[request.request_id]
+
+    def _last(self, held: GenerateChunk | None, text: MessageText, count: int) -> GenerateChunk:
+        if held is None or held.finish_reason is None:
+            raise CutError("the engine's reply broke off before its end")
+        spans = (VersionSpan(0, 0, count),) if count else ()
+        aborted = held.finish_reason is FinishReason.ABORT
+        reply = None if aborted else text.reply(held.finish_reason)
+        return replace(held, versions=spans, reply=reply)
+
+    async def _answers(self, request: GenerateRequest, call: Call) -> AsyncGenerator[bytes, None]:
+        """The reply's JSON, or that of each chunk. What the server refuses is left out, once each.
+
+        Refusals come before the first token, so a call that is asked again was never answered.
+        """
+        path = f"{self._client.root}/chat/completions"
+        while True:
+            body = self._body(request)
+            answered = False
+            try:
+                async with aclosing(self._asked(path, body, request, call)) as answers:
+                    async for answer in answers:
+                        answered = True
+                        yield answer
+            except EngineError as error:
+                if answered or not self._gives_way(error):
+                    raise
+            else:
+                return
+
+    async def _asked(
+        self, path: str, body: bytes, request: GenerateRequest, call: Call
+    ) -> AsyncGenerator[bytes, None]:
+        if not request.stream:
+            yield await self._client.post(path, body, call, prompt_tokens=len(request.prompt))
+            return
+        stream = self._client.stream(path, body, call, prompt_tokens=len(request.prompt))
+        async with aclosing(stream) as events:
+            async for data in events:
+                yield data
+
+    def _gives_way(self, error: EngineError) -> bool:
+        """Whether asking in plainer words may help; if so they are used from here on."""
+        if error.status not in _REFUSALS:
+            return False
+        if self._budget == "max_tokens" and "max_completion_tokens" in str(error):
+            self._budget = "max_completion_tokens"
+            return True
+        if self._beyond:
+            self._beyond = False
+            return True
+        return False
+
+    def _body(self, request: GenerateRequest) -> bytes:
+        sampling = request.sampling
+        fields: JSON = {"model": request.model or self._model, "messages": request.messages}
+        if request.tools:
+            fields["tools"] = request.tools
+        if request.stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        if sampling.max_tokens is not None:
+            fields[self._budget] = sampling.max_tokens
+        if sampling.stop:
+            fields["stop"] = list(sampling.stop)[:4]
+        names = (*_PLAIN, *_BEYOND) if self._beyond else _PLAIN
+        given = {name: getattr(sampling, name) for name in names}
+        fields |= {name: value for name, value in given.items() if value not in (None, ())}
+        if self._beyond:
+            fields |= _IDS
+        if request.grammar is not None:
+            fields["response_format"] = _format(request.grammar)
+        return _ENCODER.encode(fields)
+
+
+def _format(grammar: JSON) -> JSON:
+    schema: Any = grammar.get("json_schema")
+    if not schema:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
+
+
+def _nothing(finish: FinishReason) -> GenerateChunk:
+    return GenerateChunk(np.empty(0, np.int32), _NO_LOGPROBS, finish)
+
+
+_NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
+
+
+def _now() -> float:
+    return time.time()
+
+
+def _seconds(told: str, now: float) -> float:
+    """Seconds that a `Retry-After` names, as a number or as a date; 0.5 if it is neither."""
+    try:
+        return max(0.0, float(told))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(told).timestamp() - now)
+    except ValueError:
+        return FIRST_WAIT_S

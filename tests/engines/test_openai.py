@@ -1,0 +1,301 @@
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from tests.engines.shapes import collect, request
+from tests.engines.stub import Stub, events
+
+from bridle.engines import open_engine, openai
+from bridle.engines.base import CutError, TextDelta
+from bridle.engines.openai import OpenAIEngine
+from bridle.errors import ConfigError, ContextOverflowError, EngineError
+from bridle.types import FinishReason, LogprobMode, Sampling, ToolCall, VersionSpan
+
+CHAT = "v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+KEY = "sk-very-secret"
+
+
+def said(text="hello", **choice):
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"message": message, "finish_reason": "stop", **choice}]}
+
+
+def delta(text, finish=None):
+    return {"choices": [{"delta": {"content": text}, "finish_reason": finish}]}
+
+
+@pytest.fixture
+async def opened():
+    """Makes a stub server with these replies, and an adapter of it that never waits."""
+    made = []
+
+    async def make(**replies):
+        stub = await Stub(**{CHAT: said(), **replies}).__aenter__()
+        engine = OpenAIEngine(stub.url + "/v1", api_key=KEY, timeout_s=5)
+        made.append((stub, engine))
+        await engine.start()
+        return stub, engine
+
+    yield make
+    for stub, engine in made:
+        await engine.aclose()
+        await stub.__aexit__()
+
+
+def call(**fields):
+    return request(**{"messages": HI, **fields})
+
+
+def test_the_short_form_names_server_model_and_key(monkeypatch):
+    monkeypatch.delenv("BRIDLE_ENGINE_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    engine = open_engine("openai:https://h.example/v1#gpt")
+    assert isinstance(engine, OpenAIEngine)
+    assert (engine._model, engine._client.base_url) == ("gpt", "https://h.example")
+    assert engine._client._headers["Authorization"] == "Bearer theirs"
+    monkeypatch.setenv("BRIDLE_ENGINE_API_KEY", "ours")
+    again = open_engine("openai:https://h.example/other/v4")
+    assert isinstance(again, OpenAIEngine)
+    assert again._client._headers["Authorization"] == "Bearer ours"
+    assert (again._client.base_url, again._client.root) == ("https://h.example/other/v4", "")
+    with pytest.raises(ConfigError, match="a URL is expected"):
+        open_engine("openai:gpt")
+
+
+async def test_it_says_that_it_is_not_for_training(opened):
+    _, engine = await opened()
+    info = await engine.start()
+    assert (info.model, info.context_length) == ("stub", 1000)
+    assert (info.token_in, info.logprob_mode) == (False, LogprobMode.NONE)
+    assert [one.what for one in engine.report.missing] == ["token in"]
+    await engine.health()
+
+
+async def test_text_reasoning_and_calls_come_as_the_server_parsed_them(opened):
+    told = {"content": "to you", "reasoning": "hm",
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}  # fmt: skip
+    _, engine = await opened(**{CHAT: said(message=told, finish_reason="tool_calls")})
+    (chunk,) = await collect(engine, call())
+    assert (chunk.reply.content, chunk.reply.reasoning) == ("to you", "hm")
+    assert chunk.reply.tool_calls == (ToolCall("c", "f", "{}"),)
+    assert (len(chunk.output_ids), len(chunk.logprobs), chunk.versions) == (0, 0, ())
+
+
+async def test_a_stream_tells_its_text_in_pieces(opened):
+    usage = {"choices": [], "usage": {"prompt_tokens": 3}}
+    stub, engine = await opened(
+        **{CHAT: events(delta("he"), delta("llo"), delta("", "stop"), usage)}
+    )
+    chunks = await collect(engine, call(stream=True))
+    assert [chunk.delta for chunk in chunks] == [TextDelta(text=t) for t in ("he", "llo", "")]
+    assert chunks[-1].reply.content == "hello"
+    assert stub.bodies[-1]["stream_options"] == {"include_usage": True}
+
+
+async def test_ids_are_kept_where_they_are_told(opened):
+    _, engine = await opened(**{CHAT: said(token_ids=[7, 8])})
+    (chunk,) = await collect(engine, call())
+    assert chunk.output_ids.tolist() == [7, 8]
+    assert chunk.versions == (VersionSpan(0, 0, 2),)
+    assert len(chunk.logprobs) == 0
+
+
+def picky(body):
+    """Refuses what OpenAI's own API does not know, one thing at a time."""
+    read = json.loads(body)
+    for name in ("return_token_ids", "top_k", "max_tokens"):
+        if name in read:
+            hint = "; use max_completion_tokens" if name == "max_tokens" else ""
+            return 400, {"error": {"message": f"Unsupported parameter: {name}{hint}"}}
+    return said()
+
+
+async def test_what_a_server_refuses_is_not_asked_again(opened):
+    stub, engine = await opened(**{CHAT: picky})
+    asked = call(sampling=Sampling(1.0, 1.0, -1, 9, stop=("a", "b", "c", "d", "e"), seed=3))
+    await collect(engine, asked)
+    assert len(stub.bodies) == 3
+    await collect(engine, asked)
+    assert len(stub.bodies) == 4
+    body = stub.bodies[-1]
+    assert body == {"model": "stub", "messages": HI, "max_completion_tokens": 9, "seed": 3,
+                    "stop": ["a", "b", "c", "d"], "temperature": 1.0, "top_p": 1.0}  # fmt: skip
+
+
+async def test_a_call_that_is_simply_wrong_is_refused_in_the_end(opened):
+    stub, engine = await opened(**{CHAT: (400, {"error": {"message": "no"}})})
+    with pytest.raises(EngineError, match="no") as caught:
+        await collect(engine, call())
+    assert (caught.value.status, len(stub.bodies)) == (400, 2)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        ({"json_schema": {}}, {"type": "json_object"}),
+        (
+            {"json_schema": {"type": "array"}},
+            {"type": "json_schema", "json_schema": {"name": "reply", "schema": {"type": "array"}}},
+        ),
+    ],
+)
+async def test_a_grammar_is_a_response_format(opened, grammar, told):
+    stub, engine = await opened()
+    await collect(engine, call(grammar=grammar, tools=[{"type": "function"}], model="other"))
+    assert stub.bodies[-1]["response_format"] == told
+    assert stub.bodies[-1]["tools"] == [{"type": "function"}]
+    assert stub.bodies[-1]["model"] == "other"
+
+
+def busy(times, retry_after="0", status=429):
+    """Answers `times` times that it is busy."""
+    left = [times]
+
+    async def reply(request):
+        if request.method == "GET" or left[0] == 0:
+            return web.json_response(said())
+        left[0] -= 1
+        headers = {} if retry_after is None else {"Retry-After": retry_after}
+        return web.json_response({"error": {"message": "busy"}}, status=status, headers=headers)
+
+    return reply
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_busy_server_is_asked_again_as_it_says(opened, stream):
+    stub, engine = await opened(**{CHAT: busy(3)})
+    if stream:
+        with pytest.raises(EngineError):  # at last an answer, which is no stream
+            await collect(engine, call(stream=True))
+    else:
+        (chunk,) = await collect(engine, call())
+        assert chunk.finish_reason is FinishReason.STOP
+    assert len(stub.bodies) == 4
+
+
+@pytest.mark.parametrize(("told", "tries"), [("9999", 1), ("0", openai.ATTEMPTS)])
+async def test_a_server_that_stays_busy_is_an_error_that_may_be_tried_again(opened, told, tries):
+    stub, engine = await opened(**{CHAT: busy(99, told)})
+    with pytest.raises(EngineError, match="busy") as caught:
+        await collect(engine, call())
+    assert (caught.value.status, caught.value.retryable) == (429, True)
+    assert len(stub.bodies) == tries
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        ("3", 3.0),
+        ("-1", 0.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 60.0),
+        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
+        ("soon", 0.5),
+    ],
+)
+def test_a_wait_is_told_in_seconds_or_as_a_date(told, seconds):
+    assert openai._seconds(told, 40.0) == seconds
+
+
+async def test_without_a_word_the_wait_grows(opened):
+    _, engine = await opened()
+
+    class Answer:
+        status, headers = 503, {}
+
+    waits = [engine._client._wait_s(Answer(), attempt) for attempt in (1, 2, 3)]
+    assert waits == [0.5, 1.0, 2.0]
+
+
+async def test_no_error_repeats_the_key(opened):
+    refusal = (401, {"error": {"message": f"wrong key: {KEY}"}})
+    stub, engine = await opened(**{CHAT: refusal})
+    with pytest.raises(EngineError, match=r"wrong key: \*\*\*") as caught:
+        await collect(engine, call())
+    assert KEY not in repr(caught.value)
+    assert stub.headers[-1]["Authorization"] == f"Bearer {KEY}"
+    stub.replies["/v1/models"] = refusal
+    fresh = OpenAIEngine(stub.url + "/v1", api_key=KEY)
+    for ask in (engine.health, fresh.start):
+        with pytest.raises(EngineError) as again:
+            await ask()
+        assert KEY not in str(again.value)
+    await fresh.aclose()
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ({"data": [{"id": "b"}, {"id": "a"}]}, r"name one, as in openai:URL#MODEL \(a, b\)"),
+        (404, "none that it lists"),
+        (b"<html>", "not JSON"),
+    ],
+)
+async def test_a_server_of_several_models_wants_one_named(opened, models, says):
+    with pytest.raises(EngineError, match=says):
+        await opened(**{"v1/models": models})
+
+
+async def test_a_server_that_lists_nothing_serves_the_model_that_is_named(stub):
+    server = await stub(**{"v1/models": 404, CHAT: said()})
+    engine = OpenAIEngine(server.url + "/v1", model="gpt")
+    info = await engine.start()
+    assert (info.model, info.context_length) == ("gpt", openai.UNKNOWN_CONTEXT)
+    await engine.aclose()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "says"),
+    [
+        (b"<html>no</html>", EngineError, "a page, not JSON"),
+        ((200, {"choices": []}), CutError, "broke off before its end"),
+        ((400, {"error": {"message": "maximum context length is 10 tokens"}}),
+         ContextOverflowError, "context length is 10"),
+        (said(finish_reason="content_filter"), EngineError, "content_filter"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_used_is_an_engine_error(opened, reply, kind, says):
+    _, engine = await opened(**{CHAT: reply})
+    with pytest.raises(kind, match=says):
+        await collect(engine, call())
+    assert not engine._calls
+
+
+async def test_without_messages_there_is_nothing_to_ask(opened):
+    _, engine = await opened()
+    with pytest.raises(EngineError, match="takes messages") as caught:
+        await collect(engine, request())
+    assert caught.value.status == 400
+
+
+async def test_an_abort_ends_a_waiting_call(opened):
+    async def silence(_request):
+        await asyncio.sleep(30)
+
+    stub, engine = await opened(**{CHAT: silence})
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        first = group.create_task(collect(engine, call(request_id="mine")))
+        second = group.create_task(collect(engine, call(request_id="other", stream=True)))
+        while len(stub.bodies) < 2:  # noqa: ASYNC110 - the stub has no event
+            await asyncio.sleep(0.005)
+        await engine.abort("mine")
+        await engine.abort("unknown")
+        await engine.aclose()
+    for task in (first, second):
+        assert task.result()[-1].finish_reason is FinishReason.ABORT
+        assert task.result()[-1].reply is None
+
+
+async def test_a_whole_reply_that_breaks_off_is_cut(opened):
+    async def half(request):
+        response = web.StreamResponse()
+        response.content_length = 1000
+        await response.prepare(request)
+        await response.write(b'{"half":')
+        request.transport.close()
+        return response
+
+    _, engine = await opened(**{CHAT: half})
+    with pytest.raises(CutError):
+        await collect(engine, call())
