@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import statistics
@@ -348,6 +349,19 @@ def show(rows: list[Row]) -> None:
         sys.stdout.write("  ".join(cells) + "\n")
 
 
+def check(where: Where) -> None:
+    """Refuse numbers of calls that were not what they should be: each turn extends its parent."""
+    connection = http.client.HTTPConnection(urlsplit(where.gateway).netloc)
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {where.token}"})
+    told = connection.getresponse().read().decode()
+    connection.close()
+    numbers = dict(line.rsplit(" ", 1) for line in told.splitlines() if line[:1] != "#")
+    roots = float(numbers.get('bridle_placements_total{extended="False",kind="root"}', 0))
+    extended = float(numbers.get('bridle_placements_total{extended="True",kind="child"}', 0))
+    if float(numbers["bridle_prompt_breaks_total"]) or extended != roots * (TURNS - 1):
+        raise SystemExit(f"not what was to be measured:\n{told}")
+
+
 def main() -> None:
     """Measure, or be one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -401,6 +415,7 @@ def measure(options: argparse.Namespace) -> None:
             data=Path(data),
         )
         rows = uvloop.run(run_all(options, where))
+        check(where)
     if options.json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     else:

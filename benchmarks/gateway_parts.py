@@ -34,6 +34,12 @@ OUTPUT_TOKENS = 128
 LARGE = 1024
 """Bodies of this many bytes are calls; smaller ones are the gateway's questions at its start."""
 
+IDS = {
+    Route.CHAT.path.encode(): b'"prompt_token_ids":[',
+    Route.GENERATE.path.encode(): b'"token_ids":[',
+}
+"""What stands before the prompt's ids in a call, by path."""
+
 TEXT = (
     "the file holds a test that fails when two workers read one line at once so we lock it first "
     "then run make again and look at what the log says about order before any change is written"
@@ -129,7 +135,7 @@ class Canned(Framed):
             self._ask(self.transport, head.split(b" ", 1)[0].decode(), path.decode(), body)
             return
         before, after = self._replies[path]
-        start = body.index(b'token_ids":[') + 11
+        start = body.index(IDS[path]) + len(IDS[path]) - 1
         ids = body[start : body.index(b"]", start) + 1]
         answer(self.transport, 200, before + ids + after)
 
