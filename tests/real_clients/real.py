@@ -37,9 +37,11 @@ TURNS: list[dict[str, Any]] = [
 
 
 @asynccontextmanager
-async def a_node(tmp_path, *, conversations=(), turns=TURNS, **gateway):
+async def a_node(tmp_path, *, conversations=(), turns=TURNS, context_length=131_072, **gateway):
     """A node with a real gateway whose engine plays `turns` where no conversation fits."""
-    engine = scripted_engine(list(turns), conversations=list(conversations), context_length=131_072)
+    engine = scripted_engine(
+        list(turns), conversations=list(conversations), context_length=context_length
+    )
     (tmp_path / "scratch").mkdir()
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
         with RunFolder.create(tmp_path / "run", config={}) as folder:

@@ -1,0 +1,200 @@
+"""Programs that shorten their history when the engine's context fills up, as they do by themselves.
+
+Each turn prints some thousand tokens. What asks for the summary is of kind `compaction` and trains;
+what goes on from the summary is a new root that says what it continues. Nothing else forks, and
+`PLANNED` says of each program where its own way of compacting makes a root.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+from tests.real_clients.side_by_side import Run, side_by_side, succeeded
+from tests.real_clients.work import TOOLS, Turn, tool
+
+from bridle.types import Dialect, Kind
+
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+
+CONTEXT = 100_000
+STEPS = 16
+"""Enough to fill the context, whatever else a prompt holds."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a program compacts."""
+
+    lines: int
+    """What a turn prints: numbers, about six tokens each."""
+    asks: dict[str, str]
+    """What its request for the summary shows."""
+    asked_as: str | None
+    """Root reason of that request; `None` = it extends the conversation."""
+    why: str
+    """Why that is so."""
+    goes_on: tuple[str, ...]
+    """Root reason of what follows; where it keeps turns or not, both."""
+    later: str = ""
+    """Why one call more after it is a root; empty = none is."""
+
+
+TEXT = "it writes the history into one message, under a system prompt of its own"
+CHANGED = "history_changed"
+KEPT = (CHANGED,)
+"""The last turns are kept behind the summary; their ids tell."""
+QUOTED = ("summarised",)
+"""Nothing is kept; the summary's text tells."""
+
+PLANNED = {
+    "claude_agent_sdk": Plan(900, {"last_contains": "TEXT ONLY"}, None, "same head", KEPT),
+    "claude_code": Plan(900, {"last_contains": "TEXT ONLY"}, None, "same head", KEPT),
+    "cline": Plan(1600, {"system_contains": "Summarize the provided"}, "first", TEXT, KEPT),
+    "codex": Plan(
+        1500,
+        {"last_contains": "CONTEXT CHECKPOINT"},
+        "tools_removed",
+        "it asks without tools",
+        QUOTED,
+    ),
+    "copilot": Plan(
+        1050, {"last_contains": "Please create a detailed summary"}, None, "same head", KEPT
+    ),
+    "gemini_cli": Plan(
+        1300,
+        {"system_contains": "state_snapshot"},
+        CHANGED,
+        "it puts another system prompt before",
+        KEPT,
+    ),
+    "opencode": Plan(1500, {"system_contains": "context summarization"}, "first", TEXT, KEPT),
+    "openhands": Plan(1500, {"system_contains": "state summary"}, "first", TEXT, KEPT + QUOTED),
+    "pi": Plan(1700, {"system_contains": "context summarization"}, "first", TEXT, KEPT),
+    "qwen_code": Plan(
+        1100,
+        {"last_contains": "component that summarizes"},
+        None,
+        "same head",
+        KEPT,
+        later="what it tells at a start is put back before the summary one call later",
+    ),
+}
+
+WITHOUT_THINKING = {("qwen_code", "google"): "template_args_changed"}
+"""In this format the request for the summary switches thinking off, which makes it a root."""
+
+CASES = (
+    ("claude_agent_sdk", "anthropic"),
+    ("claude_code", "anthropic"),
+    *(("cline", str(dialect)) for dialect in Dialect),
+    ("codex", "openai_responses"),
+    ("copilot", "openai_chat"),
+    ("copilot", "openai_responses"),
+    ("copilot", "anthropic"),
+    ("gemini_cli", "google"),
+    *(("opencode", str(dialect)) for dialect in Dialect),
+    ("openhands", "openai_chat"),
+    ("openhands", "anthropic"),
+    ("pi", "openai_chat"),
+    ("qwen_code", "openai_chat"),
+    ("qwen_code", "anthropic"),
+    ("qwen_code", "google"),
+)
+ASKED_ONLY = "the SDK compacts only where its user's script asks for it"
+NEVER = (
+    ("google_adk", "google", ASKED_ONLY),
+    ("mini_swe_agent", "openai_chat", "the program never shortens its history"),
+    ("openai_agents", "openai_chat", ASKED_ONLY),
+    ("openai_agents", "openai_responses", ASKED_ONLY),
+)
+
+
+def script(harness):
+    """The summary, then three turns after it, then the turns that fill the context."""
+    plan = PLANNED[harness]
+
+    def conversations(mark, _):
+        shell = TOOLS[harness].run
+
+        def fill(number):
+            return f"echo '{mark}'; seq {number}000 {number * 1000 + plan.lines}"
+
+        summed = f"Numbers were printed {mark} summed-up."
+        summary: Turn = {
+            "reasoning": "What counts?",
+            "content": f"<analysis>\nA few.\n</analysis>\n\n<summary>\n{summed}\n</summary>",
+        }
+        if plan.asks.get("system_contains") == "state_snapshot" or harness == "qwen_code":
+            summary["content"] = f"<state_snapshot>\n{summed}\n</state_snapshot>"
+        end: Turn = {"content": "All is done."}
+        if harness == "openhands":
+            end = {"tool_calls": [tool("finish", message="All is done.")]}
+        after, shown = summed_up(harness, summed, mark)
+        steps = [
+            {"reasoning": "On.", "content": f"Step {n}.\n", "tool_calls": [shell(fill(n))]}
+            for n in range(10, 10 + STEPS)
+        ]
+        if harness == "gemini_cli":
+            # Seeing a loop it speaks as the user, and it compresses before a user's words only.
+            steps[5:10] = [steps[5]] * 5
+        first = {"content": "I go on.", "tool_calls": [shell("echo on-one")]}
+        second = {"tool_calls": [shell("echo 'a b' > on.txt; echo on-two")]}
+        return [
+            {"when": {**plan.asks, "user_contains": mark}, "turns": [summary]},
+            *(
+                {"when": {**after, "results_contain": [*shown, *told]}, "turns": [turn]}
+                for told, turn in ((["on-two"], end), (["on-one"], second), ([], first))
+            ),
+            {"when": {"user_contains": mark}, "turns": steps},
+        ]
+
+    return conversations
+
+
+def summed_up(harness, summed, mark):
+    """What a request shows that goes on from the summary, and what its tool results show."""
+    if harness == "opencode":  # there the model tells the summary
+        return {"last_contains": "Continue if you have next steps"}, [mark]
+    return {"user_contains": summed}, []
+
+
+async def test_a_compaction_is_a_call_that_trains_and_what_follows_is_linked_to_it(
+    tmp_path, subtests, tried
+):
+    runs = [
+        Run(harness, dialect, script(harness), check='test "$(cat on.txt)" = "a b"')
+        for harness, dialect in CASES
+    ]
+    for ran in await side_by_side(tmp_path, runs, context_length=CONTEXT):
+        with (
+            subtests.test(ran.run.name),
+            tried(ran.run.harness, ran.run.dialect, "compaction"),
+        ):
+            succeeded(ran)
+            compacted(ran)
+
+
+def compacted(ran):
+    """Two conversations of the agent, the second linked to the first; the summary's beside them."""
+    plan = PLANNED[ran.run.harness]
+    trees = ran.roots()
+    before, after, *later = (t for t in trees if t[0].kind is Kind.AGENT)
+    summaries = [e for e in ran.exchanges if e.kind is Kind.COMPACTION]
+    assert before[0].root_reason == "first", ran.table()
+    assert len(after) + sum(map(len, later)) == 3, ran.table()
+    assert len(later) == bool(plan.later), ran.table()
+    assert all(tree[0].root_reason == CHANGED for tree in later), ran.table()
+    assert after[0].root_reason in plan.goes_on, ran.table()
+    of_before = {e.exchange_id for e in (*before, *summaries)}
+    assert after[0].continues in of_before, ran.table()
+    assert len(before) + len(summaries) >= 9, ran.table()
+    asked_as = WITHOUT_THINKING.get((ran.run.harness, ran.run.dialect), plan.asked_as)
+    assert {e.root_reason for e in summaries} == {asked_as}, ran.table()
+    own = [] if asked_as is None else summaries
+    assert [t[0] for t in trees if t not in (before, after, *later)] == own, ran.table()
+    assert ran.stats["tokens_excluded"] == {}, ran.table()
+
+
+@pytest.mark.parametrize(("harness", "dialect", "why"), NEVER)
+def test_the_other_programs_never_compact(cell, harness, dialect, why):
+    assert harness not in PLANNED
+    cell(harness, dialect, "compaction", "n/a", why)
