@@ -79,7 +79,9 @@ def test_a_replica_knows_since_when_it_is_what_it_is():
     assert replica.status(4)["sessions"] == 4
 
 
-@pytest.mark.parametrize(("spec", "again"), [("http://a", True), ("scripted:x", False)])
+@pytest.mark.parametrize(
+    ("spec", "again"), [("http://a", True), ("sglang:http://a", True), ("scripted:x", False)]
+)
 def test_only_servers_are_opened_anew(spec, again):
     replica = made(spec, lambda _: Fake())
     assert replica.name == spec

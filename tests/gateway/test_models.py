@@ -91,6 +91,7 @@ def test_only_exact_names_are_listed_and_each_once():
     [
         ([judge("a"), judge("b", match=("a",))], "'a' is a name of 'a' already"),
         ([OtherModel("idle", ModelSpec())], "models.idle: needs"),
+        ([judge("policy")], "models.policy: is the policy's own name"),
     ],
 )
 def test_a_table_that_means_nothing_is_refused(models, named):

@@ -235,5 +235,5 @@ class RoutedCall:
 
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
     """The replica that `spec` names, as `make` opens it; only servers are ever opened anew."""
-    served = spec.startswith(("http://", "https://"))
+    served = "://" in spec
     return Replica(spec, make(spec), (lambda: make(spec)) if served else None)

@@ -32,7 +32,7 @@ from bridle.gateway.exchange import Exchanges
 from bridle.gateway.keys import key_digest, mint_key
 from bridle.gateway.listener import Handler, Listener
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.models import OtherModel, check_models
+from bridle.gateway.models import POLICY, OtherModel, check_models
 from bridle.gateway.registry import (
     STORED_AS,
     Registry,
@@ -73,7 +73,7 @@ class Gateway:
         check_models(models)
         self._engine = as_pool(engine)
         self._models = models
-        self._pools = {"policy": self._engine}
+        self._pools = {POLICY: self._engine}
         """All engines, by the name of their entry in the models table."""
         self._renderer = renderer
         self._tokenizer = tokenizer_record(renderer.source)

@@ -22,6 +22,9 @@ from bridle.gateway.sampling import Sampler
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import Kind, ModelRequest
 
+POLICY: Final = "policy"
+"""What the policy is called among the engines, in metrics."""
+
 REMEMBERED: Final = 1_000
 """Names whose entry is kept at hand."""
 
@@ -173,6 +176,8 @@ def check_models(models: Sequence[OtherModel]) -> None:
     """Refuse a table in which a name stands twice, or an entry that changes nothing."""
     seen: dict[str, str] = {}
     for model in models:
+        if model.name == POLICY:
+            raise ConfigError(f"models.{POLICY}: is the policy's own name in metrics; take another")
         for pattern in model.patterns:
             if pattern in seen:
                 raise ConfigError(

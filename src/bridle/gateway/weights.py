@@ -50,8 +50,8 @@ class SetPolicy(Settings):
 class AddReplica(Settings):
     """Body of `POST /replicas`."""
 
-    engine: str = Field(pattern=r"^https?://")
-    """URL of a server."""
+    engine: str = Field(pattern=r"^(sglang:)?https?://")
+    """A server, as `--engine` takes it."""
 
 
 async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> None:
