@@ -160,6 +160,9 @@ async def test_an_exchange_is_stored_under_the_ids_that_the_engine_says_it_used(
         reply = await caller.ask([user("go")])
         await caller.ask([user("go"), reply, user("on")])
         first, second = caller.exchanges
+        _, trajectory = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+        told = trajectory["metadata"]["stats"]["breaks"][0]
+        assert (told["exchange"], told["reason"]) == (first.exchange_id, "engine_prompt")
     assert first.suffix_ids.tolist() == [5, 6, 7]
     assert first.extra["break"] == {"position": 0, "reason": "engine_prompt"}
     assert (second.parent_id, second.continues) == (None, first.exchange_id)

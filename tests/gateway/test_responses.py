@@ -1,5 +1,7 @@
 """Replies that are named by their id: gone on from, read, listed, deleted."""
 
+import asyncio
+
 import openai
 import orjson
 import pytest
@@ -209,6 +211,51 @@ async def test_the_openai_sdk_reads_what_is_kept():
                 await client.responses.retrieve(first.id)
             with pytest.raises(openai.BadRequestError, match="synchronous"):
                 await client.responses.cancel(second.id)
+
+
+async def test_items_of_kept_replies_may_come_back_as_references():
+    async with house(*TURNS) as home:
+        caller = await home.session()
+        _, first = await respond(caller, input="list", tools=[TOOL])
+        [call] = [item for item in first["output"] if item["type"] == "function_call"]
+        items = [
+            {"role": "user", "content": "list"},
+            *({"type": "item_reference", "id": item["id"]} for item in first["output"]),
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt"},
+        ]
+        status, second = await respond(caller, input=items, tools=[TOOL])
+        assert status == 200, second
+        one, two = caller.exchanges
+        assert two.parent_id == one.exchange_id
+        for unknown in ("msg_1", f"msg_{'0' * 24}000", 5):
+            reference = {"type": "item_reference", "id": unknown}
+            status, told = await respond(caller, input=[reference])
+            assert status in (400, 404), told
+
+
+async def test_a_reply_asked_for_again_after_a_restart_keeps_its_id(tmp_path):
+    path = tmp_path / "c.sqlite"
+    body = {"model": "m", "input": "go"}
+    async with on_disk(path, {"content": "a", "delay_s": 0.1}) as home:
+        caller = await home.session("one")
+        url = f"{home.gateway.url}/s/one/v1/responses"
+        with pytest.raises(TimeoutError):
+            async with (
+                asyncio.timeout(0.05),
+                home.client.post(url, json=body, headers=caller.headers),
+            ):
+                pass
+        await caller.until(lambda: caller.facts.turns == 1)
+        kept = orjson.loads(caller.exchanges[0].reply)
+    async with on_disk(path, {"content": "b"}) as home:
+        caller = again(home, caller)
+        client = openai.AsyncOpenAI(
+            base_url=f"{home.gateway.url}/s/one/v1", api_key=caller.handle.key, max_retries=0
+        )
+        async with client, client.responses.stream(model="m", input="go") as stream:
+            final = await stream.get_final_response()
+        assert (final.id, final.output_text.strip()) == (kept["id"], "a")
+        assert len(caller.exchanges) == 1
 
 
 def test_a_shelf_keeps_only_the_newest_at_hand():

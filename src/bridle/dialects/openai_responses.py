@@ -12,7 +12,7 @@ read in `openai_responses_items`, tools in `openai_responses_tools`, written in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -188,6 +188,22 @@ class OpenAIResponses(WireFormat):
             if an_object(decode(item, "output"), "output").get("type") == "compaction":
                 return output[place:]
         return (*items, *output)
+
+    def resolved(self, body: bytes, find: Callable[[str], bytes | None]) -> bytes:
+        """A request with each `item_reference` replaced by the item that `find` knows by its id.
+
+        What it does not know stays, and is refused when the request is read.
+        """
+        if b"item_reference" not in body:
+            return body
+        fields = split_object(body)
+        items = []
+        for place, item in enumerate(_input_items(fields)):
+            value = an_object(decode(item, where := f"input[{place}]"), where)
+            named = value.get("id") if value.get("type") == "item_reference" else None
+            items.append((find(named) if isinstance(named, str) else None) or item)
+        whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
+        return encode({**fields, "input": whole})
 
     def continued(self, body: bytes, history: Sequence[bytes]) -> bytes:
         """A request with `previous_response_id` as the one with its whole history.

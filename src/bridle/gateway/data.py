@@ -28,6 +28,7 @@ from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked
 from bridle.gateway.settings import GatewaySettings
+from bridle.types import Dialect
 
 log = structlog.get_logger()
 
@@ -131,6 +132,8 @@ class DataPlane:
         session.requests += 1
         try:
             body = await self._body(http)
+            if wire.dialect is Dialect.OPENAI_RESPONSES:
+                body = self._responses.resolved(session, body)
             request = wire.parse(route, body, session.messages)
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 DELETED: Final = "deleted by the client"
 """Detail of the delivery record of a reply whose id its client has deleted."""
 
+REPLY_ID: Final = 24
+"""Characters of a reply's id without its prefix."""
+
 NEWEST: Final = 4
 """Replies of a session whose items are kept in memory: one per conversation that goes on."""
 
@@ -75,6 +78,18 @@ class Responses:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._wire = OpenAIResponses()
+
+    def resolved(self, session: Session, body: bytes) -> bytes:
+        """A request's body with the items of kept replies in place of references to them."""
+        return self._wire.resolved(body, lambda item_id: self._item(session, item_id))
+
+    def _item(self, session: Session, item_id: str) -> bytes | None:
+        """An output item of a kept reply; its id begins with its reply's (`dialects.ids`)."""
+        of = item_id.partition("_")[2][:REPLY_ID]
+        if (found := self._find(session, f"resp_{of}")) is None:
+            return None
+        name = b'"' + item_id.encode() + b'"'
+        return next((item for item in self._wire.output_items(found[1]) if name in item), None)
 
     def whole(
         self, session: Session, route: Route, body: bytes, request: ModelRequest
