@@ -7,6 +7,7 @@ then asks of the result is in `did_its_work`.
 
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from tests.real_clients.alone import BACKEND
 
@@ -37,8 +38,15 @@ TURNS: list[dict[str, Any]] = [
 
 
 @asynccontextmanager
-async def a_node(tmp_path, *, conversations=(), turns=TURNS, context_length=131_072, **gateway):
-    """A node with a real gateway whose engine plays `turns` where no conversation fits."""
+async def a_node(
+    tmp_path, *, conversations=(), turns=TURNS, context_length=131_072, door=None, **gateway
+):
+    """A node with a real gateway whose engine plays `turns` where no conversation fits.
+
+    Programs reach it through `door`, if there is one.
+    """
+    if door is not None:
+        gateway["public_url"] = door.url
     engine = scripted_engine(
         list(turns), conversations=list(conversations), context_length=context_length
     )
@@ -60,6 +68,8 @@ async def a_node(tmp_path, *, conversations=(), turns=TURNS, context_length=131_
                     scratch_base=tmp_path / "scratch",
                 ) as node,
             ):
+                if door is not None:
+                    door.upstream = urlsplit(open_gateway.control_url).port
                 yield node
 
 

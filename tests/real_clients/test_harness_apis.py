@@ -1,7 +1,12 @@
 """Every packaged program, unmodified, in every wire format that it speaks: three calls, no fork."""
 
+from contextlib import ExitStack
+
 import pytest
-from tests.real_clients.real import did_its_work, run
+from tests.real_clients.matrix import MINI_ENDS, ROWLESS
+from tests.real_clients.real import TURNS, did_its_work, run
+
+from bridle.harnesses import open_harness
 
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
 
@@ -22,6 +27,7 @@ CASES = [
     ("google_adk", {"stream": True}),
     ("hermes", {"api": "openai_chat"}),
     ("hermes", {"api": "anthropic"}),
+    ("mini_swe_agent", {}),
     ("openai_agents", {"api": "openai_responses"}),
     ("openai_agents", {"api": "openai_responses", "stream": True}),
     ("openai_agents", {"api": "openai_chat"}),
@@ -33,6 +39,7 @@ CASES = [
     ("opencode", {"api": "google"}),
     ("openhands", {"api": "openai_chat"}),
     ("openhands", {"api": "anthropic"}),
+    ("pi", {}),
     ("qwen_code", {"api": "openai_chat"}),
     ("qwen_code", {"api": "anthropic"}),
     ("qwen_code", {"api": "google"}),
@@ -44,14 +51,21 @@ def named(case):
 
 
 @pytest.mark.parametrize(("harness", "settings"), CASES, ids=map(named, CASES))
-async def test_it_works_through_the_gateway_and_nothing_is_lost(tmp_path, harness, settings):
+async def test_it_works_through_the_gateway_and_nothing_is_lost(tmp_path, tried, harness, settings):
     agent = {"settings": settings}
-    if (harness, settings.get("api")) == ("cline", "google"):
+    dialect = settings.get("api", str(open_harness(harness).dialect))
+    if (harness, dialect) == ("cline", "google"):
         agent["model_name"] = "gemini-3-bridle"
-    result, exchanges = await run(tmp_path, harness, agent=agent)
-    did_its_work(result, exchanges)
-    if "api" in settings:
-        assert {str(exchange.dialect) for exchange in exchanges} == {settings["api"]}
+    turns = TURNS
+    if harness == "mini_swe_agent":
+        turns = [*TURNS[:-1], {**TURNS[-1], "shell": [MINI_ENDS]}]
+    with ExitStack() as cells:
+        if harness not in ROWLESS:
+            for column in ("plain", "parallel"):
+                cells.enter_context(tried(harness, dialect, column))
+        result, exchanges = await run(tmp_path, harness, agent=agent, turns=turns)
+        did_its_work(result, exchanges)
+        assert {str(exchange.dialect) for exchange in exchanges} == {dialect}
 
 
 async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled(tmp_path):
@@ -76,7 +90,7 @@ async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled
 
 @pytest.mark.parametrize("git", [False, True])
 async def test_aider_writes_files_from_text_and_leaves_the_work_folder_as_it_found_it(
-    tmp_path, git
+    tmp_path, git, cell
 ):
     files = "\n\n".join(f"{n}\n```\n{t}\n```" for n, t in [("made.txt", "hello"), ("one.txt", 1)])
     check = 'test "$(cat made.txt)" = hello && test "$(cat one.txt)" = 1 && test ! -e .gitignore'
@@ -90,3 +104,5 @@ async def test_aider_writes_files_from_text_and_leaves_the_work_folder_as_it_fou
         check=check if git else f"{check} && test ! -e .git",
     )
     did_its_work(result, exchanges, calls=1)
+    cell("aider", "openai_chat", "plain")
+    cell("aider", "openai_chat", "parallel", "n/a", "It has no tools: it reads files from text.")

@@ -1,0 +1,133 @@
+"""What the unmodified programs do when the model is slow, fails, or breaks off in mid-reply.
+
+One test, because its sessions mostly wait: they run side by side, and each records the cells of
+docs/harnesses.md that it tried. A row's faults are survived one after another in one session;
+a fault that ends the program has a session of its own.
+"""
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from tests.real_clients.door import Cut, Door
+from tests.real_clients.matrix import FAILS, FORKS, NOTES, Case, cases, faulty_steps
+from tests.real_clients.real import run
+
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1200)]
+
+AT_ONCE = 3
+"""Sessions that work at the same time; those of a slow model sleep and are counted apart."""
+ASLEEP = 14
+SLOW_S = 90
+FAULTS = ("500", "429", "late_error", "cut_before", "cut_after")
+RETRY_AFTER_S = 1.0
+LOST_BY_FAULTS = {"superseded", "cut", "abandoned"}
+"""Why a token of these sessions may not train."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One session: faults of one row that it goes through."""
+
+    case: Case
+    columns: tuple[str, ...]
+
+    def __str__(self):
+        return f"{self.case} {'+'.join(self.columns)}"
+
+
+def trials():
+    for case in cases():
+        fatal = [column for column in FAULTS if (case.row, column) in FAILS]
+        without = [column for column in FAULTS if column in case.without]
+        together = tuple(column for column in FAULTS if column not in {*fatal, *without})
+        alone = ("slow", *fatal)
+        if case.harness == "aider":  # it makes one call
+            alone, together = (*alone, *together), ()
+        yield from (Trial(case, (column,)) for column in alone)
+        if together:
+            yield Trial(case, together)
+
+
+async def go_through(trial, tmp_path):
+    """The session of a trial: its result, its exchanges, and the door they went through."""
+    case, columns = trial.case, trial.columns
+    names = ("start", *columns)
+    shows = "{}.txt" if case.harness == "aider" else "did-{}"
+    cuts = [
+        Cut(shows.format(before).encode(), name.removeprefix("cut_"))
+        for before, name in itertools.pairwise(names)
+        if name.startswith("cut_")
+    ]
+    async with Door(*cuts) as door:
+        result, exchanges = await run(
+            tmp_path,
+            case.harness,
+            agent=case.agent,
+            check=" && ".join(f"test -e {name}.txt" for name in names),
+            turns=[],
+            conversations=faulty_steps(case.harness, columns, slow_s=SLOW_S),
+            door=door,
+        )
+    assert len(door.made) == len(cuts)
+    return result, exchanges, door
+
+
+def nothing_is_lost(result, exchanges, case):
+    stats = result.trajectory.metadata["stats"]
+    excluded = stats["tokens_excluded"]
+    assert stats["tokens_captured"] == stats["tokens_trained"] + sum(excluded.values()), stats
+    assert excluded.keys() <= LOST_BY_FAULTS, stats
+    reasons = {exchange.root_reason for exchange in exchanges} - {None}
+    reasons |= {found["reason"] for found in stats["breaks"]}
+    assert reasons <= {"first", *FORKS.get(case.row, ())}, stats
+
+
+async def survived(trial, tmp_path):
+    result, exchanges, door = await go_through(trial, tmp_path)
+    assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
+    assert (result.exit_code, result.signal) == (0, None)
+    nothing_is_lost(result, exchanges, trial.case)
+    if "429" in trial.columns:
+        assert door.waits[0] >= 0.95 * RETRY_AFTER_S, door.waits
+
+
+async def gave_up(trial, tmp_path, exit_code):
+    result, exchanges, _ = await go_through(trial, tmp_path)
+    assert (result.status, result.reward, result.exit_code) == ("ERROR", None, exit_code)
+    nothing_is_lost(result, exchanges, trial.case)
+
+
+async def test_faults_are_survived_or_told_and_no_sample_is_lost(tmp_path, cell):
+    working, sleeping = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(ASLEEP)
+    failures = []
+
+    async def tried(trial, folder):
+        row = trial.case.row
+        failing = FAILS.get((row, trial.columns[0]))
+        async with sleeping if "slow" in trial.columns else working:
+            folder.mkdir()
+            try:
+                if failing is None:
+                    await survived(trial, folder)
+                else:
+                    await gave_up(trial, folder, failing.exit_code)
+            except Exception as error:  # noqa: BLE001 - each cell has its own result
+                failures.append(f"{trial}: {type(error).__name__}: {error}")
+                for column in trial.columns:
+                    cell(*row, column, "broken")
+                return
+        for column in trial.columns:
+            if failing is None:
+                cell(*row, column, note=NOTES.get((row, column), ""))
+            else:
+                cell(*row, column, "fails", failing.note)
+
+    async with asyncio.TaskGroup() as group:
+        for number, trial in enumerate(trials()):
+            group.create_task(tried(trial, tmp_path / str(number)))
+    for case in cases():
+        for column, why in case.without.items():
+            cell(*case.row, column, "n/a", why)
+    assert not failures, "\n".join(["", *failures])
