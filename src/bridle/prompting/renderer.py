@@ -30,6 +30,7 @@ from bridle.prompting.family import (
     make_family,
     plain_parser,
 )
+from bridle.prompting.held import held
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.prompt import PromptIds
@@ -357,9 +358,8 @@ class TokenRenderer:
         if self.family is None:
             return None
         if thinking not in self._families:
-            self._families[thinking] = make_family(
-                self.family, self._tokens, thinking=thinking, history=self._history
-            )
+            made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
+            self._families[thinking] = held(made, self._tokens)
         return self._families[thinking]
 
 

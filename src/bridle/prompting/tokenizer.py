@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,11 @@ LONG_KEPT_CHARS = 1 << 23
 and about 8 MiB of ids."""
 
 
+HELD_CHARS = 200
+"""Characters from which a text may stand as one id (`PromptTokenizer.holding`): longer than any
+scaffold whose tokens a renderer looks at."""
+
+
 class PromptTokenizer:
     """A fast tokenizer with escaping, in the shape that the `renderers` package asks for.
 
@@ -89,6 +96,7 @@ class PromptTokenizer:
         self._long: OrderedDict[str, Ids] = OrderedDict()
         self._long_chars = 0
         self._long_kept_chars = long_kept_chars
+        self._held: list[str] | None = None
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the tokenizer has
         if name == "__call__":
@@ -126,6 +134,9 @@ class PromptTokenizer:
                 if len(self._short) < SHORT_KEPT:
                     self._short[text] = short
             return list(short)
+        if self._held is not None and len(text) >= HELD_CHARS:
+            self._held.append(text)
+            return [-len(self._held)]
         if len(text) < LONG:
             return self._encode(text)
         known = self._long.get(text)
@@ -139,6 +150,18 @@ class PromptTokenizer:
         while self._long_chars > self._long_kept_chars:
             self._long_chars -= len(self._long.popitem(last=False)[0])
         return ids
+
+    @contextmanager
+    def holding(self) -> Iterator[list[str]]:
+        """Meanwhile `encode` gives for the n-th long text, which the list then holds, `[-n]`.
+
+        Not for two threads at once.
+        """
+        held = self._held = []
+        try:
+            yield held
+        finally:
+            self._held = None
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if MARK not in text and _MARK_ASCII not in text:

@@ -1,0 +1,158 @@
+"""Long texts stand as one id while a family lays a prompt out, and are tokenised when it is done.
+
+The renderers of the `renderers` package keep lists beside the ids (which message, whether sampled,
+whether content), an entry per token, made in Python; nobody here reads them, and for a root they
+take as long as the tokenizer itself. Ids of a text are the same wherever it is tokenised, and
+renderers only put them in their place. Where a family does more than that, `held` sees it in fixed
+conversations and leaves that family as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+from bridle.errors import RenderError, boundary
+from bridle.prompting.family import Bridged, Family, Parsed
+from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
+from bridle.types import JSON
+
+_LONG = "Some words about a file, and what stands in it. " * (HELD_CHARS // 40)
+_CALL: JSON = {"name": "look", "arguments": {"path": "a.txt"}}
+_TURNS: list[JSON] = [
+    {"role": "system", "content": f"1 {_LONG}"},
+    {"role": "user", "content": f"2 {_LONG}"},
+    {
+        "role": "assistant",
+        "content": f"3 {_LONG}",
+        "tool_calls": [{"type": "function", "id": "call_1", "function": _CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": f"4 {_LONG}"},
+    {"role": "user", "content": f"\n5 {_LONG}\n"},
+]
+_PROBES = (_TURNS, _TURNS[:2], _TURNS[1:2], [*_TURNS[1:2], *_TURNS[2:4]])
+
+
+@dataclass(slots=True)
+class _Ids:
+    """A bridge's result."""
+
+    token_ids: list[int]
+
+
+class HeldFamily:
+    """A family that never sees the tokens of long texts."""
+
+    def __init__(self, family: Family, tokenizer: PromptTokenizer) -> None:
+        self._family = family
+        self._tokenizer = tokenizer
+        self._marked = "</think>" in tokenizer.added
+        """Whether the end of reasoning is a token of its own, not text that must be looked for."""
+
+    def render_ids(
+        self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
+    ) -> list[int]:
+        """See `Family`."""
+        ids = self._laid_out(
+            lambda: self._family.render_ids(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt
+            )
+        )
+        assert ids is not None, "a family lays out whole prompts, or raises"
+        return ids
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[JSON],
+        *,
+        tools: list[JSON] | None,
+    ) -> Bridged | None:
+        """See `Family`. Of a turn that is all plain text only the end is shown to the family."""
+        shown = previous_completion_ids
+        if self._marked and self._tokenizer.control_ids.isdisjoint(shown[:-1]):
+            shown = shown[-2:]
+        before = len(previous_prompt_ids) + len(shown)
+        whole = [*previous_prompt_ids, *previous_completion_ids]
+
+        def suffix() -> list[int] | None:
+            found = self._family.bridge_to_next_turn(
+                previous_prompt_ids, shown, new_messages, tools=tools
+            )
+            if found is None or found.token_ids[:before] != [*previous_prompt_ids, *shown]:
+                return None  # a family that does not keep what was sampled is of no use
+            return found.token_ids[before:]
+
+        ids = self._laid_out(suffix)
+        return None if ids is None else _Ids(whole + ids)
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
+    ) -> Parsed:
+        """See `Family`."""
+        return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+
+    def get_stop_token_ids(self) -> list[int]:
+        """See `Family`."""
+        return list(self._family.get_stop_token_ids())
+
+    def _laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
+        with self._tokenizer.holding() as texts:
+            ids = lay()
+        if ids is None or not texts:
+            return ids
+        whole: list[int] = []
+        start = 0
+        for place in [index for index, id_ in enumerate(ids) if id_ < 0]:
+            whole += ids[start:place]
+            whole += self._tokenizer.encode(texts[-ids[place] - 1])
+            start = place + 1
+        return whole + ids[start:]
+
+
+def held(family: Family, tokenizer: PromptTokenizer) -> Family:
+    """`family` with its long texts held; itself where that changes what it lays out."""
+    made = HeldFamily(family, tokenizer)
+    return made if _agree(family, made) else family
+
+
+def _agree(family: Family, made: HeldFamily) -> bool:
+    """Whether both lay the fixed conversations out to the same ids."""
+    asked: list[list[int]] = []
+    for messages in _PROBES:
+        wanted = _outcome(_rendered, family, messages)
+        if wanted is not None:
+            if _outcome(_rendered, made, messages) != wanted:
+                return False
+            asked.append(wanted)
+    stops = list(family.get_stop_token_ids())[:1]
+    for prompt, new in product(asked[-1:], (_TURNS[3:], _TURNS[3:4], _TURNS[4:])):
+        for sampled in ([*prompt[:8], *stops], prompt[:8]):
+            wanted = _outcome(_bridged, family, prompt, sampled, new)
+            if wanted is None or wanted[: len(prompt) + len(sampled)] != prompt + sampled:
+                continue  # no use is made of it
+            if _outcome(_bridged, made, prompt, sampled, new) != wanted:
+                return False
+    return bool(asked)
+
+
+def _rendered(family: Family, messages: list[JSON]) -> list[int]:
+    return family.render_ids(messages, tools=None, add_generation_prompt=True)
+
+
+def _bridged(
+    family: Family, prompt: list[int], sampled: list[int], new: list[JSON]
+) -> list[int] | None:
+    found = family.bridge_to_next_turn(prompt, sampled, new, tools=None)
+    return None if found is None else found.token_ids
+
+
+def _outcome(lay: Callable[..., list[int] | None], *asked: object) -> list[int] | None:
+    """What was laid out; `None` = it was refused."""
+    try:
+        with boundary(RenderError, "laying out"):
+            return lay(*asked)
+    except RenderError:
+        return None
