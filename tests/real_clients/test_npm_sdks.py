@@ -8,11 +8,20 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
-from tests.gateway.house import house, scripted
+from tests.gateway.house import house
+from tests.gateway.oracle import (
+    AGAIN,
+    CUT,
+    HELLO,
+    IMAGE_REFUSED,
+    SHAPED,
+    by_id,
+    check,
+    check_run,
+    engine,
+)
 
 from bridle.harnesses.bundles import bundles_dir, ensure
 from bridle.harnesses.installers import NODE, node_recipe
@@ -22,39 +31,6 @@ pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(600)]
 SCRIPTS = Path(__file__).with_name("npm")
 SDKS = {"openai": "openai", "anthropic": "anthropic", "google": "google"}
 """Script -> which of a session's base URLs it is given."""
-
-HELLO: dict[str, Any] = {"reasoning": "A greeting.", "content": "Hello there."}
-CALLS: dict[str, Any] = {
-    "reasoning": "Two files.",
-    "content": "I look.",
-    "tool_calls": [
-        {"name": "bash", "arguments": {"command": "cat a"}},
-        {"name": "bash", "arguments": {"command": "cat b"}},
-    ],
-}
-DONE: dict[str, Any] = {"content": "They differ."}
-CUT: dict[str, Any] = {"content": "It goes on", "finish": "length"}
-SHAPED: dict[str, Any] = {"content": '{"key": "a", "n": 1}'}
-AGAIN: dict[str, Any] = {"content": "ok", "fault": 503, "fault_times": 1}
-
-SCRIPT = [
-    {"when": {"last_contains": "hello"}, "turns": [HELLO]},
-    {"when": {"user_contains": "compare"}, "turns": [CALLS, DONE]},
-    {"when": {"last_contains": "cut"}, "turns": [CUT]},
-    {"when": {"last_contains": "json"}, "turns": [SHAPED]},
-    {"when": {"last_contains": "again"}, "turns": [AGAIN]},
-    {"when": {"last_contains": "limit"}, "turns": [{"fault": 429}]},
-    {"when": {"last_contains": "broken"}, "turns": [{"fault": 404}]},
-    {"when": {"last_contains": "busy"}, "turns": [{"fault": 503}]},
-]
-
-FINISH = {
-    "chat": ("stop", "tool_calls", "length"),
-    "responses": ("completed", "completed", "max_output_tokens"),
-    "anthropic": ("end_turn", "tool_use", "max_tokens"),
-    "google": ("STOP", "STOP", "MAX_TOKENS"),
-}
-"""How each API says: ended, with calls, cut by the output budget."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +48,7 @@ async def _told(tmp_path_factory):
         for script in SCRIPTS.glob("*.mjs"):
             shutil.copy(script, folder)
         (folder / "node_modules").symlink_to(bundle / "node_modules")
-        async with house(engine=scripted(conversations=SCRIPT, context_length=4000)) as home:
+        async with house(engine=engine()) as home:
             caller = await home.session()
             where = {
                 "URL_OF_API": caller.handle.base_urls[api],
@@ -80,7 +56,7 @@ async def _told(tmp_path_factory):
                 "HOME": str(folder),
             }
             said = await run_script(bundle / NODE, folder / f"{sdk}.mjs", where)
-            heard[sdk] = (json.loads(said), {reply_id(e.reply): e for e in caller.exchanges})
+            heard[sdk] = (json.loads(said), by_id(caller.exchanges))
     return heard
 
 
@@ -94,30 +70,10 @@ async def run_script(node: Path, script: Path, env: dict[str, str]) -> bytes:
     return said
 
 
-def reply_id(reply: bytes) -> str:
-    whole = orjson.loads(reply)
-    return str(whole.get("id") or whole["responseId"])
-
-
 def api_of(sdk: str, case: str) -> str:
     if sdk != "openai":
         return sdk
     return "responses" if case.startswith("responses") else "chat"
-
-
-def check(facts: Any, turn: dict[str, Any], api: str, exchanges: Any) -> Any:
-    """What an SDK read of one reply is `turn`, and its numbers are the capture's."""
-    ended, with_calls, cut = FINISH[api]
-    calls = [(c["name"], c["arguments"]) for c in turn.get("tool_calls", ())]
-    is_text = api in {"chat", "responses"}
-    read = [(name, json.loads(a) if is_text else a) for name, a in facts["calls"]]
-    assert (facts["text"], read) == (turn["content"], calls)
-    assert facts["reasoning"] == turn.get("reasoning")
-    finish = cut if turn.get("finish") == "length" else with_calls if calls else ended
-    assert facts["finish"] == finish
-    exchange = exchanges[facts["id"]]
-    assert (facts["prompt"], facts["output"]) == (exchange.prompt_length, len(exchange.output_ids))
-    return exchange
 
 
 SINGLE = [("create", HELLO), ("stream", HELLO), ("length", CUT), ("length_stream", CUT)]
@@ -141,11 +97,7 @@ RUNS.append(("google", "chat"))
 def test_parallel_calls_and_their_results_are_one_conversation(told, sdk, case):
     facts, exchanges = told[sdk]
     first, second = facts[case]
-    asked = check(first, CALLS, api_of(sdk, case), exchanges)
-    ended = check(second, DONE, api_of(sdk, case), exchanges)
-    assert (ended.parent_id, ended.root_reason) == (asked.exchange_id, None)
-    # What was sampled is what the second call was made under.
-    assert ended.kept == asked.prompt_length + len(asked.output_ids)
+    check_run(first, second, api_of(sdk, case), exchanges)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +117,7 @@ def test_a_structured_answer_is_read_and_a_schema_that_no_engine_enforced_is_rec
 def test_an_image_is_read_in_its_place_and_refused_by_a_model_without_eyes(told, sdk, case):
     facts, _ = told[sdk]
     assert facts[case]["status"] == 400
-    assert "user message 0 holds image/png (part 1)" in facts[case]["message"]
+    assert IMAGE_REFUSED in facts[case]["message"]
 
 
 @pytest.mark.parametrize(
