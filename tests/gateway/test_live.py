@@ -177,6 +177,13 @@ async def test_a_whole_reply_is_recorded_as_such_and_leaves_at_its_end():
         assert [e.extra.get("stream") for e in caller.exchanges] == ["whole", None]
 
 
+async def test_a_reply_whose_logprobs_are_asked_for_leaves_whole(living):
+    engine, caller = living
+    engine.sign.set()
+    await caller.stream([user("go")], logprobs=True)
+    assert caller.exchanges[0].extra["stream"] == "whole"
+
+
 async def test_a_turn_read_live_is_extended_like_any_other(living):
     engine, caller = living
     engine.sign.set()
