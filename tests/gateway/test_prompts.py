@@ -1,10 +1,19 @@
 """Prompts that are not messages alone: an answer that the client has begun."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import anthropic
 import orjson
 import pytest
+from tests.dialects.exchange import parse
 from tests.gateway.house import house, renderer, scripted, user
 from tests.gateway.test_data import request
+
+from bridle.errors import RequestError
+from bridle.gateway.prompts import Prompts
+from bridle.prompting.conversation import Placement, PlacementKind
+from bridle.types import Dialect, FinishReason, Reply
 
 
 async def said(caller, messages, **fields):
@@ -99,3 +108,23 @@ async def test_the_anthropic_sdk_streams_what_follows_a_prefill():
         ):
             final = await stream.get_final_message()
         assert [block.to_dict()["text"] for block in final.content] == [" is 4."]
+
+
+class Thinking:
+    """A renderer whose turns begin inside a thought."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(renderer(), name)
+
+    def parse(self, ids, **_):
+        return Reply("", renderer().decode(ids), (), FinishReason.LENGTH)
+
+
+def test_a_turn_that_does_not_begin_with_text_cannot_be_begun_by_the_client():
+    turns = [user("2+2?"), begun("It is")]
+    request_ = parse(Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "messages": turns})
+    question: Any = SimpleNamespace(request=request_, placement=Placement(PlacementKind.ROOT))
+    fake: Any = Thinking()
+    with pytest.raises(RequestError, match="beginning of an answer") as told:
+        Prompts(fake).prompted(question, None)
+    assert told.value.status == 400

@@ -8,7 +8,8 @@ import pytest
 
 from bridle.engines.vllm_routes import Route
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import FinishReason, LogprobMode, VersionSpan
+from bridle.prompting.calling import call_grammar
+from bridle.types import FinishReason, LogprobMode, ToolSpec, VersionSpan
 
 from .checks import CLOSE, TOKENIZER, RecordingVllm, plain_logprobs, prompt_of, reply, request
 from .serving import CONTEXT_LENGTH
@@ -145,6 +146,23 @@ async def test_a_grammar_is_obeyed(opened, route):
     said = json.loads(TOKENIZER.decode(ids, skip_special=True))
     assert said in ({"a": 1}, {"a": 2})
     assert len(logprobs) == len(ids)
+
+
+@pytest.mark.parametrize("route", Route)
+async def test_a_call_that_must_be_made_is_made_in_the_template_s_own_form(opened, route):
+    engine = await opened(route=route)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tools = [ToolSpec("look", None, schema | {"additionalProperties": False})]
+    grammar = call_grammar("qwen3", tools, "look")
+    assert grammar is not None
+    grammar["format"]["elements"].pop(0)  # a model without sense would talk for ever
+    grammar["format"]["elements"][0]["stop_after_first"] = True
+    asked = request(PROMPT, max_tokens=300)
+    object.__setattr__(asked, "grammar", {"structural_tag": grammar})
+    ids, _, _ = await reply(engine, asked)
+    text = TOKENIZER.decode(ids)
+    said = text.partition("<tool_call>\n")[2].partition("\n</tool_call>")[0]
+    assert json.loads(said) in [{"name": "look", "arguments": {"a": n}} for n in (1, 2)], text
 
 
 async def test_cached_tokens_are_told(opened):
