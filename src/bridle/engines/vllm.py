@@ -256,30 +256,32 @@ class VllmEngine:
         call = self._calls[request.request_id] = Call()
         state = _Progress(self, request)
         sent = request.prompt.json() if self._token_in else None
+        room = self._context_length - len(request.prompt)
+        body = call_body(self._route, request, self._model, room=room, token_in=self._token_in)
         try:
-            async with aclosing(self._answers(request, call)) as answers:
-                async for answer in answers:
-                    read = read_answer(answer, unnamed=self.version, sent=sent)
-                    if (chunk := state.next(read)) is not None:
-                        yield chunk
+            if request.stream:
+                async with aclosing(self._streamed(request, body, call)) as answers:
+                    async for answer in answers:
+                        read = read_answer(answer, unnamed=self.version, sent=sent)
+                        if (chunk := state.next(read)) is not None:
+                            yield chunk
+            else:
+                answer = await self._client.post(
+                    self._route.path, body, call, prompt_tokens=len(request.prompt)
+                )
+                state.next(read_answer(answer, unnamed=self.version, sent=sent))
             yield state.last()
         except AbortedError:
             yield state.aborted()
         finally:
             del self._calls[request.request_id]
 
-    async def _answers(self, request: GenerateRequest, call: Call) -> AsyncGenerator[bytes, None]:
-        """The reply's JSON, or that of each stream chunk."""
-        room = self._context_length - len(request.prompt)
-        body = call_body(self._route, request, self._model, room=room, token_in=self._token_in)
+    def _streamed(
+        self, request: GenerateRequest, body: bytes, call: Call
+    ) -> AsyncGenerator[bytes, None]:
+        """The JSON of each chunk of a stream."""
         path = self._route.path
-        if not request.stream:
-            yield await self._client.post(path, body, call, prompt_tokens=len(request.prompt))
-            return
-        stream = self._client.stream(path, body, call, prompt_tokens=len(request.prompt))
-        async with aclosing(stream) as events:
-            async for data in events:
-                yield data
+        return self._client.stream(path, body, call, prompt_tokens=len(request.prompt))
 
     @property
     def gives_text(self) -> bool:
