@@ -41,6 +41,13 @@ def doctor(
         ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder or 'builtin'.")] = None,
+    logprobs: Annotated[
+        bool,
+        typer.Option(
+            "--logprobs",
+            help="Sample, and compute the logprobs again from the model's folder on this machine.",
+        ),
+    ] = False,
     runtime: Annotated[
         str | None, typer.Option(help="Run the runtime conformance suite on this backend.")
     ] = None,
@@ -48,7 +55,7 @@ def doctor(
 ) -> None:
     """Look at this machine, an engine or a runtime, and say what is missing."""
     if engine:
-        findings = asyncio.run(_probe_all(engine, tokenizer))
+        findings = asyncio.run(_probe_all(engine, tokenizer, logprobs=logprobs))
     elif runtime is not None:
         findings = asyncio.run(_conformance(runtime))
     else:
@@ -115,12 +122,12 @@ def _cache() -> Finding:
     )
 
 
-async def _probe_all(specs: list[str], tokenizer: str | None) -> list[Finding]:
+async def _probe_all(specs: list[str], tokenizer: str | None, *, logprobs: bool) -> list[Finding]:
     """What each replica gives, and whether they can stand for each other."""
     infos: dict[str, EngineInfo] = {}
     findings = []
     for spec in specs:
-        found, info = await _probe(spec, tokenizer)
+        found, info = await _probe(spec, tokenizer, logprobs=logprobs)
         name = f"{spec}: " if len(specs) > 1 else ""
         findings += [replace(finding, what=name + finding.what) for finding in found]
         if info is not None:
@@ -147,16 +154,21 @@ def _alike(infos: dict[str, EngineInfo], wanted: int) -> Finding:
     return Finding("replicas", ok=len(ways) == 1, found=found, advice=advice)
 
 
-async def _probe(spec: str, tokenizer: str | None) -> tuple[list[Finding], EngineInfo | None]:
+async def _probe(
+    spec: str, tokenizer: str | None, *, logprobs: bool
+) -> tuple[list[Finding], EngineInfo | None]:
     """What an engine gives; an engine that refuses itself at its start is reported all the same."""
+    from bridle.cli.doctor_engine import compare
     from bridle.engines import open_engine
     from bridle.engines.probe import ProbeReport, probe
 
     engine = open_engine(spec, tokenizer=tokenizer)
     info: EngineInfo | None = None
+    compared = []
     try:
         info = await engine.start()
         report = getattr(engine, "report", None) or await probe(engine)
+        compared = [one async for one in compare(engine, info, tokenizer, logprobs=logprobs)]
         context = Finding("context length", ok=True, found=f"{info.context_length} tokens")
     except EngineError as error:
         report = getattr(engine, "report", None)
@@ -166,7 +178,8 @@ async def _probe(spec: str, tokenizer: str | None) -> tuple[list[Finding], Engin
     if not isinstance(report, ProbeReport):
         return [context], info
     told = (
-        Finding(f.what, f.ok or not f.needed, f.found, f.fix or f.means) for f in report.findings
+        Finding(f.what, f.ok or not f.needed, f.found, f.fix or f.means)
+        for f in (*report.findings, *compared)
     )
     return [*told, context], info
 

@@ -138,6 +138,22 @@ class Versioned(Protocol):
         """Tokens sampled from here on carry `version`."""
 
 
+@runtime_checkable
+class Tokenizing(Protocol):
+    """An engine that can be asked for the ids that its own tokenizer and template make."""
+
+    async def tokenize(self, text: str) -> Ids | None:
+        """Ids of `text` without any added; `None` = it does not tell."""
+
+    async def render(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids | None:
+        """Ids of a whole prompt from OpenAI Chat messages; `None` = it does not tell.
+
+        `arguments` goes to the template.
+        """
+
+
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What a pause does to running calls: ends them (their tokens stand), awaits them, or holds them
 where they are."""

@@ -370,7 +370,7 @@ class SglangEngine:
             seeds=self._seeds,
             incremental=self._incremental,
             prompt=self._probing,
-            extras=self._extras,
+            extras=() if self._probing else self._extras,
         )
 
     async def _answers(

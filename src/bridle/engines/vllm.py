@@ -7,13 +7,12 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -28,9 +27,13 @@ from bridle.engines.base import (
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
+from bridle.engines.serving import end_ids, tokenized, tokenizer_dir
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
 
 API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
 """Environment variable with the key that a server was started with (`--api-key`)."""
@@ -125,14 +128,14 @@ class VllmEngine:
         self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
         self._strict = not self._allow_untokenized or self.report.usable
         self._token_in = self.report.token_in
-        folder = _tokenizer_dir(model.get("root"))
+        folder = tokenizer_dir(model.get("root"))
         return EngineInfo(
             model=self._model,
             context_length=length,
             logprob_mode=self.report.logprob_mode,
             token_in=self._token_in,
             version=self.version,
-            eos_token_ids=_end_ids(folder),
+            eos_token_ids=end_ids(folder),
             tokenizer_dir=None if folder is None else str(folder),
             grammar=True,
         )
@@ -240,6 +243,19 @@ class VllmEngine:
         """
         if request_id in self._calls:
             self._calls[request_id].abort()
+
+    # ---- text
+
+    async def tokenize(self, text: str) -> Ids | None:
+        """The ids of `text` by the server's tokenizer; `None` = it has no such route."""
+        return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
+
+    async def render(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids | None:
+        """The prompt that the server's own template makes; `None` = it cannot be asked."""
+        body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
+        return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
 
     # ---- sampling
 
@@ -364,26 +380,3 @@ class _Progress:
             return self._spans
         version = self._engine.version
         return (VersionSpan(version, 0, self._count),) if self._count else ()
-
-
-def _tokenizer_dir(root: object) -> Path | None:
-    """The model's folder, where the server names one that is on this machine."""
-    folder = Path(root) if isinstance(root, str) else None
-    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
-
-
-def _end_ids(folder: Path | None) -> tuple[int, ...]:
-    """End tokens by the model's own files; empty where they are not to be had."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name if folder is not None else None
-        if path is None or not path.is_file():
-            continue
-        try:
-            found = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError):
-            continue
-        if isinstance(found, int):
-            return (found,)
-        if isinstance(found, list):
-            return tuple(one for one in found if isinstance(one, int))
-    return ()

@@ -1,0 +1,198 @@
+"""What an engine says of text and of its own logprobs, held against ours.
+
+For `bridle doctor`: our renderer defines each prompt, so nothing breaks where the engine's own
+template differs, but whoever lets the engine render (`prompt = "engine"`, messages in) should know
+where it would. A tokenizer that is not the engine's breaks everything, and shows here first. What
+is ours is given as functions: engines know no renderer and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridle.engines.base import Engine, GenerateRequest, Tokenizing
+from bridle.engines.ids import ArrayIds
+from bridle.engines.probe import Finding
+from bridle.errors import BridleError, EngineError
+from bridle.types import JSON, LogprobMode, Sampling
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+Render = Callable[[list[JSON], list[JSON]], "Ids"]
+"""OpenAI Chat messages and tools -> our ids of the whole prompt."""
+Score = Callable[["Ids", "Ids", float], "Logprobs"]
+"""Prompt, sampled ids, temperature -> logprobs by a plain forward pass."""
+
+TEXTS = (
+    "Plain words, and 1234567890.",
+    "def f(x):\n\treturn {'a': [x, None]}  # \u00e4\u00f6\u00fc \u6f22\u5b57 \U0001f642\n",
+    "  two spaces,\r\n\r\nlines, and <|im_start|> in the text",
+)
+CLOSE = 1e-3
+"""Nats by which a logprob of float32 weights may differ from a plain forward pass."""
+_SAMPLED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A conversation that templates render differently."""
+
+    name: str
+    messages: list[JSON]
+    tools: tuple[JSON, ...] = ()
+
+
+def _call(number: int) -> JSON:
+    function = {"name": "read_file", "arguments": f'{{"path": "{number}.txt"}}'}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+_TOOL: JSON = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads a file.",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+    },
+}
+_ASKED: list[JSON] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+_ANSWERED = [*_ASKED, {"role": "assistant", "content": "Hello."}]
+_MORE: list[JSON] = [{"role": "user", "content": "And now?"}]
+_CALLS = {"role": "assistant", "content": "", "tool_calls": [_call(1), _call(2)]}
+_RESULTS = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"text {n}"} for n in (1, 2)]
+CASES = (
+    Case("one message", _ASKED[1:]),
+    Case("a system message", _ASKED),
+    Case("several turns", [*_ANSWERED, *_MORE]),
+    Case("tools", _ASKED, (_TOOL,)),
+    Case("parallel calls", [*_ASKED, _CALLS, *_RESULTS], (_TOOL,)),
+    Case("system in the middle", [*_ANSWERED, {"role": "system", "content": "Stop."}, *_MORE]),
+    Case(
+        "reasoning",
+        [*_ASKED, {"role": "assistant", "content": "Hello.", "reasoning_content": "Greet.",
+                   "reasoning": "Greet."}, *_MORE],
+    ),
+)  # fmt: skip
+
+
+async def compare_rendering(engine: Engine, render: Render) -> Finding:
+    """Where the engine's own template makes another prompt than our renderer."""
+    differ: list[str] = []
+    asked = 0
+    for case in CASES:
+        theirs = await _rendered(engine, case)
+        if theirs is None:
+            continue
+        asked += 1
+        try:
+            ours = render(case.messages, list(case.tools))
+        except BridleError as error:
+            differ.append(f"{case.name} (ours fails: {error})")
+            continue
+        if not np.array_equal(ours, theirs):
+            differ.append(f"{case.name} (from token {_first_difference(ours, theirs)})")
+    if not asked:
+        return Finding.note("rendering", "the engine renders nothing for us to compare")
+    found = f"{asked - len(differ)} of {asked} alike"
+    return Finding(
+        "rendering",
+        ok=not differ,
+        needed=False,
+        found=found + (f"; others: {', '.join(differ)}" if differ else ""),
+        means="The engine's template says something else there." if differ else "",
+        fix="Nothing, as long as Bridle renders (the default); prompt = 'engine' takes theirs."
+        if differ
+        else "",
+    )
+
+
+async def _rendered(engine: Engine, case: Case) -> Ids | None:
+    if not isinstance(engine, Tokenizing):
+        return None
+    return await engine.render(case.messages, case.tools or None, {})
+
+
+def _first_difference(ours: Ids, theirs: Ids) -> int:
+    size = min(len(ours), len(theirs))
+    same = ours[:size] == theirs[:size]
+    return size if same.all() else int(np.argmin(same))
+
+
+async def compare_vocabulary(
+    engine: Engine, encode: Callable[[str], Ids], vocab_size: int
+) -> Finding:
+    """Whether our tokenizer is the engine's: the same ids for a few texts, and none beyond."""
+    what = "tokenizer"
+    limit = getattr(engine, "vocab_size", None)
+    if isinstance(limit, int) and vocab_size > limit:
+        return _mismatch(what, f"ours has {vocab_size} ids, the engine takes {limit}")
+    if not isinstance(engine, Tokenizing):
+        return Finding.note(what, "the engine tokenises nothing for us to compare")
+    asked = 0
+    for text in TEXTS:
+        theirs = await engine.tokenize(text)
+        if theirs is None:
+            continue
+        asked += 1
+        ours = encode(text)
+        if not np.array_equal(ours, theirs):
+            at = _first_difference(ours, theirs)
+            return _mismatch(what, f"other ids for {text[:24]!r} from token {at}")
+    if not asked:
+        return Finding.note(what, "the engine tokenises nothing for us to compare")
+    return Finding(what, ok=True, needed=True, found="the engine's", means="", fix="")
+
+
+def _mismatch(what: str, found: str) -> Finding:
+    return Finding(
+        what,
+        ok=False,
+        needed=True,
+        found=found,
+        means="The model would read other words than were written.",
+        fix="Give the model's own tokenizer: --tokenizer DIR.",
+    )
+
+
+async def recompute_logprobs(
+    engine: Engine, mode: LogprobMode, score: Score, prompt: Ids, *, close: float = CLOSE
+) -> Finding:
+    """Sampled logprobs against a plain forward pass of the weights that `score` has.
+
+    At temperatures 1 and 0.7, where the two modes differ. Raises nothing for what differs.
+    """
+    worst = 0.0
+    for temperature in (1.0, 0.7):
+        sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=_SAMPLED)
+        request = GenerateRequest(f"doctor-{temperature}", ArrayIds(prompt), sampling)
+        try:
+            chunks = [chunk async for chunk in engine.generate(request)]
+        except EngineError as error:
+            return _differs(f"it could not be sampled from: {error}")
+        ids = np.concatenate([chunk.output_ids for chunk in chunks])
+        told = np.concatenate([chunk.logprobs for chunk in chunks])
+        if not len(ids) or len(told) != len(ids):
+            return _differs(f"{len(told)} logprobs for {len(ids)} ids")
+        used = temperature if mode is LogprobMode.PROCESSED else 1.0
+        worst = max(worst, float(np.abs(score(prompt, ids, used) - told).max()))
+    found = f"at most {worst:.2g} nats from a plain forward pass"
+    if worst >= close:
+        return _differs(found)
+    return Finding("recomputed logprobs", ok=True, needed=True, found=found, means="", fix="")
+
+
+def _differs(found: str) -> Finding:
+    return Finding(
+        "recomputed logprobs",
+        ok=False,
+        needed=True,
+        found=found,
+        means="The trainer would see another policy than the one that sampled.",
+        fix="Are these the weights that the engine serves, and of its dtype? vLLM: --dtype float32 "
+        "to compare exactly; reload_weights is wrong with tied embeddings.",
+    )

@@ -1,0 +1,130 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.engines.shapes import PROMPT, SHAPES, TOKENIZER
+
+from bridle.engines.base import Tokenizing
+from bridle.engines.compare import (
+    CASES,
+    TEXTS,
+    compare_rendering,
+    compare_vocabulary,
+    recompute_logprobs,
+)
+from bridle.engines.scripted import scripted_logprobs
+from bridle.errors import RenderError
+from bridle.testing import RecordingEngine, scripted_engine
+from bridle.types import LogprobMode
+
+SERVED = ("vllm chat", "sglang")
+
+
+def rendered(messages, tools):
+    text = TOKENIZER.render(messages, tools or None, add_generation_prompt=True)
+    return TOKENIZER.encode(text)
+
+
+@pytest.fixture(params=SERVED)
+async def served(request):
+    async with SHAPES[request.param].over(scripted_engine([{"content": "x " * 40}])) as engine:
+        assert isinstance(engine, Tokenizing)
+        yield engine
+
+
+async def test_a_renderer_that_agrees_is_told_so(served):
+    finding = await compare_rendering(served, rendered)
+    assert finding.ok, finding
+    assert finding.found == f"{len(CASES)} of {len(CASES)} alike"
+
+
+async def test_where_a_renderer_differs_is_named_with_its_place(served):
+    def other(messages, tools):
+        if tools:
+            raise RenderError("no tools")
+        ids = rendered(messages, tools)
+        return np.append(ids, np.int32(5)) if len(messages) == 1 else ids
+
+    finding = await compare_rendering(served, other)
+    assert not finding.ok
+    assert not finding.needed
+    one = len(rendered(CASES[0].messages, []))
+    assert f"one message (from token {one})" in finding.found
+    assert "tools (ours fails: no tools)" in finding.found
+
+
+async def test_a_tokenizer_is_the_engines_or_is_not(served):
+    good = await compare_vocabulary(served, TOKENIZER.encode, TOKENIZER.vocab_size)
+    assert (good.ok, good.found) == (True, "the engine's")
+    wrong = await compare_vocabulary(served, lambda text: TOKENIZER.encode(text)[::-1], 10)
+    assert (wrong.ok, wrong.needed) == (False, True)
+    assert repr(TEXTS[0][:24]) in wrong.found
+
+
+async def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    async with SHAPES["sglang"].over(scripted_engine([{"content": "x"}])) as engine:
+        finding = await compare_vocabulary(engine, TOKENIZER.encode, 9999)
+    assert finding.found == "ours has 9999 ids, the engine takes 2048"
+
+
+class Mute(RecordingEngine):
+    """An engine with the routes, that tells nothing."""
+
+    async def tokenize(self, _text):
+        return None
+
+    async def render(self, _messages, _tools, _arguments):
+        return None
+
+
+@pytest.mark.parametrize("make", [RecordingEngine, Mute])
+async def test_an_engine_that_tells_no_ids_of_text_is_not_compared(make):
+    engine = make(scripted_engine([{"content": "x"}]))
+    for finding in (
+        await compare_rendering(engine, rendered),
+        await compare_vocabulary(engine, TOKENIZER.encode, 10),
+    ):
+        assert finding.ok
+        assert "nothing for us to compare" in finding.found
+
+
+async def test_logprobs_are_held_against_a_plain_forward_pass():
+    engine = scripted_engine([{"content": "x " * 40}])
+    used = []
+
+    def score(_prompt, ids, temperature):
+        used.append(temperature)
+        return scripted_logprobs(ids) + np.float32(2e-4)
+
+    finding = await recompute_logprobs(engine, LogprobMode.RAW, score, PROMPT)
+    assert finding.ok, finding
+    assert used == [1.0, 1.0]
+    other = await recompute_logprobs(engine, LogprobMode.PROCESSED, score, PROMPT, close=1e-4)
+    assert not other.ok
+    assert used[2:] == [1.0, 0.7]
+    assert other.fix
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"), [({"fault": 500}, "could not be sampled from"), ({"raw": ""}, None)]
+)
+async def test_an_engine_that_fails_is_a_finding(turn, says):
+    engine = scripted_engine(conversations=[{"turns": [turn]}])
+    finding = await recompute_logprobs(
+        engine, LogprobMode.RAW, lambda _p, ids, _t: scripted_logprobs(ids), PROMPT
+    )
+    assert finding.ok is (says is None)
+    assert says is None or says in finding.found
+
+
+async def test_a_server_of_text_has_nothing_to_recompute():
+    class Text(RecordingEngine):
+        async def generate(self, request):
+            async for chunk in self.engine.generate(request):
+                yield replace(chunk, logprobs=chunk.logprobs[:0])
+
+    engine = Text(scripted_engine([{"content": "x"}]))
+    finding = await recompute_logprobs(
+        engine, LogprobMode.NONE, lambda _p, ids, _t: scripted_logprobs(ids), PROMPT
+    )
+    assert "0 logprobs for" in finding.found

@@ -1,0 +1,186 @@
+"""The adapter and the probe against a real SGLang: ids, logprobs, versions, aborts, streams."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.vllm.checks import CLOSE, TOKENIZER, plain_logprobs, prompt_of, reply, request
+from tests.vllm.serving import CONTEXT_LENGTH
+
+from bridle.engines.sglang import SglangEngine
+from bridle.errors import ContextOverflowError, EngineError
+from bridle.types import FinishReason, LogprobMode, VersionSpan
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+PROMPT = prompt_of("Say anything.")
+
+
+@pytest.fixture
+async def opened(server):
+    """Makes adapters on the server, started."""
+    made = []
+
+    async def make(**options):
+        made.append(SglangEngine(server.url, **options))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.aclose()
+
+
+@pytest.mark.parametrize("engine_parses", [False, True])
+async def test_the_probe_finds_all_that_training_needs(opened, server, engine_parses):
+    engine = await opened(engine_parses=engine_parses)
+    info = await engine.start()
+    assert engine.report.usable
+    lacking = {f.what for f in engine.report.findings if not f.ok}
+    assert lacking == {"streams", "seeds"}  # flags that this server was not started with
+    # Two busy cores sample a token in 0.1 s; the probe itself waits for nothing.
+    assert engine.report.duration_s < 15
+    assert info.token_in
+    assert info.logprob_mode is LogprobMode.PROCESSED
+    assert info.context_length == CONTEXT_LENGTH
+    assert info.eos_token_ids == (TOKENIZER.end_id,)
+    assert info.tokenizer_dir == str(server.model)
+    assert engine.vocab_size == 2048
+    assert engine.server_version == "0.5.23"
+
+
+@pytest.mark.parametrize("engine_parses", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
+    opened, server, engine_parses, stream, temperature
+):
+    engine = await opened(engine_parses=engine_parses)
+    asked = request(PROMPT, stream=stream, max_tokens=24, min_tokens=0, temperature=temperature)
+    ids, logprobs, chunks = await reply(engine, asked)
+    assert len(ids) == len(logprobs) > 0
+    assert (len(chunks) > 4) is (stream and not engine_parses and len(ids) > 4)
+    assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
+    expected = plain_logprobs(server.model, PROMPT, ids, temperature)
+    assert np.abs(expected - logprobs).max() < CLOSE
+
+
+async def test_stop_tokens_and_budgets_end_replies(opened):
+    engine = await opened()
+    ids, _, chunks = await reply(engine, request(PROMPT, max_tokens=6, top_k=1))
+    assert (chunks[-1].finish_reason, len(ids)) == (FinishReason.LENGTH, 6)
+    stopped, _, chunks = await reply(
+        engine, request(PROMPT, max_tokens=6, top_k=1, stop_token_ids=(int(ids[2]),))
+    )
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    assert stopped.tolist() == ids[: ids.tolist().index(ids[2]) + 1].tolist()
+    text = TOKENIZER.decode(ids)[2:8]
+    for stream in (False, True):
+        asked = request(PROMPT, max_tokens=6, top_k=1, stop=(text,), stream=stream)
+        stopped, _, chunks = await reply(engine, asked)
+        assert (chunks[-1].finish_reason, chunks[-1].stop_text) == (FinishReason.STOP, text)
+        assert stopped.tolist() == ids[: len(stopped)].tolist()
+        assert text in TOKENIZER.decode(stopped)
+
+
+async def test_what_would_end_the_server_is_refused_before_it_is_sent(opened, server):
+    engine = await opened()
+    with pytest.raises(EngineError, match="vocabulary") as caught:
+        await reply(engine, request([5, 99_999]))
+    assert (caught.value.status, caught.value.retryable) == (400, False)
+    with pytest.raises(ContextOverflowError):
+        await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
+    engine._context_length = 10 * CONTEXT_LENGTH  # as if it had not told us
+    with pytest.raises(EngineError, match="context length") as overflow:
+        await reply(engine, request([5] * (CONTEXT_LENGTH + 10)))
+    assert overflow.value.status in {400, None}
+    await engine.health()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_call_keeps_its_tokens(opened, server, stream):
+    engine = await opened()
+    endless = request(PROMPT, stream=stream, max_tokens=8000, min_tokens=7999)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(reply(engine, endless))
+        await asyncio.sleep(2)
+        await engine.abort("r")
+    ids, logprobs, chunks = task.result()
+    assert chunks[-1].finish_reason is FinishReason.ABORT
+    assert 0 < len(ids) < 8000
+    assert len(logprobs) == len(ids)
+    assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
+
+
+async def test_a_grammar_is_obeyed(opened):
+    engine = await opened()
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    grammar = {"json_schema": schema | {"additionalProperties": False}}
+    asked = replace(request(PROMPT, max_tokens=900), grammar=grammar)
+    ids, logprobs, _ = await reply(engine, asked)
+    said = json.loads(TOKENIZER.decode(ids, skip_special=True))
+    assert said in ({"a": 1}, {"a": 2})
+    assert len(logprobs) == len(ids)
+
+
+async def test_cached_tokens_are_told(opened):
+    engine = await opened()
+    prompt = prompt_of("word " * 300)
+    await reply(engine, request(prompt, max_tokens=2))
+    _, _, chunks = await reply(engine, request(prompt, max_tokens=2))
+    assert chunks[-1].cached_tokens == len(prompt) - 1
+
+
+async def test_text_is_tokenised_and_rendered_as_we_do(opened):
+    engine = await opened()
+    assert (await engine.tokenize("hello")).tolist() == TOKENIZER.encode("hello").tolist()
+    messages = [{"role": "user", "content": "hi"}]
+    ours = TOKENIZER.encode(TOKENIZER.render(messages, None, add_generation_prompt=True))
+    assert (await engine.render(messages, None, {})).tolist() == ours.tolist()
+
+
+async def test_sampling_masks_are_carried_beside_the_tokens(opened):
+    engine = await opened(extras=["return_sampling_mask"])
+    for stream in (False, True):
+        asked = request(PROMPT, max_tokens=8, top_k=3, stream=stream)
+        ids, _, chunks = await reply(engine, asked)
+        masks = chunks[-1].extra["sampling_mask"]
+        assert [len(mask) for mask in masks] == [3] * len(ids)
+        assert all(int(one) in mask for one, mask in zip(ids, masks, strict=True))
+
+
+async def test_a_weight_update_in_mid_reply_is_told_per_token(opened, server, models):
+    engine = await opened()
+    long = request(PROMPT, stream=True, max_tokens=240, min_tokens=240)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(reply(engine, long))
+        await asyncio.sleep(1)
+        await engine.update_weights(models[1], 7)
+    ids, logprobs, chunks = task.result()
+    spans = chunks[-1].versions
+    assert [span.version for span in spans] == [0, 7]
+    assert spans[-1].end == len(ids) == 240
+    for span, folder in zip(spans, models, strict=True):
+        before = [*PROMPT, *ids[: span.start]]
+        expected = plain_logprobs(folder, before, ids[span.start : span.end])
+        # The end token has no chance before `min_tokens`: what is left is a little likelier.
+        assert np.abs(expected - logprobs[span.start : span.end]).max() < 0.02
+    server.load(models[0], 0)
+
+
+async def test_streams_that_tell_what_is_new_say_the_same(sglang, models):
+    server = sglang.running("--incremental-streaming-output", "--enable-deterministic-inference")
+    engine = SglangEngine(server.url)
+    try:
+        await engine.start()
+        report: Any = engine.report
+        assert "streams" not in {f.what for f in report.findings if not f.ok}
+        ids, logprobs, chunks = await reply(engine, request(PROMPT, stream=True, max_tokens=24))
+        assert len(chunks) > 1
+        expected = plain_logprobs(server.model, PROMPT, ids)
+        assert np.abs(expected - logprobs).max() < CLOSE
+    finally:
+        await engine.aclose()
