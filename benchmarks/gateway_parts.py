@@ -19,6 +19,7 @@ import numpy as np
 from aiohttp import web
 
 from bridle.capture.sqlite import SqliteStore
+from bridle.cli.serving import long_running
 from bridle.engines import open_engine
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.server import EngineServer
@@ -275,10 +276,11 @@ async def run_gateway(engine: str, data: str, fsync: str, profile: str | None) -
     )
     async with gateway:
         say(url=gateway.url, token=gateway.control_token)
-        if profile is None:
-            await asyncio.Event().wait()
-        else:
-            await profiled(profile)
+        with long_running():  # as `bridle gateway` does
+            if profile is None:
+                await asyncio.Event().wait()
+            else:
+                await profiled(profile)
 
 
 async def profiled(path: str) -> None:

@@ -23,6 +23,7 @@ from bridle.cli.config import FileConfig, load_config
 from bridle.cli.gateway import Streaming
 from bridle.cli.output import notes, progress
 from bridle.cli.parts import open_all
+from bridle.cli.serving import long_running
 from bridle.config import Task
 from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
@@ -95,6 +96,7 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
             models=parts.models,
         )
         await stack.enter_async_context(gateway)
+        stack.enter_context(long_running())
         node = Node(gateway=gateway, store=store, folder=folder, settings=_settings(batch))
         await stack.enter_async_context(node)
         stack.enter_context(node.events.listening(board.hear))

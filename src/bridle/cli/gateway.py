@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from bridle.cli.output import notes
-from bridle.cli.serving import Stop, run_until_signal
+from bridle.cli.serving import Stop, long_running, run_until_signal
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
@@ -99,4 +99,5 @@ async def _serve(config: FileConfig, data: Path, fsync: bool, stop: Stop) -> Non
     ):
         notes.print(f"model API at {served.url}, control routes at {served.control_url}")
         notes.print(f"capture in {store.path}; control token in {data / 'control.token'}")
-        await stop.wait()
+        with long_running():
+            await stop.wait()
