@@ -100,19 +100,31 @@ async def test_what_would_end_the_server_is_refused_before_it_is_sent(opened, se
     await engine.health()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_aborted_call_keeps_its_tokens(opened, server, stream):
+async def test_an_aborted_stream_keeps_its_tokens(opened):
     engine = await opened()
-    endless = request(PROMPT, stream=stream, max_tokens=8000, min_tokens=7999)
+    endless = request(PROMPT, stream=True, max_tokens=8000, min_tokens=7999)
+    got = []
+    async for chunk in engine.generate(endless):
+        got.append(chunk)
+        if len(got) == 2:
+            await engine.abort("r")
+    ids = np.concatenate([chunk.output_ids for chunk in got])
+    assert got[-1].finish_reason is FinishReason.ABORT
+    assert 0 < len(ids) < 8000
+    assert sum(len(chunk.logprobs) for chunk in got) == len(ids)
+    assert got[-1].versions == (VersionSpan(0, 0, len(ids)),)
+
+
+async def test_an_aborted_whole_reply_keeps_its_tokens(opened):
+    engine = await opened()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(reply(engine, endless))
+        task = group.create_task(reply(engine, request(PROMPT, max_tokens=8000, min_tokens=7999)))
         await asyncio.sleep(2)
         await engine.abort("r")
     ids, logprobs, chunks = task.result()
     assert chunks[-1].finish_reason is FinishReason.ABORT
-    assert 0 < len(ids) < 8000
-    assert len(logprobs) == len(ids)
-    assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
+    assert len(logprobs) == len(ids) < 8000
+    assert sum(span.end - span.start for span in chunks[-1].versions) == len(ids)
 
 
 async def test_a_grammar_is_obeyed(opened):
@@ -154,15 +166,17 @@ async def test_sampling_masks_are_carried_beside_the_tokens(opened):
 
 async def test_a_weight_update_in_mid_reply_is_told_per_token(opened, server, models):
     engine = await opened()
-    long = request(PROMPT, stream=True, max_tokens=240, min_tokens=240)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(reply(engine, long))
-        await asyncio.sleep(1)
-        await engine.update_weights(models[1], 7)
-    ids, logprobs, chunks = task.result()
+    long = request(PROMPT, stream=True, max_tokens=80, min_tokens=80)
+    chunks = []
+    async for chunk in engine.generate(long):
+        chunks.append(chunk)
+        if len(chunks) == 3:
+            await engine.update_weights(models[1], 7)
+    ids = np.concatenate([chunk.output_ids for chunk in chunks])
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     spans = chunks[-1].versions
     assert [span.version for span in spans] == [0, 7]
-    assert spans[-1].end == len(ids) == 240
+    assert spans[-1].end == len(ids) == 80
     for span, folder in zip(spans, models, strict=True):
         before = [*PROMPT, *ids[: span.start]]
         expected = plain_logprobs(folder, before, ids[span.start : span.end])
@@ -172,7 +186,7 @@ async def test_a_weight_update_in_mid_reply_is_told_per_token(opened, server, mo
 
 
 async def test_streams_that_tell_what_is_new_say_the_same(sglang, models):
-    server = sglang.running("--incremental-streaming-output", "--enable-deterministic-inference")
+    server = sglang.running("--incremental-streaming-output")
     engine = SglangEngine(server.url)
     try:
         await engine.start()

@@ -19,7 +19,7 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.capture.store import MemoryStore, Store
 from bridle.config import SamplingPolicy
 from bridle.engines.base import Engine, GenerateRequest
-from bridle.engines.http import Call
+from bridle.engines.http import Call, EngineClient
 from bridle.engines.ids import ArrayIds
 from bridle.engines.tokenizer import load_tokenizer
 from bridle.engines.vllm import VllmEngine
@@ -61,17 +61,40 @@ class Said:
     logprobs: Logprobs
 
 
+class Recorder(EngineClient):
+    """A client that keeps the server's raw answers, by the request id that each call's body has."""
+
+    def __init__(self, base_url: str, answers: dict[str, list[bytes]]) -> None:
+        super().__init__(base_url, api_key=None, timeout_s=1800)
+        self._answers = answers
+
+    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
+        answer = await super().post(path, body, call, prompt_tokens=prompt_tokens)
+        self._kept(body).append(answer)
+        return answer
+
+    async def stream(
+        self, path: str, body: bytes, call: Call, *, prompt_tokens: int
+    ) -> AsyncGenerator[bytes, None]:
+        kept = self._kept(body)
+        stream = super().stream(path, body, call, prompt_tokens=prompt_tokens)
+        async with aclosing(stream) as events:
+            async for data in events:
+                kept.append(data)
+                yield data
+
+    def _kept(self, body: bytes) -> list[bytes]:
+        return self._answers.setdefault(json.loads(body).get("request_id", ""), [])
+
+
 class RecordingVllm(VllmEngine):
     """An adapter that keeps the server's raw answers, by request id."""
 
     answers: ClassVar[dict[str, list[bytes]]] = {}
 
-    async def _answers(self, request: GenerateRequest, call: Call) -> AsyncGenerator[bytes, None]:
-        kept = self.answers.setdefault(request.request_id, [])
-        async with aclosing(super()._answers(request, call)) as answers:
-            async for answer in answers:
-                kept.append(answer)
-                yield answer
+    def __init__(self, base_url: str, **options: Any) -> None:
+        super().__init__(base_url, **options)
+        self._client = Recorder(base_url, self.answers)
 
     @classmethod
     def said(cls, request_id: str) -> Said:
