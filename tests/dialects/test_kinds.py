@@ -95,6 +95,7 @@ def test_the_removed_billing_block_marks_a_subagent(mark, kind):
         chat(system="Write a context-aware state summary.", tools=()),
         chat(system="Summarize the provided coding session.", tools=()),
         chat(user="Be the component that summarizes; <state_snapshot>."),
+        chat(user="Be a summarization agent creating a context checkpoint.", tools=()),
         parse(
             Dialect.OPENAI_RESPONSES,
             {

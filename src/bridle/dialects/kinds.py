@@ -69,6 +69,7 @@ ASKS_FOR_SUMMARY = (
     "CONTEXT CHECKPOINT COMPACTION",  # Codex
     "Respond with TEXT ONLY",  # Claude Code
     "the component that summarizes",  # Qwen Code
+    "a summarization agent creating a context checkpoint",  # Hermes Agent
 )
 """In the last message of a user, whatever the tools."""
 SUMMARISES = (
@@ -176,8 +177,8 @@ RULES: tuple[KindRule, ...] = (
         "summary_request",
         Kind.COMPACTION,
         "The last words, or the system text of a call without tools, ask for the summary in which "
-        "the conversation goes on (Claude Code, Cline, Codex, Copilot, Gemini CLI, opencode, "
-        "OpenHands, pi, Qwen Code).",
+        "the conversation goes on (Claude Code, Cline, Codex, Copilot, Gemini CLI, Hermes, "
+        "openclaw, opencode, OpenHands, pi, Qwen Code).",
         _is_summary,
     ),
     KindRule("title", Kind.SIDE, "A title for the session (Claude Code, opencode).", _is_title),
