@@ -131,6 +131,18 @@ async def test_a_call_that_is_simply_wrong_is_refused_in_the_end(opened):
     assert (caught.value.status, len(stub.bodies)) == (400, 2)
 
 
+async def test_a_budget_that_does_not_fit_is_left_to_the_server(opened):
+    def tight(body):
+        if json.loads(body).get("max_tokens", 0) > 10:
+            return 400, {"error": {"message": "maximum context length is 20 tokens"}}
+        return said()
+
+    stub, engine = await opened(**{CHAT: tight})
+    (chunk,) = await collect(engine, call())
+    assert chunk.finish_reason is FinishReason.STOP
+    assert "max_tokens" not in stub.bodies[-1]
+
+
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [

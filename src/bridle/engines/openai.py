@@ -27,7 +27,7 @@ from bridle.engines.base import RETRYABLE, CutError, EngineInfo, GenerateChunk, 
 from bridle.engines.http import AbortedError, Call, EngineClient, failure
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer
-from bridle.errors import ConfigError, EngineError
+from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
 
 if TYPE_CHECKING:
@@ -267,6 +267,11 @@ class OpenAIEngine:
                     async for answer in answers:
                         answered = True
                         yield answer
+            except ContextOverflowError:
+                if answered or request.sampling.max_tokens is None:
+                    raise
+                # The budget was counted on a prompt of ours; without one the server takes its rest.
+                request = replace(request, sampling=replace(request.sampling, max_tokens=None))
             except EngineError as error:
                 if answered or not self._gives_way(error):
                     raise
