@@ -123,7 +123,9 @@ async def responses(caller, *, stream) -> Any:
         if not stream:
             return (await client.responses.create(model="m", input="go")).output_text
         async with client.responses.stream(model="m", input="go") as events:
-            return (await events.get_final_response()).output_text
+            seen = [event async for event in events]
+        assert seen[-1].type in {"response.completed", "response.incomplete"}
+        return "".join(event.delta for event in seen if event.type == "response.output_text.delta")
 
 
 async def messages(caller, *, stream) -> Any:

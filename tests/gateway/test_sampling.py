@@ -140,6 +140,11 @@ async def test_a_cut_connection_is_resumed_too():
     assert engine.closed == 3
 
 
+async def test_a_seam_between_equal_versions_leaves_no_trace_in_the_spans():
+    sample = await sampled(Pieces([chunk([1, 2]), CutError("cut")], [chunk([3], STOP)]))
+    assert sample.versions == (VersionSpan(7, 0, 3),)
+
+
 async def test_an_engine_that_only_gives_up_fails_retryably():
     engine = Pieces(*([chunk([], ABORT)] for _ in range(FRUITLESS)))
     with pytest.raises(EngineError, match="gave the call up") as failed:

@@ -236,8 +236,15 @@ def _budget_spent(request: GenerateRequest, sofar: Sofar) -> GenerateChunk | Non
 
 
 def _spanned(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The spans that hold tokens; of a reply without any, the last one."""
-    return tuple(span for span in spans if span.end > span.start) or tuple(spans[-1:])
+    """The spans that hold tokens, those of one version joined; of a reply without any, the last."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if span.end == span.start:
+            continue
+        if joined and joined[-1].version == span.version:
+            span = replace(span, start=joined.pop().start)  # noqa: PLW2901 - it grows to the left
+        joined.append(span)
+    return tuple(joined) or tuple(spans[-1:])
 
 
 def _joined(arrays: list[Array]) -> Array:
