@@ -4,6 +4,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.runtimes import RUNTIMES, make_runtime, runtime_class
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
+from bridle.runtimes.docker import DockerRuntime
 from bridle.runtimes.local import LocalRuntime
 
 
@@ -11,6 +12,7 @@ def test_every_name_in_the_table_loads():
     assert {name: runtime_class(name) for name in RUNTIMES} == {
         "local": LocalRuntime,
         "bubblewrap": BubblewrapRuntime,
+        "docker": DockerRuntime,
     }
 
 

@@ -3,11 +3,12 @@
 import secrets
 
 import pytest
+from tests.sandbox.images import spec_of
 
 from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
 
-CONTAINING = ("bubblewrap",)
+CONTAINING = ("bubblewrap", "docker")
 
 
 @pytest.fixture(params=CONTAINING)
@@ -25,7 +26,8 @@ async def place(backend, tmp_path):
         folder = tmp_path / f"scratch-{len(made)}"
         folder.mkdir()
         session_id = f"escape-{secrets.token_hex(4)}"
-        runtime = make_runtime(RuntimeSpec(backend=backend, **spec), session_id, folder)
+        spec = {**await spec_of(backend), **spec}
+        runtime = make_runtime(RuntimeSpec(**spec), session_id, folder)
         made.append(runtime)
         await runtime.start()
         return runtime

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.lifecycle.house import a_node, checked, task
+from tests.sandbox.images import spec_of
 
 from bridle.config import RuntimeSpec
 from bridle.types import Cause
@@ -36,7 +37,7 @@ async def played(tmp_path, backend, script, *, another=None, **options):
     """The result of a session whose harness is `script`; `another` opens a second session."""
     (tmp_path / "node").mkdir()
     async with a_node(tmp_path / "node", {"content": "hello"}) as node:
-        runtime = RuntimeSpec(backend=backend, **options.pop("runtime", {}))
+        runtime = RuntimeSpec(**await spec_of(backend), **options.pop("runtime", {}))
         names = {}
         if another is not None:
             handle = await node.gateway.open_session(another)
@@ -88,27 +89,25 @@ async def test_too_much_memory_is_told_apart_from_a_crash(tmp_path, backend):
     assert "limit of memory" in (result.error or "")
 
 
-def hold_of(folder):
-    """Process 1 of the sandbox whose work folder lies in `folder`, if it runs a `sleep 54.5`."""
-    own = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - a name, no path
+def process_1():
+    """Process 1 of the sandbox in which a `sleep 54.5` runs; `None` = not yet."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if str(folder).encode() in (process / "mountinfo").read_bytes():
-                space = os.readlink(process / "ns" / "pid")  # noqa: PTH115 - a name, no path
-                found[int(process.name)] = (process / "cmdline").read_bytes(), space
-    inside = {pid: words for pid, (words, space) in found.items() if space != own}
-    if not any(b"54.5" in words for words in inside.values()):
-        return None
-    return next((pid for pid, words in inside.items() if b"sleep 86400" in words), None)
+            space = os.readlink(process / "ns" / "pid")  # noqa: PTH115 - a name, no path
+            found[int(process.name)] = (process / "cmdline").read_bytes(), space
+    ours = found[os.getpid()][1]
+    running = {space for words, space in found.values() if words == b"sleep\x0054.5\0"} - {ours}
+    holds = [p for p, (words, at) in found.items() if at in running and b"sleep 86400" in words]
+    return min(holds, default=None)
 
 
 async def test_a_sandbox_that_is_killed_is_no_crash_of_the_harness(tmp_path, backend):
     async with asyncio.TaskGroup() as group:
         running = group.create_task(played(tmp_path, backend, "sleep 54.5"))
-        async with asyncio.timeout(20):
-            while (hold := await asyncio.to_thread(hold_of, tmp_path)) is None:  # noqa: ASYNC110 - no event tells
+        async with asyncio.timeout(30):
+            while (pid := await asyncio.to_thread(process_1)) is None:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.05)
-        os.kill(hold, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     assert running.result().cause is Cause.INFRASTRUCTURE
     assert "ended from outside" in running.result().error

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.docker_client import remove_left_behind
 from bridle.runtimes.proc import SESSION_MARK, Leaders, end_all, members
 
 PREFIX = "bridle-"
@@ -61,10 +62,12 @@ class Scratch:
 
 
 async def reap(base: Path | None = None) -> int:
-    """End and remove what dead nodes left in `base` (the system's temp folder).
+    """End and remove what dead nodes left in `base` (the system's temp folder), and containers.
 
     Returns how many scratch folders were removed. Folders of other users are left alone.
     """
+    if containers := await remove_left_behind():
+        log.info("removed what a killed process left", containers=containers)
     removed = 0
     for folder in list(_abandoned(base or Path(tempfile.gettempdir()))):
         marks = [f"{SESSION_MARK}={name}".encode() for name in _sessions(folder)]

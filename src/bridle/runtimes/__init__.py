@@ -14,6 +14,7 @@ from bridle.runtimes.base import Mount, Runtime, RuntimeFactory
 RUNTIMES = {
     "local": "bridle.runtimes.local:LocalRuntime",
     "bubblewrap": "bridle.runtimes.bubblewrap:BubblewrapRuntime",
+    "docker": "bridle.runtimes.docker:DockerRuntime",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 

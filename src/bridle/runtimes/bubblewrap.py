@@ -130,28 +130,33 @@ class BubblewrapRuntime:
             self._must_be_usable()
             held = self._held
             if held is None or held.process.poll() is not None:
-                if held is not None:
-                    await self._let_go(held)
-                self._held = held = await self._new_namespaces()
-            return held
+                # Not to be cancelled: what was made would have no owner.
+                await run_shielded(self._make_namespaces(), timeout_s=2 * START_S)
+            assert self._held is not None
+            return self._held
 
-    async def _new_namespaces(self) -> _Held:
+    async def _make_namespaces(self) -> None:
+        if self._held is not None:
+            await self._let_go(self._held)
+            self._held = None
         with boundary(RuntimeFailure, f"cannot make the sandbox of session {self._session_id}"):
             process, pid = await asyncio.to_thread(self._spawn)
             held = _Held(process, pid, None, AsyncExitStack())
             try:
                 if self._spec.network == "gateway_only":
-                    listener = await asyncio.to_thread(
-                        listen_inside, pid, GATEWAY_PORT, timeout_s=START_S
-                    )
-                    held.forwarder = await held.resources.enter_async_context(Forwarder(listener))
-                    held.forwarder.target = self._target
+                    await self._open_the_way(held)
                 nursery = await held.resources.enter_async_context(Nursery(_raise_nothing))
                 nursery.start(self._watch(held), name="sandbox-watch")
             except BaseException:
                 await run_shielded(self._let_go(held), timeout_s=STOP_S)
                 raise
-            return held
+            self._held = held
+
+    async def _open_the_way(self, held: _Held) -> None:
+        """Carry a port inside to the gateway."""
+        listener = await asyncio.to_thread(listen_inside, held.pid, GATEWAY_PORT, timeout_s=START_S)
+        held.forwarder = await held.resources.enter_async_context(Forwarder(listener))
+        held.forwarder.target = self._target
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """Start process 1; returns when it is up. Blocks for some 10 ms."""

@@ -38,7 +38,9 @@ def owner(fd):
 _LISTEN = f"""{_SETNS}
 channel, pid, port = map(int, sys.argv[1:4])
 network = opened(pid, "net")
-setns(owner(network))
+users = owner(network)
+if os.fstat(users).st_ino != os.stat("/proc/self/ns/user").st_ino:
+    setns(users)
 setns(network)
 listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,460 @@
+"""The `docker` runtime: a container for each session, through the `docker` command.
+
+The container's process 1 does nothing but live; commands are `docker exec`s. Ending the container
+ends them all, and the next command starts it again: the files stay until `stop`.
+
+The gateway is the only address there is (`network = "gateway_only"`). Where this process may enter
+the container's network (root, with the daemon on this machine) the container has no network at all
+but a loopback, one port of which is carried to the gateway. Anywhere else it is put into an
+internal network of Docker's, in which containers do not hear each other, and the gateway listens at
+that network's own address: other services that listen on every address of the machine are then
+reached too.
+
+What the command line gives for a command that a signal ended is 128 plus the signal's number;
+codes from 129 to 159 are told as signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit, urlunsplit
+
+from bridle.aio import Nursery, run_shielded
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import pack, pack_bytes, unpack
+from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.docker_client import (
+    CALL_S,
+    OWNER_LABEL,
+    SESSION_LABEL,
+    client_environment,
+    docker,
+    image_facts,
+    owner_mark,
+    program,
+)
+from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.namespaces import is_privileged, listen_inside
+from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
+from bridle.runtimes.process import Command, run_process
+
+HOLD = "exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
+"""Process 1: it collects what others leave, and nothing inside can end it."""
+
+ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
+END = """
+marked() { for at in /proc/[0-9]*; do while IFS= read -r -d '' word; do
+  [ "$word" = "$1" ] && echo "${at#/proc/}" && break; done < "$at/environ"; done 2>/dev/null; }
+found=$(marked "$1"); [ -z "$found" ] && exit
+kill -TERM $found
+for i in {1..40}; do sleep 0.05; found=$(marked "$1"); [ -z "$found" ] && exit; done
+while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); done
+"""
+"""Ends all processes with a mark in their environment, with a grace of two seconds."""
+
+NETWORK = "bridle-gateway-only"
+GATEWAY_PORT = 4000
+HOME = "/home/agent"
+PROCESSES = 1024
+FILES = 4096
+STOP_S = 120.0
+LOOK_S = 2.0
+DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
+"""Powers that Docker leaves to a container's root and that no task needs."""
+KWARGS = frozenset({"user"})
+
+
+@dataclass(slots=True)
+class _Up:
+    """A container that runs."""
+
+    resources: AsyncExitStack
+    forwarder: Forwarder | None = None
+    reached: str | None = None
+    let_go: bool = False
+    """Whether we end it, or ended it."""
+
+
+class DockerRuntime:
+    """One session's container; implements `base.Runtime`."""
+
+    contains = True
+    home = HOME
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        refuse_what_docker_cannot(spec)
+        self._spec = spec
+        self._session_id = session_id
+        self._scratch = scratch
+        self._mounts = tuple(mounts)
+        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
+        self._container: str | None = None
+        self._up: _Up | None = None
+        self._lock = asyncio.Lock()
+        self._target: tuple[str, int] | None = None
+        self._address = ("127.0.0.1", GATEWAY_PORT)
+        self._execs = 0
+        self._usable = False
+        self._kills = 0
+
+    # ---- start and end
+
+    async def start(self) -> None:
+        """As `base.Runtime.start`; an image that is not there is pulled.
+
+        `RuntimeFailure` says what the daemon said.
+        """
+        for mount in self._mounts:
+            if not mount.source.exists():
+                message = f"what must be mounted does not exist: {mount.source}"
+                raise RuntimeFailure(message)
+        image = await image_facts(str(self._spec.image))
+        if self._spec.workdir is None and image["Config"].get("WorkingDir") not in (None, "", "/"):
+            self.workdir = image["Config"]["WorkingDir"]
+        with boundary(RuntimeFailure, f"cannot make the container of session {self._session_id}"):
+            (self._scratch / "aside").mkdir(exist_ok=True)
+            await run_shielded(self._create(await self._options()), timeout_s=2 * CALL_S)
+        self._usable = True
+        await self._running()
+        folders = [self.workdir, HOME]
+        await self._run(Command(["mkdir", "-p", *folders], env={}, cwd="/"))
+        await self._run(Command(["chmod", "700", HOME], env={}, cwd="/"))
+
+    async def _create(self, options: Sequence[str]) -> None:
+        words = ["create", *options, str(self._spec.image), "/bin/bash", "-c", HOLD]
+        self._container = await docker(words, env={SESSION_MARK: self._session_id})
+
+    async def _options(self) -> list[str]:
+        spec = self._spec
+        words = ["--label", f"{SESSION_LABEL}={self._session_id}", "--hostname", "sandbox"]
+        words += ["--label", f"{OWNER_LABEL}={owner_mark()}", "--env", SESSION_MARK]
+        words += ["--security-opt", "no-new-privileges"]
+        words += [f"--cap-drop={power}" for power in DROPPED]
+        words += ["--pids-limit", str(spec.max_processes or PROCESSES), "--entrypoint", ""]
+        words += ["--ulimit", f"nofile={FILES}:{FILES}", "--ulimit", "core=0:0"]
+        words += ["--network", await self._network()]
+        if spec.memory_mb is not None:
+            words += ["--memory", f"{spec.memory_mb}m", "--memory-swap", f"{spec.memory_mb}m"]
+        if spec.cpus is not None:
+            words += ["--cpus", str(spec.cpus)]
+        if spec.storage_mb is not None:
+            size = spec.storage_mb << 20
+            words += ["--ulimit", f"fsize={size}:{size}"]
+        if spec.gpus is not None:
+            words += ["--gpus", str(spec.gpus)]
+        if "user" in spec.kwargs:
+            words += ["--user", str(spec.kwargs["user"])]
+        for mount in self._mounts:
+            words += ["--volume", f"{mount.source}:{mount.target}:ro"]
+        return words
+
+    async def _network(self) -> str:
+        """The network to be in, made if it is not there; decides where the gateway is reached."""
+        if self._spec.network == "none" or (self._spec.network == "gateway_only" and _enters()):
+            return "none"
+        if self._spec.network == "open" and _enters():
+            return "bridge"
+        name = "bridge" if self._spec.network == "open" else NETWORK
+        with suppress(RuntimeFailure):
+            return await self._listening_in(name)
+        alone = ["--internal", "--opt", "com.docker.network.bridge.enable_icc=false"]
+        with suppress(RuntimeFailure):  # another session makes it at the same moment
+            await docker(["network", "create", *alone, name])
+        return await self._listening_in(name)
+
+    async def _listening_in(self, network: str) -> str:
+        facts = json.loads(await docker(["network", "inspect", network]))[0]
+        self._address = (facts["IPAM"]["Config"][0]["Gateway"], 0)
+        return network
+
+    async def _running(self) -> _Up:
+        """The container, started now if it does not run."""
+        async with self._lock:
+            self._must_be_usable()
+            if self._up is None:
+                # Not to be cancelled: what was opened would have no owner.
+                await run_shielded(self._start_container(), timeout_s=2 * CALL_S)
+            assert self._up is not None
+            return self._up
+
+    async def _start_container(self) -> None:
+        with boundary(RuntimeFailure, f"cannot start the container of {self._session_id}"):
+            await docker(["start", self._id])
+            up = _Up(AsyncExitStack())
+            try:
+                if self._spec.network != "none":
+                    await self._open_the_way(up)
+                if self._spec.storage_mb is not None:
+                    nursery = await up.resources.enter_async_context(Nursery(_raise_nothing))
+                    nursery.start(self._watch(up, self._spec.storage_mb << 20), name="disk-watch")
+            except BaseException:
+                await run_shielded(up.resources.aclose(), timeout_s=STOP_S)
+                raise
+            self._up = up
+
+    async def _open_the_way(self, up: _Up) -> None:
+        """Carry an address to the gateway."""
+        if _enters():
+            pid = int(await docker(["inspect", "--format", "{{.State.Pid}}", self._id]))
+            if not is_marked(pid, [self._mark]):
+                raise RuntimeFailure("the daemon is not on this machine: give it 'open' networks")
+            listener = await asyncio.to_thread(
+                listen_inside, pid, self._address[1], timeout_s=CALL_S
+            )
+        else:
+            listener = socket.create_server(self._address)
+            listener.settimeout(0)
+            self._address = listener.getsockname()
+        up.forwarder = await up.resources.enter_async_context(Forwarder(listener))
+        up.forwarder.target = self._target
+
+    async def _watch(self, up: _Up, most: int) -> None:
+        """End the container when what it wrote takes too much room."""
+        words = ["inspect", "--size", "--format", "{{.SizeRw}}", self._id]
+        while int(await docker(words)) <= most:  # noqa: ASYNC110 - the daemon tells no event of it
+            await asyncio.sleep(LOOK_S)
+        up.reached = "storage"
+        await docker(["kill", self._id])
+
+    async def kill(self) -> None:
+        """As `base.Runtime.kill`: the container ends, and all in it."""
+        await run_shielded(self._kill(), timeout_s=STOP_S)
+
+    async def _kill(self) -> None:
+        async with self._lock:
+            up, self._up = self._up, None
+            if up is None:
+                return
+            up.let_go = True
+            with suppress(RuntimeFailure):  # it has ended by itself
+                await docker(["kill", self._id])
+            await docker(["wait", self._id])
+            await up.resources.aclose()
+
+    async def stop(self) -> None:
+        """As `base.Runtime.stop`: the container and its files are gone."""
+        self._usable = False
+        try:
+            await self.kill()
+        finally:
+            await run_shielded(self._remove(), timeout_s=STOP_S)
+
+    async def _remove(self) -> None:
+        container, self._container = self._container, None
+        if container is not None:
+            await docker(["rm", "--force", "--volumes", container])
+        await asyncio.to_thread(remove_folders, [self._scratch / "aside"])
+
+    # ---- commands
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        output_limit: int = 1 << 20,
+        log: Path | None = None,
+        error_log: Path | None = None,
+    ) -> ExecResult:
+        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
+        return await self._run(
+            Command(
+                argv=argv,
+                env=env or {},
+                cwd=str(PurePosixPath(self.workdir, cwd or "")),
+                stdin=stdin,
+                timeout_s=timeout_s,
+                output_limit=output_limit,
+                log=log,
+                error_log=error_log,
+            )
+        )
+
+    async def _run(self, inside: Command) -> ExecResult:
+        """Run a command whose folder and program are those of the container."""
+        up = await self._running()
+        self._execs += 1
+        execution = f"{EXEC_MARK}={self._session_id}/{self._execs}"
+        marks = (self._mark, execution.encode())
+        env = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
+        env |= {**self._spec.env, **inside.env}
+        env |= {SESSION_MARK: self._session_id, EXEC_MARK: execution.partition("=")[2]}
+        words = [program(), "exec", *(["--interactive"] if inside.stdin is not None else [])]
+        for name in env:  # by name only: the values stay out of this machine's process list
+            words += ["--env", name]
+        words += [self._id, "/bin/bash", "-c", ENTER, "bash", inside.cwd]
+        command = replace(
+            inside,
+            argv=[*words, *inside.argv],
+            cwd="/",
+            env={**client_environment(), **env},
+            marks=marks,
+        )
+        ended = False
+        try:
+            result = await run_process(command)
+            ended = not result.timed_out
+        finally:
+            if not ended:
+                await run_shielded(self._end(execution), timeout_s=STOP_S)
+        return await self._judged(_with_signal(result), up)
+
+    async def _end(self, execution: str) -> None:
+        """End what one command started and what still carries its mark."""
+        if self._up is not None and self._container is not None:
+            with suppress(RuntimeFailure):
+                await docker(["exec", self._id, "/bin/bash", "-c", END, "bash", execution])
+
+    async def _judged(self, result: ExecResult, up: _Up) -> ExecResult:
+        """The result with the limit that ended it; `RuntimeFailure` if the container ended."""
+        if result.ok or up.let_go:
+            return result
+        if up.reached is None and (result.signal == signal.SIGKILL or result.exit_code == 1):
+            with boundary(RuntimeFailure, f"looking after session {self._session_id}"):
+                up.reached = await self._ended_by_memory()
+        if up.reached is None:
+            return result
+        reached, up.reached = up.reached, None if self._up is up else up.reached
+        return replace(result, limit=reached)
+
+    async def _ended_by_memory(self) -> str | None:
+        state = json.loads(await docker(["inspect", "--format", "{{json .State}}", self._id]))
+        if not state["Running"]:
+            await self.kill()
+            if state["OOMKilled"]:
+                return "memory"
+            message = f"the container of session {self._session_id} was ended from outside"
+            raise RuntimeFailure(message)
+        if self._spec.memory_mb is None:
+            return None
+        counters = "cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control"
+        said = await docker(["exec", self._id, "/bin/bash", "-c", f"{counters} 2>/dev/null; true"])
+        counts = [line.split()[1] for line in said.splitlines() if line.startswith("oom_kill ")]
+        kills, before = max(map(int, counts), default=0), self._kills
+        self._kills = kills
+        return "memory" if kills > before else None
+
+    # ---- files
+
+    async def upload(self, source: Path, target: str) -> None:
+        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        with (
+            boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
+            self._aside() as aside,
+        ):
+            archive = Path(aside, "in.tar")
+            path = PurePosixPath(self.workdir, target)
+            folder = await asyncio.to_thread(pack, source, path, archive)
+            await self._put(archive, folder)
+
+    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
+        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        path = PurePosixPath(self.workdir, target)
+        with boundary(RuntimeFailure, f"cannot write {target}"):
+            await self._put(pack_bytes(content, path.name, mode), path.parent)
+
+    async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
+        made = await self._run(Command(["mkdir", "-p", "--", str(folder)], env={}, cwd="/"))
+        if not made.ok:
+            raise RuntimeFailure(made.stderr.decode(errors="replace").strip())
+        await docker(["cp", "-", f"{self._id}:{folder}"], stdin=archive)
+
+    async def download(self, source: str, target: Path) -> None:
+        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
+        path = PurePosixPath(self.workdir, source)
+        with boundary(RuntimeFailure, f"cannot download {source}"), self._aside() as aside:
+            archive = Path(aside, "out.tar")
+            await docker(["cp", f"{self._id}:{path}", "-"], stdout=archive)
+            await asyncio.to_thread(unpack, archive, path.name, target)
+
+    def _aside(self) -> tempfile.TemporaryDirectory[str]:
+        self._must_be_usable()
+        return tempfile.TemporaryDirectory(dir=self._scratch / "aside")
+
+    # ---- addresses
+
+    def inside(self, path: Path) -> str:
+        """Where a mounted host path is seen inside; any other path as it is."""
+        for mount in self._mounts:
+            if path.is_relative_to(mount.source):
+                return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
+        return str(path)
+
+    def gateway_url(self, url: str) -> str:
+        """The URL's way in: an address that is carried to that one address."""
+        if self._spec.network == "none":
+            return url
+        parts = urlsplit(url)
+        target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        if self._target not in (None, target):
+            message = f"a container has one gateway: {self._target}, not also {target}"
+            raise RuntimeFailure(message)
+        self._target = target
+        if self._up is not None and self._up.forwarder is not None:
+            self._up.forwarder.target = target
+        return urlunsplit(parts._replace(netloc=f"{self._address[0]}:{self._address[1]}"))
+
+    @property
+    def _mark(self) -> bytes:
+        return f"{SESSION_MARK}={self._session_id}".encode()
+
+    @property
+    def _id(self) -> str:
+        self._must_have_container()
+        return str(self._container)
+
+    def _must_have_container(self) -> None:
+        if self._container is None:
+            message = f"session {self._session_id} has no container"
+            raise RuntimeFailure(message)
+
+    def _must_be_usable(self) -> None:
+        if not self._usable:
+            message = f"the runtime of session {self._session_id} is not started, or was stopped"
+            raise RuntimeFailure(message)
+
+
+def _enters() -> bool:
+    """Whether this process may enter the networks of containers."""
+    return is_privileged()
+
+
+def refuse_what_docker_cannot(spec: RuntimeSpec) -> None:
+    """Raise `ConfigError` naming what `spec` lacks or asks for beyond what containers give."""
+    if not spec.image:
+        message = "runtime 'docker' needs an image"
+        raise ConfigError(message)
+    if ".." in PurePosixPath(spec.workdir or "").parts:
+        message = f"runtime 'docker': workdir {spec.workdir!r} must not contain '..'"
+        raise ConfigError(message)
+    if unknown := sorted(set(spec.kwargs) - KWARGS):
+        message = f"runtime 'docker' takes the kwargs {sorted(KWARGS)}; given: {unknown}"
+        raise ConfigError(message)
+
+
+def _with_signal(result: ExecResult) -> ExecResult:
+    """A shell's code for a command that a signal ended, told as that signal."""
+    code = result.exit_code
+    if code is None or not 128 < code < 160:
+        return result
+    return replace(result, exit_code=None, signal=code - 128)
+
+
+def _raise_nothing(_error: BaseException) -> None:
+    """A watch that failed must not end the session; the next one begins with the next start."""

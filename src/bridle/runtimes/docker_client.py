@@ -1,0 +1,133 @@
+"""The `docker` command line, as the `docker` runtime needs it: calls, images, what was left behind.
+
+Which daemon is spoken to is the command's own affair (`DOCKER_HOST`, `docker context`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from bridle.errors import RuntimeFailure
+from bridle.runtimes.process import Command, run_process
+
+OWNER_LABEL = "bridle.owner"
+SESSION_LABEL = "bridle.session"
+CALL_S = 120.0
+"""How long one call of the daemon may take; pulling an image may take as long as it takes."""
+OUTPUT = 16 << 20
+CLIENT = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
+
+_pulls: dict[str, asyncio.Lock] = {}
+log = structlog.get_logger(__name__)
+
+
+async def docker(
+    words: Sequence[str],
+    *,
+    stdin: bytes | Path | None = None,
+    stdout: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float | None = CALL_S,
+) -> str:
+    """What `docker WORDS` says on stdout. `RuntimeFailure` says what it said on stderr."""
+    result = await run_process(
+        Command(
+            argv=[program(), *words],
+            cwd="/",
+            env={**(env or {}), **client_environment()},
+            stdin=stdin,
+            stdout=stdout,
+            timeout_s=timeout_s,
+            output_limit=OUTPUT,
+        )
+    )
+    if result.ok:
+        return result.stdout.decode(errors="replace").strip()
+    said = result.stderr.decode(errors="replace").strip()
+    how = f"did not end within {timeout_s:g} s" if result.timed_out else said[-1000:]
+    raise RuntimeFailure(f"docker {words[0]}: {how}")
+
+
+def program() -> str:
+    """Path of the `docker` command. `RuntimeFailure` says what to do where there is none."""
+    found = shutil.which("docker")
+    if found is None:
+        message = (
+            "the docker runtime needs the command docker on PATH, and a daemon it may speak to"
+        )
+        raise RuntimeFailure(message)
+    return found
+
+
+def client_environment() -> dict[str, str]:
+    """What the command itself needs of our environment: which daemon, and where its login is."""
+    config = os.environ.get("DOCKER_CONFIG") or str(Path("~/.docker").expanduser())
+    found = {name: os.environ[name] for name in CLIENT if name in os.environ}
+    return {**found, "DOCKER_CONFIG": config, "PATH": os.environ.get("PATH", "/usr/bin:/bin")}
+
+
+async def image_facts(image: str) -> dict[str, Any]:
+    """What the daemon knows of an image; it is pulled, once at a time, if it is not there."""
+    async with _pulls.setdefault(image, asyncio.Lock()):
+        with suppress(RuntimeFailure):
+            return await _inspected(image)
+        log.info("pulling an image", image=image)
+        try:
+            await docker(["pull", "--quiet", image], timeout_s=None)
+        except RuntimeFailure as error:
+            message = f"image {image!r} is not here and cannot be pulled: {error}"
+            raise RuntimeFailure(message) from error
+        log.info("pulled an image", image=image)
+        return await _inspected(image)
+
+
+async def _inspected(image: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(await docker(["image", "inspect", image]))[0]
+    return facts
+
+
+def owner_mark() -> str:
+    """This process, in a form that no later process of this machine has: number and start time."""
+    return f"{os.getpid()}.{_started(os.getpid())}"
+
+
+def _started(pid: int) -> str | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[19] if fields[0] not in ("Z", "X") else None
+
+
+async def remove_left_behind() -> int:
+    """Remove the containers of sessions whose process has ended; returns how many.
+
+    Without a `docker` command or its daemon there are none.
+    """
+    if shutil.which("docker") is None:
+        return 0
+    try:
+        form = f'{{{{.ID}}}} {{{{.Label "{OWNER_LABEL}"}}}}'
+        words = ["ps", "--all", "--no-trunc", "--filter", f"label={OWNER_LABEL}", "--format", form]
+        lines = (await docker(words, timeout_s=10)).splitlines()
+    except RuntimeFailure:
+        return 0
+    dead = [line.split()[0] for line in lines if _is_dead(line.split()[1])]
+    if dead:
+        with suppress(RuntimeFailure):  # another process removes it at the same moment
+            await docker(["rm", "--force", "--volumes", *dead])
+    return len(dead)
+
+
+def _is_dead(mark: str) -> bool:
+    pid, _, started = mark.partition(".")
+    return not pid.isdigit() or _started(int(pid)) != started

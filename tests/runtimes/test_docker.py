@@ -1,0 +1,86 @@
+"""Containers: the contract's suite, and what is their own."""
+
+import pytest
+from tests.sandbox.images import spec_of
+
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure
+from bridle.runtimes.base import Mount
+from bridle.runtimes.conformance import CHECKS, run_check
+from bridle.runtimes.docker import DockerRuntime
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, "needs an image"),
+        ({"image": "x", "workdir": "/a/../b"}, "must not contain"),
+        ({"image": "x", "kwargs": {"privileged": True}}, r"kwargs .* given: \['privileged'\]"),
+    ],
+)
+def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
+
+
+def test_a_mounted_path_is_seen_at_its_target(tmp_path):
+    spec = RuntimeSpec(image="x")
+    runtime = DockerRuntime(spec, "s", tmp_path, [Mount(tmp_path / "b", "/opt/b")])
+    assert runtime.inside(tmp_path / "b" / "bin" / "x") == "/opt/b/bin/x"
+    assert runtime.inside(tmp_path / "other") == str(tmp_path / "other")
+
+
+def test_the_gateway_has_one_address_inside(tmp_path):
+    runtime = DockerRuntime(RuntimeSpec(image="x"), "s", tmp_path)
+    assert runtime.gateway_url("http://127.0.0.1:81/s/x/v1") == "http://127.0.0.1:4000/s/x/v1"
+    with pytest.raises(RuntimeFailure, match="one gateway"):
+        runtime.gateway_url("http://127.0.0.1:82/")
+    closed = DockerRuntime(RuntimeSpec(image="x", network="none"), "s", tmp_path)
+    assert closed.gateway_url("http://127.0.0.1:81/") == "http://127.0.0.1:81/"
+
+
+async def test_before_its_start_it_runs_nothing(tmp_path):
+    with pytest.raises(RuntimeFailure, match="is not started"):
+        await DockerRuntime(RuntimeSpec(image="x"), "s", tmp_path).exec("true")
+
+
+@pytest.mark.sandbox
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_it_conforms(check, tmp_path):
+    await run_check(check, DockerRuntime, tmp_path, RuntimeSpec(**await spec_of("docker")))
+
+
+@pytest.mark.sandbox
+@pytest.mark.timeout(60)
+class TestContainers:
+    async def started(self, tmp_path, **spec):
+        runtime = DockerRuntime(RuntimeSpec(**await spec_of("docker"), **spec), "own", tmp_path)
+        await runtime.start()
+        return runtime
+
+    async def test_an_image_that_is_nowhere_is_named(self, tmp_path):
+        runtime = DockerRuntime(RuntimeSpec(image="bridle-no-such-image:1"), "s", tmp_path)
+        with pytest.raises(RuntimeFailure, match="'bridle-no-such-image:1' is not here"):
+            await runtime.start()
+        await runtime.stop()
+
+    async def test_files_outlive_a_kill_and_processes_do_not(self, tmp_path):
+        runtime = await self.started(tmp_path)
+        await runtime.exec("echo kept > file; (setsid sleep 60 </dev/null >/dev/null 2>&1 &)")
+        await runtime.kill()
+        result = await runtime.exec("cat file; ps ax | grep -c '[s]leep 60'")
+        await runtime.stop()
+        assert result.stdout == b"kept\n0\n"
+
+    async def test_a_workdir_of_its_own_is_where_commands_run(self, tmp_path):
+        runtime = await self.started(tmp_path, workdir="/testbed")
+        result = await runtime.exec("pwd; touch here")
+        await runtime.stop()
+        assert (result.stdout, runtime.workdir) == (b"/testbed\n", "/testbed")
+
+    async def test_a_value_of_the_environment_is_not_on_the_command_line(self, tmp_path):
+        runtime = await self.started(tmp_path)
+        result = await runtime.exec('echo "$KEY"', env={"KEY": "a b\nc"})
+        await runtime.stop()
+        assert result.stdout == b"a b\nc\n"

@@ -1,0 +1,84 @@
+"""The `docker` command line, with a command of ours in its place where no daemon is needed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bridle.errors import RuntimeFailure
+from bridle.runtimes.docker_client import (
+    client_environment,
+    docker,
+    image_facts,
+    owner_mark,
+    remove_left_behind,
+)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Puts a `docker` on PATH that is a bash script; it may write to `calls`."""
+
+    def make(script):
+        program = tmp_path / "bin" / "docker"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\n{script}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+        return tmp_path / "calls"
+
+    return make
+
+
+async def test_what_the_daemon_refuses_is_told_in_its_words(fake):
+    fake("echo no such thing >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="docker inspect: no such thing"):
+        await docker(["inspect", "x"])
+
+
+async def test_a_daemon_that_hangs_is_given_up(fake):
+    fake("sleep 60")
+    with pytest.raises(RuntimeFailure, match=r"docker ps: did not end within 0.1 s"):
+        await docker(["ps"], timeout_s=0.1)
+
+
+async def test_without_the_command_it_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeFailure, match="needs the command docker on PATH"):
+        await docker(["ps"])
+    assert await remove_left_behind() == 0
+
+
+async def test_an_image_that_is_here_is_not_pulled(fake):
+    calls = fake('echo \'[{"Id": "x"}]\'')
+    assert await image_facts("here:1") == {"Id": "x"}
+    assert calls.read_text() == "image inspect here:1\n"
+
+
+async def test_an_image_that_cannot_be_pulled_is_named(fake):
+    calls = fake("echo nowhere >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="image 'gone:1' is not here and cannot be pulled"):
+        await image_facts("gone:1")
+    assert calls.read_text().splitlines() == ["image inspect gone:1", "pull --quiet gone:1"]
+
+
+async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(fake):
+    calls = fake(
+        f'[ $1 != ps ] || printf "c1 {owner_mark()}\\nc2 999999999.5\\nc3 {os.getpid()}.1\\n"'
+    )
+    assert await remove_left_behind() == 2
+    assert calls.read_text().splitlines()[-1] == "rm --force --volumes c2 c3"
+
+
+async def test_without_a_daemon_nothing_was_left_behind(fake):
+    fake("exit 1")
+    assert await remove_left_behind() == 0
+
+
+def test_the_command_gets_its_login_and_daemon_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///x")
+    monkeypatch.setenv("SECRET", "x")
+    found = client_environment()
+    assert found["DOCKER_HOST"] == "unix:///x"
+    assert Path(found["DOCKER_CONFIG"]).name == ".docker"
+    assert "SECRET" not in found
