@@ -347,10 +347,11 @@ async def test_replicas_that_differ_are_refused_by_name(change):
             pass
 
 
-async def test_the_context_is_what_all_replicas_have():
-    async with pooled(Fake(), Fake(info=replace(INFO, context_length=500, version=2))) as pool:
+async def test_what_a_pool_can_is_what_all_replicas_can():
+    less = replace(INFO, context_length=500, version=2, grammar=False)
+    async with pooled(Fake(info=replace(INFO, grammar=True)), Fake(info=less)) as pool:
         info = await pool.start()
-        assert (info.context_length, info.version) == (500, 2)
+        assert (info.context_length, info.version, info.grammar) == (500, 2, False)
 
 
 def test_a_pool_has_replicas_of_different_names():

@@ -95,7 +95,8 @@ class EnginePool:
                 raise (fatal or errors)[0]
             length = min(info.context_length for info in infos)
             self._version = max(info.version for info in infos)
-            self._info = replace(infos[0], context_length=length)
+            grammar = all(info.grammar for info in infos)
+            self._info = replace(infos[0], context_length=length, grammar=grammar)
             try:
                 for one in self.each():
                     self._check_fit(one, one.info)
