@@ -67,8 +67,24 @@ TOOLS: dict[str, Tools] = {
     ),
     "gemini_cli": _claude("run_shell_command", "write_file", "read_file", "replace"),
     "google_adk": Tools(run=lambda command: tool("bash", command=command)),
+    "hermes": Tools(
+        run=lambda command: tool("terminal", command=command),
+        write=lambda path, text: tool("write_file", wide=True, path=path, content=text),
+        read=lambda path: tool("read_file", path=path),
+        edit=lambda path, old, new: tool(
+            "patch", wide=True, mode="replace", path=path, old_string=old, new_string=new
+        ),
+    ),
     "mini_swe_agent": Tools(run=lambda command: tool("bash", command=command)),
     "openai_agents": Tools(run=lambda command: tool("bash", command=command)),
+    "openclaw": Tools(
+        run=lambda command: tool("exec", command=command),
+        write=lambda path, text: tool("write", wide=True, path=path, content=text),
+        read=lambda path: tool("read", path=path),
+        edit=lambda path, old, new: tool(
+            "edit", wide=True, path=path, edits=[{"oldText": old, "newText": new}]
+        ),
+    ),
     "opencode": Tools(
         run=lambda command: tool("bash", command=command),
         write=lambda path, text: tool("write", wide=True, filePath=path, content=text),
