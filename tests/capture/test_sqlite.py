@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +21,7 @@ from tests.capture.made import MadeSession, digest_of
 from tests.conformance.stores import StoreConformance, assert_same
 
 from bridle.capture.records import SessionRecord
-from bridle.capture.sqlite import HELD_UP_S, WRITTEN_HERE, SqliteReader, SqliteStore
+from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.errors import StoreError
 
 ROOT = Path(__file__).parents[2]
@@ -438,96 +437,3 @@ def test_a_loop_that_ended_does_not_stop_the_writer(path):
         asyncio.run(store.commit(exchange, made.bodies))
     assert_same(store.exchanges("s1"), made.exchanges)
     asyncio.run(store.aclose())
-
-
-# ---- who writes
-
-
-async def writers(store, *, size=0, count=1):
-    """Which threads did so many writes."""
-    found = []
-    for _ in range(count):
-        await store._write(lambda _: found.append(threading.current_thread()), size=size)
-    return set(found)
-
-
-async def written_here(store, tries=50):
-    for _ in range(tries):  # on a machine that may be busy
-        store._writer._shy_until = 0.0
-        if await writers(store, count=3) == {threading.current_thread()}:
-            return True
-    return False
-
-
-async def test_an_idle_writer_leaves_small_records_to_their_callers(path):
-    async with await SqliteStore.open(path) as store:
-        assert await written_here(store)
-        assert await writers(store, size=WRITTEN_HERE + 1) == {store._writer._thread}
-
-
-async def test_with_fsync_the_thread_writes_all(path):
-    async with await SqliteStore.open(path, fsync="group") as store:
-        assert await writers(store, count=3) == {store._writer._thread}
-
-
-async def test_a_write_that_the_disk_held_up_sends_those_that_follow_to_the_thread(path):
-    async with await SqliteStore.open(path) as store:
-        await store._write(lambda _: time.sleep(2 * HELD_UP_S))
-        assert await writers(store, count=3) == {store._writer._thread}
-        assert await written_here(store)
-
-
-async def test_records_keep_their_order_whoever_writes_them(path):
-    made = MadeSession()
-    for _ in range(40):
-        made.call()
-    async with await SqliteStore.open(path) as store:
-        await store.open_session(made.record)
-        async with asyncio.TaskGroup() as group:
-            for index, exchange in enumerate(made.exchanges):
-                bodies = made.new_bodies[exchange.exchange_id]
-                group.create_task(store.commit(exchange, bodies))
-                if index % 3 == 0:
-                    group.create_task(store._write(lambda _: None, size=WRITTEN_HERE + 1))
-                if index % 7 == 0:
-                    await asyncio.sleep(0)
-        assert [exchange.index for exchange in store.exchanges("s1")] == list(range(40))
-
-
-async def test_a_record_that_its_caller_cannot_write_is_its_caller_s_error_alone(path):
-    async with await SqliteStore.open(path) as store:
-        with pytest.raises(StoreError, match="never opened"):
-            await store.deliver(MadeSession().deliver("x0"))
-        assert await written_here(store)
-
-
-async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
-    made = three_turns()
-    async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
-        await store.open_session(made.record)
-        first, second, _ = made.exchanges
-        await store.commit(first, made.bodies)
-        told = group.create_task(store.deliver(made.deliver(first.exchange_id)))
-        await asyncio.sleep(0)
-        assert store._writer._jobs.left
-        await store.commit(second, made.bodies)
-        assert not store._writer._jobs.left
-        await told
-        group.create_task(store.deliver(made.deliver(second.exchange_id)))
-        await asyncio.sleep(0)
-        assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}
-
-
-async def test_a_delivery_that_cannot_be_written_costs_the_next_exchange_nothing(path):
-    made = three_turns()
-    async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
-        await store.open_session(made.record)
-
-        async def refused():
-            with pytest.raises(StoreError, match="never opened"):
-                await store.deliver(replace(made.deliver("x0"), session_id="nobody"))
-
-        group.create_task(refused())
-        await asyncio.sleep(0)
-        await store.commit(made.exchanges[0], made.bodies)
-        assert len(store.exchanges("s1")) == 1
