@@ -87,3 +87,14 @@ def test_bridle_runs_as_a_module():
     )  # fmt: skip
 
     assert done.stdout.startswith("bridle ")
+
+
+def test_every_harness_has_a_result_in_every_dialect_and_column(load_script):
+    table = load_script("make_harness_table")
+    said = table.read(page("harnesses.md"))
+
+    assert said.keys() == {(*row, column) for row in table.rows() for column in table.COLUMNS}
+    for (harness, *_), (outcome, note, version) in said.items():
+        assert outcome in {"ok", "fails", "n/a"}
+        assert note or outcome == "ok"
+        assert version == table.version(harness)

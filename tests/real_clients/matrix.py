@@ -30,11 +30,11 @@ class Fails:
     note: str
 
 
-NO_RETRY = "It repeats no call of the model: exit code {}, as with its own provider."
-BEGUN = "It repeats no call whose stream has begun: exit code {}, as with its own provider."
+NO_RETRY = "It repeats no call of the model: exit code {}."
+BEGUN = "It repeats no call whose stream has begun: exit code {}."
 ONE_PARSER = (
     "It asks again, but reads the new stream as the rest of the broken one, and ends with exit "
-    "code 1, as with its own provider."
+    "code 1."
 )
 
 FAILS: dict[tuple[Row, str], Fails] = {
