@@ -243,9 +243,14 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(message) from None
 
 
+def assets_dir() -> Path:
+    """Folder of the files shipped in the package."""
+    return Path(__file__).parent / "assets"
+
+
 def builtin_tokenizer_dir() -> Path:
     """Folder of the small tokenizer shipped in the package (Qwen3's special tokens, our text)."""
-    return Path(__file__).parent / "assets" / "tokenizer"
+    return assets_dir() / "tokenizer"
 
 
 def cache_dir() -> Path:

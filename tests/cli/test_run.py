@@ -1,6 +1,11 @@
 """`bridle run` in this process; as a process of its own it is in tests/e2e."""
 
 import json
+from pathlib import Path
+
+import pytest
+
+HARBOR = Path(__file__).parents[2] / "examples" / "harbor-tasks"
 
 
 def test_overrides_apply_to_every_task_and_the_run_folder_says_so(say, finished_run, tmp_path):
@@ -39,3 +44,13 @@ def test_a_run_without_success_ends_with_code_1_and_unknown_reward(say, finished
     assert said.code == 1
     assert "harness_no_call" in said.out
     assert "mean reward unknown" in said.out
+
+
+@pytest.mark.parametrize(("harness", "mean"), [("oracle", "1.000"), ("empty", "0.000")])
+def test_a_task_set_is_checked_without_an_engine(say, tmp_path, harness, mean):
+    said = say(
+        "run", HARBOR, "--harness", harness, "--runtime", "local", "--network", "open",
+        "--first", 2, "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert said.code == 0
+    assert f"mean reward {mean} over 2 scored of 2" in said.out

@@ -5,7 +5,7 @@ from bridle.errors import ConfigError
 from bridle.evaluators import EVALUATORS, open_evaluator
 from bridle.evaluators.session_completed import SessionCompleted
 
-CONFIGS = {"command": {"command": "true"}, "session_completed": {}}
+CONFIGS = {"command": {"command": "true"}, "harbor": {}, "session_completed": {}}
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATORS))

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.lifecycle.ending import COMPLETED, ENGINE_CODES, Ending, failed, judge, out_of_time
+from bridle.lifecycle.ending import (
+    COMPLETED,
+    ENGINE_CODES,
+    Ending,
+    failed,
+    judge,
+    out_of_time,
+    without_a_model,
+)
 from bridle.runtimes.base import ExecResult
 from bridle.types import Cause, SessionStatus
 
@@ -63,6 +71,12 @@ SPENT = Known(limit="tokens", failed_last=True)
 def test_each_way_of_ending_has_its_cause(result, facts, harness_cause, status, cause):
     ending = judge(result, facts, harness_cause)
     assert (ending.status, ending.cause) == (status, cause)
+
+
+def test_a_harness_without_a_model_needs_a_true_exit_alone():
+    silent = Known(delivered=0, calls=0)
+    assert without_a_model(judge(ended(), silent, None)) == COMPLETED
+    assert without_a_model(judge(ended(1), silent, CRASH)).cause is CRASH
 
 
 known = st.builds(

@@ -62,6 +62,22 @@ async def test_an_image_that_cannot_be_pulled_is_named(fake):
     assert calls.read_text().splitlines() == ["image inspect gone:1", "pull --quiet gone:1"]
 
 
+async def test_an_image_of_a_folder_is_built_once(fake, tmp_path):
+    calls = fake(f"""case "$1" in
+    build) touch {tmp_path}/built;;
+    image) [ -e {tmp_path}/built ] && echo '[{{"Id": "x"}}]';; esac""")
+    for _ in range(2):
+        assert await image_facts("made:1", build="/tasks/environment") == {"Id": "x"}
+    lines = calls.read_text().splitlines()
+    assert lines.count("build --quiet --tag made:1 /tasks/environment") == 1
+
+
+async def test_a_folder_that_cannot_be_built_is_named(fake):
+    fake("echo no FROM >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="cannot be built of /t: docker build: no FROM"):
+        await image_facts("made:1", build="/t")
+
+
 async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(fake):
     calls = fake(
         f'[ $1 != ps ] || printf "c1 {owner_mark()}\\nc2 999999999.5\\nc3 {os.getpid()}.1\\n"'

@@ -76,6 +76,12 @@ def test_bundles_and_the_operators_own_folders_are_read_only(tmp_path):
     assert binds["/data/set"] == "/data/set"
 
 
+def test_folders_of_the_sessions_own_are_seen_where_they_are_asked_for(tmp_path):
+    binds = bound(words_of(tmp_path, kwargs={"folders": ["/tests", "/logs"]}), "--bind")
+    assert binds["/tests"] == str(tmp_path / "more" / "0")
+    assert binds["/logs"] == str(tmp_path / "more" / "1")
+
+
 @pytest.mark.parametrize("option", ["--unshare-all", "--unshare-user", "--disable-userns"])
 def test_every_namespace_is_the_sandboxs_own(tmp_path, option):
     assert option in words_of(tmp_path)

@@ -13,12 +13,20 @@ from bridle.types import JSON
 
 
 def run(  # noqa: PLR0913 - one parameter per flag
-    tasks: Annotated[Path, typer.Argument(help="Task file, or a folder of them.")],
+    tasks: Annotated[
+        Path, typer.Argument(help="Task file, Harbor task folder, or a folder of them.")
+    ],
     engine: EnginesOption = None,
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
     harness: Annotated[
         str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
+    ] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="local, bubblewrap or docker, for all tasks.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="gateway_only, open or none, for all tasks.")
     ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
@@ -40,17 +48,24 @@ def run(  # noqa: PLR0913 - one parameter per flag
     """
     from bridle.cli.batch import Batch, new_run_folder, run_batch
     from bridle.cli.config import load_config
+    from bridle.config import assets_dir
     from bridle.datasets.jsonl import load_tasks
+    from bridle.harnesses import CHECKS
 
     overrides: JSON = {}
     if harness is not None:
         # A task's own command line belongs to its own harness.
         overrides["agent"] = {"harness": harness, "command": None, "import_path": None}
+    place = {"backend": runtime, "network": network}
+    if place := {name: value for name, value in place.items() if value is not None}:
+        overrides["runtime"] = place
     if samples is not None:
         overrides["num_samples"] = samples
     if builder is not None:
         overrides["builder"] = {"strategy": builder}
     loaded = load_tasks(tasks, overrides=overrides)[:first]
+    if harness in CHECKS and not engine and config is None:
+        engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))
     setup = load_config(
         config, engines=engine or (), tokenizer=tokenizer, gateway={"stream": stream}

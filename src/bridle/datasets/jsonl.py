@@ -7,8 +7,9 @@ A file holds one task, or a list of tasks with common `defaults`:
 - `.toml`: a task, or `[defaults]` and `[[tasks]]`.
 
 A folder with a `task.toml` or `task.json` is that one task, whatever else lies in it (its work
-files); any other folder stands for the task files and folders in it, by name. Relative paths in a
-task are relative to its file. Every error names the path, the line and the field.
+files); with an `instruction.md` beside it, it is a Harbor task (`bridle.datasets.harbor`). Any
+other folder stands for the task files and folders in it, by name. Relative paths in a task are
+relative to its file. Every error names the path, the line and the field.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bridle.config import Action, Task, explain
+from bridle.datasets.harbor import harbor_task, is_harbor
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
@@ -56,7 +58,7 @@ def load_tasks(
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     for file in _files(path):
-        common, raws = _read(file)
+        common, raws = _read(file, merge(dict(defaults or {}), overrides or {}))
         under = merge(dict(defaults or {}), common)
         for raw in raws:
             task = _task(raw, under, overrides or {})
@@ -100,8 +102,11 @@ def _files(path: Path) -> Iterator[Path]:
             yield entry
 
 
-def _read(path: Path) -> tuple[JSON, list[RawTask]]:
-    """A file's own defaults and its tasks."""
+def _read(path: Path, wanted: JSON) -> tuple[JSON, list[RawTask]]:
+    """A file's own defaults and its tasks. `wanted` is what stands for every task."""
+    if is_harbor(path):
+        task = harbor_task(path.parent, wanted)
+        return {}, [RawTask(path, 1, path.read_text(encoding="utf-8"), task)]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

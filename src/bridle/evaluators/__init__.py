@@ -10,6 +10,7 @@ from bridle.plugins import load
 
 EVALUATORS = {
     "command": "bridle.evaluators.command:CommandEvaluator",
+    "harbor": "bridle.evaluators.harbor:HarborEvaluator",
     "session_completed": "bridle.evaluators.session_completed:SessionCompleted",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""

@@ -1,7 +1,8 @@
 """Harnesses: unmodified agent programs, and how each is installed, started and read.
 
-The contract is `base`; `command` runs any command line; every other harness is one file that knows
-one program. `bundles` and `installers` put programs on this machine, once.
+The contract is `base`; `command` runs any command line, `oracle` a task's own solution; every other
+harness is one file that knows one program. `bundles` and `installers` put programs on this machine,
+once.
 """
 
 import shlex
@@ -34,6 +35,12 @@ HARNESSES = {
     "qwen_code": "bridle.harnesses.qwen_code:QwenCode",
 }
 """Short name -> `module:Class`; `AgentSpec.import_path` takes any other `package.module:Class`."""
+
+CHECKS = {
+    "empty": "bridle.harnesses.oracle:Empty",
+    "oracle": "bridle.harnesses.oracle:Oracle",
+}
+"""Harnesses that are no agents: they show whether a task set's rewards are right."""
 
 ANY_PROGRAM = ("command", "function")
 """Harnesses that run what a task names, and so install nothing."""
@@ -83,9 +90,10 @@ def open_harness(agent: AgentSpec | str) -> Harness:
         message = "agent: give exactly one of 'harness' and 'import_path'"
         raise ConfigError(message)
     name = agent.harness or agent.import_path or ""
-    if agent.harness is not None and agent.harness not in HARNESSES:
-        known = ", ".join(sorted(HARNESSES))
+    table = {**HARNESSES, **CHECKS}
+    if agent.harness is not None and agent.harness not in table:
+        known = ", ".join(sorted(table))
         message = f"unknown harness {name!r}; known: {known}; or 'import_path' for your own"
         raise ConfigError(message)
-    harness: Harness = load(name, HARNESSES, what="harness")(agent)
+    harness: Harness = load(name, table, what="harness")(agent)
     return harness

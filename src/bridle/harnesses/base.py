@@ -87,6 +87,14 @@ class Harness(Protocol):
         """What an ending means for this program; `None` = a true success."""
 
 
+def needs_model(harness: Harness) -> bool:
+    """Whether a session of it must have called the model to be COMPLETED.
+
+    True unless its class says `needs_model = False`, as those do that check a task set.
+    """
+    return bool(getattr(harness, "needs_model", True))
+
+
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 

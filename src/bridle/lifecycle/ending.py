@@ -1,6 +1,7 @@
 """How a run of a harness ended: a status and a cause, decided in one place (law 5).
 
 COMPLETED needs a true exit, at least one delivered turn, and no failed model call as the last word.
+A harness that calls no model (`bridle.harnesses.base.needs_model`) needs the true exit alone.
 A harness that fails because the model behind it failed is not to blame: that is infrastructure, and
 the session may be run again.
 """
@@ -90,16 +91,20 @@ def judge(result: ExecResult, facts: Facts, harness_cause: Cause | None) -> Endi
     if result.limit is not None and not result.ok:
         error = f"the runtime's limit of {result.limit} was reached: the harness {_how(result)}"
         return failed(Cause.LIMIT, error)
-    if harness_cause is not None:
+    if harness_cause is not None or facts.failed_last:
         said = f"; {heard}" if facts.failed_last else _said(result)
-        return failed(harness_cause, f"the harness {_how(result)}{said}")
-    if facts.failed_last:
-        return failed(Cause.HARNESS_MODEL_ERROR, f"the harness {_how(result)}; {heard}")
+        cause = harness_cause or Cause.HARNESS_MODEL_ERROR
+        return failed(cause, f"the harness {_how(result)}{said}")
     if facts.delivered == 0:
         called = "called the model" if facts.calls == 0 else "received a reply from the model"
         error = f"the harness {_how(result)}, but never {called}{_said(result)}"
         return failed(Cause.HARNESS_NO_CALL, error)
     return COMPLETED
+
+
+def without_a_model(ending: Ending) -> Ending:
+    """The ending of a harness that calls no model: one that lacks only a turn is COMPLETED."""
+    return COMPLETED if ending.cause is Cause.HARNESS_NO_CALL else ending
 
 
 def _how(result: ExecResult) -> str:

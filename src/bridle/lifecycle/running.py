@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from bridle.errors import BridleError, RuntimeFailure, boundary
-from bridle.lifecycle.ending import Ending, failed, judge, out_of_time
+from bridle.harnesses.base import needs_model
+from bridle.lifecycle.ending import Ending, failed, judge, out_of_time, without_a_model
 from bridle.lifecycle.limits import limit_outstayed
 from bridle.lifecycle.opening import Opened, owned_runtime, start
 from bridle.lifecycle.preparing import Prewarmed
@@ -56,7 +57,8 @@ async def _run(session: Session, opened: Opened) -> Ending:
     if timed_out:
         return out_of_time(budget_s, facts)
     cause = session.plan.harness.exit_cause(result.exit_code, result.signal, result.stdout)
-    return judge(result, facts, cause)
+    ending = judge(result, facts, cause)
+    return ending if needs_model(session.plan.harness) else without_a_model(ending)
 
 
 async def _exec(session: Session, opened: Opened) -> ExecResult | BridleError:

@@ -401,11 +401,16 @@ def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
     if ".." in PurePosixPath(spec.workdir or "").parts:
         message = f"runtime 'bubblewrap': workdir {spec.workdir!r} must not contain '..'"
         raise ConfigError(message)
-    if unknown := sorted(set(spec.kwargs) - {"binds"}):
+    if unknown := sorted(set(spec.kwargs) - {"binds", "folders"}):
         message = (
-            f"runtime 'bubblewrap' takes the kwarg 'binds' (a list of host paths); given: {unknown}"
+            "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and 'folders' (a "
+            f"list of paths inside); given: {unknown}"
         )
         raise ConfigError(message)
+    for folder in spec.kwargs.get("folders", ()):
+        if not (isinstance(folder, str) and folder.startswith("/")) or ".." in folder.split("/"):
+            message = f"runtime 'bubblewrap': folder {folder!r} must be an absolute path"
+            raise ConfigError(message)
 
 
 def _kill(held: _Held) -> None:

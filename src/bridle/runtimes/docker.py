@@ -71,7 +71,7 @@ STOP_S = 120.0
 LOOK_S = 2.0
 DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 """Powers that Docker leaves to a container's root and that no task needs."""
-KWARGS = frozenset({"user"})
+KWARGS = frozenset({"build", "user"})
 
 
 @dataclass(slots=True)
@@ -112,7 +112,8 @@ class DockerRuntime:
     # ---- start and end
 
     async def start(self) -> None:
-        """As `base.Runtime.start`; an image that is not there is pulled.
+        """As `base.Runtime.start`; an image that is not there is pulled, or built of
+        `kwargs.build`.
 
         `RuntimeFailure` says what the daemon said.
         """
@@ -120,7 +121,7 @@ class DockerRuntime:
             if not mount.source.exists():
                 message = f"what must be mounted does not exist: {mount.source}"
                 raise RuntimeFailure(message)
-        image = await image_facts(str(self._spec.image))
+        image = await image_facts(str(self._spec.image), build=self._spec.kwargs.get("build"))
         if self._spec.workdir is None and image["Config"].get("WorkingDir") not in (None, "", "/"):
             self.workdir = image["Config"]["WorkingDir"]
         with boundary(RuntimeFailure, f"cannot make the container of session {self._session_id}"):

@@ -75,10 +75,21 @@ def client_environment() -> dict[str, str]:
     return {**found, "DOCKER_CONFIG": config, "PATH": os.environ.get("PATH", "/usr/bin:/bin")}
 
 
-async def image_facts(image: str) -> dict[str, Any]:
-    """What the daemon knows of an image; it is pulled, once at a time, if it is not there."""
+async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]:
+    """What the daemon knows of an image; it is made, once at a time, if it is not there.
+
+    `build` is a folder with a `Dockerfile` that it is built of; `None` = it is pulled.
+    """
     async with _pulls.setdefault(image, asyncio.Lock()):
         with suppress(RuntimeFailure):
+            return await _inspected(image)
+        if build is not None:
+            log.info("building an image", image=image, folder=build)
+            try:
+                await docker(["build", "--quiet", "--tag", image, build], timeout_s=None)
+            except RuntimeFailure as error:
+                message = f"image {image!r} cannot be built of {build}: {error}"
+                raise RuntimeFailure(message) from error
             return await _inspected(image)
         log.info("pulling an image", image=image)
         try:

@@ -17,8 +17,9 @@ from bridle.runtimes.base import Mount
 USER = "agent"
 UID = 1000
 HOME = f"/home/{USER}"
-OWN = ("work", "home", "tmp")
-"""Folders of the session below its scratch folder, which it may write to."""
+OWN = ("work", "home", "tmp", "more")
+"""Folders of the session below its scratch folder, which it may write to; `more` holds one for
+each path of `RuntimeSpec.kwargs["folders"]`."""
 
 MEMORY_FILES = str(256 << 20)
 """Bytes of each of the two folders that lie in memory."""
@@ -82,6 +83,10 @@ def view(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top: str) ->
     words += ["--remount-ro", "/dev", "--size", MEMORY_FILES, "--tmpfs", "/run"]
     words += ["--bind", str(scratch / "tmp"), "/tmp"]  # noqa: S108 - the sandbox's own
     words += ["--bind", str(scratch / "home"), HOME, "--bind", str(scratch / "work"), top]
+    for number, target in enumerate(spec.kwargs.get("folders", ())):
+        folder = scratch / "more" / str(number)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        words += ["--bind", str(folder), target]
     for mount in mounts:
         words += ["--ro-bind", str(mount.source), mount.target]
     for source in spec.kwargs.get("binds", ()):

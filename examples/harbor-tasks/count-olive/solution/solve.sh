@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+grep -c ' ERROR ' olive.log > count.txt

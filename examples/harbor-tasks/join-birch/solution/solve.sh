@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cat $(ls birch/part-* | sort -V) > whole.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cat $(ls fjord/part-* | sort -V) > whole.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cat $(ls larch/part-* | sort -V) > whole.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+ls -S grove | head -1 > largest.txt

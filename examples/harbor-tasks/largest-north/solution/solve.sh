@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+ls -S north | head -1 > largest.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cd amber; for f in *.txt; do mv "$f" "${f%.txt}.md"; done

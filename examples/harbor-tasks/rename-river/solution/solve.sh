@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cd river; for f in *.txt; do mv "$f" "${f%.txt}.md"; done

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+sed -i 's/\blarch\b/grove/g' quartz.txt

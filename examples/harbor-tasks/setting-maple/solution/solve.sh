@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+sed -i '/\[server\]/,/^$/ s/^port = .*/port = 7432/' maple.ini

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+awk -F, '$1 == "bob" { s += $2 } END { print s }' islet.csv > total.txt

@@ -1,0 +1,10 @@
+#!/bin/bash
+# Runs in the work folder; LOGS_DIR is set where /logs cannot be.
+logs="${LOGS_DIR:-/logs}/verifier"
+mkdir -p "$logs"
+passed() {
+diff -q total.txt - <<'END' >/dev/null
+436
+END
+}
+if passed; then echo 1 > "$logs/reward.txt"; else echo 0 > "$logs/reward.txt"; fi

@@ -1,0 +1,21 @@
+#!/bin/bash
+# Runs in the work folder; LOGS_DIR is set where /logs cannot be.
+logs="${LOGS_DIR:-/logs}/verifier"
+mkdir -p "$logs"
+passed() {
+diff -q unique.txt - <<'END' >/dev/null
+amber
+cedar
+delta
+ember
+grove
+heron
+islet
+jade
+kelp
+north
+olive
+river
+END
+}
+if passed; then echo 1 > "$logs/reward.txt"; else echo 0 > "$logs/reward.txt"; fi

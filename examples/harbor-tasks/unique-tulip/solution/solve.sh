@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+LC_ALL=C sort -u tulip.txt > unique.txt

@@ -1,0 +1,286 @@
+"""Harbor task folders -> tasks, so that sets of its registry run as they are.
+
+    task.toml            metadata, [agent], [verifier], [environment]
+    instruction.md       what the agent is told
+    environment/         Dockerfile and its build context (or `environment.docker_image`)
+    tests/test.sh        put at /tests after the harness is dead; writes /logs/verifier/reward.*
+    solution/solve.sh    what harness `oracle` runs, put at /solution
+
+The format is that of `harbor.models.task` (package harbor 0.25, schema 1.0 to 1.4). Its fields
+become those of our task: timeouts are budgets, sizes are limits, `environment.env` is the runtime's
+environment. With runtime `docker` the Dockerfile is built, once for each content of the folder.
+Without one, a task runs only if its author says that any Linux will do (`[metadata.bridle]
+portable = true`); its Dockerfile is then read as steps (`bridle.datasets.dockerfile`). What has no
+counterpart here (several steps, compose files, Windows, a verifier's own environment) is refused.
+
+The network is not opened by what a task says: `gateway_only` unless whoever runs it asks for more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bridle.config import McpServer, explain, load_toml
+from bridle.datasets.dockerfile import dockerfile_steps
+from bridle.errors import ConfigError
+from bridle.types import JSON
+
+TASK, INSTRUCTION = "task.toml", "instruction.md"
+SOLUTION, TESTS, LOGS = "/solution", "/tests", "/logs"
+"""Where Harbor's scripts expect them inside; sandboxes get them as folders of the session's own."""
+SIZES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
+"""Unit -> MiB, as the old fields `memory` and `storage` write sizes."""
+IMAGE = "bridle-harbor"
+"""Name of the images that are built; the tag is a digest of the folder."""
+
+
+class _Part(BaseModel):
+    """A table of `task.toml`: what is not named here is kept as it is, and reported unused."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class Healthcheck(_Part):
+    """`[environment.healthcheck]`."""
+
+    command: str
+    interval_sec: float = 5.0
+    retries: int = 3
+
+
+class Environment(_Part):
+    """`[environment]`."""
+
+    build_timeout_sec: float = 600.0
+    docker_image: str | None = None
+    os: str = "linux"
+    cpus: float | None = None
+    memory_mb: int | None = None
+    memory: str | None = None
+    storage_mb: int | None = None
+    storage: str | None = None
+    gpus: int | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    mcp_servers: tuple[McpServer, ...] = ()
+    healthcheck: Healthcheck | None = None
+    workdir: str | None = None
+    allow_internet: bool | None = None
+    network_mode: str | None = None
+
+
+class Phase(_Part):
+    """`[agent]`, `[verifier]` and `[solution]`."""
+
+    timeout_sec: float | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    environment_mode: str | None = None
+
+
+class HarborTask(_Part):
+    """A `task.toml`."""
+
+    version: str | None = None
+    schema_version: str | None = None
+    metadata: JSON = Field(default_factory=dict)
+    task: JSON = Field(default_factory=dict)
+    agent: Phase = Phase()
+    verifier: Phase = Phase()
+    environment: Environment = Environment()
+    solution: Phase = Phase()
+
+
+def is_harbor(path: Path) -> bool:
+    """Whether a task file is the `task.toml` of a Harbor folder."""
+    return path.name == TASK and (path.parent / INSTRUCTION).is_file()
+
+
+def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
+    """A Harbor folder as the fields of a `Task`.
+
+    `wanted` is what whoever runs it asks for (defaults and overrides): `runtime.backend` and
+    `agent.harness` decide how the folder is read. Raises `ConfigError` naming the file and what it
+    asks for that cannot be given.
+    """
+    file = folder / TASK
+    try:
+        read = HarborTask.model_validate(load_toml(file))
+    except ValidationError as error:
+        raise explain(error, str(file)) from None
+    _refuse_what_has_no_counterpart(folder, read)
+    portable = bool(_own(read).get("portable"))
+    backend = wanted.get("runtime", {}).get("backend") or _default_backend(portable=portable)
+    harness = wanted.get("agent", {}).get("harness")
+    task: JSON = {
+        "task_id": re.sub(r"[^A-Za-z0-9._:-]", "-", folder.resolve().name).lstrip("-._:"),
+        "instruction": (folder / INSTRUCTION).read_text(encoding="utf-8"),
+        "runtime": _runtime(folder, read, backend, portable=portable),
+        "budgets": _budgets(read),
+        "evaluator": {
+            "strategy": "harbor",
+            "config": {"tests": str(folder / "tests")},
+            "env": _env(read.verifier.env, file, "verifier.env"),
+        },
+        "metadata": {**read.metadata, "harbor": {**read.task, "unused": _unused(read)}},
+    }
+    if backend == "local":
+        _must_be_relative(folder / "tests" / "test.sh")
+    agent: JSON = {}
+    if read.environment.mcp_servers:
+        agent["mcp_servers"] = [server.model_dump() for server in read.environment.mcp_servers]
+    if harness == "oracle":
+        agent["settings"] = oracle_settings(folder, None if backend == "local" else SOLUTION)
+        agent["env"] = _env(read.solution.env, file, "solution.env")
+    return {**task, "agent": agent} if agent else task
+
+
+def oracle_settings(folder: Path, target: str | None) -> JSON:
+    """Settings of harness `oracle` for a folder; `ConfigError` if it has no solution."""
+    script = folder / "solution" / "solve.sh"
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such file: harness 'oracle' has nothing to run")
+    return {"solution": str(script.parent.resolve()), "script": script.name, "target": target}
+
+
+def folder_digest(folder: Path) -> str:
+    """Hex digest of a folder's files: names, modes, links and contents."""
+    digest = hashlib.sha256()
+    for entry in sorted(folder.rglob("*")):
+        name = entry.relative_to(folder).as_posix()
+        mode = entry.lstat().st_mode & 0o111
+        digest.update(f"{name}\0{mode}\0".encode())
+        if entry.is_symlink():
+            digest.update(f"link {entry.readlink()}\0".encode())
+        elif entry.is_file():
+            digest.update(hashlib.sha256(entry.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _default_backend(*, portable: bool) -> str:
+    """Harbor's own place is a container; what runs on any Linux needs no daemon."""
+    if not portable:
+        return "docker"
+    return "bubblewrap" if shutil.which("bwrap") else "local"
+
+
+def _own(read: HarborTask) -> JSON:
+    """`[metadata.bridle]`: what an author says to us."""
+    found: JSON = read.metadata.get("bridle", {})
+    return found
+
+
+def _refuse_what_has_no_counterpart(folder: Path, read: HarborTask) -> None:
+    environment = folder / "environment"
+    composed = any(environment.glob("*compose.y*ml"))
+    asked = {
+        "several steps": "steps" in (read.model_extra or {}),
+        "a compose file": composed,
+        f"os {read.environment.os!r}": read.environment.os.lower() != "linux",
+        "a verifier in an environment of its own": read.verifier.environment_mode == "separate",
+        "a TPU": "tpu" in (read.environment.model_extra or {}),
+        "a trajectory that was begun": (folder / "trajectory.json").exists(),
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(f"{folder / TASK}: asks for {what}, which Bridle does not give")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise ConfigError(f"{folder / 'tests' / 'test.sh'}: no such file")
+
+
+def _runtime(folder: Path, read: HarborTask, backend: str, *, portable: bool) -> JSON:
+    environment, file = read.environment, folder / TASK
+    spec: JSON = {"backend": backend, "env": _env(environment.env, file, "environment.env")}
+    if environment.workdir is not None and backend != "local":
+        spec["workdir"] = environment.workdir
+    if environment.healthcheck is not None:
+        check = environment.healthcheck
+        step = {"type": "exec", "command": check.command, "max_attempts": max(1, check.retries)}
+        spec["prepare"] = [{**step, "retry_backoff_seconds": check.interval_sec}]
+    if backend != "local":
+        spec |= {
+            "cpus": environment.cpus,
+            "memory_mb": environment.memory_mb or _mib(environment.memory, file),
+            "storage_mb": environment.storage_mb or _mib(environment.storage, file),
+            "gpus": environment.gpus or None,
+        }
+    build = folder / "environment"
+    if backend == "docker":
+        return {**spec, **_image(environment, build, file)}
+    if not portable:
+        raise ConfigError(
+            f"{file}: needs the image of its environment: use runtime 'docker', or let its author "
+            "say that any Linux will do ([metadata.bridle] portable = true)"
+        )
+    if (build / "Dockerfile").is_file():
+        steps = dockerfile_steps(build / "Dockerfile")
+        spec["env"] = {**steps.env, **spec["env"]}
+        spec["prepare"] = [*steps.prepare, *spec.get("prepare", [])]
+        if steps.workdir is not None and backend != "local":
+            spec.setdefault("workdir", steps.workdir)
+    if backend == "bubblewrap":
+        spec["kwargs"] = {"folders": [TESTS, LOGS, SOLUTION]}
+    return spec
+
+
+def _image(environment: Environment, build: Path, file: Path) -> JSON:
+    if environment.docker_image is not None:
+        return {"image": environment.docker_image}
+    if not (build / "Dockerfile").is_file():
+        raise ConfigError(f"{file}: neither environment.docker_image nor environment/Dockerfile")
+    image = f"{IMAGE}:{folder_digest(build)[:20]}"
+    return {"image": image, "kwargs": {"build": str(build.resolve())}}
+
+
+def _budgets(read: HarborTask) -> JSON:
+    budgets = {
+        "init_s": 300 + read.environment.build_timeout_sec,
+        "agent_s": read.agent.timeout_sec,
+        "evaluate_s": read.verifier.timeout_sec or 600.0,
+    }
+    return {name: seconds for name, seconds in budgets.items() if seconds is not None}
+
+
+def _env(given: Mapping[str, str], file: Path, field: str) -> dict[str, str]:
+    """The variables, with `${NAME:-default}` filled; nothing of our environment is given away."""
+    filled = {}
+    for name, value in given.items():
+        found = re.fullmatch(r"\$\{(\w+)(?::-(.*))?\}", value, re.DOTALL)
+        if found is not None and found[2] is None:
+            raise ConfigError(
+                f"{file}: {field}.{name}: wants {value} of the machine's environment, which no "
+                "task gets: write the value, or a default (${NAME:-value})"
+            )
+        filled[name] = value if found is None else found[2]
+    return filled
+
+
+def _mib(size: str | None, file: Path) -> int | None:
+    if size is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])I?B?", size.strip().upper())
+    if found is None:
+        raise ConfigError(f"{file}: {size!r} is no size: write 512M or 2G")
+    return max(1, round(float(found[1]) * SIZES[found[2]]))
+
+
+def _unused(read: HarborTask) -> list[str]:
+    """Fields that stand there and mean nothing to us, so that nobody has to guess."""
+    parts = {"": read, "environment.": read.environment, "agent.": read.agent}
+    parts |= {"verifier.": read.verifier, "solution.": read.solution}
+    return sorted(f"{at}{name}" for at, part in parts.items() for name in part.model_extra or ())
+
+
+def _must_be_relative(script: Path) -> None:
+    """Refuse a test script that would write outside the session, where nothing contains it."""
+    text = script.read_text(encoding="utf-8", errors="replace")
+    if "LOGS_DIR" not in text:
+        raise ConfigError(
+            f"{script}: writes to {LOGS}, which runtime 'local' does not have: use 'bubblewrap' or "
+            f"'docker', or let the script write to ${{LOGS_DIR:-{LOGS}}}/verifier"
+        )

@@ -1,0 +1,86 @@
+"""The harnesses `oracle` and `empty`: the task's own solution, and nothing at all.
+
+They show that a task set is sound: every reward is 1.0 with the first and 0.0 with the second.
+Neither calls a model (`needs_model`), so a true exit completes a session of theirs without a turn;
+there is nothing in it to train on.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from bridle.config import AgentSpec, Settings
+from bridle.errors import ConfigError
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.types import Cause, Dialect
+
+
+class EmptySettings(Settings):
+    """Settings of harness `empty`: it has none."""
+
+
+class OracleSettings(Settings):
+    """Settings of harness `oracle`; the loader of a task set fills them."""
+
+    solution: str = ""
+    """The folder of the solution, on our side."""
+    script: str = "solve.sh"
+    """What to run of it, in the work folder."""
+    target: str | None = None
+    """Where the folder is put inside; `None` = `.solution` in the home."""
+
+
+class Empty:
+    """Does nothing and ends well; implements `base.Harness`."""
+
+    name = "empty"
+    version = "1"
+    dialect = Dialect.OPENAI_CHAT
+    needs_model = False
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, self.version)
+        parse_settings(agent, EmptySettings)
+
+    async def install(
+        self,
+        bundles: Path,  # noqa: ARG002 - the contract's
+        report: Callable[[str], None],  # noqa: ARG002 - the contract's
+    ) -> Path | None:
+        """Nothing to install."""
+        return None
+
+    def launch(self, context: LaunchContext) -> Launch:  # noqa: ARG002 - the contract's
+        """A process that ends at once."""
+        return Launch("true", {})
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - the exit code is believed
+    ) -> Cause | None:
+        """Exit code 0 is a success."""
+        return crash(exit_code, signal)
+
+
+class Oracle(Empty):
+    """Runs the task's solution; implements `base.Harness`."""
+
+    name = "oracle"
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_unpinned(agent, self.version)
+        self._settings = parse_settings(agent, OracleSettings)
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """The solution's script. `ConfigError` if the task has none."""
+        settings = self._settings
+        if not settings.solution:
+            message = f"task {context.task_id!r} brings no solution for harness 'oracle' to run"
+            raise ConfigError(message)
+        target = settings.target or f"{context.home}/.solution"
+        script = shlex.quote(f"{target}/{settings.script}")
+        return Launch(f"bash {script}", {}, folders={target: Path(settings.solution)})

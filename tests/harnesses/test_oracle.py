@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+from tests.harnesses.made import context
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError
+from bridle.harnesses import CHECKS, HARNESSES, open_harness
+from bridle.harnesses.base import needs_model
+from bridle.types import Cause
+
+
+def test_the_checks_need_no_model_and_every_agent_does():
+    assert [name for name in CHECKS if needs_model(open_harness(name))] == []
+    assert all(needs_model(open_harness(name)) for name in HARNESSES)
+
+
+async def test_nothing_is_installed(tmp_path):
+    for name in CHECKS:
+        assert await open_harness(name).install(tmp_path, lambda _line: None) is None
+
+
+def test_empty_does_nothing_and_takes_nothing():
+    assert open_harness("empty").launch(context()).command == "true"
+    with pytest.raises(ConfigError, match=r"agent\.settings of harness 'empty'"):
+        open_harness(AgentSpec(harness="empty", settings={"solution": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("target", "inside"), [(None, "{home}/.solution"), ("/solution", "/solution")]
+)
+def test_the_solution_is_put_inside_and_run(target, inside):
+    settings = {"solution": "/tasks/t/solution", "target": target}
+    given = context()
+    launch = open_harness(AgentSpec(harness="oracle", settings=settings)).launch(given)
+    place = inside.format(home=given.home)
+    assert launch.folders == {place: Path("/tasks/t/solution")}
+    assert launch.command == f"bash {place}/solve.sh"
+
+
+def test_a_task_without_a_solution_is_named():
+    with pytest.raises(ConfigError, match="brings no solution for harness 'oracle'"):
+        open_harness("oracle").launch(context())
+
+
+def test_a_solution_that_fails_is_a_crash():
+    oracle = open_harness("oracle")
+    assert oracle.exit_cause(0, None, b"") is None
+    assert oracle.exit_cause(1, None, b"") is Cause.HARNESS_CRASH
