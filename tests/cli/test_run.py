@@ -50,7 +50,9 @@ def test_a_run_without_success_ends_with_code_1_and_unknown_reward(say, finished
 def test_a_task_set_is_checked_without_an_engine(say, tmp_path, harness, mean):
     said = say(
         "run", HARBOR, "--harness", harness, "--runtime", "local", "--network", "open",
-        "--first", 2, "--out", tmp_path / "run",
+        "--first", 2, "--out", tmp_path / "run", "--report",
     )  # fmt: skip
     assert said.code == 0
+    assert "pass@1" in said.out
+    assert "harbor-tasks" in said.out
     assert f"mean reward {mean} over 2 scored of 2" in said.out

@@ -40,6 +40,9 @@ def run(  # noqa: PLR0913 - one parameter per flag
     ] = None,
     stream: StreamOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
+    scores: Annotated[
+        bool, typer.Option("--report", help="Print pass@k, mean rewards and failures by cause.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Run tasks with real harnesses and write their trajectories.
@@ -63,7 +66,11 @@ def run(  # noqa: PLR0913 - one parameter per flag
         overrides["num_samples"] = samples
     if builder is not None:
         overrides["builder"] = {"strategy": builder}
-    loaded = load_tasks(tasks, overrides=overrides)[:first]
+    named = {"task_set": tasks.resolve().stem}
+    loaded = [
+        task.model_copy(update={"metadata": {**named, **task.metadata}})
+        for task in load_tasks(tasks, overrides=overrides)[:first]
+    ]
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))
@@ -71,19 +78,23 @@ def run(  # noqa: PLR0913 - one parameter per flag
         config, engines=engine or (), tokenizer=tokenizer, gateway={"stream": stream}
     )
     lines = run_batch(Batch(loaded, setup, None, folder, concurrency))
-    report(lines, folder, json=json)
+    report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 
 
-def report(lines: list[JSON], folder: Path, *, json: bool) -> None:
-    """Print what came of a batch."""
-    from bridle.cli.show import COLUMNS, row
+def report(lines: list[JSON], folder: Path, *, json: bool, scores: bool = False) -> None:
+    """Print what came of a batch; with `scores`, what it was worth."""
+    from bridle.cli.show import COLUMNS, print_scores, row
+    from bridle.trajectory.scores import from_summaries, scores_of
 
+    found = scores_of(from_summaries(lines)) if scores else []
     if json:
-        print_json({"folder": str(folder), "sessions": lines})
+        told = {"report": [score.as_json() for score in found]} if scores else {}
+        print_json({"folder": str(folder), "sessions": lines, **told})
         return
     console.print(table(f"{folder}: {len(lines)} sessions", COLUMNS, map(row, lines)))
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "unknown"
     console.print(f"mean reward {mean} over {len(rewards)} scored of {len(lines)} sessions")
+    print_scores(found)
     console.print(f"written to {folder}; look closer with: bridle show SESSION --run {folder}")

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.output import console, print_json, table
+from bridle.cli.output import console, number, print_json, table
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from bridle.capture.records import SessionCapture
+    from bridle.trajectory.scores import Score
 
 COLUMNS = (
     "session", "harness", "status", "#reward", "#calls", "#captured", "#trained", "#excluded",
@@ -32,7 +35,7 @@ def show(
         bool, typer.Option("--as-script", help="Print the session as a scripted engine's script.")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Is my data right? One page over the run.")
+        bool, typer.Option("--report", help="What is it worth, and is the data right?")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -87,6 +90,32 @@ def law_line(lines: list[JSON]) -> str:
     return f"captured {captured} = trained {trained} + excluded {excluded}: {holds}"
 
 
+def print_scores(scores: Sequence[Score]) -> None:
+    """What a batch was worth, as a table; nothing without scores."""
+    if not scores:
+        return
+    ks = sorted({k for score in scores for k in score.pass_at})
+    columns = ("task set", "harness", "#tasks", "#attempts", "#scored", "#mean reward")
+    titles = (*columns, *(f"#pass@{k}" for k in ks), "failures")
+    console.print(table("scores", titles, (_score_row(score, ks) for score in scores)))
+
+
+def _score_row(score: Score, ks: Sequence[int]) -> tuple[object, ...]:
+    mean = number(score.mean, 3)
+    if score.half_width is not None:
+        mean += f" ± {score.half_width:.3f}"
+    rates = []
+    for k in ks:
+        rate = number(score.pass_at.get(k), 3)
+        few = score.tasks_at.get(k, score.tasks) < score.tasks
+        rates.append(f"{rate} (of {score.tasks_at[k]})" if few else rate)
+    causes = ", ".join(f"{count} {cause}" for cause, count in score.causes.items()) or "0"
+    return (
+        *(score.task_set, score.harness, score.tasks),
+        *(f"{score.attempts} of {score.sessions}", score.scored, mean, *rates, causes),
+    )
+
+
 def _show_run(target: Path, *, json: bool) -> None:
     from bridle.cli.captured import sessions
     from bridle.lifecycle.results import result_from
@@ -103,15 +132,22 @@ def _show_report(target: Path, *, json: bool) -> None:
     from bridle.cli.captured import sessions
     from bridle.lifecycle.results import result_from
     from bridle.trajectory.report import report_of
+    from bridle.trajectory.scores import from_summaries, scores_of
 
-    results = map(result_from, sessions(target))
-    report = report_of(
-        (r.session_id, r.harness or "-", str(r.status), r.trajectory.metadata["stats"])
-        for r in results
-    )
+    lines: list[JSON] = []
+
+    def told() -> Iterator[tuple[str, str, str, JSON]]:
+        for result in map(result_from, sessions(target)):
+            lines.append(result.summary())
+            stats = result.trajectory.metadata["stats"]
+            yield result.session_id, result.harness or "-", str(result.status), stats
+
+    report = report_of(told())
+    scores = scores_of(from_summaries(lines))
     if json:
-        print_json(report.as_json())
+        print_json({**report.as_json(), "scores": [score.as_json() for score in scores]})
         return
+    print_scores(scores)
     for line in report.lines():
         console.print(line, markup=False, soft_wrap=True)
 

@@ -69,6 +69,7 @@ class SessionResult:
             "session_id": self.session_id,
             "task_id": self.task_id,
             "sample_index": self.sample_index,
+            "task_set": self.metadata.get("task_set"),
             "harness": self.harness,
             "harness_version": self.harness_version,
             "status": str(self.status),
