@@ -5,7 +5,7 @@ from tests.prompting.talk import BASH, call, image, result, said, system, user
 
 from bridle.errors import RenderError
 from bridle.prompting.messages import chat_messages, chat_tools
-from bridle.types import ToolSpec
+from bridle.types import Message, Role, ToolSpec
 
 
 def shout(text):
@@ -101,6 +101,16 @@ def test_turns_side_by_side_stay_apart(turns):
 def test_a_part_that_is_not_text_is_named():
     with pytest.raises(RenderError, match=r"tool message 1 holds image/png \(part 1\)"):
         chat_messages([user("x"), result("c", "a", image("d"))], str)
+
+
+def test_for_an_engine_that_sees_media_keep_their_place():
+    shown = [user("x"), result("c", "a", image("d"))]
+    told, seen = chat_messages(shown, shout, media=lambda part: {"seen": part.digest})
+    assert told["content"] == "X"
+    assert seen["content"] == [{"type": "text", "text": "A"}, {"seen": "d"}]
+    turn = Message(Role.ASSISTANT, (image("d"),))
+    with pytest.raises(RenderError, match="assistant message 0 holds"):
+        chat_messages([turn], str, media=lambda part: {"seen": part.digest})
 
 
 def test_tools_are_functions_with_a_schema_even_where_none_was_given():

@@ -60,10 +60,11 @@ def _chat_message(message: Message) -> JSON:
 def _content(message: Message) -> str | list[JSON]:
     if all(isinstance(part, TextPart) for part in message.content):
         return message.text
-    return [_part(part) for part in message.content]
+    return [chat_part(part) for part in message.content]
 
 
-def _part(part: Part) -> JSON:
+def chat_part(part: Part) -> JSON:
+    """One part of a message's content in OpenAI Chat form."""
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     kind = part.media_type.partition("/")[0]

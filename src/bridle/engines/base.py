@@ -51,11 +51,21 @@ class GenerateRequest:
     messages: Sequence[JSON] | None = None
     """OpenAI Chat messages, for an engine that renders or parses itself; `None` = ids suffice."""
     tools: Sequence[JSON] | None = None
+    arguments: JSON | None = None
+    """What else the template of an engine that renders gets; `None` = nothing."""
+    by_messages: bool = False
+    """Whether `messages` are the prompt, because they hold what ids can't say (images); `prompt` is
+    then what `Seeing.see` told of them."""
     grammar: JSON | None = None
     """`{"json_schema": {...}}`, or `{"structural_tag": {...}}` as xgrammar has it, to constrain the
     samples; `None` = free."""
     stream: bool = False
     """Whether the caller wants pieces as they are sampled; an engine may send one piece anyway."""
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether it can't be gone on with from its first tokens, and begins again if it breaks."""
+        return self.grammar is not None or self.by_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +161,29 @@ class Tokenizing(Protocol):
         """Ids of a whole prompt from OpenAI Chat messages; `None` = it does not tell.
 
         `arguments` goes to the template.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Messages with images as an engine's template and processor show them to its model."""
+
+    ids: Ids
+    """The whole prompt, placeholders expanded."""
+    places: tuple[JSON, ...]
+    """`start` and `length` of each image's placeholder in `ids`, in order; empty = not told."""
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """An engine that takes images in messages, and tells beforehand what they come to."""
+
+    async def see(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Seen | None:
+        """The prompt of OpenAI Chat messages; `None` = the model takes no images.
+
+        `arguments` goes to the template. `EngineError` of status 400 = not these images.
         """
 
 

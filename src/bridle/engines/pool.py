@@ -31,6 +31,7 @@ from bridle.engines.base import (
     Versioned,
 )
 from bridle.engines.pool_choice import Choice, How
+from bridle.engines.pool_images import SeesByReplica
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
 from bridle.engines.pool_update import load_at_once, load_in_turn
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
@@ -42,7 +43,7 @@ BUSY = 429
 """The status of a replica that lives and has too much to do."""
 
 
-class EnginePool:
+class EnginePool(SeesByReplica):
     """An `Engine` (and `Versioned`) over replicas of one model; `add` and `remove` change them."""
 
     def __init__(

@@ -22,12 +22,14 @@ from bridle.engines.base import (
     GenerateChunk,
     GenerateRequest,
     PauseMode,
+    Seen,
     TextDelta,
 )
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import end_ids, tokenized, tokenizer_dir
+from bridle.engines.vllm_images import see
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
@@ -257,6 +259,12 @@ class VllmEngine:
         body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
         return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
 
+    async def see(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Seen | None:
+        """The prompt of messages with images; see `Seeing`."""
+        return await see(self._client, self._model, messages, tools, arguments)
+
     # ---- sampling
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
@@ -272,18 +280,19 @@ class VllmEngine:
         call = self._calls[request.request_id] = Call()
         state = _Progress(self, request)
         sent = request.prompt.json() if self._token_in else None
+        route = Route.CHAT if request.by_messages else self._route
         room = self._context_length - len(request.prompt)
-        body = call_body(self._route, request, self._model, room=room, token_in=self._token_in)
+        body = call_body(route, request, self._model, room=room, token_in=self._token_in)
         try:
             if request.stream:
-                async with aclosing(self._streamed(request, body, call)) as answers:
+                async with aclosing(self._streamed(route, request, body, call)) as answers:
                     async for answer in answers:
                         read = read_answer(answer, unnamed=self.version, sent=sent)
                         if (chunk := state.next(read)) is not None:
                             yield chunk
             else:
                 answer = await self._client.post(
-                    self._route.path, body, call, prompt_tokens=len(request.prompt)
+                    route.path, body, call, prompt_tokens=len(request.prompt)
                 )
                 state.next(read_answer(answer, unnamed=self.version, sent=sent))
             yield state.last()
@@ -293,11 +302,10 @@ class VllmEngine:
             del self._calls[request.request_id]
 
     def _streamed(
-        self, request: GenerateRequest, body: bytes, call: Call
+        self, route: Route, request: GenerateRequest, body: bytes, call: Call
     ) -> AsyncGenerator[bytes, None]:
         """The JSON of each chunk of a stream."""
-        path = self._route.path
-        return self._client.stream(path, body, call, prompt_tokens=len(request.prompt))
+        return self._client.stream(route.path, body, call, prompt_tokens=len(request.prompt))
 
     @property
     def gives_text(self) -> bool:

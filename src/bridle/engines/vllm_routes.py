@@ -77,15 +77,25 @@ def call_body(
     if route is Route.COMPLETIONS:
         head["logprobs"] = 0
         return _with_ids(head, b'"prompt":', request.prompt.json())
-    # Hidden reasoning would hide ids and logprobs with it.
-    head |= {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
-    head["messages"] = request.messages or [{"role": "user", "content": "."}]
-    if request.tools:
-        head["tools"] = request.tools
-    if not token_in:
+    head |= _chat_fields(request)
+    if not token_in or request.by_messages:
         return _ENCODER.encode(head)
     ids = b'{"prompt_token_ids":' + request.prompt.json() + b"}"
     return _with_ids(head, b'"kv_transfer_params":', ids)
+
+
+def _chat_fields(request: GenerateRequest) -> JSON:
+    """What only the chat route has."""
+    # Hidden reasoning would hide ids and logprobs with it.
+    fields: JSON = {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
+    fields["messages"] = request.messages or [{"role": "user", "content": "."}]
+    if request.tools:
+        fields["tools"] = request.tools
+    if request.arguments:
+        fields["chat_template_kwargs"] = request.arguments
+    if request.by_messages:
+        fields["tool_choice"] = "none"  # the tools are shown; that calls are parsed needs a flag
+    return fields
 
 
 def _with_ids(head: JSON, key: bytes, text: bytes) -> bytes:

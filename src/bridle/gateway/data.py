@@ -119,7 +119,8 @@ class DataPlane:
         body = await self._body(http)
         request = wire.parse(route, body, session.messages)
         request = self._responses.whole(session, route, body, request)
-        return json_response(wire.token_count(self._exchanges.count(session, wire, request)))
+        tokens = await self._exchanges.count(session, wire, request)
+        return json_response(wire.token_count(tokens))
 
     async def _generate(
         self,

@@ -26,6 +26,7 @@ from bridle.errors import BridleError, EngineError, RenderError, RequestError, b
 from bridle.gateway import budgets, faults, origins, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.constraints import grammar_of, is_for_calls
+from bridle.gateway.images import show
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served, make_policy
@@ -125,11 +126,12 @@ class Exchanges:
         call.task = self._nursery.start(self._run(session, call), name="call")
         return call
 
-    def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
+    async def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
         """How many prompt tokens `request` would be sampled under; nothing is sampled."""
         served = self.models.find(request.model, Kind.AGENT)
         question = self._place(session, wire, request, served)
-        prompted = served.prompts.prompted(question, _parent(session, question.placement))
+        shown = await show(served, request)
+        prompted = served.prompts.prompted(question, _parent(session, question.placement), shown)
         return len(prompted.prompt)
 
     def _place(
@@ -206,9 +208,10 @@ class Exchanges:
     async def _exchange(self, session: Session, call: Call) -> None:
         await self._settle(session, call)
         question = call.posed()
+        shown = await show(question.served, question.request)
         with boundary(RenderError, "rendering the prompt"):
             parent = _parent(session, question.placement)
-            prompted = question.served.prompts.prompted(question, parent)
+            prompted = question.served.prompts.prompted(question, parent, shown)
         effective = await self._effective(session, call, len(prompted.prompt))
         call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
         served = question.served
@@ -222,14 +225,15 @@ class Exchanges:
     def _live(self, call: Call, prompted: Prompted, effective: Sampling) -> LiveReply | None:
         """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
-        A grammar's samples may have to begin again (`seam`), so they leave whole; so do those that
+        What may have to begin again (`seam`: a grammar, images) leaves whole; so do samples that
         no template is for, and those whose logprobs leave beside them.
         """
         question = call.posed()
         request = question.request
         whole = self._settings.stream == "whole" or not request.stream
         plain = request.raw_prompt is not None or request.prefill is not None
-        if whole or plain or request.logprobs or call.grammar is not None:
+        again = call.grammar is not None or prompted.shown is not None
+        if whole or plain or request.logprobs or again:
             return None
         reader = question.served.renderer.live(
             tools=request.tools,
@@ -339,15 +343,20 @@ class Exchanges:
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
     ) -> GenerateRequest:
         request, served = call.posed().request, call.posed().served
-        text_only = not served.info.token_in
+        text_only, shown = not served.info.token_in, prompted.shown
+        messages = shown.messages if shown is not None else None
+        if messages is None and text_only:
+            messages = chat_messages(request.messages, str)
         return GenerateRequest(
             request_id=call.exchange_id,
             prompt=prompted.prompt,
             sampling=effective,
             session_id=session.session_id,
             model=served.model,
-            messages=chat_messages(request.messages, str) if text_only else None,
-            tools=chat_tools(request.tools) if text_only else None,
+            messages=messages,
+            tools=None if messages is None else chat_tools(request.tools),
+            arguments=None if shown is None else shown.arguments,
+            by_messages=shown is not None,
             grammar=call.grammar,
             stream=request.stream,
         )

@@ -15,6 +15,7 @@ import numpy as np
 from bridle.capture.records import no_ids
 from bridle.errors import RequestError
 from bridle.gateway.call import Call, Question
+from bridle.gateway.images import Shown
 from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import Sample
 from bridle.prompting.canonical import messages_after
@@ -32,16 +33,21 @@ class Prompts:
     def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
 
-    def prompted(self, question: Question, parent: Call | None) -> Prompted:
+    def prompted(
+        self, question: Question, parent: Call | None, shown: Shown | None = None
+    ) -> Prompted:
         """The ids to sample under: the parent's extended, else rendered anew.
 
-        `parent` is the call that the question's placement names. Raises `RenderError`, or
+        `parent` is the call that the question's placement names; `shown` is what the engine told of
+        messages with images, which are always a root. Raises `RenderError`, or
         `RequestError` for a completion's prompt that cannot be sampled under or a prefill that the
         model's template does not take.
         """
         request, placement = question.request, question.placement
         if request.raw_prompt is not None:
             return Prompted(self._raw(request.raw_prompt), None, "completion")
+        if shown is not None:
+            return Prompted(PromptIds.root(shown.ids), None, "image", shown)
         messages = request.messages if request.prefill is None else request.messages[:-1]
         reason = placement.reason
         if parent is not None and parent.finish is FinishReason.ABORT:

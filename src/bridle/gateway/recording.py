@@ -10,6 +10,7 @@ from bridle.capture.records import Exchange
 from bridle.dialects.base import content_digest
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
+from bridle.gateway.images import Shown
 from bridle.gateway.sampling import Sample
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
@@ -27,6 +28,8 @@ class Prompted:
     """The call whose ids it extends; `None` at a root."""
     root_reason: str | None
     """Why it is a root; `None` where it extends."""
+    shown: Shown | None = None
+    """The messages that the engine renders, because they hold images; `None` = ids do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +149,19 @@ def _extra(finished: Finished) -> JSON:
         "unenforced": unenforced(request, reply, constrained=finished.constrained),
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
+        "media": _media(finished),
         "cached_tokens": sample.last.cached_tokens,
         "engine": sample.last.extra,
     }
     return {name: value for name, value in told.items() if value}
+
+
+def _media(finished: Finished) -> list[JSON] | None:
+    """The images of the prompt, in order; with their places, if it is the prompt that was told."""
+    shown = finished.prompted.shown
+    if shown is None:
+        return None
+    return shown.images if finished.sample.engine_prompt is None else shown.unplaced
 
 
 def _streamed(call: Call) -> str:

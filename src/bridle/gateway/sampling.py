@@ -151,7 +151,7 @@ class Sampler:
             last = last or _budget_spent(request, sofar)
             if last is not None:
                 return self._whole(request, sofar, last)
-            if request.grammar is not None:
+            if request.begins_again:
                 sofar.begin_again()
             if sofar.fruitless >= FRUITLESS or sofar.tries >= MOST_TRIES:
                 raise EngineError("the engine gave the call up", retryable=True)

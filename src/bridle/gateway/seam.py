@@ -4,7 +4,7 @@ A resumed call is the same call with the tokens so far at the end of its prompt.
 knows of a call from its own tokens alone is put right here: the budget and the least number of
 tokens that are left, a seed of its own (the same seed would draw the same numbers again), and stop
 strings that begin before the seam and end behind it. A grammar cannot be entered in its middle, so
-a constrained call begins again.
+a constrained call begins again; so does one whose prompt is messages with images.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) -> GenerateRequest:
     """What is still to be sampled of `request` after the tokens `sofar`.
 
-    `prompt` is its prompt, `tries` how often it was given to an engine. A constrained call is not
-    streamed, so that nothing of it is shown which a later try would not repeat.
+    `prompt` is its prompt, `tries` how often it was given to an engine. A call that would begin
+    again is not streamed, so that nothing of it is shown which a later try would not repeat.
     """
-    if request.grammar is not None and request.stream:
+    if request.begins_again and request.stream:
         request = replace(request, stream=False)
     if not tries:
         return request

@@ -13,10 +13,15 @@ Escape: TypeAlias = Callable[[str], str]
 
 
 def chat_messages(
-    messages: Sequence[Message], escape: Escape, *, objects: bool = False
+    messages: Sequence[Message],
+    escape: Escape,
+    *,
+    objects: bool = False,
+    media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
     """The messages for a template. `RenderError` names a part that is not text.
 
+    `media` gives the form of such parts, for engines that take them; an answer never holds any.
     Arguments that are no JSON object stay the text that they are; with `objects`, for templates
     that take nothing else, they become the one argument of an object. Assistant messages that are
     one turn in pieces (some dialects give reasoning, text and calls as items) become one message,
@@ -24,18 +29,35 @@ def chat_messages(
     """
     chat: list[JSON] = []
     for index, message in enumerate(messages):
-        text = escape(_text_of(index, message))
         if message.role is Role.ASSISTANT:
+            text = escape(_text_of(index, message))
             turn = _assistant(message, text, escape, objects=objects)
             if chat and chat[-1]["role"] == "assistant" and _continues(chat[-1], turn):
                 _merge(chat[-1], turn)
             else:
                 chat.append(turn)
-        elif message.role is Role.TOOL:
-            chat.append(_result(message, text, escape))
+            continue
+        content = _content(index, message, escape, media)
+        if message.role is Role.TOOL:
+            chat.append(_result(message, content, escape))
         else:
-            chat.append({"role": message.role.value, "content": text})
+            chat.append({"role": message.role.value, "content": content})
     return chat
+
+
+def _content(
+    index: int,
+    message: Message,
+    escape: Escape,
+    media: Callable[[MediaPart], JSON] | None,
+) -> str | list[JSON]:
+    """The text of a message; with media, its parts in their order."""
+    if media is None or not any(isinstance(part, MediaPart) for part in message.content):
+        return escape(_text_of(index, message))
+    return [
+        media(part) if isinstance(part, MediaPart) else {"type": "text", "text": escape(part.text)}
+        for part in message.content
+    ]
 
 
 def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
@@ -96,8 +118,8 @@ def _arguments(call: ToolCall, escape: Escape) -> JSON | str:
     return _escaped(value, escape) if isinstance(value, dict) else escape(call.arguments)
 
 
-def _result(message: Message, text: str, escape: Escape) -> JSON:
-    result: JSON = {"role": "tool", "content": text}
+def _result(message: Message, content: str | list[JSON], escape: Escape) -> JSON:
+    result: JSON = {"role": "tool", "content": content}
     if message.tool_call_id is not None:
         result["tool_call_id"] = escape(message.tool_call_id)
     if message.name is not None:

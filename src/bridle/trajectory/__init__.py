@@ -350,9 +350,10 @@ def _placeholders(node: Node) -> list[JSON]:
     extra = node.exchange.extra
     told = extra.get("media") or (extra.get("engine") or {}).get("media") or []
     shift = node.prompt_length - node.exchange.prompt_length
-    return [
+    moved = [
         place | {"start": place["start"] + shift} if "start" in place else place for place in told
     ]
+    return [place for place in moved if place.get("start", node.kept) >= node.kept]
 
 
 def _media(parts: list[JSON], placeholders: Sequence[JSON]) -> list[JSON]:

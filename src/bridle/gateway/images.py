@@ -1,0 +1,90 @@
+"""Messages with images: the engine renders them, and says beforehand what they come to.
+
+Only the engine's own processor knows how many tokens an image is. So a request that shows one is
+not rendered here: its messages go to the chat route, whose prompt is a root (`image`), and the
+engine is asked for that prompt first, so that budgets count it whole and capture knows where each
+image stands. Placeholders are expanded once, by the engine; no prompt of ids ever holds a picture.
+
+Images must come inline (`data:`): an engine that fetched URLs would be a way out of a sandbox.
+Whatever an engine can't take is left to the renderer, which refuses it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bridle.dialects.messages import chat_part
+from bridle.engines.base import Seeing, Seen
+from bridle.errors import EngineError, RequestError
+from bridle.gateway.faults import REFUSED
+from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.types import JSON, MediaPart, Message, ModelRequest
+
+if TYPE_CHECKING:
+    from bridle.gateway.models import Served
+    from bridle.types import Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shown:
+    """Messages with images, and what the engine said that they come to."""
+
+    messages: list[JSON]
+    """As OpenAI Chat has them."""
+    arguments: JSON
+    """For the engine's template."""
+    ids: Ids
+    """The whole prompt."""
+    images: list[JSON]
+    """Digest and media type of each image, in order; `start` and `length` where they were told."""
+
+    @property
+    def unplaced(self) -> list[JSON]:
+        """The images without their places."""
+        kept = ("digest", "media_type")
+        return [{name: image[name] for name in kept} for image in self.images]
+
+
+async def show(served: Served, request: ModelRequest) -> Shown | None:
+    """What the engine makes of a request with images; `None` = it has none, or can't take them.
+
+    `RequestError` for images that are refused, with the reason where it is safe to tell.
+    """
+    images = media_of(request.messages)
+    if not images or request.raw_prompt is not None or not isinstance(served.engine, Seeing):
+        return None
+    if not all(part.media_type.startswith("image/") for part in images):
+        return None
+    if not all(part.source.startswith("data:") for part in images):
+        raise RequestError("images must be inline (base64), not URLs", param="messages")
+    if request.prefill is not None:
+        raise RequestError("an answer that is begun can't follow images", param="messages")
+    messages = chat_messages(request.messages, str, media=chat_part)
+    thinking = served.renderer.template_args(request)
+    arguments = {} if thinking is None else {"enable_thinking": thinking}
+    seen = await _seen(served.engine, messages, chat_tools(request.tools), arguments)
+    if seen is None:
+        return None
+    told = [{"digest": part.digest, "media_type": part.media_type} for part in images]
+    if len(seen.places) == len(told):
+        told = [image | place for image, place in zip(told, seen.places, strict=True)]
+    return Shown(messages, arguments, seen.ids, told)
+
+
+async def _seen(
+    engine: Seeing, messages: list[JSON], tools: list[JSON] | None, arguments: JSON
+) -> Seen | None:
+    try:
+        return await engine.see(messages, tools, arguments)
+    except EngineError as error:
+        if error.status not in REFUSED:
+            raise
+        message = "this model's server refused the images of this request"
+        raise RequestError(message, param="messages") from error
+
+
+def media_of(messages: Sequence[Message]) -> list[MediaPart]:
+    """All parts of the messages that are not text, in order."""
+    return [part for message in messages for part in message.content if isinstance(part, MediaPart)]

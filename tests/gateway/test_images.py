@@ -1,0 +1,344 @@
+"""Messages with images go to an engine that sees as messages, once, and capture knows where."""
+
+import base64
+import re
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from tests.gateway.house import house, renderer, scripted, user
+from tests.gateway.test_data import request
+
+from bridle.engines.base import CutError, Seen
+from bridle.engines.ids import ArrayIds
+from bridle.engines.script import make_script
+from bridle.engines.scripted import ScriptedEngine
+from bridle.errors import EngineError
+from bridle.trajectory import rebuild
+
+RED, BLUE = (base64.b64encode(text).decode() for text in (b"\x89PNG red", b"\x89PNG dark blue"))
+PAD = "<|image_pad|>"
+TOOL = {
+    "name": "bash",
+    "description": "Run.",
+    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+}
+TURNS = (
+    {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]},
+    {"content": "A red and a blue one."},
+)
+
+
+class Sighted(ScriptedEngine):
+    """Renders messages by itself; an image is as many placeholders as it has bytes."""
+
+    refuses: EngineError | None = None
+    cuts = 0
+    tells_places = True
+    drifts = False
+
+    def __init__(self, *turns):
+        super().__init__(make_script({"conversations": [{"turns": list(turns)}]}, "test"))
+        self.asked = []
+
+    async def see(self, messages, tools, arguments):
+        if self.refuses is not None:
+            raise self.refuses
+        ids = self.rendered(messages, tools, arguments)
+        pads = (ids == self.tokenizer.id_of(PAD)).tolist()
+        starts = [i for i, pad in enumerate(pads) if pad and not pads[i - 1]]
+        places = [{"start": i, "length": pads.index(False, i) - i} for i in starts]
+        return Seen(ids, tuple(places) if self.tells_places else ())
+
+    def rendered(self, messages, tools, arguments):
+        def text(part):
+            if part["type"] == "text":
+                return part["text"]
+            url = part["image_url"]["url"]
+            size = len(base64.b64decode(url.partition("base64,")[2]))
+            return f"<|vision_start|>{PAD * size}<|vision_end|>"
+
+        plain = [
+            {**one, "content": "".join(map(text, one["content"]))}
+            if isinstance(one["content"], list)
+            else one
+            for one in messages
+        ]
+        return self.tokenizer.encode(
+            self.tokenizer.render(plain, list(tools or ()), arguments=arguments)
+        )
+
+    async def generate(self, request):
+        self.asked.append(request)
+        if request.by_messages:
+            ids = self.rendered(request.messages, request.tools, request.arguments)
+            ids = ids[1:] if self.drifts else ids
+            request = replace(request, prompt=ArrayIds(ids), messages=None)
+        if self.cuts:
+            self.cuts -= 1
+            raise CutError("lost")
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def anthropic(data):
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def inline(data):
+    return {"inlineData": {"mimeType": "image/png", "data": data}}
+
+
+def url(data):
+    return f"data:image/png;base64,{data}"
+
+
+class Chat:
+    path = "/v1/chat/completions"
+
+    def body(self, history):
+        return {
+            "model": "m",
+            "messages": history,
+            "tools": [{"type": "function", "function": TOOL}],
+        }
+
+    def first(self):
+        image = {"type": "image_url", "image_url": {"url": url(RED)}}
+        return [{"role": "user", "content": [{"type": "text", "text": "see"}, image]}]
+
+    def after(self, reply):
+        message = reply["choices"][0]["message"]
+        call = message["tool_calls"][0]["id"]
+        image = {"type": "image_url", "image_url": {"url": url(BLUE)}}
+        return [message, {"role": "tool", "tool_call_id": call, "content": [image]}]
+
+
+class Messages:
+    path = "/v1/messages"
+
+    def body(self, history):
+        tool = {"name": "bash", "description": "Run.", "input_schema": TOOL["parameters"]}
+        return {"model": "m", "max_tokens": 500, "messages": history, "tools": [tool]}
+
+    def first(self):
+        return [{"role": "user", "content": [{"type": "text", "text": "see"}, anthropic(RED)]}]
+
+    def after(self, reply):
+        call = next(b["id"] for b in reply["content"] if b["type"] == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": call, "content": [anthropic(BLUE)]}
+        return [
+            {"role": "assistant", "content": reply["content"]},
+            {"role": "user", "content": [result]},
+        ]
+
+
+class Responses:
+    path = "/v1/responses"
+
+    def body(self, history):
+        return {"model": "m", "input": history, "tools": [{"type": "function", **TOOL}]}
+
+    def first(self):
+        image = {"type": "input_image", "image_url": url(RED)}
+        return [{"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}]
+
+    def after(self, reply):
+        call = next(one["call_id"] for one in reply["output"] if one["type"] == "function_call")
+        image = {"type": "input_image", "image_url": url(BLUE)}
+        output = {"type": "function_call_output", "call_id": call, "output": [image]}
+        return [*reply["output"], output]
+
+
+class Google:
+    path = "/v1beta/models/m:generateContent"
+
+    def body(self, history):
+        return {"contents": history, "tools": [{"functionDeclarations": [TOOL]}]}
+
+    def first(self):
+        return [{"role": "user", "parts": [{"text": "see"}, inline(RED)]}]
+
+    def after(self, reply):
+        content = reply["candidates"][0]["content"]
+        answer = {"name": "bash", "response": {"output": "two"}, "parts": [inline(BLUE)]}
+        return [content, {"role": "user", "parts": [{"functionResponse": answer}]}]
+
+
+DIALECTS: list[Any] = [Chat(), Messages(), Responses(), Google()]
+
+
+async def post(caller, path, body):
+    status, _, raw = await request(
+        caller.house, "POST", f"/s/{caller.session_id}{path}", key=caller.handle.key, body=body
+    )
+    return status, orjson.loads(raw)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: type(one).__name__)
+async def test_an_image_is_a_root_with_its_reason_and_its_place(dialect):
+    engine = Sighted(*TURNS)
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        history = dialect.first()
+        status, reply = await post(caller, dialect.path, dialect.body(history))
+        assert status == 200, reply
+        status, reply = await post(
+            caller, dialect.path, dialect.body([*history, *dialect.after(reply)])
+        )
+        assert status == 200, reply
+        one, two = caller.exchanges
+        assert [one.root_reason, two.root_reason] == ["image", "image"]
+        assert (one.parent_id, two.parent_id) == (None, None)
+        assert two.continues == one.exchange_id
+        assert len(one.extra["media"]) == 1
+        assert len(two.extra["media"]) == 2
+        for exchange in (one, two):
+            text = renderer().decode(exchange.suffix_ids)
+            assert [len(run) // len(PAD) for run in re.findall(f"(?:{re.escape(PAD)})+", text)] == [
+                image["length"] for image in exchange.extra["media"]
+            ]
+            for image in exchange.extra["media"]:
+                place = exchange.suffix_ids[image["start"] :][: image["length"]]
+                assert set(place.tolist()) == {engine.tokenizer.id_of(PAD)}
+                assert image["media_type"] == "image/png"
+        assert "engine_prompt" not in str(caller.exchanges)
+        await home.gateway.seal(caller.session_id)
+        trajectory = rebuild(home.store.read(caller.session_id))
+    (trace,) = trajectory.traces  # the template wrote the history as it was sampled
+    assert [m["length"] for m in trace.media] == [8, 14]
+    ids = [*trace.prompt_ids.tolist(), *trace.response_ids.tolist()]
+    for image in trace.media:
+        place = ids[image["start"] : image["start"] + image["length"]]
+        assert set(place) == {engine.tokenizer.id_of(PAD)}
+    assert trajectory.metadata["stats"]["breaks"] == []
+
+
+def seeing(**fields):
+    made = Sighted({"content": "ok"})
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def shown(source=None):
+    part = {"type": "image_url", "image_url": {"url": source or url(RED)}}
+    return {"role": "user", "content": [part]}
+
+
+async def test_the_same_picture_twice_has_two_places():
+    async with house(engine=seeing()) as home:
+        caller = await home.session()
+        await caller.ask([shown(), user("and"), shown()])
+        first, second = caller.exchanges[0].extra["media"]
+        assert first["digest"] == second["digest"]
+        assert first["start"] + first["length"] < second["start"]
+
+
+async def test_an_engine_that_tells_no_places_still_has_order_and_digests():
+    async with house(engine=seeing(tells_places=False)) as home:
+        caller = await home.session()
+        await caller.ask([shown()])
+        (image,) = caller.exchanges[0].extra["media"]
+        assert set(image) == {"digest", "media_type"}
+
+
+async def test_another_prompt_than_was_told_is_a_break_and_has_no_places():
+    async with house(engine=seeing(drifts=True)) as home:
+        caller = await home.session()
+        await caller.ask([shown()])
+        (exchange,) = caller.exchanges
+        assert exchange.root_reason == "engine_prompt"
+        assert set(exchange.extra["media"][0]) == {"digest", "media_type"}
+
+
+async def test_thinking_and_tools_reach_the_engines_template():
+    engine = seeing()
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        await caller.ask([shown()], chat_template_kwargs={"enable_thinking": False})
+        assert engine.asked[-1].arguments == {"enable_thinking": False}
+        assert renderer().decode(caller.exchanges[0].suffix_ids).endswith("</think>\n\n")
+
+
+async def test_a_call_with_images_that_its_engine_gave_up_begins_again():
+    engine = seeing(cuts=1)
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        events = await caller.stream([shown()])
+        assert events[-1] == "[DONE]"
+        first, second = engine.asked
+        assert (first.prompt.json(), second.by_messages) == (second.prompt.json(), True)
+
+
+async def test_tokens_of_images_are_counted():
+    async with house(engine=seeing()) as home:
+        caller = await home.session()
+        body = {"model": "m", "messages": [{"role": "user", "content": [anthropic(RED)]}]}
+        status, counted = await post(caller, "/v1/messages/count_tokens", body)
+        assert status == 200, counted
+        body = {"model": "m", "messages": [{"role": "user", "content": [anthropic(BLUE)]}]}
+        _, more = await post(caller, "/v1/messages/count_tokens", body)
+        assert more["input_tokens"] - counted["input_tokens"] == 14 - 8
+        assert not caller.exchanges
+
+
+REFUSED = [
+    ([shown("https://example.org/a.png")], "images must be inline"),
+    ([{"role": "user", "content": [{"type": "file", "file": {"file_data": "data:a/b;base64,aa"}}]}],
+     "prompts of this tokenizer are text only"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "why"), REFUSED)
+async def test_what_cannot_be_shown_is_refused_by_name(messages, why):
+    engine = seeing()
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        status, told = await caller.post({"model": "m", "messages": messages})
+        assert (status, why in told["error"]["message"]) == (400, True), told
+        assert not engine.asked
+
+
+async def test_a_begun_answer_cannot_follow_an_image():
+    async with house(engine=seeing()) as home:
+        caller = await home.session()
+        body = {
+            "model": "m",
+            "max_tokens": 100,
+            "messages": [
+                {"role": "user", "content": [anthropic(RED)]},
+                {"role": "assistant", "content": "It is"},
+            ],
+        }
+        status, told = await post(caller, "/v1/messages", body)
+        assert (status, "can't follow images" in str(told)) == (400, True)
+
+
+async def test_images_that_the_server_refuses_are_the_harnesss_affair():
+    refusal = EngineError("cannot identify image file of /secret", status=400)
+    async with house(engine=seeing(refuses=refusal)) as home:
+        caller = await home.session()
+        status, told = await caller.post({"model": "m", "messages": [shown()]})
+        assert status == 400
+        assert "refused the images" in told["error"]["message"]
+        assert "secret" not in str(told)
+
+
+async def test_a_server_that_fails_to_look_is_a_failed_call():
+    refusal = EngineError("gone", status=503, retryable=True)
+    async with house(engine=seeing(refuses=refusal)) as home:
+        caller = await home.session()
+        status, _ = await caller.post({"model": "m", "messages": [shown()]})
+        assert status == 503
+
+
+async def test_an_engine_without_eyes_refuses_images_clearly():
+    async with house(engine=scripted({"content": "a"})) as home:
+        caller = await home.session()
+        status, told = await caller.post({"model": "m", "messages": [shown()]})
+        assert status == 400
+        assert "user message 0 holds image/png (part 0)" in told["error"]["message"]
