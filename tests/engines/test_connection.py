@@ -135,11 +135,11 @@ async def test_calls_at_once_have_a_connection_each():
 
 
 async def test_a_connection_that_was_idle_for_long_is_not_used_again():
-    async with serving(*[[LENGTH]] * 4, keepalive_s=0.03) as (made, seen):
+    async with serving(*[[LENGTH]] * 4, keepalive_s=0.4) as (made, seen):
         async with asyncio.TaskGroup() as group:
             for _ in range(2):
                 group.create_task(made.post("/", b"", nothing))
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.45)
         for _ in range(2):
             await made.post("/", b"", nothing)
     assert len(seen) == 3
@@ -185,7 +185,9 @@ async def test_what_watches_a_call_can_end_it():
 async def test_bytes_that_nobody_asked_for_close_the_connection():
     async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
         await made.post("/", b"", nothing)
-        await asyncio.sleep(0.03)
+        async with asyncio.timeout(10):
+            while made._idle[0].open:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
         await made.post("/", b"", nothing)
     assert len(seen) == 2
 
