@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bridle.config import Budgets, Limits, Task
+from bridle.config import Budgets, EvaluatorSpec, Limits, Task
 from bridle.engines import ENGINES
-from bridle.evaluators import EVALUATORS
+from bridle.evaluators import EVALUATORS, open_evaluator
 from bridle.harnesses import HARNESSES
 from bridle.runtimes import RUNTIMES
 from bridle.trajectory import BUILDERS, MaskReason
@@ -26,7 +26,7 @@ def page(name: str) -> str:
 @pytest.mark.parametrize(
     ("names", "where"),
     [
-        (EVALUATORS, "guides/tasks.md"),
+        (EVALUATORS, "guides/evaluators.md"),
         (RUNTIMES, "guides/tasks.md"),
         (BUILDERS, "guides/tasks.md"),
         (Task.model_fields, "guides/tasks.md"),
@@ -76,6 +76,8 @@ def test_every_toml_and_json_example_of_the_docs_is_read_as_the_thing_it_shows(t
     assert scripts
     for text in toml:
         Task.model_validate(tomllib.loads(text))
+    for text in re.findall(r"```toml\n(.*?)```", page("guides/evaluators.md"), re.DOTALL):
+        open_evaluator(EvaluatorSpec(**tomllib.loads(text)["evaluator"]))
     for text in scripts:
         make_script(json.loads(text), "engines.md")
 

@@ -4,8 +4,16 @@ from bridle.config import EvaluatorSpec
 from bridle.errors import ConfigError
 from bridle.evaluators import EVALUATORS, open_evaluator
 from bridle.evaluators.session_completed import SessionCompleted
+from bridle.types import JSON
 
-CONFIGS = {"command": {"command": "true"}, "harbor": {}, "session_completed": {}}
+CONFIGS: dict[str, JSON] = {
+    "command": {"command": "true"},
+    "composite": {"parts": [{"strategy": "session_completed"}]},
+    "function": {"function": "package.module:score"},
+    "harbor": {},
+    "session_completed": {},
+    "test_on_output": {"command": "true", "fail_to_pass": ["t"]},
+}
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATORS))

@@ -10,8 +10,11 @@ from bridle.plugins import load
 
 EVALUATORS = {
     "command": "bridle.evaluators.command:CommandEvaluator",
+    "composite": "bridle.evaluators.composite:CompositeEvaluator",
+    "function": "bridle.evaluators.function:FunctionEvaluator",
     "harbor": "bridle.evaluators.harbor:HarborEvaluator",
     "session_completed": "bridle.evaluators.session_completed:SessionCompleted",
+    "test_on_output": "bridle.evaluators.test_on_output:TestOnOutput",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 

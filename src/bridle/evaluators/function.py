@@ -1,0 +1,153 @@
+"""The `function` evaluator: a Python function says what the session was worth.
+
+`config.function` is `package.module:name`, found where the operator's Python finds modules; code of
+a task's own folder is never imported. It runs outside every sandbox, in a process of its own that
+is ended at its timeout, and gets one object:
+
+    {"session_id", "task_id", "instruction", "metadata",      the task
+     "exit_code", "stdout", "stderr",                         how the harness ended
+     "traces": [{"messages": [...]}],                         what was said, one per trace
+     "folder": PATH or null}                                  copies of `config.files`
+
+It returns a number, or an object with `reward` and perhaps `trace_rewards`; all else in the object
+is kept as metadata. An exception, another value or a timeout is the evaluator's failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+import orjson
+from pydantic import Field, field_validator
+
+from bridle.config import Settings
+from bridle.errors import EvaluatorError, RuntimeFailure
+from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.command import TAIL_CHARS
+from bridle.runtimes.process import Command, run_process
+from bridle.types import JSON
+
+RUNNER = Path(__file__).with_name("function_runner.py")
+
+
+class FunctionSettings(Settings):
+    """Config of evaluator `function`."""
+
+    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`package.module:name`."""
+    files: tuple[str, ...] = ()
+    """What of the work folder is copied out for it; what is not there is left."""
+    timeout_s: float = Field(default=60, gt=0)
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                message = f"{name!r} does not lie in the work folder"
+                raise ValueError(message)
+        return files
+
+
+class FunctionEvaluator:
+    """Implements `base.Evaluator`."""
+
+    def __init__(self, settings: FunctionSettings) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_config(cls, config: JSON) -> Self:
+        """Config as `FunctionSettings`; raises `ConfigError`."""
+        return cls(parse_config(config, FunctionSettings, "function"))
+
+    async def evaluate(self, context: EvaluationContext) -> Evaluation:
+        """Call the function; what it prints goes to `evaluator.log`. Raises `EvaluatorError`."""
+        settings = self._settings
+        with tempfile.TemporaryDirectory(prefix="bridle-function-") as folder:
+            await _copied(context, settings.files, Path(folder))
+            session = _session(context, folder if settings.files else None)
+            result = await run_process(
+                Command(
+                    argv=[sys.executable, "-P", str(RUNNER), settings.function],
+                    cwd=folder,
+                    env={**_environment(), **context.task.evaluator.env},
+                    stdin=await asyncio.to_thread(orjson.dumps, session),
+                    timeout_s=settings.timeout_s,
+                    error_log=context.logs / "evaluator.log",
+                )
+            )
+        if not result.ok:
+            said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
+            how = f"did not end within {settings.timeout_s:g} s" if result.timed_out else "failed"
+            raise EvaluatorError(f"function {settings.function} {how}: {said}")
+        return evaluation_of(result.stdout, settings.function)
+
+
+def evaluation_of(text: bytes, who: str) -> Evaluation:
+    """What a scoring function returned, as JSON. `EvaluatorError` quotes what is no reward."""
+    try:
+        given = orjson.loads(text)
+    except ValueError:
+        given = None
+    whole = dict(given) if isinstance(given, dict) else {"reward": given}
+    reward, traces = whole.pop("reward", None), whole.pop("trace_rewards", None)
+    if not is_number(reward) or not (
+        traces is None or (isinstance(traces, list) and all(map(is_number, traces)))
+    ):
+        said = text[:80].decode(errors="replace")
+        message = f"{who} must return a finite number or {{'reward': number}}, not {said}"
+        raise EvaluatorError(message)
+    trace_rewards = None if traces is None else tuple(map(float, traces))
+    return Evaluation(float(reward), trace_rewards, whole)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+async def _copied(context: EvaluationContext, files: tuple[str, ...], folder: Path) -> None:
+    for name in files:
+        there = await context.runtime.exec(["test", "-e", name])
+        if not there.ok:
+            continue
+        try:
+            await context.runtime.download(name, folder / name)
+        except RuntimeFailure as error:
+            raise EvaluatorError(f"{name} cannot be copied out: {error}") from error
+
+
+def _session(context: EvaluationContext, folder: str | None) -> JSON:
+    harness = context.harness
+    return {
+        "session_id": context.session_id,
+        "task_id": context.task.task_id,
+        "instruction": context.task.instruction,
+        "metadata": context.task.metadata,
+        "exit_code": None if harness is None else harness.exit_code,
+        "stdout": "" if harness is None else harness.stdout.decode(errors="replace"),
+        "stderr": "" if harness is None else harness.stderr.decode(errors="replace"),
+        "traces": [{"messages": messages} for messages in spoken(context)],
+        "folder": folder,
+    }
+
+
+def spoken(context: EvaluationContext) -> list[list[JSON]]:
+    """The messages of each trace, in the form of OpenAI Chat."""
+    return [
+        [*trace.prompt_messages, *trace.response_messages] for trace in context.trajectory.traces
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """What finds modules and programs; no secrets of ours."""
+    names = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+    kept = {name: os.environ[name] for name in names if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,0 +1,32 @@
+"""Calls a scoring function: `python function_runner.py module:name`, the session as JSON on stdin.
+
+The last line on stdout is what it returned, as JSON; what it prints goes to stderr. The function
+may be async. Runs on the operator's machine, in a process of its own; it knows nothing of Bridle.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Awaitable
+from contextlib import redirect_stdout
+
+
+async def _waited(result: Awaitable[object]) -> object:
+    return await result
+
+
+def main() -> None:
+    """Call the function that the command line names and write what it returns."""
+    module, _, name = sys.argv[1].partition(":")
+    with redirect_stdout(sys.stderr):
+        session = json.load(sys.stdin)
+        result: object = getattr(importlib.import_module(module), name)(session)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_waited(result))
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

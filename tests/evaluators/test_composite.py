@@ -1,0 +1,86 @@
+import pytest
+from tests.evaluators.made import evaluation
+
+from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.base import Evaluation
+from bridle.evaluators.composite import CompositeEvaluator
+
+
+class Fixed:
+    """An evaluator that says what its config says."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config)
+
+    async def evaluate(self, context):
+        if "fails" in self.config:
+            raise EvaluatorError(self.config["fails"])
+        return Evaluation(self.config["reward"], self.config.get("traces"), {"seen": True})
+
+
+def part(reward=None, *, name, **more):
+    config = {key: more.pop(key) for key in ("traces", "fails") if key in more}
+    return {
+        "strategy": "tests.evaluators.test_composite:Fixed",
+        "config": {"reward": reward, **config},
+        "name": name,
+        **more,
+    }
+
+
+async def found(tmp_path, *parts, **config):
+    async with evaluation(tmp_path) as context:
+        made = CompositeEvaluator.from_config({"parts": list(parts), **config})
+        return await made.evaluate(context)
+
+
+async def test_the_reward_is_the_mean_by_weight(tmp_path):
+    parts = part(1.0, name="a", weight=3), part(0.0, name="b"), part(9.0, name="c", weight=0)
+    evaluated = await found(tmp_path, *parts)
+    assert evaluated.reward == 0.75
+    assert evaluated.trace_rewards is None
+    assert evaluated.metadata["parts"]["b"] == {"reward": 0.0, "seen": True}
+
+
+@pytest.mark.parametrize(("gate", "reward"), [(1.0, 0.8), (1.5, -1.0)])
+async def test_below_a_gate_nothing_more_is_done(tmp_path, gate, reward):
+    parts = part(1.0, name="tests", gate=gate, weight=0), part(0.8, name="style")
+    evaluated = await found(tmp_path, *parts, otherwise=-1)
+    assert evaluated.reward == reward
+    assert ("style" in evaluated.metadata["parts"]) == (gate == 1.0)
+
+
+async def test_trace_rewards_are_added_by_weight(tmp_path):
+    parts = part(1.0, name="a", traces=(1.0, 0.0)), part(0.0, name="b", traces=(0.0, 1.0), weight=3)
+    assert (await found(tmp_path, *parts)).trace_rewards == (0.25, 0.75)
+
+
+async def test_parts_that_disagree_on_traces_are_a_failure(tmp_path):
+    parts = part(1.0, name="a", traces=(1.0,)), part(0.0, name="b", traces=(0.0, 1.0))
+    with pytest.raises(EvaluatorError, match="different numbers of traces"):
+        await found(tmp_path, *parts)
+
+
+async def test_a_part_that_fails_is_the_whole_s_failure(tmp_path):
+    parts = part(1.0, name="a"), part(name="b", fails="broken checker")
+    with pytest.raises(EvaluatorError, match="part 'b': broken checker"):
+        await found(tmp_path, *parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([], "at least 1 item"),
+        ([{"strategy": "comand"}], "part 'comand' of 'composite': unknown evaluator"),
+        ([{"strategy": "command"}], "part 'command' of 'composite': .*command: Field required"),
+        ([{"strategy": "session_completed", "weight": 0}], "needs a weight above 0"),
+        ([{"strategy": "session_completed"}] * 2, "need different names"),
+    ],
+)
+def test_a_wrong_part_is_named_before_anything_runs(parts, why):
+    with pytest.raises(ConfigError, match=why):
+        CompositeEvaluator.from_config({"parts": parts})

@@ -1,0 +1,86 @@
+import json
+from dataclasses import replace
+
+import pytest
+from tests.evaluators.made import evaluation
+
+from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.function import FunctionEvaluator
+
+SCORING = "tests.evaluators.scoring:"
+
+
+def evaluator(name, **config):
+    return FunctionEvaluator.from_config({"function": SCORING + name, **config})
+
+
+async def test_a_function_scores_what_was_copied_out_for_it(tmp_path):
+    async with evaluation(tmp_path) as context:
+        await context.runtime.write("answer.txt", b"0.25")
+        found = await evaluator("of_file", files=["answer.txt", "gone"]).evaluate(context)
+    assert found.reward == 0.25
+    assert (tmp_path / "logs" / "evaluator.log").read_text() == "looking at t-1\n"
+
+
+async def test_it_may_be_async_and_return_trace_rewards_and_more(tmp_path):
+    async with evaluation(tmp_path) as context:
+        found = await evaluator("of_everything").evaluate(context)
+    assert (found.reward, found.trace_rewards) == (0.5, (1.0, 0.0))
+    assert found.metadata["given"] == [
+        "exit_code", "folder", "instruction", "metadata", "session_id", "stderr", "stdout",
+        "task_id", "traces",
+    ]  # fmt: skip
+
+
+async def test_it_is_told_how_the_harness_ended(tmp_path):
+    async with evaluation(tmp_path) as context:
+        harness = replace(context.harness, exit_code=3, stdout=b"four")
+        found = await evaluator("of_harness").evaluate(replace(context, harness=harness))
+    assert found.reward == 7.0
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "why"),
+    [
+        ("broken", {}, "broken failed: .*ValueError: do it"),
+        ("ends", {}, "ends failed"),
+        ("gone", {}, "has no attribute 'gone'"),
+        ("slow", {"timeout_s": 0.3}, r"slow did not end within 0\.3 s"),
+    ],
+)
+async def test_a_function_that_fails_is_the_evaluator_s_failure(tmp_path, name, config, why):
+    async with evaluation(tmp_path) as context:
+        with pytest.raises(EvaluatorError, match=f"(?s){why}"):
+            await evaluator(name, **config).evaluate(context)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, "good", True, [1], {"score": 1}, {"reward": 1, "trace_rewards": [None]}]
+)
+async def test_what_is_no_reward_is_refused(tmp_path, returned):
+    async with evaluation(tmp_path) as context:
+        metadata = {"returns": json.dumps(returned)}
+        task = context.task.model_copy(update={"metadata": metadata})
+        with pytest.raises(EvaluatorError, match="must return a finite number"):
+            await evaluator("no_number").evaluate(replace(context, task=task))
+
+
+async def test_what_cannot_leave_the_runtime_is_named(tmp_path):
+    async with evaluation(tmp_path) as context:
+        await context.runtime.exec("ln -s /etc/hostname answer.txt")
+        with pytest.raises(EvaluatorError, match=r"answer\.txt cannot be copied out"):
+            await evaluator("of_file", files=["answer.txt"]).evaluate(context)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"function": "/tmp/score:score"},
+        {"function": "score"},
+        {"function": "a:b", "files": ["../x"]},
+        {"function": "a:b", "files": ["/etc/passwd"]},
+    ],
+)
+def test_only_modules_that_the_operator_has_and_files_of_the_work_folder(config):
+    with pytest.raises(ConfigError, match=r"evaluator\.config of 'function'"):
+        FunctionEvaluator.from_config(config)
