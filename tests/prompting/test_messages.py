@@ -4,7 +4,7 @@ import pytest
 from tests.prompting.talk import BASH, call, image, result, said, system, user
 
 from bridle.errors import RenderError
-from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.messages import chat_messages, chat_tools, server_messages
 from bridle.types import Message, Role, ToolSpec
 
 
@@ -111,6 +111,13 @@ def test_for_an_engine_that_sees_media_keep_their_place():
     turn = Message(Role.ASSISTANT, (image("d"),))
     with pytest.raises(RenderError, match="assistant message 0 holds"):
         chat_messages([turn], str, media=lambda part: {"seen": part.digest})
+
+
+def test_a_server_gets_arguments_as_text():
+    turns = [said(calls=[call("c", '{"command":"é"}'), call("d", "no json")])]
+    (told,) = server_messages(turns)
+    given = [one["function"]["arguments"] for one in told["tool_calls"]]
+    assert given == ['{"command": "é"}', "no json"]
 
 
 def test_tools_are_functions_with_a_schema_even_where_none_was_given():

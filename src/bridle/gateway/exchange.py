@@ -45,7 +45,7 @@ from bridle.gateway.sampling import Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
-from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.messages import chat_tools, server_messages
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
@@ -346,7 +346,7 @@ class Exchanges:
         text_only, shown = not served.info.token_in, prompted.shown
         messages = shown.messages if shown is not None else None
         if messages is None and text_only:
-            messages = chat_messages(request.messages, str)
+            messages = server_messages(request.messages)
         return GenerateRequest(
             request_id=call.exchange_id,
             prompt=prompted.prompt,

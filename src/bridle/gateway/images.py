@@ -19,7 +19,7 @@ from bridle.dialects.messages import chat_part
 from bridle.engines.base import Seeing, Seen
 from bridle.errors import EngineError, RequestError
 from bridle.gateway.faults import REFUSED
-from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.messages import chat_tools, server_messages
 from bridle.types import JSON, MediaPart, Message, ModelRequest
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
         raise RequestError("images must be inline (base64), not URLs", param="messages")
     if request.prefill is not None:
         raise RequestError("an answer that is begun can't follow images", param="messages")
-    messages = chat_messages(request.messages, str, media=chat_part)
+    messages = server_messages(request.messages, media=chat_part)
     thinking = served.renderer.template_args(request)
     arguments = {} if thinking is None else {"enable_thinking": thinking}
     seen = await _seen(served.engine, messages, chat_tools(request.tools), arguments)

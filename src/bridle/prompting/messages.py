@@ -45,6 +45,18 @@ def chat_messages(
     return chat
 
 
+def server_messages(
+    messages: Sequence[Message], *, media: Callable[[MediaPart], JSON] | None = None
+) -> list[JSON]:
+    """The messages as servers of OpenAI's chat take them: as for a template, arguments as text."""
+    chat = chat_messages(messages, str, media=media)
+    for call in (call for turn in chat for call in turn.get("tool_calls", ())):
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return chat
+
+
 def _content(
     index: int,
     message: Message,
