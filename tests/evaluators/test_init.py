@@ -11,6 +11,7 @@ CONFIGS: dict[str, JSON] = {
     "composite": {"parts": [{"strategy": "session_completed"}]},
     "function": {"function": "package.module:score"},
     "harbor": {},
+    "judge": {"rubric": "good?", "model": "grader", "on_failure": "error"},
     "session_completed": {},
     "test_on_output": {"command": "true", "fail_to_pass": ["t"]},
 }

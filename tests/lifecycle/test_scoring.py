@@ -3,13 +3,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.lifecycle.house import AGENT, a_node, checked, statuses, task
+from tests.lifecycle.house import AGENT, WORK, a_node, checked, statuses, task
 
 from bridle.capture.store import MemoryStore
 from bridle.config import AgentSpec
 from bridle.errors import StoreError
 from bridle.evaluators.base import Evaluation
 from bridle.harnesses.command import CommandHarness
+from bridle.testing import scripted_engine
+from bridle.trajectory import rebuild
 from bridle.types import Cause
 
 
@@ -119,3 +121,38 @@ async def test_a_trajectory_that_cannot_be_built_is_told_and_built_later(
         assert "EVALUATING" not in statuses(node)
     assert (result.status, result.cause, result.error) == ("ERROR", cause, said)
     assert len(result.trajectory.traces) == 1
+
+
+JUDGE = {
+    "strategy": "judge",
+    "config": {"rubric": "Was it done?", "model": "grader", "on_failure": "error"},
+}
+
+
+def judging(answer):
+    """An engine that answers a judge so, and plays `WORK` for all others."""
+    of_judge = {"when": {"system_contains": "You grade"}, "turns": [{"content": answer}]}
+    return scripted_engine(WORK, conversations=[of_judge])
+
+
+async def test_a_judge_is_asked_in_a_session_of_its_own_that_never_trains(tmp_path):
+    engine = judging('{"score": 0.5}')
+    async with a_node(tmp_path, engine=engine) as node:
+        result = await node.run(task(evaluator=JUDGE))
+        summary = node.folder.finish(node.store)
+        name = result.metadata["evaluation"]["judge"]
+        own = node.store.read(name)
+    assert (result.status, result.reward) == ("COMPLETED", 0.5)
+    assert [entry["session_id"] for entry in summary["sessions"]] == [result.session_id]
+    assert own.outcome.status == "COMPLETED"
+    assert len(own.exchanges) == 1
+    assert rebuild(own).metadata["stats"]["tokens_trained"] == 0
+    assert node.gateway.facts(name).sealed
+    assert len((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()) == 1
+
+
+async def test_a_judge_that_talks_is_the_evaluator_s_failure(tmp_path):
+    async with a_node(tmp_path, engine=judging("Nice work!")) as node:
+        result = await node.run(task(evaluator=JUDGE))
+    assert (result.status, result.cause, result.reward) == ("ERROR", Cause.EVALUATOR, None)
+    assert "no JSON object with a score" in result.error

@@ -54,6 +54,11 @@ class SessionRecord:
     (`{"strategy", "config"}`) and `train` (list of kinds); others: harness and its version, sample
     index."""
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether it is an evaluator's own session, of which nothing is a result."""
+        return "judge_of" in self.metadata
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:

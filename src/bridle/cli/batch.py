@@ -121,7 +121,8 @@ def _finish(folder: RunFolder, store: SqliteStore) -> JSON:
     """Write what is made from all sessions together."""
     with TrajectoryWriter(folder.trajectories_parquet) as parquet:
         for session in store.sessions():
-            parquet.write(trajectory_of(store.read(session.session_id)))
+            if not session.is_aside:
+                parquet.write(trajectory_of(store.read(session.session_id)))
     return folder.finish(store)
 
 

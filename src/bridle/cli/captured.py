@@ -21,10 +21,11 @@ def capture_file(target: Path) -> Path:
 
 
 def sessions(target: Path) -> Iterator[SessionCapture]:
-    """All sessions of a run, in the order they were opened, read one at a time."""
+    """All sessions of harnesses in a run, in the order they were opened, read one at a time."""
     with SqliteReader(capture_file(target)) as reader:
         for session in reader.sessions():
-            yield reader.read(session.session_id)
+            if not session.is_aside:
+                yield reader.read(session.session_id)
 
 
 def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:

@@ -43,7 +43,7 @@ def rebuild(
     spec = None if builder is None else BuilderSpec(strategy=builder)
     path = capture_file(target)
     with SqliteReader(path) as reader:
-        names = [session.session_id for session in reader.sessions()]
+        names = [one.session_id for one in reader.sessions() if not one.is_aside]
     base = target if target.is_dir() else target.parent
     folder = out or base / "rebuilt"
     folder.mkdir(parents=True, exist_ok=True)

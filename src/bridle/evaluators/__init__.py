@@ -13,6 +13,7 @@ EVALUATORS = {
     "composite": "bridle.evaluators.composite:CompositeEvaluator",
     "function": "bridle.evaluators.function:FunctionEvaluator",
     "harbor": "bridle.evaluators.harbor:HarborEvaluator",
+    "judge": "bridle.evaluators.judge:JudgeEvaluator",
     "session_completed": "bridle.evaluators.session_completed:SessionCompleted",
     "test_on_output": "bridle.evaluators.test_on_output:TestOnOutput",
 }

@@ -5,9 +5,11 @@ An evaluator's own failure is an exception (classified as `EvaluatorError`), nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -15,6 +17,20 @@ from bridle.config import Settings, Task, explain
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAccess:
+    """A gateway session of an evaluator's own; its calls are captured and never train."""
+
+    session_id: str
+    base_url: str
+    """OpenAI's, as seen from this process."""
+    key: str
+
+
+OpenModel: TypeAlias = Callable[[], AbstractAsyncContextManager[ModelAccess]]
+"""Opens such a session; its key is dead when the block is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +51,8 @@ class EvaluationContext:
     session_runtime: Runtime | None = None
     """Where the harness ran, if `runtime` is a fresh one (what it left can be taken from here);
     `None` = `runtime` itself."""
+    open_model: OpenModel | None = None
+    """For evaluators that ask a model; `None` = there is no gateway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Self, TypeGuard
 
 import orjson
 from pydantic import Field, field_validator
@@ -108,7 +108,7 @@ def evaluation_of(text: bytes, who: str) -> Evaluation:
     return Evaluation(float(reward), trace_rewards, whole)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a finite number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

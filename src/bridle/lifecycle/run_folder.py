@@ -142,6 +142,8 @@ class RunFolder:
         try:
             with aside.open("wb") as file:
                 for session in captures.sessions():
+                    if session.is_aside:
+                        continue
                     line = self._line(session.session_id, captures)
                     file.write(line)
                     lines[session.session_id] = (end, len(line))

@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from bridle.aio import run_shielded
+from bridle.capture.records import Outcome
+from bridle.config import FieldPolicy, SamplingPolicy
 from bridle.errors import BridleError, EvaluatorError, StoreError, boundary
-from bridle.evaluators.base import Evaluation, EvaluationContext
+from bridle.evaluators.base import Evaluation, EvaluationContext, ModelAccess
 from bridle.lifecycle.ending import Ending, failed
 from bridle.lifecycle.opening import Opened
 from bridle.lifecycle.preparing import Prewarmed, prepare
 from bridle.lifecycle.results import trajectory_of
 from bridle.runtimes.output import LOG_LIMIT
 from bridle.trajectory.sample import Trajectory
-from bridle.types import Cause
+from bridle.types import Cause, SessionStatus
 
 if TYPE_CHECKING:
+    from bridle.capture.store import Store
+    from bridle.lifecycle.manager import ModelGateway
     from bridle.lifecycle.session import Session
+
+MODEL_END_S = 30.0
+"""How long the last commits of an evaluator's own session may take."""
 
 
 async def keep_files(session: Session, opened: Opened) -> dict[str, str]:
@@ -89,9 +101,33 @@ async def _evaluate(
             logs=session.folder,
             task_dir=session.base,
             session_runtime=None if fresh is None else opened.runtime,
+            open_model=lambda: _model_of(session),
         )
     )
     rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))
     if not all(math.isfinite(reward) for reward in rewards):
         raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
     return evaluation
+
+
+@asynccontextmanager
+async def _model_of(session: Session) -> AsyncIterator[ModelAccess]:
+    """A gateway session for the evaluator of `session`: a key of its own, and nothing trains."""
+    gateway, store = session.node.gateway, session.node.store
+    as_asked = FieldPolicy(mode="respect")
+    name = f"{session.session_id[:185]}.judge-{secrets.token_hex(3)}"
+    handle = await gateway.open_session(
+        name,
+        task_id=session.task.task_id,
+        metadata={"judge_of": session.session_id, "train": []},
+        sampling=SamplingPolicy(temperature=as_asked, top_p=as_asked, top_k=as_asked),
+    )
+    try:
+        yield ModelAccess(name, handle.base_urls["openai"], handle.key)
+    finally:
+        await run_shielded(_end_model(gateway, store, name), timeout_s=MODEL_END_S)
+
+
+async def _end_model(gateway: ModelGateway, store: Store, name: str) -> None:
+    await gateway.seal(name)
+    await store.close_session(Outcome(name, SessionStatus.COMPLETED, time.time(), None))
