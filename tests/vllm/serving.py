@@ -77,6 +77,81 @@ def make_model(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+VISION_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+"""What Idefics 3 has beside the words; the first stands for a piece of an image."""
+REFUSAL = '{{- raise_exception("this model reads text only, not a part of type " ~ part.type) -}}'
+"""What the shipped template says to an image."""
+
+
+def make_vision_model(folder: Path) -> Path:
+    """Write a small model of random weights that takes images; returns `folder`.
+
+    Idefics 3's architecture, because vLLM runs it without torchvision. An image is 4 placeholders
+    between 3 other tokens.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(None)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    text = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size + 64,
+        hidden_size=128,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+        max_position_embeddings=CONTEXT_LENGTH,
+        eos_token_id=tokenizer.end_id,
+        bos_token_id=None,
+        pad_token_id=0,
+        **sizes,
+    )
+    config = transformers.Idefics3Config(
+        vision_config={"hidden_size": 64, "image_size": 56, "patch_size": 14, **sizes},
+        text_config=text,
+        image_token_id=tokenizer.vocab_size,
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    model = transformers.Idefics3ForConditionalGeneration(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+    model.save_pretrained(folder)
+    shutil.copytree(builtin_tokenizer_dir(), folder, dirs_exist_ok=True)
+    _add_eyes(folder, tokenizer.vocab_size)
+    return folder
+
+
+def _add_eyes(folder: Path, first: int) -> None:
+    """The tokens, the template and the processor of a model that takes images."""
+    path = folder / "tokenizer.json"
+    read = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    read["added_tokens"] += [
+        {"id": first + place, "content": token, "special": True, **flags}
+        for place, token in enumerate(VISION_TOKENS)
+    ]
+    path.write_text(json.dumps(read))
+    path = folder / "chat_template.jinja"
+    template = path.read_text()
+    assert REFUSAL in template
+    path.write_text(template.replace(REFUSAL, '{{- "<image>" -}}'))
+    processor = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": 56},
+        "max_image_size": {"longest_edge": 56},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": "Idefics3Processor",
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    whole = {"image_seq_len": 4, "processor_class": "Idefics3Processor"}
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:
