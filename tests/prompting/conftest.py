@@ -44,13 +44,13 @@ def look_alike():
 
     def make(name):
         if name not in made:
-            made[name] = _with_tokens_of(name)
+            made[name] = with_tokens_of(name)
         return made[name]
 
     return make
 
 
-def _with_tokens_of(name):
+def with_tokens_of(name):
     fast = load_tokenizer(builtin_tokenizer_dir()).fast
     while True:
         try:

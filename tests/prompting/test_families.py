@@ -1,0 +1,27 @@
+"""What docs/reference/families.md says of each family is so."""
+
+from pathlib import Path
+
+from tests.prompting.families import SAME, STEPS, UNTRIED, page, rows
+
+from bridle.prompting.family import family_names
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+
+
+def test_the_page_tells_what_every_family_does():
+    assert PAGE.read_text() == page(), (
+        "python -m tests.prompting.families > docs/reference/families.md"
+    )
+
+
+def test_every_family_but_one_is_told_and_most_steps_are_the_same_ids():
+    found = rows()
+    assert {*found, *UNTRIED} == set(family_names())
+    assert sum(told == SAME for row in found.values() for told in row.values()) > 3 * len(found)
+    assert all(list(row) == list(STEPS) for row in found.values())
+
+
+def test_what_qwen3_says_is_extended_as_it_would_be_rendered():
+    row = rows()["qwen3"]
+    assert [step for step, told in row.items() if told != SAME] == ["after a loop, user"]
