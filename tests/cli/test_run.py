@@ -28,6 +28,18 @@ def test_overrides_apply_to_every_task_and_the_run_folder_says_so(say, finished_
     assert [line["traces"] for line in summary["sessions"]] == [2, 2]
 
 
+def test_a_template_stands_around_every_instruction(say, finished_run, tmp_path):
+    (tmp_path / "around.txt").write_text("Be quick.\n{{ instruction }}")
+    script = finished_run.parent / "script.json"
+    said = say(
+        "run", finished_run.parent / "tasks.jsonl", "--engine", f"scripted:{script}", "--first", 1,
+        "--template", tmp_path / "around.txt", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert said.code == 0
+    (task,) = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["tasks"]
+    assert task["instruction"].startswith("Be quick.\n")
+
+
 def test_a_run_without_success_ends_with_code_1_and_unknown_reward(say, finished_run, tmp_path):
     task = {
         "task_id": "none",

@@ -13,6 +13,7 @@ CONFIGS: dict[str, JSON] = {
     "harbor": {},
     "judge": {"rubric": "good?", "model": "grader", "on_failure": "error"},
     "session_completed": {},
+    "swebench": {"instance": {}},
     "test_on_output": {"command": "true", "fail_to_pass": ["t"]},
 }
 

@@ -72,6 +72,17 @@ async def test_changes_to_tests_stay_out(tmp_path):
     assert evaluated.metadata["dropped"] == ["tests/helper.txt", "tests/rule.txt"]
 
 
+async def test_a_patch_of_tests_is_applied_after_the_agent_s(tmp_path):
+    tests = (
+        "diff --git a/tests/rule.txt b/tests/rule.txt\n--- a/tests/rule.txt\n+++ b/tests/rule.txt\n"
+        "@@ -1 +1 @@\n-strict\n+stricter\n"
+    )
+    more = {"exclude": ["tests/*"], "test_patch": tests, "command": f"cat tests/rule.txt; {RUN}"}
+    evaluated = await found(tmp_path, "echo 2 > code.txt; rm -r tests", **more)
+    assert evaluated.reward == 1.0
+    assert (tmp_path / "logs" / "evaluator.log").read_text().startswith("stricter\n")
+
+
 async def test_a_share_is_rewarded_if_asked(tmp_path):
     evaluated = await found(tmp_path, "true", partial=True, fail_to_pass=["t::new", "t::gone"])
     assert evaluated.reward == pytest.approx(1 / 3)

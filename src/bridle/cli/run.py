@@ -31,6 +31,10 @@ def run(  # noqa: PLR0913 - one parameter per flag
     samples: Annotated[
         int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
     ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(help="Text around every instruction, with {{ instruction }} in it."),
+    ] = None,
     first: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
     builder: Annotated[
         str | None, typer.Option(help="per_request or prefix_merging, for all tasks.")
@@ -53,6 +57,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     from bridle.cli.config import load_config
     from bridle.config import assets_dir
     from bridle.datasets.jsonl import load_tasks
+    from bridle.datasets.templates import read_template, with_template
     from bridle.harnesses import CHECKS
 
     overrides: JSON = {}
@@ -71,6 +76,9 @@ def run(  # noqa: PLR0913 - one parameter per flag
         task.model_copy(update={"metadata": {**named, **task.metadata}})
         for task in load_tasks(tasks, overrides=overrides)[:first]
     ]
+    if template is not None:
+        text = read_template(template)
+        loaded = [with_template(task, text) for task in loaded]
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))

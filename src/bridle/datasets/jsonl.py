@@ -4,7 +4,10 @@ A file holds one task, or a list of tasks with common `defaults`:
 
 - `.jsonl`: one task a line; empty lines are passed over;
 - `.json`: a task, an array of tasks, or `{"defaults": {...}, "tasks": [...]}`;
-- `.toml`: a task, or `[defaults]` and `[[tasks]]`.
+- `.toml`: a task, or `[defaults]` and `[[tasks]]`;
+- `.parquet`: a task a row.
+
+A line or row in the form of SWE-bench is made a task by `bridle.datasets.swe`.
 
 A folder with a `task.toml` or `task.json` is that one task, whatever else lies in it (its work
 files); with an `instruction.md` beside it, it is a Harbor task (`bridle.datasets.harbor`). Any
@@ -26,10 +29,11 @@ from pydantic import ValidationError
 
 from bridle.config import Action, Task, explain
 from bridle.datasets.harbor import harbor_task, is_harbor
+from bridle.datasets.swe import is_swe, swe_task
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
-SUFFIXES = (".jsonl", ".json", ".toml")
+SUFFIXES = (".jsonl", ".json", ".toml", ".parquet")
 TASK_FILES = ("task.toml", "task.json")
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -107,6 +111,8 @@ def _read(path: Path, wanted: JSON) -> tuple[JSON, list[RawTask]]:
     if is_harbor(path):
         task = harbor_task(path.parent, wanted)
         return {}, [RawTask(path, 1, path.read_text(encoding="utf-8"), task)]
+    if path.suffix == ".parquet":
+        return {}, list(_read_parquet(path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -127,6 +133,31 @@ def _read_lines(path: Path, text: str) -> Iterator[RawTask]:
                 yield RawTask(path, number, line, json.loads(line))
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{path}:{number}: column {error.colno}: {error.msg}") from None
+
+
+def _read_parquet(path: Path) -> Iterator[RawTask]:
+    """One task a row; empty cells are left out, objects may be written as JSON."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    for number, row in enumerate(rows, 1):
+        value = {name: _unpacked(name, cell) for name, cell in row.items() if cell is not None}
+        yield RawTask(path, number, "", value)
+
+
+def _unpacked(name: str, cell: object) -> object:
+    """A cell of a Parquet file; a field of a task that is an object may be JSON text."""
+    known = Task.model_fields.get(name)
+    if not isinstance(cell, str) or known is None or known.annotation is str:
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
 
 
 def _read_json(path: Path, text: str) -> tuple[JSON, list[RawTask]]:
@@ -213,8 +244,11 @@ def _members(text: str, start: int) -> Iterator[tuple[str, int]]:
 def _task(raw: RawTask, under: JSON, over: JSON) -> Task:
     if not isinstance(raw.value, dict):
         raise ConfigError(f"{raw.path}:{raw.line}: a task must be an object, not {raw.value!r:.80}")
+    value = raw.value
+    if is_swe(value):
+        value = swe_task(value, f"{raw.path}:{raw.line}")
     try:
-        task = Task.model_validate(merge(merge(under, raw.value), over))
+        task = Task.model_validate(merge(merge(under, value), over))
     except ValidationError as error:
         fields = [part for part in error.errors()[0]["loc"] if isinstance(part, str)]
         raise explain(error, f"{raw.path}:{_line_of(raw, fields)}") from None

@@ -15,6 +15,7 @@ EVALUATORS = {
     "harbor": "bridle.evaluators.harbor:HarborEvaluator",
     "judge": "bridle.evaluators.judge:JudgeEvaluator",
     "session_completed": "bridle.evaluators.session_completed:SessionCompleted",
+    "swebench": "bridle.evaluators.swebench:SwebenchEvaluator",
     "test_on_output": "bridle.evaluators.test_on_output:TestOnOutput",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""

@@ -58,6 +58,8 @@ class TestOnOutputSettings(Settings):
     """Paths that are dropped even so."""
     junit: str | None = None
     """JUnit file that the tests write, relative to `repo`; its tests are `classname::name`."""
+    test_patch: str = ""
+    """A patch of tests, applied after the agent's; name its files in `exclude`."""
     partial: bool = False
     """Reward the share of named tests that pass, instead of all or nothing."""
     timeout_s: float | None = Field(default=None, gt=0)
@@ -97,7 +99,9 @@ class TestOnOutput:
         taken = await take_patch(context.session_runtime, settings.repo, base)
         patch = filtered(taken, settings.include, settings.exclude)
         if patch.text:
-            await _apply(fresh, settings.repo, patch.text)
+            await apply_patch(fresh, settings.repo, patch.text)
+        if settings.test_patch:
+            await apply_patch(fresh, settings.repo, settings.test_patch)
         result = await fresh.exec(
             settings.command,
             cwd=settings.repo,
@@ -178,7 +182,8 @@ def _files(diff: str) -> Iterator[tuple[str, str]]:
             yield line[: len(line) // 2].strip('"').removeprefix("a/"), part
 
 
-async def _apply(runtime: Runtime, repo: str, patch: str) -> None:
+async def apply_patch(runtime: Runtime, repo: str, patch: str) -> None:
+    """Apply a patch to a repository. `EvaluatorError` if it does not fit."""
     result = await runtime.exec(
         [*GIT, "apply", "--whitespace=nowarn", "-"],
         cwd=repo,

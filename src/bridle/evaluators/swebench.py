@@ -1,0 +1,113 @@
+"""The `swebench` evaluator: an instance's own script is run, the package `swebench` reads its log.
+
+The package (5.0 or later) is needed only here; it brings much with it, so its functions are called
+in a process of their own, with this Python or with the one that `config.python` names. What it
+calls a failure of the environment is the evaluator's failure; a log without results is otherwise
+what the package says it is, an instance that is not resolved.
+
+With `refresh_runtime` the agent's patch is applied in a fresh runtime; without it the script runs
+where the agent worked. A session that changed nothing is worth 0.0, as the package counts it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import orjson
+from pydantic import Field
+
+from bridle.config import Settings
+from bridle.errors import EvaluatorError
+from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.command import TAIL_CHARS
+from bridle.evaluators.test_on_output import apply_patch, take_patch
+from bridle.runtimes.process import Command, run_process
+from bridle.types import JSON
+
+RUNNER = Path(__file__).with_name("swebench_runner.py")
+LOG_LIMIT = 64 << 20
+GRADING_S = 120.0
+
+
+class SwebenchSettings(Settings):
+    """Config of evaluator `swebench`."""
+
+    instance: JSON
+    """The row: what `make_test_spec` needs, and `base_commit`."""
+    repo: str = "."
+    """The repository, relative to the work folder."""
+    python: str | None = None
+    """An interpreter that has the package; `None` = this one."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Of the tests; `None` = the task's evaluate budget."""
+
+
+class SwebenchEvaluator:
+    """Implements `base.Evaluator`."""
+
+    def __init__(self, settings: SwebenchSettings) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_config(cls, config: JSON) -> Self:
+        """Config as `SwebenchSettings`; raises `ConfigError`."""
+        return cls(parse_config(config, SwebenchSettings, "swebench"))
+
+    async def evaluate(self, context: EvaluationContext) -> Evaluation:
+        """Run the instance's script and have its log read. Raises `EvaluatorError`."""
+        settings, runtime = self._settings, context.runtime
+        worked = context.session_runtime or runtime
+        base = str(settings.instance.get("base_commit") or "HEAD")
+        patch = await take_patch(worked, settings.repo, base)
+        if not patch.strip():
+            return Evaluation(0.0, metadata={"resolved": False, "changed": False})
+        spec = await self._package("script", {})
+        if worked is not runtime:
+            await apply_patch(runtime, settings.repo, patch)
+        script = f"{runtime.home}/.swebench.sh"
+        await runtime.write(script, str(spec["script"]).encode())
+        result = await runtime.exec(
+            f'bash "{script}" 2>&1',
+            cwd=settings.repo,
+            env=context.task.evaluator.env,
+            timeout_s=settings.timeout_s,
+            output_limit=LOG_LIMIT,
+            log=context.logs / "evaluator.log",
+        )
+        if result.timed_out or result.truncated:
+            how = (
+                "did not end in time" if result.timed_out else f"wrote more than {LOG_LIMIT} bytes"
+            )
+            raise EvaluatorError(f"the instance's script {how}")
+        said = result.stdout.decode(errors="replace")
+        report = await self._package("grade", {"log": said, "patch": patch})
+        if report.get("infra_failure"):
+            why = report.get("infra_failure_reason")
+            raise EvaluatorError(f"swebench: the environment failed: {why}: {said[-TAIL_CHARS:]}")
+        resolved = report.get("resolved") is True
+        return Evaluation(float(resolved), metadata={**report, "changed": True})
+
+    async def _package(self, what: str, more: JSON) -> JSON:
+        """What a function of the package returns. `EvaluatorError` with what it said instead."""
+        python = self._settings.python or sys.executable
+        with tempfile.TemporaryDirectory(prefix="bridle-swebench-") as folder:
+            result = await run_process(
+                Command(
+                    argv=[python, "-P", str(RUNNER), what],
+                    cwd=folder,
+                    env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "LANG": "C.UTF-8"},
+                    stdin=orjson.dumps({"instance": self._settings.instance, **more}),
+                    timeout_s=GRADING_S,
+                    output_limit=LOG_LIMIT,
+                )
+            )
+        if not result.ok:
+            said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
+            hint = "; pip install 'bridle[swebench]'" if "No module named 'swebench" in said else ""
+            raise EvaluatorError(f"swebench ({python}): {said}{hint}")
+        answer: JSON = orjson.loads(result.stdout)
+        return answer

@@ -1,0 +1,33 @@
+import pytest
+
+from bridle.config import Task
+from bridle.datasets.templates import read_template, with_template
+from bridle.errors import ConfigError
+
+TASK = Task(task_id="t-1", instruction="Fix {{ task_id }} in {x}", metadata={"repo": "org/a"})
+
+
+def test_holes_are_filled_and_what_fills_them_is_not_read():
+    text = "Repository {{metadata.repo}} ({{ task_id }}).\n{{ instruction }}\nKeep {braces}."
+    filled = with_template(TASK, text)
+    assert filled.instruction == (
+        "Repository org/a (t-1).\nFix {{ task_id }} in {x}\nKeep {braces}."
+    )
+    assert filled.task_id == TASK.task_id
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("nothing", "has no {{ instruction }}"),
+        ("{{ instruction }} {{ metadata.gone }}", r"wants \['metadata\.gone'\]; known: "),
+    ],
+)
+def test_a_template_that_loses_something_is_refused(text, why):
+    with pytest.raises(ConfigError, match=why):
+        with_template(TASK, text)
+
+
+def test_a_template_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.txt: cannot be read"):
+        read_template(tmp_path / "gone.txt")

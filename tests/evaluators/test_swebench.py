@@ -1,0 +1,92 @@
+"""The evaluator around the package `swebench`, with a stand-in of the two functions it calls.
+
+Their names, arguments and results are those of swebench 5.0.2.
+"""
+
+import sys
+
+import pytest
+from tests.evaluators.made import evaluation
+from tests.evaluators.test_test_on_output import BEGIN, two_runtimes
+
+from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.swebench import SwebenchEvaluator
+
+UTILS = """
+from types import SimpleNamespace
+def make_test_spec(instance):
+    lines = ["#!/bin/bash", "set -x", instance["eval_script"]]
+    return SimpleNamespace(instance_id=instance["instance_id"], eval_script="\\n".join(lines))
+"""
+GRADING = """
+def get_eval_report(test_spec, prediction, test_log_path, include_tests_status):
+    print("printed by the package")
+    with open(test_log_path) as file:
+        log = file.read()
+    report = {"resolved": "PASSED new" in log, "infra_failure": "DISK" in log}
+    report["infra_failure_reason"] = "disk full"
+    assert prediction["model_patch"] and include_tests_status
+    return {prediction["instance_id"]: report}
+"""
+CHECK = "grep -q 2 code.txt && echo PASSED new; echo done >&2"
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A Python that has the stand-in."""
+    package = tmp_path / "site" / "swebench" / "harness"
+    package.mkdir(parents=True)
+    (package / "utils.py").write_text(UTILS)
+    (package / "grading.py").write_text(GRADING)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def evaluator(python, *, script=CHECK, **config):
+    instance = {"instance_id": "a__b-1", "base_commit": "HEAD^{tree}", "eval_script": script}
+    given = {"instance": instance, "python": python, **config}
+    return SwebenchEvaluator.from_config(given)
+
+
+@pytest.mark.parametrize(("work", "reward"), [("echo 2 > code.txt", 1.0), ("echo 3 > code.txt", 0)])
+async def test_the_patch_is_graded_in_a_fresh_runtime(tmp_path, python, work, reward):
+    async with two_runtimes(tmp_path, work) as context:
+        found = await evaluator(python).evaluate(context)
+    assert found.reward == reward
+    assert (found.metadata["resolved"], found.metadata["changed"]) == (reward == 1, True)
+    assert "done" in (tmp_path / "logs" / "evaluator.log").read_text()
+
+
+async def test_without_a_fresh_runtime_it_runs_where_the_agent_worked(tmp_path, python):
+    async with evaluation(tmp_path) as context:
+        assert (await context.runtime.exec(f"{BEGIN}; echo 2 > code.txt; touch mine")).ok
+        found = await evaluator(python, script=f"test -e mine && {CHECK}").evaluate(context)
+    assert found.reward == 1.0
+
+
+async def test_a_session_that_changed_nothing_is_not_run(tmp_path):
+    async with two_runtimes(tmp_path, "true") as context:
+        found = await evaluator("/no/such/python").evaluate(context)
+    assert (found.reward, found.metadata) == (0.0, {"resolved": False, "changed": False})
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"script": "echo DISK"}, "the environment failed: disk full"),
+        ({"script": "sleep 60", "timeout_s": 0.1}, "script did not end in time"),
+        ({"python": sys.executable}, r"pip install 'bridle\[swebench\]'"),
+        ({"python": "/no/such/python"}, "swebench .*/no/such/python"),
+    ],
+)
+async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, python, config, why):
+    async with two_runtimes(tmp_path, "echo 2 > code.txt") as context:
+        with pytest.raises(EvaluatorError, match=f"(?s){why}"):
+            await evaluator(config.pop("python", python), **config).evaluate(context)
+
+
+def test_it_needs_an_instance():
+    with pytest.raises(ConfigError, match="instance: Field required"):
+        SwebenchEvaluator.from_config({})
