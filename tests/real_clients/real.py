@@ -39,15 +39,23 @@ TURNS: list[dict[str, Any]] = [
 
 @asynccontextmanager
 async def a_node(
-    tmp_path, *, conversations=(), turns=TURNS, context_length=131_072, door=None, **gateway
+    tmp_path,
+    *,
+    conversations=(),
+    turns=TURNS,
+    context_length=131_072,
+    door=None,
+    engine=None,
+    **gateway,
 ):
     """A node with a real gateway whose engine plays `turns` where no conversation fits.
 
-    Programs reach it through `door`, if there is one.
+    Programs reach it through `door`, if there is one. `engine` is one that plays by itself, with
+    the shipped tokenizer; then nothing else says what it plays.
     """
     if door is not None:
         gateway["public_url"] = door.url
-    engine = scripted_engine(
+    engine = engine or scripted_engine(
         list(turns), conversations=list(conversations), context_length=context_length
     )
     (tmp_path / "scratch").mkdir()

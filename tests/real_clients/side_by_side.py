@@ -16,6 +16,7 @@ from tests.real_clients.real import a_node
 
 from bridle.capture.records import Exchange
 from bridle.config import Action, AgentSpec, EvaluatorSpec, RuntimeSpec, Task
+from bridle.engines.base import Engine
 from bridle.lifecycle.results import SessionResult
 from bridle.types import Kind
 
@@ -37,14 +38,17 @@ CLINE_GOOGLE = "gemini-3-bridle"
 """With this dialect Cline gives tools to no other name."""
 
 
+Script = Callable[[str, str], list[dict[str, Any]]]
+"""Mark and folder of a session -> its conversations."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One session to run: who, and what its model says."""
 
     harness: str
     dialect: str
-    script: Callable[[str, str], list[dict[str, Any]]]
-    """Mark and folder -> its conversations."""
+    script: Script
     check: str
     """A command that exits 0 in the work folder if the work was done."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -90,9 +94,18 @@ class Ran:
 
 
 async def side_by_side(
-    tmp_path: Any, runs: Sequence[Run], *, context_length: int = 131_072
+    tmp_path: Any,
+    runs: Sequence[Run],
+    *,
+    context_length: int = 131_072,
+    play: Callable[[list[dict[str, Any]]], Engine] | None = None,
+    **gateway: Any,
 ) -> list[Ran]:
-    """Run them all; results in the order of `runs`."""
+    """Run them all; results in the order of `runs`.
+
+    `play` gives the engine that plays the conversations; `None` = the scripted one, of that context
+    length. `gateway` are further settings of the gateway.
+    """
     places = tmp_path / "places"
     places.mkdir()
     marks = [f"[work-{number}]" for number in range(len(runs))]
@@ -103,7 +116,12 @@ async def side_by_side(
     ]
     sessions: list[asyncio.Task[SessionResult]] = []
     async with a_node(
-        tmp_path, conversations=scripts, turns=(), context_length=context_length
+        tmp_path,
+        conversations=scripts,
+        turns=(),
+        context_length=context_length,
+        engine=None if play is None else play(scripts),
+        **gateway,
     ) as node:
         async with asyncio.TaskGroup() as group:
             for number, run in enumerate(runs):

@@ -108,15 +108,19 @@ NEVER = (
 )
 
 
-def script(harness):
-    """The summary, then three turns after it, then the turns that fill the context."""
+def script(harness, prints=None):
+    """The summary, then three turns after it, then the turns that fill the context.
+
+    `prints` gives the command that each of these runs; `None` = as planned, for `CONTEXT`.
+    """
     plan = PLANNED[harness]
+    prints = prints or (lambda number: f"seq {number}000 {number * 1000 + plan.lines}")
 
     def conversations(mark, _):
         shell = TOOLS[harness].run
 
         def fill(number):
-            return f"echo '{mark}'; seq {number}000 {number * 1000 + plan.lines}"
+            return f"echo '{mark}'; {prints(number)}"
 
         summed = f"Numbers were printed {mark} summed-up."
         summary: Turn = {

@@ -1,7 +1,7 @@
 """Ten turns of programs that start no agents of their own; the others' are in the next file."""
 
 import pytest
-from tests.real_clients.side_by_side import Run, never_forked, side_by_side, succeeded
+from tests.real_clients.side_by_side import Run, Script, never_forked, side_by_side, succeeded
 from tests.real_clients.work import TEN, ten_turns, the_files_are_right
 
 from bridle.types import Kind
@@ -31,7 +31,7 @@ NO_AGENTS = {
 }
 
 
-def script(harness):
+def script(harness: str) -> Script:
     """Its one conversation."""
 
     def conversations(mark, folder):

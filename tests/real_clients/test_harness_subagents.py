@@ -7,7 +7,7 @@ the three loses a token or forks.
 from contextlib import nullcontext
 
 import pytest
-from tests.real_clients.side_by_side import Run, never_forked, side_by_side, succeeded
+from tests.real_clients.side_by_side import Run, Script, never_forked, side_by_side, succeeded
 from tests.real_clients.work import TEN, TOOLS, Turn, ten_turns, the_files_are_right, tool
 
 from bridle.types import Dialect, Kind
@@ -75,13 +75,13 @@ STARTED_AT = 3
 """The turn before which the agents are started."""
 
 
-def script(harness, dialect):
-    """The conversations of both agents, then that of who starts them."""
+def script(harness: str, dialect: str, *, lines: int = 9000) -> Script:
+    """The conversations of both agents, then that of who starts them; see `ten_turns`."""
 
     def conversations(mark, folder):
         tools = TOOLS[harness]
         made = [_part(tools, harness, part, mark, folder) for part in PARTS]
-        turns = ten_turns(harness, folder, dialect)
+        turns = ten_turns(harness, folder, dialect, lines=lines)
         both = " && ".join(f"test -e '{folder}/{part}.txt'" for part in PARTS)
         asked = [START[harness](part, f"Do {part}. {mark} {part}") for part in PARTS]
         between = [

@@ -128,8 +128,8 @@ def tools_of(harness: str, dialect: str = "") -> Tools:
     return found
 
 
-def ten_turns(harness: str, folder: str, dialect: str = "") -> list[Turn]:
-    """The turns; files lie in `folder`, an absolute path."""
+def ten_turns(harness: str, folder: str, dialect: str = "", *, lines: int = 9000) -> list[Turn]:
+    """The turns; files lie in `folder`, an absolute path. One prints so many lines."""
     tools = tools_of(harness, dialect)
     notes, wide = f"{folder}/notes.txt", f"{folder}/a dir/ünï.txt"
     write = tools.write or _by_shell_write(tools)
@@ -152,7 +152,7 @@ def ten_turns(harness: str, folder: str, dialect: str = "") -> list[Turn]:
             "tool_calls": [read(notes), tools.run(f"wc -c < '{wide}' | tr -d ' '")],
         },
         {"tool_calls": [tools.run("ls /no/such/folder; echo 'on stderr' >&2; (exit 3)")]},
-        {"content": "Long:", "tool_calls": [tools.run("seq 1 9000 | sed 's/$/ — ü/'")]},
+        {"content": "Long:", "tool_calls": [tools.run(f"seq 1 {lines} | sed 's/$/ — ü/'")]},
         {"reasoning": "Nothing to say.", "tool_calls": [tools.run("true")]},
         {
             "content": '```json\n{"not": "a call", "name": "x"}\n```',
