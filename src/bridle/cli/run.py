@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridle.cli.gateway import ConfigOption, EnginesOption, StreamOption, TokenizerOption
 from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.config import Task
 
 
 def run(  # noqa: PLR0913 - one parameter per flag
@@ -56,38 +59,42 @@ def run(  # noqa: PLR0913 - one parameter per flag
     from bridle.cli.batch import Batch, new_run_folder, run_batch
     from bridle.cli.config import load_config
     from bridle.config import assets_dir
-    from bridle.datasets.jsonl import load_tasks
-    from bridle.datasets.templates import read_template, with_template
     from bridle.harnesses import CHECKS
 
-    overrides: JSON = {}
-    if harness is not None:
-        # A task's own command line belongs to its own harness.
-        overrides["agent"] = {"harness": harness, "command": None, "import_path": None}
     place = {"backend": runtime, "network": network}
-    if place := {name: value for name, value in place.items() if value is not None}:
-        overrides["runtime"] = place
-    if samples is not None:
-        overrides["num_samples"] = samples
-    if builder is not None:
-        overrides["builder"] = {"strategy": builder}
-    named = {"task_set": tasks.resolve().stem}
-    loaded = [
-        task.model_copy(update={"metadata": {**named, **task.metadata}})
-        for task in load_tasks(tasks, overrides=overrides)[:first]
-    ]
-    if template is not None:
-        text = read_template(template)
-        loaded = [with_template(task, text) for task in loaded]
+    overrides: JSON = {
+        # A task's own command line belongs to its own harness.
+        "agent": harness and {"harness": harness, "command": None, "import_path": None},
+        "runtime": {name: value for name, value in place.items() if value is not None},
+        "num_samples": samples,
+        "builder": builder and {"strategy": builder},
+    }
+    loaded = _load(tasks, {name: value for name, value in overrides.items() if value}, template)
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))
     setup = load_config(
         config, engines=engine or (), tokenizer=tokenizer, gateway={"stream": stream}
     )
-    lines = run_batch(Batch(loaded, setup, None, folder, concurrency))
+    lines = run_batch(Batch(loaded[:first], setup, None, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
+
+
+def _load(path: Path, overrides: JSON, template: Path | None) -> list[Task]:
+    """The tasks of a path, which know the name of their set."""
+    from bridle.datasets.jsonl import load_tasks
+    from bridle.datasets.templates import read_template, with_template
+
+    named = {"task_set": path.resolve().stem}
+    loaded = [
+        task.model_copy(update={"metadata": {**named, **task.metadata}})
+        for task in load_tasks(path, overrides=overrides)
+    ]
+    if template is None:
+        return loaded
+    text = read_template(template)
+    return [with_template(task, text) for task in loaded]
 
 
 def report(lines: list[JSON], folder: Path, *, json: bool, scores: bool = False) -> None:
