@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import structlog
+
 from bridle.dialects.messages import chat_part
 from bridle.engines.base import Seeing, Seen
 from bridle.errors import EngineError, RequestError
@@ -25,6 +27,8 @@ from bridle.types import JSON, MediaPart, Message, ModelRequest
 if TYPE_CHECKING:
     from bridle.gateway.models import Served
     from bridle.types import Ids
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,7 @@ async def _seen(
     except EngineError as error:
         if error.status not in REFUSED:
             raise
+        log.warning("images_refused", error=str(error))
         message = "this model's server refused the images of this request"
         raise RequestError(message, param="messages") from error
 
