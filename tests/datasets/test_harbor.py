@@ -106,6 +106,12 @@ def test_a_new_task_toml_with_an_image_of_its_own(folder):
     assert (harbor["name"], harbor["unused"]) == ("org/fix-it", ["environment.skills_dir"])
 
 
+def test_a_folder_named_from_where_one_stands_is_the_same_task(folder, monkeypatch):
+    home = folder(metadata=PORTABLE)
+    monkeypatch.chdir(home.parent)
+    assert loaded(Path(home.name), "local", "oracle") == loaded(home, "local", "oracle")
+
+
 def test_what_a_task_says_does_not_open_the_network(folder):
     task = loaded(folder(environment="allow_internet = true"))
     assert task.runtime.network == "gateway_only"

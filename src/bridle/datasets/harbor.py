@@ -108,6 +108,7 @@ def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
     `agent.harness` decide how the folder is read. Raises `ConfigError` naming the file and what it
     asks for that cannot be given.
     """
+    folder = folder.resolve()
     file = folder / TASK
     try:
         read = HarborTask.model_validate(load_toml(file))
@@ -118,7 +119,7 @@ def harbor_task(folder: Path, wanted: Mapping[str, Any]) -> JSON:
     backend = wanted.get("runtime", {}).get("backend") or _default_backend(portable=portable)
     harness = wanted.get("agent", {}).get("harness")
     task: JSON = {
-        "task_id": re.sub(r"[^A-Za-z0-9._:-]", "-", folder.resolve().name).lstrip("-._:"),
+        "task_id": re.sub(r"[^A-Za-z0-9._:-]", "-", folder.name).lstrip("-._:"),
         "instruction": (folder / INSTRUCTION).read_text(encoding="utf-8"),
         "runtime": _runtime(folder, read, backend, portable=portable),
         "budgets": _budgets(read),
