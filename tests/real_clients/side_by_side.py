@@ -15,7 +15,7 @@ from tests.real_clients.alone import BACKEND
 from tests.real_clients.real import a_node
 
 from bridle.capture.records import Exchange
-from bridle.config import Action, AgentSpec, EvaluatorSpec, RuntimeSpec, Task
+from bridle.config import Action, AgentSpec, Budgets, EvaluatorSpec, RuntimeSpec, Task
 from bridle.engines.base import Engine
 from bridle.lifecycle.results import SessionResult
 from bridle.types import Kind
@@ -52,6 +52,7 @@ class Run:
     check: str
     """A command that exits 0 in the work folder if the work was done."""
     settings: dict[str, Any] = field(default_factory=dict)
+    budgets: Budgets = field(default_factory=Budgets)
 
     @property
     def name(self) -> str:
@@ -144,6 +145,7 @@ def _task(run: Run, number: int, mark: str, places: Any) -> Task:
         agent=agent,
         runtime=RuntimeSpec(backend=BACKEND, prepare=(link,)),
         evaluator=EvaluatorSpec(strategy="command", config={"command": run.check}),
+        budgets=run.budgets,
     )
 
 

@@ -168,11 +168,11 @@ def prompts(exchanges: Sequence[Exchange]) -> dict[str, Ids]:
 
 @functools.lru_cache
 def plain_model(folder: Path):
-    """The same weights in plain transformers, on one thread."""
+    """The same weights in plain transformers, on two threads: the server has nothing to do then."""
     import torch
     import transformers
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
@@ -191,11 +191,14 @@ def plain_logprobs(
     return array
 
 
-def check_session(store: Store | SqliteReader, session_id: str, model: Path) -> Trajectory:
+def check_session(
+    store: Store | SqliteReader, session_id: str, model: Path, *, breaks: Sequence[str] = ()
+) -> Trajectory:
     """Hold a session's capture and its traces against the engine's own record and the weights.
 
     Every exchange has the ids and logprobs that the engine told; every trace's trained ids are
-    those of its exchanges in their place, and their logprobs are a plain forward pass's.
+    those of its exchanges in their place, and their logprobs are a plain forward pass's. `breaks`
+    are the reasons of those that the harness makes itself.
     """
     exchanges = store.exchanges(session_id)
     whole = prompts(exchanges)
@@ -223,5 +226,5 @@ def check_session(store: Store | SqliteReader, session_id: str, model: Path) -> 
     assert stats["tokens_captured"] == stats["tokens_trained"] + sum(
         stats["tokens_excluded"].values()
     )
-    assert stats["breaks"] == []
+    assert [one["reason"] for one in stats["breaks"]] == list(breaks)
     return trajectory
