@@ -38,6 +38,8 @@ def test_sessions_are_scored_by_harness_and_task_set():
     assert last.pass_at == {1: 0.25, 2: pytest.approx((1 - 1 / 6) / 2), 4: 1.0}
     assert last.tasks_at == {1: 2, 2: 2, 4: 1}
     assert last.mean == pytest.approx(1 / 3)
+    low, high = last.as_json()["interval"]
+    assert (low + high) / 2 == pytest.approx(1 / 3)
     assert scores[0].pass_at == {1: 0.0}
     assert scores[0].half_width is None
 
