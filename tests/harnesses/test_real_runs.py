@@ -87,7 +87,7 @@ async def test_any_instruction_reaches_the_model_as_it_is(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_engine_that_keeps_failing_is_not_a_completed_session(name, tmp_path):
     settings = {"model_attempts": 1} if name == "mini_swe_agent" else {}
-    async with a_node(tmp_path, {"shell": ["true"]}, {"fault": 400}) as node:
+    async with a_node(tmp_path, {"shell": ["true"]}, {"fault": 501}) as node:
         result = await node.run(real(name, settings=settings))
     assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE), result.error
     assert result.trajectory.metadata["stats"]["exchanges"] == 1
@@ -111,7 +111,7 @@ async def test_a_limit_ends_it(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 async def test_it_is_ended_in_the_middle(name, tmp_path):
     made = real(name)
-    made = made.model_copy(update={"budgets": made.budgets.model_copy(update={"agent_s": 20})})
+    made = made.model_copy(update={"budgets": made.budgets.model_copy(update={"agent_s": 30})})
     async with a_node(tmp_path, *turns(name, "sleep 100")) as node:
         result = await node.run(made)
         assert nothing_lives(result.session_id)
