@@ -152,6 +152,7 @@ async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
             handle = await gateway.open_session(sampling=sampling)
             await client(handle, 2)
             await gateway.seal(handle.session_id)
-            trajectory = check_session(store, handle.session_id, server.model)
+            # Junk may come back from a client as another text: a break, and no token lost.
+            trajectory = check_session(store, handle.session_id, server.model, breaks=None)
             assert trajectory.metadata["stats"]["exchanges"] == 2
             assert trajectory.metadata["stats"]["tokens_captured"] > 32
