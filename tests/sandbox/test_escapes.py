@@ -144,6 +144,17 @@ async def test_nothing_of_the_machine_can_be_read_or_written(place, tmp_path):
     assert [folder for folder in TOPS if Path(folder, "mine").exists()] == []  # noqa: ASYNC240 - quick
 
 
+async def test_a_task_s_variables_reach_no_program_of_the_machine(place, tmp_path):
+    spy = tmp_path / "spy.so"
+    spy.write_text("no library")
+    own = {"LD_PRELOAD": str(spy), "DOCKER_HOST": "unix:///nowhere", "BASH_ENV": "/nowhere"}
+    runtime = await place(env=own)
+    result = await runtime.exec('echo "$LD_PRELOAD $DOCKER_HOST $BASH_ENV"')
+    assert result.stdout.decode().split() == list(own.values())
+    # Only what runs inside was told of the library, and found nothing there.
+    assert result.stderr.decode().count("cannot be preloaded") <= 1
+
+
 async def test_another_session_s_files_are_not_seen(place):
     first, second = await place(), await place()
     await first.exec("echo theirs > /tmp/mine; echo theirs > $HOME/mine; echo theirs > mine")

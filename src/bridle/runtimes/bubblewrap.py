@@ -37,6 +37,7 @@ from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import Bounds, Cgroup
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import enter, is_privileged, listen_inside
 from bridle.runtimes.proc import EXEC_MARK, KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
@@ -145,8 +146,9 @@ class BubblewrapRuntime:
             try:
                 if self._spec.network == "gateway_only":
                     await self._open_the_way(held)
-                nursery = await held.resources.enter_async_context(Nursery(_raise_nothing))
-                nursery.start(self._watch(held), name="sandbox-watch")
+                if self._cgroup is None or self._spec.storage_mb is not None:
+                    nursery = await held.resources.enter_async_context(Nursery(_raise_nothing))
+                    nursery.start(self._watch(held), name="sandbox-watch")
             except BaseException:
                 await run_shielded(self._let_go(held), timeout_s=STOP_S)
                 raise
@@ -284,6 +286,7 @@ class BubblewrapRuntime:
         begin = ENTER.format(files=FILES, size="" if storage is None else f" -f {storage << 10}")
         if inside.cwd == self.workdir:
             begin = f'mkdir -p -- "$1" 2>/dev/null; {begin}'
+        begin = TAKE + begin
         entering = [*self._doors(), *enter(held.pid), "/bin/bash", "-c", begin, "bash", inside.cwd]
         marks = {
             SESSION_MARK: self._session_id,
@@ -294,7 +297,7 @@ class BubblewrapRuntime:
                 inside,
                 argv=[*entering, *inside.argv],
                 cwd="/",
-                env={**ENVIRONMENT, **self._spec.env, **inside.env, **marks},
+                env=handed({**ENVIRONMENT, **self._spec.env, **inside.env}) | marks,
                 marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
             )
         )

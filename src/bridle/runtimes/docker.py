@@ -44,6 +44,7 @@ from bridle.runtimes.docker_client import (
 )
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import is_privileged, listen_inside
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
 from bridle.runtimes.process import Command, run_process
@@ -294,12 +295,12 @@ class DockerRuntime:
         execution = f"{EXEC_MARK}={self._session_id}/{self._execs}"
         marks = (self._mark, execution.encode())
         env = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
-        env |= {**self._spec.env, **inside.env}
+        env = handed(env | {**self._spec.env, **inside.env})
         env |= {SESSION_MARK: self._session_id, EXEC_MARK: execution.partition("=")[2]}
         words = [program(), "exec", *(["--interactive"] if inside.stdin is not None else [])]
         for name in env:  # by name only: the values stay out of this machine's process list
             words += ["--env", name]
-        words += [self._id, "/bin/bash", "-c", ENTER, "bash", inside.cwd]
+        words += [self._id, "/bin/bash", "-c", TAKE + ENTER, "bash", inside.cwd]
         command = replace(
             inside,
             argv=[*words, *inside.argv],
