@@ -140,8 +140,8 @@ def test_an_echoed_reply_reads_as_the_reply_did(dialect, reply):
         Dialect.GOOGLE: lambda: [whole["candidates"][0]["content"]],
     }[dialect]()
     [(key, history)] = ASKED[dialect].items()
-    request = asked(dialect, **{key: [*history, *echoed]})
-    assert request.messages[1:] == wire.reply_messages(json.dumps(whole).encode())
+    request = asked(dialect, **{key: [*history, *echoed, *history]})
+    assert request.messages[1:-1] == wire.reply_messages(json.dumps(whole).encode())
 
 
 @ALL

@@ -193,8 +193,11 @@ async def test_many_calls_run_at_once(shape):
     async with (
         shape.over(inside) as outside, asyncio.timeout(9), asyncio.TaskGroup() as group
     ):  # fmt: skip
-        for number in range(64):
+        calls = [
             group.create_task(collect(outside, request(request_id=f"r{number}")))
+            for number in range(64)
+        ]
+    assert {call.result()[-1].finish_reason for call in calls} == {FinishReason.STOP}
 
 
 async def test_a_pause_holds_new_calls_until_it_is_over(shape):

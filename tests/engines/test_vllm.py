@@ -200,8 +200,11 @@ async def test_a_prompt_without_room_is_an_overflow_here_or_there(connected):
 async def test_many_calls_run_at_once(connected):
     outside = await connected(scripted_engine([{**TURN, "delay_s": 0.1}]))
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-        for number in range(150):
+        calls = [
             group.create_task(collect(outside, request(request_id=f"r{number}")))
+            for number in range(150)
+        ]
+    assert {call.result()[-1].finish_reason for call in calls} == {FinishReason.STOP}
 
 
 async def test_an_engine_that_parses_gives_its_reply(connected):
