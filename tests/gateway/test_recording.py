@@ -161,12 +161,11 @@ def test_extra_facts_are_there_only_if_they_say_something():
     placement = Placement(
         PlacementKind.REWRITTEN, "e1", drift="rewritten_args", tie="id", repeats=("e0",), new_from=2
     )
-    last = GenerateChunk(
-        no_ids(), np.zeros(0, np.float32), FinishReason.STOP, cached_tokens=7, extra={"x": 1}
-    )
+    last = GenerateChunk(no_ids(), np.zeros(0, np.float32), FinishReason.STOP, cached_tokens=7)
     call = a_call(asked=Asked(retry_count=2, kind_rule="title"))
     request = a_request(extra={"removed": {"billing": ["x"]}})
-    done = finished(call, placement=placement, last=last, resumed=2, request=request)
+    told = {"extra": {"x": 1}, "extra_before": [{"tokens": 1, "x": 0}]}
+    done = finished(call, placement=placement, last=last, resumed=2, request=request, **told)
     assert exchange_record(done, 0).extra == {
         "placement": "rewritten",
         "model": "m",
@@ -179,6 +178,7 @@ def test_extra_facts_are_there_only_if_they_say_something():
         "removed": {"billing": ["x"]},
         "cached_tokens": 7,
         "engine": {"x": 1},
+        "engine_before": [{"tokens": 1, "x": 0}],
     }
 
 

@@ -122,6 +122,31 @@ async def test_a_stop_string_over_the_seam_ends_the_reply_where_it_ends():
     assert engine.aborted == [engine.requests[1].request_id]
 
 
+async def test_masks_and_experts_are_carried_over_pieces_and_seams():
+    engine: Any = Pieces(
+        [
+            chunk([1, 2], extra={"mask": [[1], [2]]}),
+            chunk([3], extra={"mask": [[3]]}),
+            CutError(""),
+        ],
+        [chunk([4], extra={"mask": [[4]]}), chunk([], ABORT, extra={"experts": "4"})],
+        [chunk([5]), chunk([6], STOP, extra={"mask": [[5], [6]], "experts": "6"})],
+    )
+    sample = await sampled_as(engine, stream=True)
+    assert sample.extra == {"mask": [[one] for one in range(1, 7)], "experts": "6"}
+    assert sample.extra_before == [{"tokens": 4, "experts": "4"}]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_stop_string_over_the_seam_cuts_masks_too(at_once):
+    more = [chunk(b"b!!", extra={"mask": [1, 2, 3]} if at_once else {})]
+    end = {} if at_once else {"mask": [1, 2, 3, 4]}
+    engine: Any = Pieces([chunk(b"a", ABORT)], [*more, chunk(b"?", ABORT, extra=end)])
+    sample = await sampled_as(engine, sampling={"stop": ("ab",)}, stream=True)
+    assert letters(sample.output_ids) == "ab"
+    assert sample.extra == {"mask": [None, 1]}
+
+
 async def test_a_constrained_call_begins_again_and_says_what_it_threw_away():
     engine: Any = Pieces([chunk(b'{"a', ABORT)], [chunk(b'{"b":1}', STOP)])
     sample = await sampled_as(engine, grammar={"json_schema": {}}, stream=True)

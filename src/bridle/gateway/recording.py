@@ -151,7 +151,8 @@ def _extra(finished: Finished) -> JSON:
         "removed": request.extra.get("removed"),
         "media": _media(finished),
         "cached_tokens": sample.last.cached_tokens,
-        "engine": sample.last.extra,
+        "engine": sample.extra,
+        "engine_before": sample.extra_before,
     }
     return {name: value for name, value in told.items() if value}
 

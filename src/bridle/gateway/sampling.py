@@ -22,9 +22,10 @@ import orjson
 from bridle.capture.records import no_ids, no_logprobs
 from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest
 from bridle.errors import EngineError, boundary
+from bridle.gateway.extras import Extras
 from bridle.gateway.seam import rest, stopping
 from bridle.prompting.prompt import PromptIds
-from bridle.types import FinishReason, LogprobMode, VersionSpan
+from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -66,6 +67,10 @@ class Sample:
     """How often the engine gave the call up."""
     discarded: int = 0
     """Tokens of tries that could not be gone on with (see `bridle.gateway.seam`)."""
+    extra: JSON = field(default_factory=dict)
+    """What the engine told beside the tokens (see `bridle.gateway.extras`)."""
+    extra_before: list[JSON] = field(default_factory=list)
+    """What the tries before the last one told as wholes."""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class Sofar:
     fruitless: int = 0
     told_prompt: bytes | None = None
     discarded: int = 0
+    extras: Extras = field(default_factory=Extras)
 
     def output_ids(self) -> Ids:
         """All of them."""
@@ -92,11 +98,16 @@ class Sofar:
         self.ids.clear()
         self.logprobs.clear()
         self.versions.clear()
+        self.extras.clear()
 
     def add(self, chunk: GenerateChunk) -> None:
         """Take what came."""
         if not self.ids and self.told_prompt is None:
             self.told_prompt = chunk.prompt_ids_json
+        if chunk.extra:
+            at = sum(map(len, self.ids))
+            size = len(chunk.output_ids)
+            self.extras.add(chunk.extra, begun=self.tokens, at=at, size=size)
         self.ids.append(chunk.output_ids)
         self.logprobs.append(chunk.logprobs)
 
@@ -107,6 +118,7 @@ class Sofar:
         self.versions += [
             VersionSpan(span.version, start + span.start, start + span.end) for span in spans
         ]
+        self.extras.end_try(self.tokens)
         self.tries += 1
         self.fruitless = 0 if self.tokens > start else self.fruitless + 1
 
@@ -224,6 +236,8 @@ class Sampler:
             break_position=position,
             resumed=sofar.tries - 1,
             discarded=sofar.discarded,
+            extra=sofar.extras.told(len(output_ids)),
+            extra_before=sofar.extras.before(len(output_ids)),
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from bridle.capture.records import no_ids
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.gateway.budgets import derived_seed
+from bridle.gateway.extras import first_of
 from bridle.prompting.prompt import PromptIds
 from bridle.types import FinishReason, VersionSpan
 
@@ -78,10 +79,13 @@ async def stopping(
                 yield chunk
                 continue
             kept, text = found
-            last = chunk
+            last, told = chunk, first_of(chunk.extra, len(chunk.output_ids), kept)
             if chunk.finish_reason is None:
                 await abort()
-                last = [ending async for ending in chunks][-1]
+                rest_of_it = [ending async for ending in chunks]
+                last = rest_of_it[-1]
+                size = seam.passed + sum(len(one.output_ids) for one in (chunk, *rest_of_it))
+                told = first_of(last.extra, size, seam.passed + kept) | told
             yield GenerateChunk(
                 output_ids=chunk.output_ids[:kept],
                 logprobs=chunk.logprobs[:kept],
@@ -90,7 +94,7 @@ async def stopping(
                 versions=_clipped(last.versions, seam.passed + kept),
                 prompt_ids_json=chunk.prompt_ids_json,
                 cached_tokens=max(chunk.cached_tokens, last.cached_tokens),
-                extra=last.extra,
+                extra=told,
             )
             return
 
