@@ -20,6 +20,14 @@ from bridle.harnesses.installers import (
 
 NODE_SCRIPT = "#!/bin/bash\necho v22.0.0\n"
 
+LOADED = """
+import json, ssl, sqlite3, subprocess, sys
+strange = [w for w in open("/proc/self/maps").read().split() if ".so" in w and sys.prefix not in w]
+child = subprocess.check_output([sys.executable, "-c", "print('a child')"])
+print(json.dumps([sys.executable, sys.prefix, strange, child.decode().strip()]))
+"""
+"""Where the bundle's Python thinks it lies, what it loaded from elsewhere, what a child says."""
+
 NPM_SCRIPT = f"""#!/bin/bash
 # Stands for npm 10: takes `ci` with our flags, installs node, and makes no link to it.
 [ "$1" = ci ] && [ -f package.json ] && [ -f package-lock.json ] || exit 9
@@ -49,7 +57,10 @@ async def test_a_python_bundle_runs_from_where_it_was_renamed_to(tmp_path, locks
     links = (("x.yaml", "tool/data/x.yaml"),)
     recipe = python_recipe("tool", "1.0", size_mb=20, links=links, locks=locks)
     folder = await ensure(recipe, tmp_path / "bundles", print)
-    assert await Builder(folder, print, "").run((str(folder / PYTHON), "-m", "tool")) == b"ran\n"
+    run, python = Builder(folder, print, "").run, str(folder / PYTHON)
+    assert await run((python, "-m", "tool")) == b"ran\n"
+    seen = json.loads(await run((python, "-c", LOADED)))
+    assert seen == [python, str(folder), [], "a child"]
     assert (folder / "x.yaml").read_text() == "a: 1"
 
 

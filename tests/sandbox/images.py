@@ -38,3 +38,9 @@ async def spec_of(backend: str) -> dict[str, Any]:
     """What a `RuntimeSpec` of this backend needs."""
     image = {"image": await asyncio.to_thread(put_image)} if backend == "docker" else {}
     return {"backend": backend, **image}
+
+
+def bare_spec_of(backend: str, folder: Path) -> dict[str, Any]:
+    """A spec whose system is the small root file system; `folder` is where one may be made."""
+    image = put_image() if backend == "docker" else str(make_rootfs(folder / "rootfs"))
+    return {"backend": backend, "image": image}

@@ -77,6 +77,7 @@ def machine() -> list[Finding]:
         _program("bash", "runtimes run commands with it: install bash"),
         _torch(),
         _cache(),
+        _bundles(),
     ]
 
 
@@ -120,6 +121,16 @@ def _cache() -> Finding:
     return Finding(
         "cache", ok=free_gib >= 4, found=found, advice="" if free_gib >= 4 else "4 GiB are needed"
     )
+
+
+def _bundles() -> Finding:
+    from bridle.harnesses.interpreters import OLDEST, c_library, carries
+
+    library = c_library()
+    needed = f"bundles made here work in 'local' only: glibc {OLDEST[0]}.{OLDEST[1]} is needed"
+    ok = carries(library)
+    found = f"{library or 'unknown C library'}, bundles start in {'any image' if ok else 'local'}"
+    return Finding("bundles", ok=ok, found=found, advice="" if ok else needed)
 
 
 async def _probe_all(specs: list[str], tokenizer: str | None, *, logprobs: bool) -> list[Finding]:

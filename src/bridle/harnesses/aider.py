@@ -57,7 +57,7 @@ class Aider:
         self._settings = parse_settings(agent, AiderSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 690 MB, most of it what litellm and its parsers bring."""
+        """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""
         python = await find_python(OLDEST, f"{self.name} {VERSION}", below=BELOW)
         recipe = python_recipe(
             self.name,

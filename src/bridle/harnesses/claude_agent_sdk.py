@@ -51,7 +51,7 @@ class ClaudeAgentSdk:
         self._settings = parse_settings(agent, ClaudeAgentSdkSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 430 MB, most of it the Claude Code in it."""
+        """A Python with 430 MB of packages, most of it the Claude Code in it."""
         recipe = python_recipe(self.name, VERSION, size_mb=440, probe=(PYTHON, "-c", SAY_VERSION))
         return await ensure(recipe, bundles, report)
 

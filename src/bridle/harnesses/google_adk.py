@@ -49,7 +49,7 @@ class GoogleAdk:
         self._settings = parse_settings(agent, GoogleAdkSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 155 MB."""
+        """A Python with 155 MB of packages."""
         recipe = python_recipe(self.name, VERSION, size_mb=160, probe=(PYTHON, "-c", SAY_VERSION))
         return await ensure(recipe, bundles, report)
 

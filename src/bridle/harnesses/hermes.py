@@ -75,7 +75,7 @@ class Hermes:
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 240 MB."""
+        """A Python with 240 MB of packages."""
         recipe = python_recipe(
             self.name,
             VERSION,

@@ -1,8 +1,8 @@
 """How a bundle is made from PyPI or from npm: pinned, hash-checked, with its own interpreter.
 
-Locks are in `locks/`, made by `scripts/lock-harnesses`. A Python bundle is a virtual environment; a
-node bundle carries its own node, from npm. Where npm itself is missing, one is fetched from PyPI
-for the time of the build.
+Locks are in `locks/`, made by `scripts/lock-harnesses`. A Python bundle carries a copy of the
+Python that made it, a node bundle the node that is in its lock; `interpreters` says how they start
+anywhere. Where npm itself is missing, one is fetched from PyPI for the time of the build.
 """
 
 from __future__ import annotations
@@ -19,12 +19,26 @@ from pathlib import Path
 
 from bridle.errors import HarnessError, RuntimeFailure
 from bridle.harnesses.bundles import Builder, Recipe
+from bridle.harnesses.interpreters import (
+    CARRIED,
+    FORM,
+    c_library,
+    carries,
+    carry_libraries,
+    carry_node,
+    carry_python,
+    is_binary,
+    libraries_of,
+)
 from bridle.runtimes.process import Command, run_process
 
 LOCKS = Path(__file__).parent / "locks"
 PYTHON = "bin/python"
 NODE = "node_modules/.bin/node"
 NPM_TOOL = ".npm-tool"
+PIP_TOOL = ".pip-tool"
+CARRIED_MB = 150
+"""About how much disk a Python takes that is carried along."""
 SAY = "import json, sys; print(json.dumps([sys.version, sys.base_prefix]))"
 
 
@@ -38,7 +52,7 @@ def python_recipe(
     probe: Sequence[str] = (),
     locks: Path = LOCKS,
 ) -> Recipe:
-    """A virtual environment with the packages of `<locks>/<name>.txt`.
+    """A Python of its own with the packages of `<locks>/<name>.txt`.
 
     `links` are (name in the bundle, `package/path` in its site-packages): the way to package data
     that does not depend on the Python's version. `python` makes it; `None` = our own. `probe` is a
@@ -49,7 +63,10 @@ def python_recipe(
 
     async def build(builder: Builder) -> None:
         builder.say(f"installing {_pins(lock)} pinned packages, about {size_mb} MB")
-        await _make_venv(builder, builder.folder, lock, python.path)
+        if carries(c_library()):
+            await _install_carried(builder, lock, python.path)
+        else:
+            await _make_venv(builder, builder.folder, lock, python.path)
         for link, target in links:
             found = sorted(builder.folder.glob(f"lib/python3*/site-packages/{target}"))
             if not found:
@@ -60,9 +77,9 @@ def python_recipe(
     return Recipe(
         name=name,
         version=version,
-        inputs=(lock.read_text(), python.version, python.base_prefix, repr(links)),
+        inputs=(lock.read_text(), python.version, python.base_prefix, repr(links), FORM),
         needs=PYTHON,
-        size_mb=size_mb,
+        size_mb=size_mb + CARRIED_MB,
         build=build,
     )
 
@@ -98,23 +115,27 @@ def node_recipe(
             env={"npm_config_update_notifier": "false", "CI": "1"},
         )
         shutil.rmtree(builder.folder / NPM_TOOL, ignore_errors=True)
-        _link_node(builder.folder)
+        await _link_node(builder)
         await builder.run((str(builder.folder / NODE), "--version"))
         if setup is not None:
             await setup(builder)
         await check_version(builder, version, probe)
 
-    inputs = (manifest.read_text(), lock.read_text())
+    inputs = (manifest.read_text(), lock.read_text(), FORM)
     return Recipe(name, version, inputs, needs=NODE, size_mb=size_mb, build=build)
 
 
-def _link_node(folder: Path) -> None:
-    """Make `NODE` where npm did not: npm 10 links no program that is called node."""
-    link = folder / NODE
+async def _link_node(builder: Builder) -> None:
+    """Make `NODE` what starts the node of the lock; npm 10 links no program that is called node."""
+    folder, link = builder.folder, builder.folder / NODE
     found = sorted(folder.glob("node_modules/node-*/bin/node"))
-    if not link.exists() and found:
-        link.parent.mkdir(exist_ok=True)
-        found[0].chmod(0o755)
+    if not found:
+        return
+    link.parent.mkdir(exist_ok=True)
+    found[0].chmod(0o755)
+    if carries(c_library()) and is_binary(found[0]):
+        await carry_node(builder, found[0], link)
+    elif not link.exists():
         link.symlink_to(Path("..", *found[0].relative_to(folder).parts[1:]))
 
 
@@ -197,7 +218,19 @@ def _pythons(minimum: tuple[int, int], below: tuple[int, int]) -> list[str]:
     return found
 
 
-async def _make_venv(builder: Builder, folder: Path, lock: Path, python: str) -> None:
+async def _install_carried(builder: Builder, lock: Path, python: str) -> None:
+    """A copy of `python` with these packages, and what they load."""
+    folder, tool = builder.folder, builder.folder / PIP_TOOL
+    await carry_python(builder, python)
+    await _make_venv(builder, tool, lock, python, into=folder)
+    shutil.rmtree(tool)
+    await carry_libraries(builder, [folder / CARRIED / "python", *libraries_of(folder)])
+
+
+async def _make_venv(
+    builder: Builder, folder: Path, lock: Path, python: str, *, into: Path | None = None
+) -> None:
+    """A virtual environment; its pip installs into it, or into the prefix `into`."""
     try:
         # Symbolic links: a copied interpreter would not find its own library.
         await builder.run((python, "-m", "venv", "--symlinks", str(folder)))
@@ -206,7 +239,9 @@ async def _make_venv(builder: Builder, folder: Path, lock: Path, python: str) ->
             f"{builder.label}: {python} cannot make a virtual environment (Debian: "
             f"apt install python3-venv). {error}"
         ) from error
-    flags = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
+    flags = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    if into is not None:
+        flags += ["--ignore-installed", "--no-warn-script-location", "--prefix", str(into)]
     await builder.run(
         (str(folder / PYTHON), "-m", "pip", "install", *flags, "--require-hashes", "-r", str(lock))
     )

@@ -48,7 +48,7 @@ class MiniSweAgent:
         self._settings = parse_settings(agent, MiniSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 735 MB, most of it what litellm brings."""
+        """A Python with 735 MB of packages, most of it what litellm brings."""
         recipe = python_recipe(
             self.name,
             VERSION,

@@ -52,7 +52,7 @@ class OpenaiAgents:
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 120 MB."""
+        """A Python with 120 MB of packages."""
         recipe = python_recipe(self.name, VERSION, size_mb=130, probe=(PYTHON, "-c", SAY_VERSION))
         return await ensure(recipe, bundles, report)
 

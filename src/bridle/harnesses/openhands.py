@@ -62,7 +62,7 @@ class Openhands:
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A virtual environment of 700 MB, made with a Python of 3.12 or newer."""
+        """A Python with 700 MB of packages, made with a Python of 3.12 or newer."""
         python = await find_python(OLDEST, f"{self.name} {VERSION}", below=BELOW)
         recipe = python_recipe(
             self.name, VERSION, size_mb=710, python=python, probe=(PYTHON, "-c", SAY_VERSION)
