@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
+import struct
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -42,20 +43,32 @@ async def test_bytes_go_both_ways_and_ends_are_told():
         writer.close()
 
 
-async def test_a_client_that_vanishes_is_seen_on_the_other_side():
-    gone = asyncio.Event()
+@pytest.mark.parametrize("busy", ["reading", "writing"])
+async def test_a_client_that_vanishes_is_seen_on_the_other_side(busy):
+    arrived = asyncio.get_running_loop().create_future()
 
     async def serve(reader, writer):
-        await reader.read()
-        gone.set()
+        got = await reader.readexactly(1)
+        with suppress(ConnectionError):
+            if busy == "writing":
+                while True:
+                    writer.write(b"y" * 65536)
+                    await writer.drain()
+            got += await reader.read()
         writer.close()
+        arrived.set_result(got)
 
     async with a_forwarder(serve) as (_, port):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"x")
-        writer.close()
-        async with asyncio.timeout(5):
-            await gone.wait()
+        if busy == "writing":
+            await reader.readexactly(1)
+        # It ends without a word: what it had not read is answered with a reset.
+        client = writer.get_extra_info("socket")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            assert await arrived == b"x"
 
 
 async def test_many_connections_at_once_are_kept_apart():
