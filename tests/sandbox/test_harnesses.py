@@ -1,0 +1,30 @@
+"""Real programs, from npm and from PyPI, in an image that has a shell and little else."""
+
+import asyncio
+
+import pytest
+from tests.harnesses.test_real_runs import turns
+from tests.lifecycle.house import a_node, checked, task
+from tests.sandbox.images import bare_spec_of
+
+from bridle.config import AgentSpec, RuntimeSpec
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
+
+BARE = "! type -P python3 node && ! ls /usr/lib/*/libstdc++* /lib/*/libstdc++* 2>/dev/null"
+"""That nothing in the image could run them."""
+
+
+@pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
+async def test_it_brings_its_interpreter_along(name, backend, tmp_path):
+    spec = RuntimeSpec(**await asyncio.to_thread(bare_spec_of, backend, tmp_path))
+    made = task(
+        budgets={"init_s": 60, "agent_s": 300},
+        runtime=spec,
+        evaluator=checked(f'test "$(cat out.txt)" = done && {BARE}'),
+    )
+    made = made.model_copy(update={"agent": AgentSpec(harness=name)})
+    async with a_node(tmp_path, *turns(name, "echo done > out.txt", "cat out.txt")) as node:
+        result = await node.run(made)
+    assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
+    assert result.trajectory.metadata["stats"]["exchanges"] == 3
