@@ -189,7 +189,7 @@ class Message:
     @property
     def text(self) -> str:
         """The text parts, joined with nothing between."""
-        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+        return "".join([part.text for part in self.content if isinstance(part, TextPart)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,3 +93,29 @@ def test_a_rule_that_is_off_refuses_the_providers_own_tools():
     with pytest.raises(RequestError, match="web_search") as told:
         dialects(rules=())[CHAT].parse(route, body, {})
     assert told.value.param == "tools"
+
+
+HEADERS = (
+    {},
+    {"anthropic-version": "2023-06-01"},
+    {"x-goog-api-key": "k"},
+    {"x-api-key": "k", "content-type": "application/json", "upgrade": "h2c"},
+    {"upgrade": "websocket"},
+)
+
+
+@pytest.mark.parametrize("headers", HEADERS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/files", "/v1/embeddings"),
+        *("/v1beta/models/m:generateContent", "/models/m:embedContent", "/v1/completions"),
+        *("/v1/messages/count_tokens", "/v1/responses/compact", "/nothing"),
+    ],
+)
+def test_a_path_is_recognised_the_same_every_time(path, headers):
+    asked = [wire.route("POST", path, "", headers) for wire in DIALECTS.values()]
+    expected = next((route for route in asked if route is not None), None)
+    for other in (headers, *HEADERS, headers):  # in whatever order the clients come
+        recognise("POST", path, "", other)
+    assert recognise("POST", path, "", headers) == expected

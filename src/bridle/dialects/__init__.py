@@ -9,6 +9,7 @@ row in the docs.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from bridle.dialects.anthropic import Anthropic
 from bridle.dialects.base import Route, WireFormat
@@ -16,6 +17,7 @@ from bridle.dialects.google import Google
 from bridle.dialects.noise import RULES
 from bridle.dialects.openai_chat import OpenAIChat
 from bridle.dialects.openai_responses import OpenAIResponses
+from bridle.dialects.routes import caller
 from bridle.types import Dialect
 
 _FORMATS = (OpenAIResponses, Anthropic, Google, OpenAIChat)
@@ -31,14 +33,26 @@ DIALECTS: dict[Dialect, WireFormat] = dialects()
 """Every dialect that the gateway speaks, with all noise rules on."""
 
 
+POSTS_KEPT: Final = 256
+"""Paths whose route is remembered: harnesses post to few, again and again."""
+
+_POSTS: dict[tuple[str, Dialect], Route] = {}
+"""By path, and by whose client asks: of the headers a route depends on that, and on an upgrade."""
+
+
 def recognise(method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
     """What a request asks for, and in which dialect; `None` = nothing that we know.
 
     `path` has its session prefix removed; any other prefix is accepted. `query` is the part after
     the question mark, `headers` have lower-case names.
     """
-    for wire in DIALECTS.values():
-        route = wire.route(method, path, query, headers)
-        if route is not None:
-            return route
-    return None
+    # A query may hold a key, which no memo shall; a GET may name any id.
+    plain = method == "POST" and not query and "upgrade" not in headers
+    asked = (path, caller(path, headers))
+    if plain and (known := _POSTS.get(asked)) is not None:
+        return known
+    wires = DIALECTS.values()
+    route = next((r for w in wires if (r := w.route(method, path, query, headers))), None)
+    if plain and route is not None and len(_POSTS) < POSTS_KEPT:
+        _POSTS[asked] = route
+    return route

@@ -8,7 +8,7 @@ tools is no rule by itself. They know the marks that harnesses put on the wire (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,10 +48,18 @@ def _system_text(request: ModelRequest) -> str:
     return first.text if first.role is Role.SYSTEM else ""
 
 
+def _holds(text: str, marks: Iterable[str]) -> bool:
+    """Whether one of the marks stands in a text."""
+    return any(map(text.__contains__, marks))
+
+
 def _codex_turn(headers: Headers) -> str | None:
     """`request_kind` in Codex's turn metadata; `None` where there is none or it is no JSON."""
+    told = headers.get("x-codex-turn-metadata")
+    if told is None:
+        return None
     try:
-        metadata = msgspec.json.decode(headers.get("x-codex-turn-metadata", "null"))
+        metadata = msgspec.json.decode(told)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     found = metadata.get("request_kind") if isinstance(metadata, dict) else None
@@ -85,32 +93,31 @@ SUMMARISES = (
 def _is_summary(headers: Headers, request: ModelRequest) -> bool:
     del headers
     text = _last_user_text(request)
-    if any(mark in text for mark in ASKS_FOR_SUMMARY):
+    if _holds(text, ASKS_FOR_SUMMARY):
         return True
     if text.startswith("Please create a detailed summary"):  # Copilot
         return True
     if request.tools:
         return False
     system = _system_text(request)
-    return any(mark in system for mark in SUMMARISES) or "<state_snapshot>" in text
+    return _holds(system, SUMMARISES) or "<state_snapshot>" in text
 
 
 def _is_subagent(headers: Headers, request: ModelRequest) -> bool:
     del request
-    return any(
-        (
-            "x-claude-code-agent-id" in headers,
-            "x-codex-parent-thread-id" in headers,
-            "x-parent-session-id" in headers,
-            headers.get("x-interaction-type") == "conversation-subagent",
-            headers.get("x-openai-subagent") not in (None, "compact", "review"),
-        )
+    return (
+        "x-claude-code-agent-id" in headers
+        or "x-codex-parent-thread-id" in headers
+        or "x-parent-session-id" in headers
+        or headers.get("x-interaction-type") == "conversation-subagent"
+        or headers.get("x-openai-subagent") not in (None, "compact", "review")
     )
 
 
 def _is_billed_subagent(headers: Headers, request: ModelRequest) -> bool:
     del headers
-    billed = "".join(_removed(request, BILLING.name)).replace(" ", "")
+    removed = _removed(request, BILLING.name)
+    billed = "".join(removed).replace(" ", "") if removed else ""
     return "cc_is_subagent" in billed and "cc_is_subagent=false" not in billed
 
 
@@ -143,7 +150,7 @@ REMEMBERS = (
 def _is_memory(headers: Headers, request: ModelRequest) -> bool:
     del headers
     system, text = _system_text(request), _last_user_text(request)
-    return any(mark in system or mark in text for mark in REMEMBERS)
+    return _holds(system, REMEMBERS) or _holds(text, REMEMBERS)
 
 
 def _is_commit_message(headers: Headers, request: ModelRequest) -> bool:

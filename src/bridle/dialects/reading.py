@@ -169,7 +169,8 @@ def split_body(
     try:
         found: Any = _BODIES[key].decode(text)
         items: list[msgspec.Raw] = getattr(found, key)
-        fields = _OBJECT.decode(_without(text, items, found.tools))
+        place = _place(text, items) if items else None
+        fields = _OBJECT.decode(_without(text, place, found.tools))
     except _REFUSED:
         return split_object(body), None
     assert not bytes(fields.pop(key)).strip(b"[] \t\r\n"), "the items were not cut out"
@@ -179,8 +180,8 @@ def split_body(
     if history is None:
         return fields, new
     begun = None if known is None else known[0]
-    if items:
-        start, end = _place(text, items)
+    if place is not None:
+        start, end = place
         if begun is not None:
             start, end = begun.start, end + len(body) - len(text)
         history.reads(begun, body, start, end)
@@ -198,11 +199,11 @@ def _place(body: bytes, items: Sequence[msgspec.Raw]) -> tuple[int, int]:
     )
 
 
-def _without(body: bytes, items: Sequence[msgspec.Raw], tools: msgspec.Raw) -> bytes:
-    """`body` with the array of `items` empty and `tools` (if not empty) null."""
+def _without(body: bytes, items: tuple[int, int] | None, tools: msgspec.Raw) -> bytes:
+    """`body` with the items between these places gone and `tools` (if not empty) null."""
     cuts: list[tuple[int, int, bytes]] = []
-    if items:
-        cuts.append((*_place(body, items), b""))
+    if items is not None:
+        cuts.append((*items, b""))
     if size := memoryview(tools).nbytes:
         start = _address(tools) - _address(body)
         cuts.append((start, start + size, b"null"))
@@ -215,7 +216,7 @@ def _without(body: bytes, items: Sequence[msgspec.Raw], tools: msgspec.Raw) -> b
 
 def _address(view: bytes | msgspec.Raw) -> int:
     """Where in memory the bytes of `view` stand; a `Raw` is a view of what it was decoded from."""
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
