@@ -9,6 +9,7 @@ from tests.capture.made import MadeSession
 from bridle.bridges.sft import SftCounts, export_sft
 from bridle.errors import BridleError
 from bridle.trajectory import rebuild
+from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
 
 
 def trajectory(session_id="s1", reward=1.0, status="COMPLETED", turns=2):
@@ -60,6 +61,43 @@ def test_long_traces_are_left_out_and_counted(tmp_path):
     counts = export_sft(tmp_path / "sft.jsonl", offered, max_tokens=20)
     assert [line["session_id"] for line in lines(tmp_path / "sft.jsonl")] == ["short"]
     assert counts == SftCounts(examples=1, tokens=5, rejected=0, too_long=1)
+
+
+def test_a_session_of_text_gives_each_of_its_conversations_without_ids(tmp_path):
+    made = MadeSession()
+    unpaired = {"output": 0, "logprob_mode": LogprobMode.NONE}
+    made.call(**unpaired)
+    made.call("x0", tools=[{"type": "function", "function": {"name": "bash"}}], **unpaired)
+    made.call(**unpaired, kind=Kind.SUBAGENT)
+    made.call(**unpaired, kind=Kind.SIDE)
+    made.call(**unpaired, state=DeliveryState.ABANDONED)
+    made.call(**unpaired, extra={"other_model": "judge"})
+    made.call(**unpaired, finish_reason=FinishReason.ABORT)
+    made.end(1.0)
+    capture = made.capture()
+    trajectory = rebuild(capture)
+    path = tmp_path / "sft.jsonl"
+    counts = export_sft(path, [trajectory], captures={"s1": capture})
+    assert counts == SftCounts(examples=2, tokens=0, rejected=0, too_long=0, texts=2)
+    main, agent = lines(path)
+    assert [m["role"] for m in main["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert [m["role"] for m in agent["messages"]] == ["system", "user", "assistant"]
+    assert (main["input_ids"], main["loss_mask"], main["reward"]) == (None, None, 1.0)
+    assert (main["session_id"], main["task_id"]) == ("s1", "task-1")
+    assert [tool["function"]["name"] for tool in main["tools"]] == ["bash"]
+    assert main["trace_id"] != agent["trace_id"]
+    assert export_sft(path, [trajectory]).rejected == 1
+    assert export_sft(path, [trajectory], min_reward=2.0, captures={"s1": capture}).rejected == 1
+
+
+def test_a_session_with_tokens_gives_no_texts_beside_them(tmp_path):
+    made = MadeSession()
+    made.call()
+    made.call(output=0, logprob_mode=LogprobMode.NONE)
+    made.end(1.0)
+    capture = made.capture()
+    counts = export_sft(tmp_path / "a.jsonl", [rebuild(capture)], captures={"s1": capture})
+    assert (counts.examples, counts.texts) == (1, 0)
 
 
 def test_reasoning_and_calls_stand_as_text(tmp_path):

@@ -36,7 +36,8 @@ def export(
     from bridle.trajectory import rebuild
     from bridle.trajectory.result import trajectory_bytes
 
-    trajectories = [rebuild(capture) for capture in sessions(target)]
+    captures = {capture.session.session_id: capture for capture in sessions(target)}
+    trajectories = [rebuild(capture) for capture in captures.values()]
     report = {"sessions": len(trajectories), "file": str(out), "format": form.value}
     out.parent.mkdir(parents=True, exist_ok=True)
     match form:
@@ -46,8 +47,11 @@ def export(
         case Format.JSONL:
             out.write_bytes(b"".join(trajectory_bytes(t) + b"\n" for t in trajectories))
         case Format.SFT:
-            counts = export_sft(out, trajectories, min_reward=min_reward, max_tokens=max_tokens)
+            counts = export_sft(
+                out, trajectories, min_reward=min_reward, max_tokens=max_tokens, captures=captures
+            )
             report |= {"examples": counts.examples, "rejected": counts.rejected}
+            report |= {"texts": counts.texts} if counts.texts else {}
     if json:
         print_json(report)
     else:
