@@ -140,6 +140,17 @@ async def test_the_only_replica_is_updated_in_place():
         assert a.loaded == [("folder", 5, 0)]
 
 
+async def test_weights_in_memory_go_to_an_engine_in_this_process_only():
+    a, b = Trained(), Trained()
+    async with pooled(a, b) as pool:
+        served = pool.each()[1]
+        served.reopen = Trained  # as replicas of servers have
+        with pytest.raises(EngineError, match=f"{served.name} is in another process"):
+            await pool.update_weights({"weight": 1}, 5)
+        assert [one[0] for one in a.loaded] == [{"weight": 1}]
+        assert not b.loaded
+
+
 @pytest.mark.parametrize("rolling", [True, False])
 async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_version(rolling):
     a, b, c = Trained(), Trained(), Fake(info=replace(INFO, version=1))

@@ -68,6 +68,16 @@ async def test_a_trainer_holds_loads_publishes_and_no_harness_hears_of_it(mode):
         assert span.version == (7 if mode == "abort" else 0)
 
 
+async def test_a_trainer_in_this_process_hands_its_weights_over():
+    engine = Trained({"content": "a"})
+    async with house(engine=EnginePool([Replica("0", engine)])) as home:
+        await home.gateway.update_weights({"weight": 1}, 4)
+        assert engine.loaded == [{"weight": 1}]
+        caller = await home.session()
+        await caller.ask([user("go")])
+        assert versions(caller) == [(VersionSpan(4, 0, len(caller.exchanges[0].output_ids)),)]
+
+
 async def test_one_request_loads_new_weights_into_all_replicas():
     engines = [Trained({"content": "a"}) for _ in range(2)]
     pool = EnginePool([Replica(str(n), engine) for n, engine in enumerate(engines)])

@@ -6,10 +6,10 @@ its ids as an array (in process) or as JSON text (over HTTP) without anybody par
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan
@@ -203,12 +203,16 @@ class Pausable(Protocol):
         """Go on."""
 
 
+Weights: TypeAlias = str | Path | Mapping[str, Any]
+"""A model folder as the engine sees it; or a state dict, for an engine in this process."""
+
+
 @runtime_checkable
 class Updatable(Protocol):
     """An engine that takes new weights in place."""
 
-    async def update_weights(self, source: str | Path, version: int) -> None:
-        """Load the weights of folder `source`; tokens sampled from then on carry `version`.
+    async def update_weights(self, source: Weights, version: int) -> None:
+        """Load the weights of `source`; tokens sampled from then on carry `version`.
 
         Calls in flight go on. `EngineError` = the weights are as they were, unless it says
         otherwise.

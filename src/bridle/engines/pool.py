@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import structlog
@@ -29,6 +28,7 @@ from bridle.engines.base import (
     GenerateRequest,
     PauseMode,
     Versioned,
+    Weights,
 )
 from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_images import SeesByReplica
@@ -459,14 +459,14 @@ class EnginePool(SeesByReplica):
 
     async def update_weights(
         self,
-        source: str | Path,
+        source: Weights,
         version: int,
         *,
         mode: PauseMode = "abort",
         rolling: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        """Load the weights of folder `source` into all replicas; sessions go on.
+        """Load the weights of `source` into all replicas; sessions go on.
 
         All at once under a `hold` of `mode`, or `rolling`: one replica after the other, while the
         rest samples under the old weights. `EngineError` names replicas that did not take them.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from bridle.engines.base import PauseMode, Updatable
+from bridle.engines.base import PauseMode, Updatable, Weights
 from bridle.errors import EngineError, boundary
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Updated(Protocol):
 
 
 async def load_at_once(
-    pool: Updated, source: str | Path, version: int, *, mode: PauseMode, timeout_s: float
+    pool: Updated, source: Weights, version: int, *, mode: PauseMode, timeout_s: float
 ) -> None:
     """Hold all replicas and put the weights into all of them; see `EnginePool.update_weights`."""
     await pool.hold(mode, timeout_s=timeout_s)
@@ -49,7 +49,7 @@ async def load_at_once(
     _require(failed, version)
 
 
-async def load_in_turn(pool: Updated, source: str | Path, version: int, *, wait: bool) -> None:
+async def load_in_turn(pool: Updated, source: Weights, version: int, *, wait: bool) -> None:
     """Put the weights into one replica after the other, its calls having ended or gone elsewhere.
 
     The only replica is not drained: its calls would have nowhere to go.
@@ -72,10 +72,12 @@ def _require(failed: list[str], version: int) -> None:
         raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
 
 
-async def _loaded(pool: Updated, one: Replica, source: str | Path, version: int) -> list[str]:
+async def _loaded(pool: Updated, one: Replica, source: Weights, version: int) -> list[str]:
     """Load the weights into one replica; what went wrong."""
     if not isinstance(one.engine, Updatable):
         return [f"{one.name} takes no weights from a folder"]
+    if isinstance(source, Mapping) and one.reopen is not None:
+        return [f"{one.name} is in another process and takes weights from a folder"]
     try:
         with boundary(EngineError, "loading"):
             await one.engine.update_weights(source, version)

@@ -22,7 +22,7 @@ from bridle.aio import Nursery
 from bridle.capture.records import SessionRecord
 from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
-from bridle.engines.base import Engine, EngineInfo
+from bridle.engines.base import Engine, EngineInfo, PauseMode, Weights
 from bridle.engines.pool import as_pool
 from bridle.errors import EngineError
 from bridle.gateway.call import Stage
@@ -158,6 +158,17 @@ class Gateway:
             token=self.control_token,
             metrics=metrics,
         )
+
+    async def update_weights(
+        self, source: Weights, version: int, *, mode: PauseMode = "abort", timeout_s: float = 60.0
+    ) -> None:
+        """Have the policy's engines sample from `source` as `version`; sessions go on.
+
+        What was being sampled is held in this `mode` and resumed. `EngineError` if some replica did
+        not take the weights.
+        """
+        await self._engine.update_weights(source, version, mode=mode, timeout_s=timeout_s)
+        self._exchanges.policy.version = version
 
     async def _start_others(self, stack: AsyncExitStack) -> None:
         """Start the engines of the models table and make its entries known."""
