@@ -152,6 +152,8 @@ class DataPlane:
         if length is not None and length > most:
             raise _too_large(most)
         try:
+            if http.content.is_eof():  # it is here
+                return await http.read()
             async with asyncio.timeout(self._settings.body_timeout_s):
                 return await http.read()
         except web.HTTPRequestEntityTooLarge:

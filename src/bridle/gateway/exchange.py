@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import structlog
@@ -261,7 +262,7 @@ class Exchanges:
                 call.began.set()
 
         try:
-            async with asyncio.timeout(None) as call.leash:
+            async with _leash(call):
                 try:
                     return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
                 except EngineError as error:
@@ -462,6 +463,14 @@ class Exchanges:
                 stop_text=sampled.last.stop_text,
                 call_ids=() if call.live is None else call.live.call_ids,
             )
+
+
+def _leash(call: Call) -> AbstractAsyncContextManager[object]:
+    """Around the sampling: what `Call.cut` ends; only a reply that may leave in part is cut."""
+    if call.live is None:
+        return nullcontext()
+    call.leash = asyncio.timeout(None)
+    return call.leash
 
 
 def _parent(session: Session, placement: Placement) -> Call | None:

@@ -22,6 +22,10 @@ from bridle.gateway.retries import Deliveries
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import ModelRequest
 
+AT_ONCE: Final = 1 << 15
+"""Bytes of a reply up to which it stays below what a transport holds before its writer waits
+(64 KiB), whatever its head."""
+
 JSON_TYPE: Final = "application/json"
 SSE_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -143,10 +147,23 @@ class _Writer:
     async def whole(self, response: web.Response) -> web.Response:
         """Write a whole reply; returns when the connection has accepted all of it."""
         self.began_reply = True
-        async with asyncio.timeout(self._timeout_s):
-            await response.prepare(self._http)
-            await response.write_eof()
+        if self._takes_at_once(response):
+            await self._send(response)
+        else:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(response)
         return response
+
+    async def _send(self, response: web.Response) -> None:
+        await response.prepare(self._http)
+        await response.write_eof()
+
+    def _takes_at_once(self, response: web.Response) -> bool:
+        """Whether the connection has room for the whole reply, so that nothing waits."""
+        transport = self._http.transport
+        if transport is None or (response.content_length or 0) > AT_ONCE:
+            return False
+        return transport.get_write_buffer_size() == 0
 
     async def start(self, headers: dict[str, str]) -> None:
         """Begin a stream; its headers leave with the first bytes."""
