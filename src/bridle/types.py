@@ -245,6 +245,8 @@ class Reply:
     """The stop string that ended it, for dialects that name it; `None` = none did."""
     reasoning_tokens: int = 0
     """Sampled tokens inside the reasoning, without what opens and closes it."""
+    calls_as_text: int = 0
+    """Calls that were sampled where none was wanted; they stand in `content` as sampled."""
     token_logprobs: tuple[tuple[str, float], ...] | None = None
     """Text and logprob of each sampled token, for a client that asked; `None` = it did not."""
 

@@ -159,6 +159,15 @@ async def test_a_grammar_is_a_response_format(opened, grammar, told):
     assert stub.bodies[-1]["response_format"] == told
     assert stub.bodies[-1]["tools"] == [{"type": "function"}]
     assert stub.bodies[-1]["model"] == "other"
+    assert "tool_choice" not in stub.bodies[-1]
+
+
+async def test_where_no_call_is_wanted_it_is_told_so(opened):
+    stub, engine = await opened()
+    await collect(engine, call(tools=[{"type": "function"}], calls=False))
+    assert stub.bodies[-1]["tool_choice"] == "none"
+    await collect(engine, call(calls=False))
+    assert "tool_choice" not in stub.bodies[-1]
 
 
 def busy(times, retry_after="0", status=429):

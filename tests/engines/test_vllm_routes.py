@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,9 @@ def test_a_call_without_token_in_is_its_messages():
     made = request(messages=messages, tools=tools, model="other", stream=True)
     read = body(Route.CHAT, made, token_in=False)
     assert (read["messages"], read["tools"], read["model"]) == (messages, tools, "other")
-    assert "kv_transfer_params" not in read
+    assert not {"kv_transfer_params", "tool_choice"} & read.keys()
+    unwanted = body(Route.CHAT, replace(made, calls=False), token_in=False)
+    assert (unwanted["tools"], unwanted["tool_choice"]) == (tools, "none")
     assert (read["stream"], read["stream_options"]) == (True, {"include_usage": True})
 
 

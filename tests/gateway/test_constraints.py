@@ -7,7 +7,8 @@ from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, user
 
 from bridle.config import SamplingPolicy
 from bridle.engines.scripted import ScriptedEngine
-from bridle.types import LogprobMode, ToolSpec
+from bridle.gateway.constraints import without_calls
+from bridle.types import FinishReason, LogprobMode, Reply, ToolCall, ToolSpec
 
 ANY_OBJECT = {"type": "json_object"}
 CALL = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
@@ -97,7 +98,6 @@ async def test_a_format_that_the_engine_refuses_is_the_harness_s_400():
         ({"type": "function", "function": {"name": "bash"}}, CALL, True),
         ({"type": "function", "function": {"name": "bash"}}, {"content": "no"}, False),
         ("none", {"content": "no"}, True),
-        ("none", CALL, False),
         ("auto", CALL, True),
     ],
 )
@@ -108,6 +108,63 @@ async def test_a_tool_choice_that_the_model_did_not_keep_is_recorded(choice, tur
         [exchange] = caller.exchanges
         assert exchange.extra.get("unenforced") == (None if held else ["tool_choice"])
         assert not exchange.constrained
+
+
+NO_CALLS = [{"tools": [SHELL_TOOL], "tool_choice": "none"}, {}]
+
+
+@pytest.mark.parametrize("asked", NO_CALLS, ids=["choice none", "no tools"])
+@pytest.mark.parametrize("streams", ["live", "whole", None])
+async def test_where_no_call_is_wanted_a_sampled_one_is_text_and_the_next_turn_extends_it(
+    asked, streams
+):
+    """Nothing of it is lost, none of it is sampled under another distribution, and it trains."""
+    sampled = {"content": "I look.", **CALL}
+    async with house(sampled, {"content": "Well."}, stream=streams or "whole") as home:
+        caller = await home.session()
+        if streams:
+            chunks = [
+                c["choices"][0] for c in await caller.stream([user("go")], **asked) if c != "[DONE]"
+            ]
+            deltas = [chunk["delta"] for chunk in chunks]
+            message = {
+                "role": "assistant",
+                "content": "".join(d.get("content") or "" for d in deltas),
+            }
+            assert not any("tool_calls" in delta for delta in deltas)
+            assert chunks[-1]["finish_reason"] == "stop"
+        else:
+            message = await caller.ask([user("go")], **asked)
+        assert "tool_calls" not in message
+        text = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+        assert message["content"] == f"I look.\n{text}"
+        await caller.ask([user("go"), message, user("on")], **asked)
+        first, second = caller.exchanges
+        assert (first.extra["calls_as_text"], first.constrained) == (1, False)
+        assert first.extra.get("stream") == streams
+        assert "calls_as_text" not in second.extra
+        assert second.parent_id == first.exchange_id
+        assert (await stats_of(home, caller))["tokens_excluded"] == {}
+
+
+async def test_tools_that_may_not_be_called_are_shown_all_the_same():
+    async with house({"content": "no"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], tools=[SHELL_TOOL], tool_choice="none")
+        await caller.ask([user("on")], tools=[SHELL_TOOL])
+        shown = [renderer().decode(exchange.suffix_ids) for exchange in caller.exchanges]
+        assert shown[0].replace("go", "on") == shown[1]
+        assert '"bash"' in shown[0]
+
+
+def test_calls_that_an_engine_parsed_where_none_was_wanted_are_lines_of_text():
+    call = ToolCall("call_1", "bash", '{"command": "ls"}')
+    line = '{"name": "bash", "arguments": {"command": "ls"}}'
+    for content, text in (("I look.", f"I look.\n{line}"), ("", line)):
+        reply = without_calls(Reply(content, "hm", (call,), FinishReason.STOP))
+        assert reply == Reply(text, "hm", (), FinishReason.STOP, calls_as_text=1)
+    plain = Reply("Hello.", None, (), FinishReason.STOP)
+    assert without_calls(plain) == plain
 
 
 async def test_a_tool_that_must_be_called_is_a_grammar_in_the_template_s_own_form():

@@ -155,7 +155,7 @@ async def test_keepalives_fill_the_silence_between_pieces():
     engine = Gated(TURN)
     async with house(engine=engine, stream="live", keepalive_s=0.03) as home:
         caller = await home.session()
-        reader, writer = await opened_stream(caller)
+        reader, writer = await opened_stream(caller, tools=[SHELL_TOOL])
         await read_until(reader, b"pwd")
         assert await read_until(reader, b'"delta":{}') is not None
         engine.sign.set()

@@ -9,7 +9,15 @@ from pathlib import Path
 import aiohttp
 import orjson
 import pytest
-from tests.gateway.house import Caller, House, house, scripted, tool_result, user
+from tests.gateway.house import (
+    SHELL_TOOL,
+    Caller,
+    House,
+    house,
+    scripted,
+    tool_result,
+    user,
+)
 from tests.gateway.test_data import REQUESTS, request
 from tests.gateway.test_relay import sent
 
@@ -50,9 +58,9 @@ async def test_an_old_session_goes_on_where_it_was(tmp_path):
     messages = [user("list")]
     async with on_disk(path, *TURNS) as home:
         caller = await home.session("one", limits=Limits(max_turns=3))
-        messages.append(await caller.ask(messages))
+        messages.append(await caller.ask(messages, tools=[SHELL_TOOL]))
         messages.append(tool_result(messages[1]["tool_calls"][0], "a.txt"))
-        messages.append(await caller.ask(messages))
+        messages.append(await caller.ask(messages, tools=[SHELL_TOOL]))
         before = caller.facts
     messages.append(user("go on"))
     async with on_disk(path, *TURNS) as home:
@@ -60,7 +68,7 @@ async def test_an_old_session_goes_on_where_it_was(tmp_path):
         assert home.gateway.session_ids() == ["one"]
         facts = caller.facts
         assert (facts.turns, facts.tokens, facts.delivered) == (2, before.tokens, 2)
-        assert (await caller.ask(messages))["content"] == "more"
+        assert (await caller.ask(messages, tools=[SHELL_TOOL]))["content"] == "more"
         first, second, third = caller.exchanges
         assert (third.parent_id, third.index) == (second.exchange_id, 2)
         assert third.kept == second.prompt_length + len(second.output_ids)

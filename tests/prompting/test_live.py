@@ -288,6 +288,25 @@ def test_the_renderer_gives_readers_and_keeps_the_ids_of_calls(renderer, tokens)
     assert reply.tool_calls[1].id not in given_ids
 
 
+@given(data=st.data())
+def test_where_calls_are_text_what_leaves_is_a_beginning_of_it_too(renderer, plain, data):
+    ids = data.draw(turns(plain, 2047))
+    tail = np.array(plain.tokenizer.encode("<|im_start|>assistant\n"), dtype=np.int32)
+    reader = renderer.live(tools=(), prompt_tail=tail, stops=(), calls_as_text=True)
+    piece = reader.feed(ids)
+    final = renderer.parse(
+        np.array(ids, dtype=np.int32),
+        tools=(),
+        prompt_tail=tail,
+        finish=FinishReason.STOP,
+        stop_text=None,
+        calls_as_text=True,
+    )
+    assert (piece.calls, final.tool_calls) == ([], ())
+    assert final.content.startswith(piece.text)
+    assert (final.reasoning or "").startswith(piece.reasoning)
+
+
 def test_the_renderer_sees_what_the_prompt_left_open(renderer, tokens):
     def first(prompt):
         tail = np.array(tokens.encode(prompt), dtype=np.int32)

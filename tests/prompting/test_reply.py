@@ -22,7 +22,14 @@ def qwen3(tokens):
 
 @pytest.fixture
 def parse(tokens, qwen3):
-    def parse(text, *, finish=FinishReason.STOP, stop_text=None, tail="<|im_start|>assistant\n"):
+    def parse(
+        text,
+        *,
+        finish=FinishReason.STOP,
+        stop_text=None,
+        tail="<|im_start|>assistant\n",
+        calls_as_text=False,
+    ):
         numbers = itertools.count(1)
         return parse_reply(
             qwen3,
@@ -32,7 +39,7 @@ def parse(tokens, qwen3):
             prompt_tail=tokens.encode(tail),
             finish=finish,
             stop_text=stop_text,
-            new_id=lambda: f"call_{next(numbers)}",
+            new_id=None if calls_as_text else lambda: f"call_{next(numbers)}",
         )
 
     return parse
@@ -46,6 +53,15 @@ def test_text_reasoning_and_calls_are_told_apart(parse):
         ("call_2", "bash", TEXT),
     ]
     assert (reply.finish_reason, reply.tokens_unseen) == (FinishReason.STOP, 0)
+
+
+def test_calls_that_nobody_wants_stay_in_the_text_as_sampled(parse):
+    reply = parse(f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>", calls_as_text=True)
+    assert (reply.reasoning, reply.content) == ("hm", f"I look.\n{CALL}\n{CALL}")
+    assert (reply.tool_calls, reply.calls_as_text, reply.tokens_unseen) == ((), 2, 0)
+    broken = parse('<tool_call>\n{"name": }\n</tool_call><|im_end|>', calls_as_text=True)
+    assert (broken.tool_calls, broken.calls_as_text) == ((), 0)
+    assert "<tool_call>" in broken.content
 
 
 def test_a_plain_answer_has_neither_reasoning_nor_calls(parse):

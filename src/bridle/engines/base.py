@@ -51,6 +51,8 @@ class GenerateRequest:
     messages: Sequence[JSON] | None = None
     """OpenAI Chat messages, for an engine that renders or parses itself; `None` = ids suffice."""
     tools: Sequence[JSON] | None = None
+    calls: bool = True
+    """Whether the request takes calls; an engine that parses by itself may be told."""
     arguments: JSON | None = None
     """What else the template of an engine that renders gets; `None` = nothing."""
     by_messages: bool = False

@@ -306,6 +306,8 @@ class OpenAIEngine:
         fields: JSON = {"model": request.model or self._model, "messages": request.messages}
         if request.tools:
             fields["tools"] = request.tools
+            if not request.calls:
+                fields["tool_choice"] = "none"
         if request.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if sampling.max_tokens is not None:

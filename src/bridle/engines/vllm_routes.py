@@ -93,7 +93,7 @@ def _chat_fields(request: GenerateRequest) -> JSON:
         fields["tools"] = request.tools
     if request.arguments:
         fields["chat_template_kwargs"] = request.arguments
-    if request.by_messages:
+    if request.by_messages or (request.tools and not request.calls):
         fields["tool_choice"] = "none"  # the tools are shown; that calls are parsed needs a flag
     return fields
 

@@ -6,10 +6,17 @@ tokens train only where their logprobs are of the constrained one (`trajectory.m
 asked and not enforced is sampled freely and stands in the exchange's `unenforced`, by these names:
 
 - `response_format`: the answer may not meet its schema;
-- `tool_choice`: the tool that had to be called was not called, or one was where none was wanted.
+- `tool_choice`: the tool that had to be called was not called.
+
+Where no call is wanted (`none`, or no tools) none comes back, as no provider's does: the tools are
+shown all the same, the sample is free, and what would be a call stays in the text as it was
+sampled. The exchange's `calls_as_text` counts them.
 """
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
 
 from bridle.engines.base import EngineInfo
 from bridle.gateway.budgets import SamplingPlan
@@ -36,6 +43,20 @@ def is_for_calls(grammar: JSON | None) -> bool:
     return grammar is not None and "structural_tag" in grammar
 
 
+def takes_calls(request: ModelRequest) -> bool:
+    """Whether the reply may hold calls."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def without_calls(reply: Reply) -> Reply:
+    """The reply of an engine that parsed calls where none was wanted: each is a line of text."""
+    calls = [
+        f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in reply.tool_calls
+    ]
+    text = "\n".join([reply.content, *calls] if reply.content else calls)
+    return replace(reply, content=text, tool_calls=(), calls_as_text=len(calls))
+
+
 def unenforced(request: ModelRequest, reply: Reply, *, constrained: bool) -> list[str]:
     """Names of what the request asked of its answer and nobody saw to."""
     found = []
@@ -44,10 +65,8 @@ def unenforced(request: ModelRequest, reply: Reply, *, constrained: bool) -> lis
         found.append("response_format")
     called = {call.name for call in reply.tool_calls}
     match request.tool_choice:
-        case "auto":
+        case "auto" | "none":
             pass
-        case "none":
-            found += ["tool_choice"] if called else []
         case "required":
             found += [] if called else ["tool_choice"]
         case name:

@@ -26,7 +26,7 @@ from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateReque
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, origins, retries
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
-from bridle.gateway.constraints import grammar_of, is_for_calls
+from bridle.gateway.constraints import grammar_of, is_for_calls, takes_calls, without_calls
 from bridle.gateway.images import show
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
@@ -240,6 +240,7 @@ class Exchanges:
             tools=request.tools,
             prompt_tail=prompted.prompt.tail(PROMPT_TAIL),
             stops=effective.stop,
+            calls_as_text=not takes_calls(request),
         )
         return LiveReply(reader, prompted.prompt)
 
@@ -356,6 +357,7 @@ class Exchanges:
             model=served.model,
             messages=messages,
             tools=None if messages is None else chat_tools(request.tools),
+            calls=takes_calls(request),
             arguments=None if shown is None else shown.arguments,
             by_messages=shown is not None,
             grammar=call.grammar,
@@ -452,16 +454,19 @@ class Exchanges:
 
     def _parse(self, call: Call, prompt: PromptIds, sampled: Sample) -> Reply:
         """The reply that the sampled ids say; the engine's own parse where it made one."""
-        if sampled.last.reply is not None:
-            return sampled.last.reply
+        question = call.posed()
+        calls = takes_calls(question.request)
+        if (told := sampled.last.reply) is not None:
+            return told if calls else without_calls(told)
         with boundary(RenderError, "parsing the reply"):
-            return call.posed().served.renderer.parse(
+            return question.served.renderer.parse(
                 sampled.output_ids,
-                tools=call.posed().request.tools,
+                tools=question.request.tools,
                 prompt_tail=prompt.tail(PROMPT_TAIL),
                 finish=sampled.finish,
                 stop_text=sampled.last.stop_text,
                 call_ids=() if call.live is None else call.live.call_ids,
+                calls_as_text=not calls,
             )
 
 

@@ -145,6 +145,7 @@ def _extra(finished: Finished) -> JSON:
         "discarded": sample.discarded,
         "tokens_unseen": reply.tokens_unseen,
         "reasoning_tokens": reply.reasoning_tokens,
+        "calls_as_text": reply.calls_as_text,
         "prefill": request.prefill,
         "unenforced": unenforced(request, reply, constrained=finished.constrained),
         "reasoning_restored": reasoning_restored(finished),

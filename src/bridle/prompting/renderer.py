@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -89,14 +90,21 @@ class PromptRenderer(Protocol):
         finish: FinishReason,
         stop_text: str | None,
         call_ids: Sequence[str] = (),
+        calls_as_text: bool = False,
     ) -> Reply:
         """The reply that sampled ids say. Never raises; `prompt_tail` as `PromptIds.tail` gives.
 
-        `call_ids` are those that the first calls have been given already.
+        `call_ids` are those that the first calls have been given already. With `calls_as_text`
+        what would be a call stays in the text as it was sampled.
         """
 
     def live(
-        self, *, tools: Sequence[ToolSpec], prompt_tail: Ids, stops: Sequence[str]
+        self,
+        *,
+        tools: Sequence[ToolSpec],
+        prompt_tail: Ids,
+        stops: Sequence[str],
+        calls_as_text: bool = False,
     ) -> LiveReader | None:
         """Reads one reply while it is sampled; `None` = this family's are known at the end only.
 
@@ -118,6 +126,9 @@ class PromptRenderer(Protocol):
         `control`: as the tokenizer has it, with control tokens where the text spells them; else
         nothing in it is more than text.
         """
+
+    def apart(self, text: str) -> str:
+        """The text for a server that tokenises by itself, which finds no control token in it."""
 
     def template_args(self, request: ModelRequest) -> Hashable:
         """What beside messages and tools shapes the prompt of this request."""
@@ -282,6 +293,7 @@ class TokenRenderer:
         finish: FinishReason,
         stop_text: str | None,
         call_ids: Sequence[str] = (),
+        calls_as_text: bool = False,
     ) -> Reply:
         """See `PromptRenderer.parse`."""
         given = iter(call_ids)
@@ -293,11 +305,16 @@ class TokenRenderer:
             prompt_tail=prompt_tail.tolist(),
             finish=finish,
             stop_text=stop_text,
-            new_id=lambda: next(given, None) or self._new_call_id(),
+            new_id=None if calls_as_text else lambda: next(given, None) or self._new_call_id(),
         )
 
     def live(
-        self, *, tools: Sequence[ToolSpec], prompt_tail: Ids, stops: Sequence[str]
+        self,
+        *,
+        tools: Sequence[ToolSpec],
+        prompt_tail: Ids,
+        stops: Sequence[str],
+        calls_as_text: bool = False,
     ) -> LiveReader | None:
         """See `PromptRenderer.live`."""
         if self._marks is None:
@@ -317,7 +334,7 @@ class TokenRenderer:
             return calls
 
         return LiveReader(
-            self._marks,
+            replace(self._marks, openers=frozenset()) if calls_as_text else self._marks,
             self._tokens,
             thinking=self._leaves_reasoning_open(prompt_tail.tolist()),
             stop_ids=frozenset(self._parser.get_stop_token_ids()),
@@ -345,6 +362,10 @@ class TokenRenderer:
         if control:
             return _array(self.tokenizer.encode(text))
         return _array(self._tokens.encode(self._tokens.escape(text)))
+
+    def apart(self, text: str) -> str:
+        """See `PromptRenderer.apart`."""
+        return self._tokens.apart(text)
 
     def template_args(self, request: ModelRequest) -> Hashable:
         """See `PromptRenderer.template_args`: whether thinking is on."""

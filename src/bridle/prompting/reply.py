@@ -34,7 +34,7 @@ def parse_reply(
     prompt_tail: list[int],
     finish: FinishReason,
     stop_text: str | None,
-    new_id: Callable[[], str],
+    new_id: Callable[[], str] | None,
 ) -> Reply:
     """Parse one reply; never raises.
 
@@ -46,7 +46,7 @@ def parse_reply(
         prompt_tail: The prompt's last ids: they say whether reasoning is open already.
         finish: Why sampling ended.
         stop_text: The stop string that ended it; it and what follows is not shown.
-        new_id: Makes the ids of calls.
+        new_id: Makes the ids of calls; `None` = they stay in the text, as those that don't parse.
     """
     stop_ids = set(family.get_stop_token_ids())
     end = next((i for i, id_ in enumerate(output_ids) if id_ in stop_ids), len(output_ids))
@@ -58,18 +58,20 @@ def parse_reply(
         return Reply(_until(text, stop_text), None, (), finish, stop_text=stop_text)
     spans = [call.token_span for call in parsed.tool_calls if call.token_span is not None]
     # White space before a part means nothing, and some families keep it only where a part is open.
-    content = _content(tokenizer, parsed, output_ids[:end]).lstrip()
+    left = [call for call in parsed.tool_calls if new_id is None or not _is_whole(call)]
+    content = _content(tokenizer, parsed.content, left, output_ids[:end]).lstrip()
     reasoning = (parsed.reasoning_content or "").strip() or None
     if stop_text and stop_text not in content and reasoning:
         reasoning = _until(reasoning, stop_text) or None
     return Reply(
         content=_until(content, stop_text),
         reasoning=reasoning,
-        tool_calls=tuple(_whole_calls(parsed, new_id)),
+        tool_calls=() if new_id is None else tuple(_whole_calls(parsed, new_id)),
         finish_reason=finish,
         tokens_unseen=_unseen(tokenizer, spans, output_ids, end),
         stop_text=stop_text,
         reasoning_tokens=count_thoughts(tokenizer, output_ids[:end], reasoning),
+        calls_as_text=sum(map(_is_whole, left)),
     )
 
 
@@ -134,14 +136,15 @@ def _is_whole(call: ParsedCall) -> bool:
     return named and call.arguments is not None and call.status.value in _PARSED
 
 
-def _content(tokenizer: PromptTokenizer, parsed: Parsed, ids: Sequence[int]) -> str:
-    """Visible text, with the blocks of calls that did not parse put back behind it."""
-    pieces = [parsed.content]
-    for call in parsed.tool_calls:
-        if not _is_whole(call):
-            span = call.token_span
-            block = call.raw if span is None else tokenizer.decode(ids[span[0] : span[1]])
-            pieces.append(block.strip())
+def _content(
+    tokenizer: PromptTokenizer, text: str, left: Sequence[ParsedCall], ids: Sequence[int]
+) -> str:
+    """Visible text, with the blocks of calls that are none put back behind it."""
+    pieces = [text]
+    for call in left:
+        span = call.token_span
+        block = call.raw if span is None else tokenizer.decode(ids[span[0] : span[1]])
+        pieces.append(block.strip())
     return "\n".join(piece for piece in pieces if piece)
 
 
