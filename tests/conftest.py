@@ -52,6 +52,8 @@ def pytest_configure() -> None:
         if foreign or name.upper() in PROXIES:
             del os.environ[name]
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    # Where a test does not say, containment is not its theme.
+    os.environ["BRIDLE_RUNTIME"] = "local"
 
 
 # ---- no skips

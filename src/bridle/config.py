@@ -101,11 +101,15 @@ class Action(Settings):
     retry_backoff_seconds: float = Field(default=1.0, ge=0)
 
 
+AUTO = "auto"
+"""The runtime that is chosen on the machine where a session runs."""
+
+
 class RuntimeSpec(Settings):
     """Where the harness lives."""
 
-    backend: str = "local"
-    """Short name or `package.module:Class`."""
+    backend: str = AUTO
+    """Short name or `package.module:Class`; `auto` = one that contains, where the machine can."""
     image: str | None = None
     prepare: tuple[Action, ...] = ()
     """Done in INIT, in order."""

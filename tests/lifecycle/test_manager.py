@@ -74,7 +74,7 @@ async def test_results_are_appended_to_the_run_folder_as_sessions_end(tmp_path):
         ({"agent": {"harness": "nano", "command": None}}, "unknown harness 'nano'"),
         ({"evaluator": {"strategy": "luck"}}, "unknown evaluator 'luck'"),
         ({"runtime": RuntimeSpec(backend="cloud")}, "unknown runtime 'cloud'"),
-        ({"runtime": RuntimeSpec(image="x")}, "cannot give image"),
+        ({"runtime": RuntimeSpec(backend="local", image="x")}, "cannot give image"),
         ({"builder": BuilderSpec(strategy="pile")}, "unknown builder 'pile'"),
         ({"builder": BuilderSpec(config={"max": 1})}, "builder prefix_merging: config: max"),
     ],

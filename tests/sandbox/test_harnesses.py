@@ -8,6 +8,7 @@ from tests.lifecycle.house import a_node, checked, task
 from tests.sandbox.images import bare_spec_of
 
 from bridle.config import AgentSpec, RuntimeSpec
+from bridle.harnesses import default_agent
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
@@ -28,3 +29,11 @@ async def test_it_brings_its_interpreter_along(name, backend, tmp_path):
         result = await node.run(made)
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
     assert result.trajectory.metadata["stats"]["exchanges"] == 3
+
+
+async def test_a_function_is_run_by_the_python_that_runs_bridle(tmp_path):
+    made = task(runtime=RuntimeSpec(backend="bubblewrap"), evaluator=checked())
+    made = made.model_copy(update={"agent": default_agent("function")})
+    async with a_node(tmp_path) as node:
+        result = await node.run(made)
+    assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)

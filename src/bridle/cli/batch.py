@@ -24,7 +24,7 @@ from bridle.cli.gateway import Streaming
 from bridle.cli.output import notes, progress
 from bridle.cli.parts import open_all
 from bridle.cli.serving import long_running
-from bridle.config import Task
+from bridle.config import AUTO, Task
 from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
 from bridle.lifecycle.events import Event, Installing, SessionChanged
@@ -32,6 +32,7 @@ from bridle.lifecycle.manager import Node, NodeSettings, check
 from bridle.lifecycle.results import trajectory_of
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import FINAL
+from bridle.runtimes import default_backend
 from bridle.types import JSON, SessionStatus
 
 FINISH_S = 120.0
@@ -81,6 +82,7 @@ def run_batch(batch: Batch) -> list[JSON]:
 
 async def _run(batch: Batch, board: Board) -> list[JSON]:
     check(batch.tasks)
+    _say_where(batch)
     async with AsyncExitStack() as stack:
         setup = batch.setup()
         parts = open_all(setup)
@@ -109,6 +111,13 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
             summary = await run_shielded(finishing, timeout_s=FINISH_S)
     sessions: list[JSON] = summary["sessions"]
     return sessions
+
+
+def _say_where(batch: Batch) -> None:
+    """Say which runtime those tasks get that name none."""
+    if any(task.runtime.backend == AUTO for task in batch.tasks):
+        backend, reason = default_backend()
+        notes.print(f"runtime {backend}: {reason}", markup=False, soft_wrap=True)
 
 
 def _settings(batch: Batch) -> NodeSettings:

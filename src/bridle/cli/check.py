@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from bridle.cli.batch import Batch, run_batch
-from bridle.config import EvaluatorSpec, Task
-from bridle.harnesses import default_agent, open_harness
+from bridle.config import AUTO, EvaluatorSpec, RuntimeSpec, Task
+from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
 from bridle.types import JSON
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -46,6 +46,8 @@ def check_harness(name: str) -> JSON:
         task_id=f"check-{name}",
         instruction=f"Write the word bridle into {PROOF}.",
         agent=agent.model_copy(update={"settings": settings}),
+        # What runs any program is shown with one of this machine's.
+        runtime=RuntimeSpec(backend="local" if name in ANY_PROGRAM else AUTO),
         evaluator=EvaluatorSpec(
             strategy="command", config={"command": f'test "$(cat {PROOF})" = bridle'}
         ),

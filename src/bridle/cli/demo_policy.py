@@ -34,8 +34,10 @@ def _task(task: Lookup, folder: Path) -> Task:
             "task_id": task.task_id,
             "instruction": task.instruction,
             "agent": {"harness": "command", "command": light_agent_command()},
+            # Its program is a script of ours, run by the Python that runs Bridle.
             "runtime": {
-                "prepare": [{"type": "upload_dir", "source": str(files.resolve()), "target": "."}]
+                "backend": "local",
+                "prepare": [{"type": "upload_dir", "source": str(files.resolve()), "target": "."}],
             },
             "sampling": {"max_output_tokens": 64},
             "budgets": {"agent_s": 120},

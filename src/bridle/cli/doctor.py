@@ -78,6 +78,7 @@ def machine() -> list[Finding]:
         _torch(),
         _cache(),
         _bundles(),
+        _runtime(),
     ]
 
 
@@ -121,6 +122,14 @@ def _cache() -> Finding:
     return Finding(
         "cache", ok=free_gib >= 4, found=found, advice="" if free_gib >= 4 else "4 GiB are needed"
     )
+
+
+def _runtime() -> Finding:
+    from bridle.runtimes import default_backend
+
+    backend, reason = default_backend()
+    advice = "" if backend != "local" else "what a model does is not contained: get bwrap to work"
+    return Finding("runtime", ok=backend != "local", found=f"{backend}: {reason}", advice=advice)
 
 
 def _bundles() -> Finding:

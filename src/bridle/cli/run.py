@@ -26,7 +26,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
         str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
     ] = None,
     runtime: Annotated[
-        str | None, typer.Option(help="local, bubblewrap or docker, for all tasks.")
+        str | None, typer.Option(help="auto, bubblewrap, docker or local, for all tasks.")
     ] = None,
     network: Annotated[
         str | None, typer.Option(help="gateway_only, open or none, for all tasks.")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bridle.config import McpServer, explain, load_toml
 from bridle.datasets.dockerfile import dockerfile_steps
 from bridle.errors import ConfigError
+from bridle.runtimes import default_backend
 from bridle.types import JSON
 
 TASK, INSTRUCTION = "task.toml", "instruction.md"
@@ -167,7 +167,7 @@ def _default_backend(*, portable: bool) -> str:
     """Harbor's own place is a container; what runs on any Linux needs no daemon."""
     if not portable:
         return "docker"
-    return "bubblewrap" if shutil.which("bwrap") else "local"
+    return default_backend()[0]
 
 
 def _own(read: HarborTask) -> JSON:

@@ -27,6 +27,8 @@ from bridle.types import Cause, Dialect
 
 RUNNER = "function_runner.py"
 MODULES = "modules"
+PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
+"""Where the Python that runs Bridle lies."""
 NOT_TOLD = ("bundle", "home", "key", "model_name")
 """Of the launch context: the harness's own, or told by another name or way."""
 
@@ -58,6 +60,8 @@ class FunctionHarness:
             self._sources[source.name] = source
         self.version = agent.version or _digest(self._sources)
         """As given, else a digest of the source that is copied."""
+        self.sees = () if self._settings.python else PYTHON
+        """Folders of the machine that it needs where the system is the machine's own."""
 
     async def install(
         self,

@@ -35,7 +35,7 @@ from bridle.lifecycle.reaper import Scratch, reap
 from bridle.lifecycle.results import SessionResult
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import Plan, Session
-from bridle.runtimes import make_runtime
+from bridle.runtimes import chosen, make_runtime
 from bridle.trajectory import rebuild
 from bridle.types import JSON
 
@@ -131,6 +131,7 @@ def check(tasks: Sequence[Task]) -> None:
 def plan(task: Task) -> Plan:
     """The task with all that it names found; `ConfigError` names the task and the field."""
     with naming(task):
+        task = task.model_copy(update={"runtime": chosen(task.runtime)})
         make_runtime(task.runtime, "check", Path("check"))
         rebuild(_NOTHING, builder=task.builder)
         return Plan(task, open_harness(_located(task)), open_evaluator(task.evaluator))

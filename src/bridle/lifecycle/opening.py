@@ -80,8 +80,11 @@ async def _open(session: Session, stack: AsyncExitStack, bundle: Path | None) ->
 def owned_runtime(session: Session, stack: AsyncExitStack, bundle: Path | None) -> Runtime:
     """A runtime that is not started yet and that `stack` stops."""
     scratch = session.node.scratch.session(session.session_id)
-    mounts = [] if bundle is None else [Mount(bundle, f"/opt/bridle/{session.plan.harness.name}")]
-    runtime = make_runtime(session.task.runtime, session.session_id, scratch, mounts)
+    harness, spec = session.plan.harness, session.task.runtime
+    mounts = [] if bundle is None else [Mount(bundle, f"/opt/bridle/{harness.name}")]
+    if spec.image is None:
+        mounts += [Mount(folder, str(folder)) for folder in getattr(harness, "sees", ())]
+    runtime = make_runtime(spec, session.session_id, scratch, mounts)
     stack.push_async_callback(session.stop, runtime)
     return runtime
 

@@ -7,9 +7,10 @@ starts and ends processes of this machine; `conformance` is the suite that each 
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridle.config import RuntimeSpec
+from bridle.config import AUTO, RuntimeSpec
 from bridle.plugins import load
 from bridle.runtimes.base import Mount, Runtime, RuntimeFactory
+from bridle.runtimes.choice import chosen, default_backend
 
 RUNTIMES = {
     "local": "bridle.runtimes.local:LocalRuntime",
@@ -19,8 +20,13 @@ RUNTIMES = {
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 
 
+__all__ = ["RUNTIMES", "chosen", "default_backend", "make_runtime", "runtime_class"]
+
+
 def runtime_class(backend: str) -> RuntimeFactory:
     """The class that `RuntimeSpec.backend` stands for; `ConfigError` names what is known."""
+    if backend == AUTO:
+        backend = default_backend()[0]
     factory: RuntimeFactory = load(backend, RUNTIMES, what="runtime")
     return factory
 
@@ -32,4 +38,5 @@ def make_runtime(
 
     Raises `ConfigError` where the backend is unknown or cannot give what `spec` asks for.
     """
+    spec = chosen(spec)
     return runtime_class(spec.backend)(spec, session_id, scratch, mounts)
