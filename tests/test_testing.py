@@ -1,3 +1,7 @@
+import asyncio
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -6,7 +10,7 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.scripted import scripted_logprobs
 from bridle.engines.tokenizer import load_tokenizer
 from bridle.errors import ConfigError, EngineError
-from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.testing import JumpingLoop, RecordingEngine, instant_engine, scripted_engine
 from bridle.types import FinishReason, Sampling
 
 TOKENIZER = load_tokenizer(None)
@@ -66,3 +70,33 @@ async def test_a_failure_is_not_an_early_close():
     with pytest.raises(EngineError):
         [one async for one in engine.generate(request())]
     assert engine.closed_early == []
+
+
+def test_a_clock_that_jumps_gives_hours_in_their_order():
+    async def hours():
+        loop, order = asyncio.get_running_loop(), []
+        assert isinstance(loop, JumpingLoop)
+        began = loop.time()
+
+        async def wait(seconds):
+            await asyncio.sleep(seconds)
+            order.append((seconds, round(loop.time() - began)))
+
+        with loop.jumping():
+            async with asyncio.TaskGroup() as group:
+                for seconds in (7200, 60, 3600):
+                    group.create_task(wait(seconds))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3600):
+                    await asyncio.sleep(7200)
+            assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.to_thread(lambda: 1 // 0)
+        assert loop.time() - began >= 3 * 3600
+        await asyncio.sleep(0.01)
+        return order
+
+    began = time.monotonic()
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        assert runner.run(hours()) == [(60, 60), (3600, 3600), (7200, 7200)]
+    assert time.monotonic() - began < 3600

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from bridle.lifecycle.ending import (
     COMPLETED,
     ENGINE_CODES,
+    Blame,
     Ending,
+    blame,
     failed,
     judge,
     out_of_time,
@@ -137,3 +139,18 @@ def test_only_completed_has_no_cause():
     with pytest.raises(ValueError, match="COMPLETED with cause"):
         Ending(SessionStatus.COMPLETED, Cause.LIMIT)
     assert failed(Cause.LIMIT, "x").status is SessionStatus.ERROR
+
+
+def test_every_ending_is_laid_to_somebody():
+    ends, causes = (SessionStatus.ERROR, SessionStatus.TIMEOUT, SessionStatus.CANCELLED), [*Cause]
+    told = {(status, cause): blame(status, cause) for status in ends for cause in causes}
+    assert None not in told.values()
+    assert set(told.values()) == set(Blame)
+    assert blame(SessionStatus.COMPLETED, None) is None
+
+
+def test_a_stage_of_ours_that_took_too_long_is_not_the_agents_timeout():
+    error, timeout = SessionStatus.ERROR, SessionStatus.TIMEOUT
+    assert blame(timeout, Cause.TIMEOUT) == blame(timeout, Cause.LIMIT) == Blame.TIMEOUT
+    assert blame(error, Cause.TIMEOUT) == Blame.INFRASTRUCTURE
+    assert blame(error, Cause.LIMIT) == Blame.HARNESS

@@ -3,9 +3,11 @@ import json
 
 import pytest
 from tests.lifecycle.house import a_node, checked, task
+from tests.lifecycle.simulated import simulate
 
-from bridle.config import AgentSpec, BuilderSpec, EvaluatorSpec, RuntimeSpec
+from bridle.config import Action, AgentSpec, BuilderSpec, EvaluatorSpec, RuntimeSpec
 from bridle.errors import ConfigError, HarnessError
+from bridle.executors.base import SessionRunner
 from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
 from bridle.lifecycle.events import Installing, SessionChanged
@@ -39,6 +41,40 @@ async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):
         assert most_at_once(node, "RUNNING", ("BUILDING", *ENDS)) == 2
         assert most_at_once(node, "INITIALIZING", ("READY", *ENDS)) <= 2
         assert most_at_once(node, "INITIALIZING", ("RUNNING", *ENDS)) == 3
+
+
+def test_a_ready_buffer_keeps_the_run_slots_busy():
+    # Long-tailed runs, and a fifth of a run to make a runtime ready; half a second of computing.
+    assert simulate(60, run_slots=4).share > 0.95
+    assert simulate(60, run_slots=4, ready_buffer=0).share < 0.9
+
+
+async def test_without_a_buffer_a_session_is_made_ready_in_its_run_slot(tmp_path):
+    settings = {"run_slots": 1, "init_slots": 2, "ready_buffer": 0}
+    async with a_node(tmp_path, settings=settings) as node:
+        async with asyncio.TaskGroup() as group:
+            bad = RuntimeSpec(prepare=(Action(type="exec", command="false"),))
+            runs = [group.create_task(node.run(one)) for one in (task(runtime=bad), task(), task())]
+        assert [run.result().status for run in runs] == ["ERROR", "COMPLETED", "COMPLETED"]
+        assert most_at_once(node, "INITIALIZING", ("BUILDING", *ENDS)) == 1
+
+
+async def test_a_node_says_what_it_does_and_what_fits(tmp_path):
+    settings = {"run_slots": 1, "ready_buffer": 1, "post_slots": 1}
+    async with a_node(tmp_path, settings=settings) as node:
+        runner: SessionRunner = node
+        assert (runner.capacity, runner.free, runner.stages()) == (4, 4, {})
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(runner.run(task("sleep 60"), session_id="mine"))
+            while runner.stages() != {"RUNNING": 1}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (runner.free, runner.session_ids()) == (3, ("mine",))
+            with pytest.raises(ConfigError, match="session 'mine' runs already"):
+                await runner.run(task(), session_id="mine")
+            assert runner.cancel("mine")
+        assert (running.result().session_id, running.result().status) == ("mine", "CANCELLED")
+        assert not runner.cancel("mine")
+        assert runner.free == 4
 
 
 async def test_scoring_holds_no_run_slot(tmp_path):
@@ -145,10 +181,13 @@ async def test_a_harness_that_cannot_be_installed_is_not_tried_again(tmp_path):
     assert results[0].error == "init: npm is missing: install node"
 
 
-def test_the_defaults_follow_the_machine():
+def test_the_defaults_follow_the_machine_and_the_run_slots():
     settings = NodeSettings()
     assert settings.run_slots >= 2
-    assert settings.ready_buffer >= settings.init_slots - 1
+    assert settings.ready_buffer >= settings.init_slots
+    wide = NodeSettings(run_slots=64)
+    assert (wide.init_slots, wide.ready_buffer, wide.post_slots) == (32, 32, 32)
+    assert NodeSettings(run_slots=1).ready_buffer == 2
     assert EvaluatorSpec().after_budget is False
 
 

@@ -3,13 +3,15 @@
 COMPLETED needs a true exit, at least one delivered turn, and no failed model call as the last word.
 A harness that calls no model (`bridle.harnesses.base.needs_model`) needs the true exit alone.
 A harness that fails because the model behind it failed is not to blame: that is infrastructure, and
-the session may be run again.
+the session may be run again (`blame`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
+from typing import Final, Protocol
 
 from bridle.runtimes.base import ExecResult
 from bridle.types import Cause, SessionStatus
@@ -117,3 +119,49 @@ def _said(result: ExecResult) -> str:
     """The last line of what it said, for people."""
     lines = (result.stderr.strip() or result.stdout.strip()).decode(errors="replace").splitlines()
     return f": {lines[-1].strip()[:300]}" if lines else ""
+
+
+class Blame(StrEnum):
+    """Who an ending is to be laid to: what a policy for running sessions again is written in."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """The machine, a runtime, the engine, the store, or a stage of ours that took too long: it says
+    nothing about the policy, and another run may well do better."""
+    EVALUATOR = "evaluator"
+    """The session is whole and its worth unknown: what fails to score it may fail again."""
+    HARNESS = "harness"
+    """The harness crashed, called nothing, ended on an error, or broke a limit of its runtime."""
+    TIMEOUT = "timeout"
+    """The agent used up its seconds, or a limit of its session: a result."""
+    CANCELLED = "cancelled"
+    """Somebody asked for the end."""
+
+
+_BLAMES: Final[Mapping[Cause, Blame]] = {
+    Cause.INFRASTRUCTURE: Blame.INFRASTRUCTURE,
+    Cause.HARNESS_CRASH: Blame.HARNESS,
+    Cause.HARNESS_NO_CALL: Blame.HARNESS,
+    Cause.HARNESS_MODEL_ERROR: Blame.HARNESS,
+    Cause.EVALUATOR: Blame.EVALUATOR,
+    Cause.CANCELLED: Blame.CANCELLED,
+}
+
+
+def blame(status: SessionStatus, cause: Cause | None) -> Blame | None:
+    """Who a final status with its cause is to be laid to; `None` = COMPLETED.
+
+    A budget that ran out is the agent's where the session's status is TIMEOUT; where it is ERROR,
+    a stage of ours (INITIALIZING, BUILDING) was too slow. A limit is the session's with TIMEOUT,
+    and its runtime's (memory, processes, storage) with ERROR.
+    """
+    match cause:
+        case None:
+            return None
+        case Cause.TIMEOUT | Cause.LIMIT if status is SessionStatus.TIMEOUT:
+            return Blame.TIMEOUT
+        case Cause.TIMEOUT:
+            return Blame.INFRASTRUCTURE
+        case Cause.LIMIT:
+            return Blame.HARNESS
+        case _:
+            return _BLAMES[cause]

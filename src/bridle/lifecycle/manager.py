@@ -2,7 +2,8 @@
 
 Init workers make runtimes ready ahead of the run slots, up to a bounded READY buffer; a run slot is
 held by nothing but a running harness; building and evaluating have workers of their own. A slow
-stage holds up the ones before it, and memory stays bounded.
+stage holds up the ones before it, and memory stays bounded. How much sooner sessions end for it is
+measured by `benchmarks.slots`.
 
 Single event loop: the pools are plain semaphores, nothing else is shared.
 """
@@ -10,13 +11,14 @@ Single event loop: the pools are plain semaphores, nothing else is shared.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field
 
@@ -37,7 +39,7 @@ from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import Plan, Session
 from bridle.runtimes import chosen, make_runtime
 from bridle.trajectory import rebuild
-from bridle.types import JSON
+from bridle.types import JSON, SessionStatus
 
 _NOTHING = SessionCapture(SessionRecord("check", 0.0), (), {}, {}, None)
 """A session without a call: building it shows whether its builder is known and well configured."""
@@ -72,17 +74,23 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+def _share(of: float) -> Any:  # noqa: ANN401 - pydantic's type of a default that reads others
+    """A default: this share of the run slots, and at least 2."""
+    return lambda given: max(2, math.ceil(of * given.get("run_slots", 1)))
+
+
 class NodeSettings(Settings):
     """How much a node does at once, and what it keeps."""
 
     run_slots: int = Field(default_factory=lambda: 2 * _cores(), ge=1)
     """Harnesses running at once; twice the cores by default, because they mostly wait."""
-    init_slots: int = Field(default_factory=lambda: max(2, _cores()), ge=1)
-    """Runtimes being made ready at once."""
-    ready_buffer: int = Field(default_factory=lambda: max(2, _cores()), ge=1)
-    """Sessions being made ready, or ready and waiting for a run slot."""
-    post_slots: int = Field(default_factory=lambda: max(2, _cores()), ge=1)
-    """Sessions being built, evaluated and torn down at once."""
+    init_slots: int = Field(default_factory=_share(0.5), ge=1)
+    """Runtimes being made ready at once; half the run slots by default."""
+    ready_buffer: int = Field(default_factory=_share(0.5), ge=0)
+    """Sessions being made ready, or ready and waiting for a run slot; half the run
+    slots by default. 0 = nothing is made ahead: a session is made ready in its run slot."""
+    post_slots: int = Field(default_factory=_share(0.5), ge=1)
+    """Sessions being built, evaluated and torn down at once; half the run slots by default."""
     limit_grace_s: float = Field(default=15, ge=0)
     """How long a harness may go on after its session's limit is reached."""
     keep_logs: Literal["always", "failed", "never"] = "always"
@@ -95,8 +103,8 @@ class NodeSettings(Settings):
 class Pools:
     """How many sessions may be in which stage."""
 
-    ahead: asyncio.Semaphore
-    """INITIALIZING or READY: the READY buffer."""
+    ahead: asyncio.Semaphore | None
+    """INITIALIZING or READY: the READY buffer; `None` = there is none."""
     init: asyncio.Semaphore
     run: asyncio.Semaphore
     post: asyncio.Semaphore
@@ -155,7 +163,7 @@ class Node:
         self.settings = settings or NodeSettings()
         self.events = Events()
         self.pools = Pools(
-            ahead=asyncio.Semaphore(self.settings.ready_buffer),
+            ahead=asyncio.Semaphore(ahead) if (ahead := self.settings.ready_buffer) else None,
             init=asyncio.Semaphore(self.settings.init_slots),
             run=asyncio.Semaphore(self.settings.run_slots),
             post=asyncio.Semaphore(self.settings.post_slots),
@@ -183,6 +191,15 @@ class Node:
         settings = self.settings
         return settings.ready_buffer + settings.run_slots + 2 * settings.post_slots
 
+    @property
+    def free(self) -> int:
+        """How many further sessions fit now; less than 0 if more were handed in than fit."""
+        return self.capacity - len(self._sessions)
+
+    def stages(self) -> Mapping[SessionStatus, int]:
+        """How many living sessions are in which stage."""
+        return Counter(session.status for session in self._sessions.values())
+
     async def install(self, harness: Harness) -> Path | None:
         """The harness's bundle, made now if it is not there; `HarnessError`, once found, stays."""
         name = (harness.name, harness.version)
@@ -203,14 +220,19 @@ class Node:
         except HarnessError as error:
             return error
 
-    async def run(self, task: Task, sample_index: int = 0) -> SessionResult:
+    async def run(
+        self, task: Task, sample_index: int = 0, *, session_id: str | None = None
+    ) -> SessionResult:
         """Run one session of a task to its end and append its result to the run folder.
 
-        Raises `ConfigError` for a task that names what is not there, before anything is done, and
+        `session_id` is the caller's own, else one is made. Raises `ConfigError` for a task that
+        names what is not there and for an id that lives already, before anything is done, and
         `StoreError` if the result cannot be written. A cancelled caller leaves a session that has
         ended and is recorded, and no result.
         """
-        session = Session(plan(task), sample_index, self)
+        session = Session(plan(task), sample_index, self, session_id)
+        if session.session_id in self._sessions:
+            raise ConfigError(f"session {session.session_id!r} runs already")
         self._sessions[session.session_id] = session
         try:
             result = await session.run()

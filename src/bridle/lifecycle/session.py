@@ -77,13 +77,16 @@ class Plan:
 class Session:
     """One run of one harness; `run` is its whole life."""
 
-    def __init__(self, plan: Plan, sample_index: int, node: Node) -> None:
+    def __init__(
+        self, plan: Plan, sample_index: int, node: Node, session_id: str | None = None
+    ) -> None:
         self.plan = plan
         self.task = plan.task
         self.sample_index = sample_index
         self.node = node
         # 180: a session id has at most 200 characters.
-        self.session_id = f"{plan.task.task_id[:180]}.{sample_index}.{secrets.token_hex(3)}"
+        made = f"{plan.task.task_id[:180]}.{sample_index}.{secrets.token_hex(3)}"
+        self.session_id = session_id or made
         self.status = _S.REGISTERED
         self.facts: Facts | None = None
         """The gateway's, once it is sealed."""
@@ -137,18 +140,34 @@ class Session:
                 await stack.aclose()
 
     async def _until_slot(self, stack: AsyncExitStack) -> Opened | Ending:
-        """A session ready to run, which holds a run slot; or how it ended before."""
+        """A session ready to run, which holds a run slot; or how it ended before, without one."""
         pools = self.node.pools
         began = time.monotonic()
+        if pools.ahead is None:
+            return await self._in_its_slot(began, stack)
         async with pools.ahead:
-            async with pools.init:
-                self._timing["queue"] = time.monotonic() - began
-                self.go(_S.INITIALIZING)
-                opened = await open_session(self, stack)
-            if isinstance(opened, Ending):
-                return opened
+            opened = await self._made_ready(began, stack)
+            if not isinstance(opened, Ending):
+                await self.timed("ready", pools.run.acquire())
+        return opened
+
+    async def _in_its_slot(self, began: float, stack: AsyncExitStack) -> Opened | Ending:
+        run = self.node.pools.run
+        async with AsyncExitStack() as slot:
+            await run.acquire()
+            slot.callback(run.release)
+            opened = await self._made_ready(began, stack)
+            if not isinstance(opened, Ending):
+                slot.pop_all()
+        return opened
+
+    async def _made_ready(self, began: float, stack: AsyncExitStack) -> Opened | Ending:
+        async with self.node.pools.init:
+            self._timing["queue"] = time.monotonic() - began
+            self.go(_S.INITIALIZING)
+            opened = await open_session(self, stack)
+        if not isinstance(opened, Ending):
             self.go(_S.READY)
-            await self.timed("ready", pools.run.acquire())
         return opened
 
     async def _score(self, opened: Opened, fresh: Prewarmed | None) -> None:
