@@ -2,25 +2,31 @@
 
 `bwrap` makes two user namespaces, one in the other: the outer owns the sandbox's mounts and
 network, the inner is the one that commands run in, without any power over them. A privileged
-process enters the inner one with `nsenter`. Any other must first enter the outer one, which only
-its maker may; a small Python program does that, one start of an interpreter slower.
+process enters the inner one with `nsenter`, and the network with a thread of its own, which ends
+there. Any other must first enter the outer one, which only its maker may, and only while it has a
+single thread; a small Python program does that, one start of an interpreter slower.
 
 The numbers are those of `linux/nsfs.h` and `sched.h`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 from bridle.errors import RuntimeFailure
 
 CAP_SYS_ADMIN = 21
+CLONE_NEWNET = 0x40000000
+BACKLOG = 128
 PYTHON = (sys.executable, "-I", "-S", "-c")
 
 _SETNS = """
@@ -45,7 +51,7 @@ setns(network)
 listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", port))
-listener.listen(128)
+listener.listen({BACKLOG})
 socket.send_fds(socket.socket(fileno=channel), [b"1"], [listener.fileno()])
 """
 
@@ -98,11 +104,46 @@ def enter(pid: int, *, privileged: bool | None = None) -> list[str]:
     return [*PYTHON, _ENTER, str(pid)]
 
 
-def listen_inside(pid: int, port: int, *, timeout_s: float) -> socket.socket:
+def listen_inside(
+    pid: int, port: int, *, timeout_s: float, privileged: bool | None = None
+) -> socket.socket:
     """A socket that listens on 127.0.0.1:`port` in the network of the sandbox of process `pid`.
 
-    Blocks for the start of an interpreter. Raises `RuntimeFailure`.
+    Blocks; without privileges for the start of an interpreter. Raises `RuntimeFailure`.
     """
+    privileged = is_privileged() if privileged is None else privileged
+    try:
+        listener = _by_thread(pid, port) if privileged else _by_program(pid, port, timeout_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"cannot listen in the sandbox's network: {error}"
+        raise RuntimeFailure(message) from error
+    listener.settimeout(0)
+    return listener
+
+
+def _by_thread(pid: int, port: int) -> socket.socket:
+    """Listen from a thread that enters the network and ends."""
+    made: Future[socket.socket] = Future()
+
+    def listen() -> None:
+        try:
+            with Path(f"/proc/{pid}/ns/net").open("rb") as space:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(space.fileno(), CLONE_NEWNET) != 0:
+                    number = ctypes.get_errno()
+                    raise OSError(number, os.strerror(number))
+            made.set_result(socket.create_server(("127.0.0.1", port), backlog=BACKLOG))
+        except OSError as error:
+            made.set_exception(error)
+
+    thread = Thread(target=listen, name="sandbox-listener")
+    thread.start()
+    thread.join()
+    return made.result()
+
+
+def _by_program(pid: int, port: int, timeout_s: float) -> socket.socket:
+    """Listen from a small program that hands the socket over."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(0)
@@ -118,12 +159,5 @@ def listen_inside(pid: int, port: int, *, timeout_s: float) -> socket.socket:
             )
             _, sockets, _, _ = socket.recv_fds(ours, 1, 1)
         except BlockingIOError:
-            said = done.stderr.decode(errors="replace").strip()
-            message = f"cannot listen in the sandbox's network: {said[-500:]}"
-            raise RuntimeFailure(message) from None
-        except (OSError, subprocess.TimeoutExpired) as error:
-            message = f"cannot listen in the sandbox's network: {error}"
-            raise RuntimeFailure(message) from error
-    listener = socket.socket(fileno=sockets[0])
-    listener.settimeout(0)
-    return listener
+            raise OSError(done.stderr.decode(errors="replace").strip()[-500:]) from None
+    return socket.socket(fileno=sockets[0])
