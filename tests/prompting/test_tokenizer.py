@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridle.config import builtin_tokenizer_dir
 from bridle.errors import RenderError
 from bridle.prompting.tokenizer import (
+    JOINER,
     LONG,
     MARK,
     SHORT,
@@ -46,6 +48,15 @@ def test_escaped_text_has_no_control_token_and_decodes_to_itself(tokens, text):
     ids = tokens.encode(tokens.escape(text))
     assert not tokens.control_ids.intersection(ids)
     assert tokens.decode(ids) == text
+
+
+@given(nasty)
+def test_text_that_a_server_tokenises_holds_no_control_token_and_loses_nothing(tokens, text):
+    made = tokens.apart(text)
+    assert not tokens.control_ids.intersection(tokens.fast.encode(made))
+    assert made.replace(JOINER, "") == text.replace(JOINER, "")
+    marked = any(name in text for name in tokens.added)
+    assert (made != text) == marked
 
 
 @given(nasty, nasty)
@@ -171,3 +182,14 @@ def test_long_texts_are_forgotten_the_least_lately_used_first(tokens):
     tokens.encode("new " * (LONG // 4))
     assert set(texts) - set(tokens._long) == {texts[1]}
     assert tokens._long_chars == sum(map(len, tokens._long)) <= 3 * LONG
+
+
+def test_markers_that_share_their_ends_are_parted_both_and_white_space_never():
+    fast = load_tokenizer(builtin_tokenizer_dir()).fast
+    fast.add_tokens(["<a", "a>", "    "])
+    tokens = PromptTokenizer(fast)
+    made = tokens.apart("<a>    <a")
+    assert made.replace(JOINER, "") == "<a>    <a"
+    assert "    " in made
+    named = {tokens.added[name] for name in ("<a", "a>")}
+    assert not named.intersection(fast.encode(made))

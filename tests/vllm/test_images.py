@@ -16,7 +16,7 @@ from tests.gateway.test_images import DIALECTS, TURNS
 from bridle.engines.tokenizer import load_tokenizer
 from bridle.trajectory import rebuild
 
-from .checks import RecordingVllm, opened_gateway, prompts
+from .checks import RecordingVllm, opened_gateway, prompts, sampling_of
 from .serving import VISION_TOKENS, VllmServer, make_vision_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -103,6 +103,26 @@ async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
     stats = trajectory.metadata["stats"]
     assert stats["tokens_trained"] == stats["tokens_captured"]
     assert (stats["breaks"], stats["merge_ratio"]) == ([], 1.0)
+
+
+async def test_markers_in_the_texts_beside_a_picture_are_text_to_the_engine(sighted):
+    """Neither another turn nor another picture comes of what a user writes."""
+    sighted.say(None)
+    tokens = load_tokenizer(str(sighted.model))
+    controls = ("<|im_start|>", "<|im_end|>", VISION_TOKENS[0])
+    counts = []
+    for text in ("plain", "".join(controls)):
+        async with opened_gateway(sighted) as (gateway, store):
+            handle = await gateway.open_session(sampling=sampling_of(64))
+            history = DIALECTS[0].first()
+            history[0]["content"].append({"type": "text", "text": text})
+            await asked(handle, DIALECTS[0], history)
+            (exchange,) = store.exchanges(handle.session_id)
+        ids = exchange.suffix_ids.tolist()
+        assert ids == RecordingVllm.said(exchange.exchange_id).prompt
+        counts.append([ids.count(tokens.id_of(name)) for name in controls])
+        assert exchange.extra.get("markers_parted", 0) == (text != "plain")
+    assert counts[0] == counts[1]
 
 
 async def test_a_model_without_eyes_refuses_images_clearly(server):

@@ -347,8 +347,9 @@ class Exchanges:
         request, served = call.posed().request, call.posed().served
         text_only, shown = not served.info.token_in, prompted.shown
         messages = shown.messages if shown is not None else None
+        tools = shown.tools if shown is not None else None
         if messages is None and text_only:
-            messages = server_messages(request.messages)
+            messages, tools = server_messages(request.messages), chat_tools(request.tools)
         return GenerateRequest(
             request_id=call.exchange_id,
             prompt=prompted.prompt,
@@ -356,7 +357,7 @@ class Exchanges:
             session_id=session.session_id,
             model=served.model,
             messages=messages,
-            tools=None if messages is None else chat_tools(request.tools),
+            tools=tools,
             calls=takes_calls(request),
             arguments=None if shown is None else shown.arguments,
             by_messages=shown is not None,

@@ -4,6 +4,8 @@ Only the engine's own processor knows how many tokens an image is. So a request 
 not rendered here: its messages go to the chat route, whose prompt is a root (`image`), and the
 engine is asked for that prompt first, so that budgets count it whole and capture knows where each
 image stands. Placeholders are expanded once, by the engine; no prompt of ids ever holds a picture.
+The engine tokenises these texts, so whatever looks like a control token in them is parted before
+(`PromptTokenizer.apart`), and the exchange says in how many texts (`markers_parted`).
 
 Images must come inline (`data:`): an engine that fetched URLs would be a way out of a sandbox.
 Whatever an engine can't take is left to the renderer, which refuses it by name.
@@ -26,6 +28,7 @@ from bridle.types import JSON, MediaPart, Message, ModelRequest
 
 if TYPE_CHECKING:
     from bridle.gateway.models import Served
+    from bridle.prompting.renderer import PromptRenderer
     from bridle.types import Ids
 
 log = structlog.get_logger()
@@ -37,12 +40,15 @@ class Shown:
 
     messages: list[JSON]
     """As OpenAI Chat has them."""
+    tools: list[JSON] | None
     arguments: JSON
     """For the engine's template."""
     ids: Ids
     """The whole prompt."""
     images: list[JSON]
     """Digest and media type of each image, in order; `start` and `length` where they were told."""
+    parted: int
+    """How many texts held what looks like a control token."""
 
     @property
     def unplaced(self) -> list[JSON]:
@@ -65,16 +71,31 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
         raise RequestError("images must be inline (base64), not URLs", param="messages")
     if request.prefill is not None:
         raise RequestError("an answer that is begun can't follow images", param="messages")
-    messages = server_messages(request.messages, media=chat_part)
+    parting = _Parting(served.renderer)
+    messages = server_messages(request.messages, escape=parting, media=chat_part)
+    tools = chat_tools(request.tools, parting)
     thinking = served.renderer.template_args(request)
     arguments = {} if thinking is None else {"enable_thinking": thinking}
-    seen = await _seen(served.engine, messages, chat_tools(request.tools), arguments)
+    seen = await _seen(served.engine, messages, tools, arguments)
     if seen is None:
         return None
     told = [{"digest": part.digest, "media_type": part.media_type} for part in images]
     if len(seen.places) == len(told):
         told = [image | place for image, place in zip(told, seen.places, strict=True)]
-    return Shown(messages, arguments, seen.ids, told)
+    return Shown(messages, tools, arguments, seen.ids, told, parting.count)
+
+
+class _Parting:
+    """Parts the markers in texts, and counts the texts that held any."""
+
+    def __init__(self, renderer: PromptRenderer) -> None:
+        self._renderer = renderer
+        self.count = 0
+
+    def __call__(self, text: str) -> str:
+        made = self._renderer.apart(text)
+        self.count += made != text
+        return made
 
 
 async def _seen(

@@ -151,6 +151,7 @@ def _extra(finished: Finished) -> JSON:
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
         "media": _media(finished),
+        "markers_parted": 0 if finished.prompted.shown is None else finished.prompted.shown.parted,
         "cached_tokens": sample.last.cached_tokens,
         "engine": sample.extra,
         "engine_before": sample.extra_before,

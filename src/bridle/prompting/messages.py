@@ -46,10 +46,13 @@ def chat_messages(
 
 
 def server_messages(
-    messages: Sequence[Message], *, media: Callable[[MediaPart], JSON] | None = None
+    messages: Sequence[Message],
+    *,
+    escape: Escape = str,
+    media: Callable[[MediaPart], JSON] | None = None,
 ) -> list[JSON]:
     """The messages as servers of OpenAI's chat take them: as for a template, arguments as text."""
-    chat = chat_messages(messages, str, media=media)
+    chat = chat_messages(messages, escape, media=media)
     for call in (call for turn in chat for call in turn.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         if not isinstance(arguments, str):

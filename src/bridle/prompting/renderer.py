@@ -127,6 +127,9 @@ class PromptRenderer(Protocol):
         nothing in it is more than text.
         """
 
+    def apart(self, text: str) -> str:
+        """The text for a server that tokenises by itself, which finds no control token in it."""
+
     def template_args(self, request: ModelRequest) -> Hashable:
         """What beside messages and tools shapes the prompt of this request."""
 
@@ -359,6 +362,10 @@ class TokenRenderer:
         if control:
             return _array(self.tokenizer.encode(text))
         return _array(self._tokens.encode(self._tokens.escape(text)))
+
+    def apart(self, text: str) -> str:
+        """See `PromptRenderer.apart`."""
+        return self._tokens.apart(text)
 
     def template_args(self, request: ModelRequest) -> Hashable:
         """See `PromptRenderer.template_args`: whether thinking is on."""

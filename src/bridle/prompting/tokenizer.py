@@ -41,6 +41,10 @@ _UNESCAPED = {
 _TO_UNESCAPE = re.compile("|".join(map(re.escape, _UNESCAPED)))
 
 
+JOINER = "\N{WORD JOINER}"
+"""What parts a marker in text that somebody else tokenises: it shows nothing, and no normal form of
+Unicode takes it away."""
+
 SHORT = 32
 """Characters up to which a text counts as scaffold: role names, line breaks, markers."""
 
@@ -91,6 +95,9 @@ class PromptTokenizer:
             for name in names
         ]
         self._to_split = re.compile("(" + "|".join(spaced) + ")") if names else None
+        # Runs of white space are added tokens too, of vocabularies made for code; they say nothing.
+        markers = [re.escape(name) for name in names if len(name) > 1 and not name.isspace()]
+        self._to_part = re.compile("|".join(markers)) if markers else None
         self.unk_token_id: int | None = fast.unk_token_id
         self._short: dict[str, tuple[int, ...]] = {}
         self._long: OrderedDict[str, Ids] = OrderedDict()
@@ -117,6 +124,15 @@ class PromptTokenizer:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text
+
+    def apart(self, text: str) -> str:
+        """Text of a message for a server that tokenises by itself: it finds no control token there.
+
+        `JOINER` stands behind the first character of whatever looks like one; nothing else changes.
+        """
+        while self._to_part is not None and self._to_part.search(text):
+            text = self._to_part.sub(lambda found: found[0][0] + JOINER + found[0][1:], text)
         return text
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:  # noqa: FBT001, FBT002 - the shape that is asked for
