@@ -174,18 +174,24 @@ async def test_leaving_a_stream_early_ends_the_engines_call(connected):
     inside = RecordingEngine(scripted_engine([{"content": "word " * 40_000}]))
     outside = await connected(inside)
     chunks = outside.generate(request(stream=True))
-    await anext(chunks)
+    assert len((await anext(chunks)).output_ids) > 0
     await chunks.aclose()
     await ended_early(inside)
+    assert not outside._calls
 
 
 async def test_closing_ends_all_calls(connected):
-    outside = await connected(scripted_engine([{"delay_s": 60}]))
+    inside = RecordingEngine(scripted_engine([{"delay_s": 60}]))
+    outside = await connected(inside)
+    inside.requests.clear()
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         task = group.create_task(collect(outside, request()))
-        await asyncio.sleep(0.05)
+        while not inside.requests:  # noqa: ASYNC110 - the far side has no event
+            await asyncio.sleep(0.005)
         await outside.aclose()
-    assert task.result()[-1].finish_reason is FinishReason.ABORT
+    (chunk,) = task.result()
+    assert (chunk.finish_reason, len(chunk.output_ids)) == (FinishReason.ABORT, 0)
+    await ended_early(inside)
 
 
 async def test_a_prompt_without_room_is_an_overflow_here_or_there(connected):

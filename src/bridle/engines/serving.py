@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
@@ -15,6 +17,46 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.types import Ids
+
+
+API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
+"""Environment variable with the key that a server was started with (`--api-key`)."""
+
+
+class Serving:
+    """The part of an adapter that is the same for every server with `/tokenize`."""
+
+    _client: EngineClient
+    version = 0
+    """Policy version of the server's weights, where replies do not tell it."""
+
+    @classmethod
+    def open(
+        cls,
+        target: str,
+        *,
+        tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
+        allow_untokenized: bool = False,
+    ) -> Self:
+        """An adapter for the server at URL `target`, with the key of `BRIDLE_ENGINE_API_KEY`."""
+        key = os.environ.get(API_KEY_VARIABLE)
+        options = {"api_key": key, "allow_untokenized": allow_untokenized}
+        return cls(target, **options)  # type: ignore[call-arg]  # every adapter takes these
+
+    async def set_version(self, version: int) -> None:
+        """Tokens from here on carry `version`, where replies do not tell their own."""
+        self.version = version
+
+    async def tokenize(self, text: str) -> Ids | None:
+        """The ids of `text` by the server's tokenizer; `None` = it has no such route."""
+        return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
+
+    async def render(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids | None:
+        """The prompt that the server's own template makes; `None` = it cannot be asked."""
+        body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
+        return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
 
 
 def tokenizer_dir(root: object) -> Path | None:

@@ -9,13 +9,11 @@ are sent, because an id beyond it ends the server (0.5.23). Routes and replies a
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
 import numpy as np
@@ -25,16 +23,10 @@ from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateReq
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import end_ids, tokenized, tokenizer_dir
+from bridle.engines.serving import Serving, end_ids, tokenizer_dir
 from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
-
-API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
-"""Environment variable with the key that a server was started with (`--api-key`)."""
 
 ABORT_S = 5.0
 """How long a server may take to end a call that it was told to abort."""
@@ -51,7 +43,7 @@ class _Running:
     limit: asyncio.TimerHandle | None = None
 
 
-class SglangEngine:
+class SglangEngine(Serving):
     """Talks to one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
 
     It samples by `/generate`; with `engine_parses` by the chat route, which leaves reasoning and
@@ -95,24 +87,10 @@ class SglangEngine:
         self._context_length = 0
         self.vocab_size: int | None = None
         """How many ids the server takes; `None` = it does not tell."""
-        self.version = 0
-        """Policy version of weights that nobody gave a number."""
         self.server_version = ""
         """Empty where it is not told."""
         self.report: ProbeReport | None = None
         self._info: EngineInfo | None = None
-
-    @classmethod
-    def open(
-        cls,
-        target: str,
-        *,
-        tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
-        allow_untokenized: bool = False,
-    ) -> Self:
-        """An adapter for the server at URL `target`, with the key of `BRIDLE_ENGINE_API_KEY`."""
-        key = os.environ.get(API_KEY_VARIABLE)
-        return cls(target, api_key=key, allow_untokenized=allow_untokenized)
 
     # ---- life
 
@@ -223,10 +201,6 @@ class SglangEngine:
             Finding.note("parsers", "reasoning {}, tools {}".format(*parsers)),
         )  # fmt: skip
 
-    async def set_version(self, version: int) -> None:
-        """Tokens from here on carry `version`, where replies do not tell their own."""
-        self.version = version
-
     async def health(self) -> None:
         """Have the server sample one token (about 1 s by its own clock); raises `EngineError`."""
         try:
@@ -299,19 +273,6 @@ class SglangEngine:
         finally:
             if not held:
                 await self.resume()
-
-    # ---- text
-
-    async def tokenize(self, text: str) -> Ids | None:
-        """The ids of `text` by the server's tokenizer; `None` = it has no such route."""
-        return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
-
-    async def render(
-        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
-    ) -> Ids | None:
-        """The prompt that the server's own template makes; `None` = it cannot be asked."""
-        body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
-        return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
 
     # ---- sampling
 

@@ -7,12 +7,10 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -28,17 +26,11 @@ from bridle.engines.base import (
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import end_ids, tokenized, tokenizer_dir
+from bridle.engines.serving import Serving, end_ids, tokenizer_dir
 from bridle.engines.vllm_images import see
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
-
-API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
-"""Environment variable with the key that a server was started with (`--api-key`)."""
 
 ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
 """The order in which routes are tried where none is asked for."""
@@ -48,7 +40,7 @@ VERSIONED_ROUTES = (Route.GENERATE, Route.CHAT, Route.COMPLETIONS)
 route tells which tokens are whose (vLLM 0.32.0)."""
 
 
-class VllmEngine:
+class VllmEngine(Serving):
     """Talks to one vLLM server; implements `bridle.engines.base.Engine` and `Versioned`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
@@ -85,23 +77,9 @@ class VllmEngine:
         self._strict = False
         """Whether a reply without ids or logprobs is an error; off while the probe looks."""
         self._paired: bool | None = None
-        self.version = 0
-        """Policy version of the server's weights, where replies do not tell it."""
         self.server_version: str | None = None
         self.report: ProbeReport | None = None
         self._info: EngineInfo | None = None
-
-    @classmethod
-    def open(
-        cls,
-        target: str,
-        *,
-        tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
-        allow_untokenized: bool = False,
-    ) -> Self:
-        """An adapter for the server at URL `target`, with the key of `BRIDLE_ENGINE_API_KEY`."""
-        key = os.environ.get(API_KEY_VARIABLE)
-        return cls(target, api_key=key, allow_untokenized=allow_untokenized)
 
     # ---- life
 
@@ -109,7 +87,7 @@ class VllmEngine:
         """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
         if self._info is None:
             self._info = await self._connect()
-        return self._with_version(self._info)
+        return replace(self._info, version=self.version)
 
     async def _connect(self) -> EngineInfo:
         model = await self._choose_model()
@@ -140,18 +118,6 @@ class VllmEngine:
             eos_token_ids=end_ids(folder),
             tokenizer_dir=None if folder is None else str(folder),
             grammar=True,
-        )
-
-    def _with_version(self, info: EngineInfo) -> EngineInfo:
-        return EngineInfo(
-            info.model,
-            info.context_length,
-            info.logprob_mode,
-            info.token_in,
-            self.version,
-            info.eos_token_ids,
-            info.tokenizer_dir,
-            info.grammar,
         )
 
     async def _choose_model(self) -> JSON:
@@ -201,10 +167,6 @@ class VllmEngine:
         )
         return route, context, paired
 
-    async def set_version(self, version: int) -> None:
-        """Tokens from here on carry `version`, where replies do not tell their own."""
-        self.version = version
-
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
         return await self._client.tell(f"/pause?mode={mode}")
@@ -246,18 +208,7 @@ class VllmEngine:
         if request_id in self._calls:
             self._calls[request_id].abort()
 
-    # ---- text
-
-    async def tokenize(self, text: str) -> Ids | None:
-        """The ids of `text` by the server's tokenizer; `None` = it has no such route."""
-        return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
-
-    async def render(
-        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
-    ) -> Ids | None:
-        """The prompt that the server's own template makes; `None` = it cannot be asked."""
-        body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
-        return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
+    # ---- images
 
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
