@@ -192,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with VllmServer(folder, make_model(folder / "model")) as server:
+        with VllmServer(folder, make_model(folder / "model", layers=3, heads=4)) as server:
             server.start()
             found = asyncio.run(measure(server, options.tokens, options.runs))
     if options.json:

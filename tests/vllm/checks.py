@@ -192,13 +192,13 @@ def plain_logprobs(
 
 
 def check_session(
-    store: Store | SqliteReader, session_id: str, model: Path, *, breaks: Sequence[str] | None = ()
+    store: Store | SqliteReader, session_id: str, model: Path, *, breaks: Sequence[str] = ()
 ) -> Trajectory:
     """Hold a session's capture and its traces against the engine's own record and the weights.
 
     Every exchange has the ids and logprobs that the engine told; every trace's trained ids are
     those of its exchanges in their place, and their logprobs are a plain forward pass's. `breaks`
-    are the reasons of those that the harness makes itself; `None` = whichever there are.
+    are the reasons of those that the harness makes itself.
     """
     exchanges = store.exchanges(session_id)
     whole = prompts(exchanges)
@@ -226,6 +226,5 @@ def check_session(
     assert stats["tokens_captured"] == stats["tokens_trained"] + sum(
         stats["tokens_excluded"].values()
     )
-    if breaks is not None:
-        assert [one["reason"] for one in stats["breaks"]] == list(breaks)
+    assert [one["reason"] for one in stats["breaks"]] == list(breaks)
     return trajectory

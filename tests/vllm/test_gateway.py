@@ -9,6 +9,7 @@ from google import genai
 from google.genai import types as google
 
 from bridle.engines.vllm_routes import Route
+from bridle.prompting.renderer import load_renderer
 
 from .checks import RecordingVllm, check_session, openai_client, opened_gateway, sampling_of
 
@@ -18,6 +19,7 @@ TURNS = 9
 SCHEMA = {"type": "object", "properties": {"page": {"type": "integer"}}, "required": ["page"]}
 ABOUT = "Read a page."
 INSTRUCTION = "Read the book to its end."
+ENDS = load_renderer("builtin").stop_token_ids
 
 
 def reading(turns=TURNS):
@@ -142,7 +144,7 @@ async def test_nine_turns_with_tools_are_one_trace_of_the_engines_own_tokens(ser
 
 @pytest.mark.parametrize("route", Route)
 async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
-    """Random weights say junk: no turn parses, and none of its tokens is lost."""
+    """Random weights say junk: no turn parses, and none of its tokens is lost or told otherwise."""
     sampling = sampling_of(96)
     async with opened_gateway(server, engine=RecordingVllm(server.url, route=route)) as (
         gateway,
@@ -152,7 +154,11 @@ async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
             handle = await gateway.open_session(sampling=sampling)
             await client(handle, 2)
             await gateway.seal(handle.session_id)
-            # Junk may come back from a client as another text: a break, and no token lost.
-            trajectory = check_session(store, handle.session_id, server.model, breaks=None)
+            # A client without a tool result to tell asks again with the reply as its last message,
+            # to have it gone on with: behind the end that the model sampled that is another prompt.
+            first, second = store.exchanges(handle.session_id)
+            breaks = ("prefill",) if second.root_reason == "prefill" else ()
+            assert not breaks or (first.output_ids[-1] in ENDS and client is messages)
+            trajectory = check_session(store, handle.session_id, server.model, breaks=breaks)
             assert trajectory.metadata["stats"]["exchanges"] == 2
-            assert trajectory.metadata["stats"]["tokens_captured"] > 32
+            assert trajectory.metadata["stats"]["tokens_captured"] > 0

@@ -21,7 +21,8 @@ from .checks import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-TOKENS = 400
+TOKENS = 2000
+"""Long enough to be changed under way: some seconds."""
 
 
 def check_spans(exchange, models):
