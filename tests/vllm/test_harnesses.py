@@ -1,83 +1,86 @@
-"""Real, unmodified harnesses on a real vLLM, whose tokens are scripted and nothing else."""
+"""Real, unmodified harnesses on a real vLLM, whose tokens are scripted and nothing else.
+
+Four programs, one for each dialect, side by side in one node. Each does ten turns of work or more;
+three of them start two agents at once in one turn, the fourth fills its context and compacts. All
+of it takes 85 s on two cores, because vLLM's model is as small as it can be.
+"""
 
 import pytest
+from tests.real_clients import test_harness_compaction as compaction
+from tests.real_clients import test_harness_subagents as agents
+from tests.real_clients.side_by_side import Run, never_forked, side_by_side, succeeded
+from tests.real_clients.work import TEN, the_files_are_right
 
 from bridle.capture.sqlite import SqliteReader
-from bridle.cli.batch import Batch, run_batch
-from bridle.config import Task
+from bridle.config import Budgets
+from bridle.types import Dialect, Kind
 
-from .checks import check_session
+from .checks import RecordingVllm, check_session
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-COMMANDS = (
-    "ls -la",
-    "printf 'alpha\\nbeta\\ngamma\\n' > words.txt",
-    "wc -l words.txt",
-    "grep -n beta words.txt",
-    "sed -i 's/beta/delta/' words.txt",
-    "cat words.txt",
-    "python3 -c 'print(\"né\", 6 * 7)' > number.txt",
-    "cat number.txt words.txt",
-)
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-HARNESSES = {
-    "pi": {},
-    "mini_swe_agent": {},
-    "claude_code": {"settings": {"bare": True}},
+WITH_AGENTS = {
+    "claude_code": "anthropic",
+    "codex": "openai_responses",
+    "gemini_cli": "google",
 }
+COMPACTS = ("pi", "openai_chat")
+DONE = 'test "$(cat on.txt)" = "a b"'
+PATIENT = Budgets(agent_s=600)
+"""Four programs at once, with prompts of up to 50,000 tokens, on a machine that may be busy."""
 
 
-def instruction(harness):
-    return f"Write the words into words.txt and mend them, as the {harness} does."
+def filling(number):
+    """What each turn of the compacting program prints: 4,000 tokens, and 13,000 characters.
+
+    Pi counts characters to see whether there is enough to be summed up.
+    """
+    return f"seq -f 'and the other that was in the %g' {number}000 {number}360"
 
 
-def script():
-    """Every harness does the same job, and ends in its own way."""
-    steps = [
-        {"reasoning": f"Step {number}.", "content": f"Now: {number}.", "shell": [command]}
-        for number, command in enumerate(COMMANDS, 1)
+LINES = 900
+"""Lines of the longest output that the others see; Gemini CLI shows all of it."""
+
+
+def rollouts():
+    """A run of each program."""
+    made = " && ".join(f'test "$(cat {part}.txt)" = é' for part in agents.PARTS)
+    check = f"{made} && {the_files_are_right()}"
+    return [
+        *(
+            Run(
+                name,
+                dialect,
+                agents.script(name, dialect, lines=LINES),
+                check,
+                agents.SETTINGS.get(name, {}),
+                PATIENT,
+            )
+            for name, dialect in WITH_AGENTS.items()
+        ),
+        Run(*COMPACTS, compaction.script(COMPACTS[0], filling), DONE, budgets=PATIENT),
     ]
-    done = {"content": "The words are mended."}
-    endings = {"mini_swe_agent": [{"content": "Done.", "shell": [SUBMIT]}]}
-    return {
-        "conversations": [
-            {
-                "when": {"user_contains": instruction(name)},
-                "turns": [*steps, *endings.get(name, ()), done],
-            }
-            for name in HARNESSES
-        ]
-    }
 
 
-def task(name, fields):
-    command = "grep -q delta words.txt && grep -q 42 number.txt"
-    return Task.model_validate(
-        {
-            "task_id": name,
-            "instruction": instruction(name),
-            "agent": {"harness": name, **fields},
-            "evaluator": {"strategy": "command", "config": {"command": command}},
-        }
-    )
+async def test_real_harnesses_of_all_dialects_train_on_the_engines_own_tokens(server, tmp_path):
+    def play(conversations):
+        server.say({"conversations": conversations})
+        return RecordingVllm(server.url)
 
+    everyone = await side_by_side(tmp_path, rollouts(), play=play)
 
-def test_three_real_harnesses_train_on_the_engines_own_tokens(server, tmp_path):
-    server.say(script())
-    folder = tmp_path / "run"
-    tasks = [task(name, fields) for name, fields in HARNESSES.items()]
-    engine = f"tests.vllm.checks:RecordingVllm:{server.url}"
-
-    lines = run_batch(Batch(tasks, engine, str(server.model), folder, concurrency=3))
-
-    assert [line["harness"] for line in lines] == list(HARNESSES)
-    for line in lines:
-        assert (line["status"], line["reward"]) == ("COMPLETED", 1.0), line
-        assert line["merge_ratio"] == 1.0, line
-    with SqliteReader(folder / "capture.sqlite") as store:
-        for line in lines:
-            trajectory = check_session(store, line["session_id"], server.model)
-            stats = trajectory.metadata["stats"]
-            assert stats["exchanges"] >= len(COMMANDS) + 1
-            assert set(stats["drift"]) == {"exact"}
+    assert {ran.run.dialect for ran in everyone} == set(map(str, Dialect))
+    with SqliteReader(tmp_path / "capture.sqlite") as store:
+        for ran in everyone:
+            succeeded(ran)
+            compacts = ran.run.harness == COMPACTS[0]
+            breaks = compaction.KEPT if compacts else ()
+            session_id = ran.result.session_id
+            trajectory = check_session(store, session_id, server.model, breaks=breaks)
+            assert set(trajectory.metadata["stats"]["drift"]) == {"exact"}
+            assert trajectory.metadata["stats"]["tokens_excluded"] == {}
+            if compacts:
+                compaction.compacted(ran)
+                continue
+            never_forked(ran, roots={Kind.AGENT: 1, Kind.SUBAGENT: 2})
+            assert sorted(map(len, ran.roots())) == [3, 3, TEN + 2], ran.table()
