@@ -124,6 +124,15 @@ def test_a_path_whose_tokens_all_train_elsewhere_gives_no_trace():
     assert traces["x1"].loss_mask.sum() == 7
 
 
+def test_a_token_without_a_logprob_has_none_in_a_path_that_keeps_a_part_of_its_output():
+    made = MadeSession()
+    made.call(output=6, logprobs=np.array([-1, np.nan, -1, -1, -1, -1], np.float32))
+    made.call("x0", kept=14, output=9)
+    trace = built(made)["x1"]
+    assert trace.reasons[:4].tolist() == [0, MaskReason.UNPAIRED, 0, 0]
+    assert trace.response_logprobs[:4].tolist() == [-1, 0, -1, -1]
+
+
 def test_a_retry_leaves_no_trace_and_stands_as_a_reason():
     made = chain(2)
     made.call("x0", new=made.exchanges[1].suffix_ids, started_at=2000.0)

@@ -326,11 +326,10 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
             if (versions := spans.get(row[16])) is None:
                 versions = tuple(VersionSpan(*span) for span in _of_json(row[16]))
                 spans[row[16]] = versions
-            exchange = _exchange_of(session_id, row, head, sampling, versions)
+            exchange = _exchange_of(session_id, row, found.texts, head, sampling, versions)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             found.damaged.append(_damage(row, error))
         else:
-            exchange.read_reply_from(found.texts)
             found.exchanges.append(exchange)
     return found
 
@@ -352,43 +351,49 @@ def _damage(row: tuple[Any, ...], error: Exception) -> Damaged:
 def _exchange_of(
     session_id: str,
     row: tuple[Any, ...],
+    texts: SessionTexts,
     head: bytes,
     sampling: Sampling,
     versions: tuple[VersionSpan, ...],
 ) -> StoredExchange:
-    spans: bytes = row[23]
-    return StoredExchange(
-        session_id=session_id,
-        exchange_id=row[2],
-        index=row[3],
-        dialect=_DIALECTS[row[4]],
-        kind=_KINDS[row[5]],
-        parent_id=row[6],
-        continues=row[7],
-        root_reason=row[8],
-        kept=row[9],
-        prompt_length=row[10],
-        prompt_digest=row[11],
-        suffix_ids=np.frombuffer(row[12], _IDS),
-        output_ids=np.frombuffer(row[13], _IDS),
-        logprobs=np.frombuffer(row[14], _LOGPROBS),
-        logprob_mode=_MODES[row[15]],
-        versions=versions,
-        finish_reason=_FINISHES[row[17]],
-        sampling=sampling,
-        constrained=bool(row[19]),
-        request=RequestRecord(
+    spans = memoryview(row[23])  # here, so that a damaged one is found here
+
+    def request() -> RequestRecord:
+        digests = (spans[at : at + DIGEST_BYTES] for at in range(0, len(spans), DIGEST_BYTES))
+        return RequestRecord(
             head=head,
             base=row[21],
             kept_spans=row[22],
-            spans=tuple(spans[at : at + DIGEST_BYTES] for at in range(0, len(spans), DIGEST_BYTES)),
+            spans=tuple(digest.tobytes() for digest in digests),
             tools=row[24],
-        ),
-        started_at=row[25],
-        first_token_s=row[26],
-        duration_s=row[27],
-        extra=_of_json(row[28]) if row[28] != "{}" else {},
-        reply=b"",
+        )
+
+    return StoredExchange.of(
+        texts,
+        request,
+        row[2],
+        session_id,
+        row[3],
+        _DIALECTS[row[4]],
+        _KINDS[row[5]],
+        row[6],
+        row[7],
+        row[8],
+        row[9],
+        np.frombuffer(row[12], _IDS),
+        np.frombuffer(row[13], _IDS),
+        np.frombuffer(row[14], _LOGPROBS),
+        _MODES[row[15]],
+        versions,
+        _FINISHES[row[17]],
+        sampling,
+        bool(row[19]),
+        row[10],
+        row[11],
+        row[25],
+        row[26],
+        row[27],
+        _of_json(row[28]) if row[28] != "{}" else {},
     )
 
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import NamedTuple
 
-from bridle.capture.records import Exchange
+from bridle.capture.records import Exchange, RequestRecord
 from bridle.errors import StoreError
 
 COMPRESS_FROM_BYTES = 256
@@ -169,22 +170,38 @@ class SessionTexts(Mapping[bytes, bytes]):
 
 
 class StoredExchange(Exchange):
-    """An exchange of a file: its reply is unpacked when somebody reads it."""
+    """An exchange of a file: its reply and its request are read when somebody asks for them."""
 
-    __slots__ = ("_number", "_texts")
-    _number: int
-    _texts: SessionTexts
+    __slots__ = ("_place",)
+    _place: tuple[SessionTexts, int, Callable[[], RequestRecord]]
 
-    def read_reply_from(self, texts: SessionTexts) -> None:
-        """Forget the reply and take it from the row that was added last, when it is asked for."""
-        object.__setattr__(self, "_texts", texts)
-        object.__setattr__(self, "_number", texts.rows - 1)
-        object.__delattr__(self, "reply")
+    @classmethod
+    def of(
+        cls, texts: SessionTexts, request: Callable[[], RequestRecord], *values: object
+    ) -> StoredExchange:
+        """The exchange of the row that `texts` got last, with its other fields' values in order.
 
-    def __getattr__(self, name: str) -> bytes:
-        """Called for what is not set: the reply, once."""
-        if name != "reply":
+        Fields are set as what they are, slots: through the constructor of a frozen class each costs
+        twice as much. `ValueError` where `Exchange` has one, or where values are missing.
+        """
+        exchange = cls.__new__(cls)
+        for give, value in zip(_GIVE, values, strict=True):
+            give(exchange, value)
+        exchange.__post_init__()
+        object.__setattr__(exchange, "_place", (texts, texts.rows - 1, request))
+        return exchange
+
+    def __getattr__(self, name: str) -> object:
+        """Called for what is not set: the reply or the request, once."""
+        if name not in _LATER:
             raise AttributeError(name)
-        reply = self._texts.reply(self._number)
-        object.__setattr__(self, "reply", reply)
-        return reply
+        texts, number, request = self._place
+        value = texts.reply(number) if name == "reply" else request()
+        object.__setattr__(self, name, value)
+        return value
+
+
+_LATER = ("reply", "request")
+_GIVE = tuple(
+    getattr(Exchange, field.name).__set__ for field in fields(Exchange) if field.name not in _LATER
+)

@@ -159,22 +159,24 @@ def assemble(plan: Plan, marks: Marks, trace_id: str) -> Trace:
     turn_ends: list[int] = []
     modes: set[str] = set()
     at = -split
-    for piece in path:
-        start, at = at, at + len(piece.ids)
-        if start < 0 or not piece.is_output:
+    for node, is_output, own in path:
+        start, at = at, at + len(own)
+        if start < 0 or not is_output:
             continue
-        exchange = piece.node.exchange
-        exchange_id, count = exchange.exchange_id, len(piece.ids)
-        own = reasons[start:at] = _reasons_here(exchange_id, count, marks, plan.train)
-        if exchange_id in plan.train:
-            logprobs[start:at] = exchange.logprobs[:count]
-            if marks.trained[exchange_id] < count or plan.train[exchange_id] != (0, count):
-                logprobs[start:at][own != _TRAINED] = 0.0
-            modes.add(exchange.logprob_mode)
-        for span in exchange.versions:
-            versions[start + max(span.start, 0) : min(start + max(span.end, 0), at)] = span.version
+        exchange = node.exchange
+        exchange_id = exchange.exchange_id
         exchange_ids.append(exchange_id)
         turn_ends.append(at)
+        for span in exchange.versions:
+            versions[start + max(span.start, 0) : min(start + max(span.end, 0), at)] = span.version
+        part = plan.train.get(exchange_id)
+        marked = reasons[start:at] = _reasons_here(marks.by_token[exchange_id][: len(own)], part)
+        if part is not None:
+            logprobs[start:at] = exchange.logprobs[: len(own)]
+            all_train = marks.trained[exchange_id] == len(exchange.output_ids)
+            if not all_train or part != (0, len(own)):
+                logprobs[start:at][marked != _TRAINED] = 0.0
+            modes.add(exchange.logprob_mode)
     return Trace(
         trace_id=trace_id,
         prompt_ids=ids[:split],
@@ -196,12 +198,11 @@ def _first_sampled(path: Sequence[Piece]) -> int:
 
 
 def _reasons_here(
-    exchange_id: str, size: int, marks: Marks, train: Mapping[str, tuple[int, int]]
+    reasons: npt.NDArray[np.uint8], part: tuple[int, int] | None
 ) -> npt.NDArray[np.uint8]:
-    """Reasons of an exchange's first `size` output ids in a trace that trains `train`."""
-    reasons = marks.by_token[exchange_id][:size]
-    start, stop = train.get(exchange_id, (0, 0))
-    if start == 0 and stop == size:
+    """An exchange's reasons in a trace that trains only `part` of it (`None` = nothing)."""
+    start, stop = part or (0, 0)
+    if stop - start == len(reasons):
         return reasons
     elsewhere = reasons == _TRAINED
     elsewhere[start:stop] = False

@@ -158,6 +158,11 @@ def first_difference(one: Ids, two: Ids) -> int:
     return int(different[0]) if len(different) else shared
 
 
+def _content(exchange: Exchange) -> tuple[object, ...]:
+    """Sort key of exchanges that share an id and a time."""
+    return exchange.index, exchange.prompt_digest, exchange.output_ids.tobytes()
+
+
 def _needs_parent(exchange: Exchange) -> bool:
     """Whether its prompt cannot be put together without another exchange."""
     return exchange.kept > 0
@@ -236,12 +241,11 @@ class _Grower:
     def admit(self, session_id: str, exchanges: Iterable[Exchange]) -> dict[str, Exchange]:
         """The session's exchanges by id, each id once, in the order of `order_of`."""
         unique: dict[str, Exchange] = {}
-
-        def content(exchange: Exchange) -> tuple[object, ...]:
-            output = exchange.output_ids.tobytes()
-            return order_of(exchange), exchange.index, exchange.prompt_digest, output
-
-        for exchange in sorted(exchanges, key=content):
+        given = [*exchanges]
+        if len({exchange.exchange_id for exchange in given}) < len(given):
+            given.sort(key=_content)
+        given.sort(key=order_of)
+        for exchange in given:
             if exchange.session_id != session_id:
                 self.lose(exchange, "foreign_session")
             elif exchange.exchange_id in unique:
@@ -258,14 +262,13 @@ class _Grower:
             if parent is None:
                 self.lose(exchange, "parent_lost")
                 return
-            if kept > parent.length:
+            if kept > (length := parent.length):
                 self.lose(exchange, "kept_beyond_parent")
                 return
+            if kept < length:
+                self.note(exchange, exchange.root_reason or "parent_kept_in_part", kept)
         elif exchange.parent_id is not None and exchange.prompt_length > 0:
             self.note(exchange, "nothing_kept")
-        if parent is not None and kept < parent.length:
-            reason = exchange.root_reason or "parent_kept_in_part"
-            self.note(exchange, reason, kept)
         state = self._hash_of(parent, kept)
         state.update(_bytes(exchange.suffix_ids))
         sound = state.digest() == exchange.prompt_digest or exchange.prompt_length == 0

@@ -10,6 +10,7 @@ Delivery is decided by the record and by later requests that show the reply (law
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -160,13 +161,15 @@ def _of_tokens(
     )
     # NaN fails both comparisons.
     usable = (logprobs <= LARGEST_LOGPROB) & (logprobs > -np.inf)
-    reasons[(reasons == _TRAINED) & ~usable] = MaskReason.UNPAIRED
-    until = np.concatenate(([0], np.cumsum(reasons == _TRAINED)))[starts].tolist()
-    by_token = {
-        exchange_id: reasons[start:end]
-        for exchange_id, (start, end) in zip(by_exchange, itertools.pairwise(starts), strict=True)
-    }
-    counts = (end - start for start, end in itertools.pairwise(until))
-    found = enumerate(np.bincount(reasons).tolist())
-    by_reason = {MaskReason(reason): count for reason, count in found if count}
-    return by_token, dict(zip(by_exchange, counts, strict=True)), by_reason
+    unpaired = np.flatnonzero((reasons == _TRAINED) & ~usable)
+    reasons[unpaired] = MaskReason.UNPAIRED
+    lost = Counter((np.searchsorted(starts, unpaired, side="right") - 1).tolist())
+    by_token: dict[str, npt.NDArray[np.uint8]] = {}
+    trained: dict[str, int] = {}
+    by_reason: Counter[MaskReason] = Counter({MaskReason.UNPAIRED: len(unpaired)})
+    for number, (exchange_id, reason) in enumerate(by_exchange.items()):
+        by_token[exchange_id] = reasons[starts[number] : starts[number + 1]]
+        left = sizes[number] - lost[number]
+        trained[exchange_id] = left if reason is _TRAINED else 0
+        by_reason[reason] += left
+    return by_token, trained, +by_reason
