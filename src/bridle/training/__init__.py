@@ -1,5 +1,10 @@
-"""Training on the embedded engine's models: the reference for what trajectories are good for.
+"""Training on what harnesses did: the reference for what trajectories are good for.
 
-`sft` trains on token-exact examples; `demo_model` makes the small model that demonstrations and
-tests use.
+`grpo` is one update from groups of sessions: `samples` says how much each token counts, `forward`
+computes its logprob (padded rows, or a tree in which each token stands once), `grpo` sums the
+objective and steps. `loop` alternates rollouts and updates: `groups` run ahead within bounds,
+`tasks` says what comes next, `checkpoint` keeps all of it, `curve` draws it. `sft` trains on
+token-exact examples; `demo_model` makes the small model that demonstrations and tests use.
+
+Small, readable and correct; no rival of the trainers that shard and pipeline.
 """

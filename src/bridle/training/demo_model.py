@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.training import sft
+from bridle.training import forward, sft
 from bridle.training.sft import Example, SftProgress, SftSettings, read_examples, train
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ it has read in all; at most 0.3 % of its answers are malformed. At temperature 0
 def recipe_digest() -> str:
     """Changes whenever another model would come out: the recipe, its code, torch, the tokenizer."""
     parts = [
+        inspect.getsource(forward),
         inspect.getsource(sft),
         inspect.getsource(sys.modules[__name__]),
         torch.__version__,

@@ -14,11 +14,9 @@ A loss that is not a number ends the training, and the model gets the last weigh
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -31,9 +29,10 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import TrainingError
+from bridle.training.forward import shared_prefix, takes_positions, threads
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from bridle.types import Ids
 
@@ -176,7 +175,7 @@ def train(
     prefix = _common_prefix(examples) if settings.share_prefix else 0
     batches = list(_all_batches(examples, prefix, settings))[: settings.max_steps]
     devices = [] if model.device.type == "cpu" else [model.device]
-    with torch.random.fork_rng(devices=devices), _threads(settings.threads):
+    with torch.random.fork_rng(devices=devices), threads(settings.threads):
         torch.manual_seed(settings.seed)
         model.train()
         try:
@@ -347,42 +346,17 @@ def _loss(model: PreTrainedModel, batch: Sequence[Example], prefix: int) -> torc
     trained = torch.from_numpy(mask[:, prefix + 1 :] != 0).to(model.device)
     extra: dict[str, object] = {"use_cache": False}
     if prefix:
-        extra = {"use_cache": True, "past_key_values": _shared(model, row[:1, :prefix], len(batch))}
-    if _takes_positions(model):
+        extra = {
+            "use_cache": True,
+            "past_key_values": shared_prefix(model, row[:1, :prefix], len(batch)),
+        }
+    if takes_positions(model):
         extra["logits_to_keep"] = trained
     logits = model(input_ids=row[:, prefix:-1], **extra).logits
     if logits.ndim == 3:
         logits = logits[trained]
     wanted = row[:, prefix + 1 :][trained]
     return torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum")
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether logits can be asked for at some positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def _shared(model: PreTrainedModel, row: torch.Tensor, copies: int) -> DynamicCache:
-    """Keys and values of one row of ids, seen by as many examples; gradients flow into it."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    few = {"logits_to_keep": 1} if _takes_positions(model) else {}
-    model(input_ids=row, past_key_values=cache, use_cache=True, **few)
-    for layer in cache.layers:
-        layer.keys = layer.keys.expand(copies, -1, -1, -1)
-        layer.values = layer.values.expand(copies, -1, -1, -1)
-    return cache
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _restore(model: PreTrainedModel, weights: list[torch.Tensor]) -> None:

@@ -1,0 +1,275 @@
+"""Logprobs of the tokens that train, under a model's weights, with gradients.
+
+Two layouts of the same numbers. *Rows*: traces side by side, padded at the end, where no trained
+token can see it; what all of them begin with is computed once. *Tree*: `trajectory.packing` lays
+traces out so that each token stands once, and a dense mask says who sees whom. Logits are made at
+the positions that predict a trained token and nowhere else, because with a large vocabulary they
+are most of the memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bridle.errors import TrainingError
+from bridle.training.samples import Sample
+from bridle.trajectory.packing import Packed, block_mask, pack
+from bridle.trajectory.sample import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+    from bridle.types import Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The trained tokens of a piece of a batch, in the order in which the logprobs come."""
+
+    old: npt.NDArray[np.float32]
+    """Logprob of each under the weights that sampled it; shape (N,)."""
+    versions: npt.NDArray[np.int32]
+    """Policy version that sampled each; shape (N,)."""
+    advantages: npt.NDArray[np.float32]
+    weights: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Traces side by side."""
+
+    samples: tuple[Sample, ...]
+    prefix: int
+    """How many leading ids all of them have in common, none of which trains."""
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the model, padding included."""
+        longest = max(_length(sample) for sample in self.samples)
+        return self.prefix + len(self.samples) * (longest - self.prefix)
+
+    def tokens(self) -> Tokens:
+        """What trains."""
+        masks = [_mask(sample) for sample in self.samples]
+        counts = [int(mask.sum()) for mask in masks]
+        starts = [len(sample.trace.prompt_ids) for sample in self.samples]
+        pairs = [(s.trace, m[n:]) for s, m, n in zip(self.samples, masks, starts, strict=True)]
+        return Tokens(
+            np.concatenate([trace.response_logprobs[mask] for trace, mask in pairs]),
+            np.concatenate([trace.versions[mask] for trace, mask in pairs]),
+            np.repeat(_floats(s.advantage for s in self.samples), counts),
+            np.repeat(_floats(s.weight for s in self.samples), counts),
+        )
+
+    def logprobs(self, model: PreTrainedModel, temperature: float) -> torch.Tensor:
+        """Logprob of each of `tokens`, shape (N,), float32."""
+        longest = max(_length(sample) for sample in self.samples)
+        ids = np.stack([_padded(_ids(s), longest) for s in self.samples])
+        masks = np.stack([_padded(_mask(s), longest, 0) for s in self.samples])
+        row = torch.from_numpy(ids).long().to(model.device)
+        trained = torch.from_numpy(masks[:, self.prefix + 1 :]).to(model.device)
+        extra: dict[str, object] = {"use_cache": False}
+        if self.prefix:
+            shared = shared_prefix(model, row[:1, : self.prefix], len(self.samples))
+            extra = {"use_cache": True, "past_key_values": shared}
+        if takes_positions(model):
+            extra["logits_to_keep"] = trained
+        logits = model(input_ids=row[:, self.prefix : -1], **extra).logits
+        if logits.ndim == 3:
+            logits = logits[trained]
+        return _chosen(logits, row[:, self.prefix + 1 :][trained], temperature)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """Traces as one tree, each token once."""
+
+    samples: tuple[Sample, ...]
+    packed: Packed
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.packed.ids)
+
+    def _trained(self) -> npt.NDArray[np.bool_]:
+        mask: npt.NDArray[np.bool_] = (self.packed.loss_mask == 1) & (self.packed.parents >= 0)
+        return mask
+
+    def tokens(self) -> Tokens:
+        """What trains."""
+        trained = self._trained()
+        of = self.packed.trace_of[trained]
+        return Tokens(
+            self.packed.logprobs[trained],
+            self.packed.versions[trained],
+            _floats(sample.advantage for sample in self.samples)[of],
+            _floats(sample.weight for sample in self.samples)[of],
+        )
+
+    def logprobs(self, model: PreTrainedModel, temperature: float) -> torch.Tensor:
+        """Logprob of each of `tokens`, shape (N,), float32."""
+        packed, trained = self.packed, self._trained()
+        device = model.device
+        sees = torch.from_numpy(block_mask(packed)).to(device)
+        mask = torch.zeros(sees.shape, dtype=model.dtype, device=device)
+        mask.masked_fill_(~sees, torch.finfo(model.dtype).min)
+        at, place = np.unique(packed.parents[trained], return_inverse=True)
+        kept = torch.from_numpy(at.astype(np.int64)).to(device)
+        extra = {"logits_to_keep": kept} if takes_positions(model) else {}
+        logits = model(
+            input_ids=torch.from_numpy(packed.ids).long().to(device)[None],
+            attention_mask=mask[None, None],
+            position_ids=torch.from_numpy(packed.position_ids).long().to(device)[None],
+            use_cache=False,
+            **extra,
+        ).logits[0]
+        if not extra:
+            logits = logits[kept]
+        rows = torch.from_numpy(place.astype(np.int64)).to(device)
+        wanted = torch.from_numpy(packed.ids[trained]).long().to(device)
+        return _chosen(logits[rows], wanted, temperature)
+
+
+Piece = Rows | Tree
+
+
+def rows_of(samples: Sequence[Sample], batch_tokens: int, *, share: bool) -> Iterator[Rows]:
+    """Samples in pieces of at most `batch_tokens` computed tokens, like lengths together.
+
+    With `share` a piece's common beginning is computed once; only for models whose cache is of keys
+    and values.
+    """
+    order = sorted(samples, key=_length)
+    prefix = _common_prefix(order) if share and order else 0
+    piece: list[Sample] = []
+    for sample in order:
+        if piece and prefix + (len(piece) + 1) * (_length(sample) - prefix) > batch_tokens:
+            yield Rows(tuple(piece), prefix)
+            piece = []
+        piece.append(sample)
+    if piece:
+        yield Rows(tuple(piece), prefix)
+
+
+def trees_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[Tree]:
+    """Samples in trees, one per group; a group that is too large for one comes in several.
+
+    Memory and time of a dense mask grow with the square of a tree, so groups are never joined.
+    """
+    for _, group in groupby(sorted(samples, key=_group), key=_group):
+        yield from _trees(tuple(group), batch_tokens)
+
+
+def _trees(samples: tuple[Sample, ...], batch_tokens: int) -> Iterator[Tree]:
+    tree = _tree(samples)
+    if tree.computed <= batch_tokens or len(samples) == 1:
+        yield tree
+        return
+    half = len(samples) // 2
+    yield from _trees(samples[:half], batch_tokens)
+    yield from _trees(samples[half:], batch_tokens)
+
+
+def _group(sample: Sample) -> int:
+    return sample.group
+
+
+def _tree(samples: Sequence[Sample]) -> Tree:
+    traces = tuple(sample.trace for sample in samples)
+    return Tree(tuple(samples), pack([Trajectory("", "", traces, None, None, {})]))
+
+
+def check_ids(samples: Sequence[Sample], model: PreTrainedModel) -> None:
+    """Raise `TrainingError` for an id that the model has no embedding for: another tokenizer's."""
+    size = int(model.get_input_embeddings().weight.shape[0])
+    for sample in samples:
+        ids = _ids(sample)
+        for at in (int(ids.argmax()), int(ids.argmin())):
+            if not 0 <= ids[at] < size:
+                raise TrainingError(
+                    f"trace {sample.trace.trace_id}: id {ids[at]} at position {at} is beyond the "
+                    f"model's vocabulary of {size}; it comes from another tokenizer"
+                )
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether logits can be asked for at some positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def shared_prefix(model: PreTrainedModel, row: torch.Tensor, copies: int) -> DynamicCache:
+    """Keys and values of one row of ids, seen by as many traces; gradients flow into it."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    few = {"logits_to_keep": 1} if takes_positions(model) else {}
+    model(input_ids=row, past_key_values=cache, use_cache=True, **few)
+    for layer in cache.layers:
+        layer.keys = layer.keys.expand(copies, -1, -1, -1)
+        layer.values = layer.values.expand(copies, -1, -1, -1)
+    return cache
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Meanwhile torch computes an operation on so many CPU threads; `None` = as it is set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _chosen(logits: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    return -torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+
+
+def _floats(values: Iterable[float]) -> npt.NDArray[np.float32]:
+    return np.array([*values], dtype=np.float32)
+
+
+def _ids(sample: Sample) -> Ids:
+    return np.concatenate([sample.trace.prompt_ids, sample.trace.response_ids])
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.trace.prompt_ids) + len(sample.trace.response_ids)
+
+
+def _mask(sample: Sample) -> npt.NDArray[np.bool_]:
+    """Which of a trace's tokens train, prompt included; the very first cannot."""
+    prompt = np.zeros(len(sample.trace.prompt_ids), dtype=np.bool_)
+    mask = np.concatenate([prompt, sample.trace.loss_mask == 1])
+    mask[:1] = False
+    return mask
+
+
+def _padded(values: np.ndarray, length: int, fill: int | None = None) -> np.ndarray:
+    """`values` made longer: with `fill`, or with its last value."""
+    return np.pad(values, (0, length - len(values)), "edge" if fill is None else "constant")
+
+
+def _common_prefix(samples: Sequence[Sample]) -> int:
+    """How many leading ids all samples have in common, with at least one token after them."""
+    first = _ids(samples[0])
+    length = len(first) - 1
+    for sample in samples:
+        ids = _ids(sample)
+        length = min(length, int(_mask(sample).argmax()), len(ids) - 1)
+        same = first[:length] == ids[:length]
+        length = length if same.all() else int(same.argmin())
+    return max(0, length - 1)

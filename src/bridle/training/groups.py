@@ -1,0 +1,153 @@
+"""Where groups come from: sessions that run ahead of the training, but not too far.
+
+The loop says how many groups may have been begun (`allow`); a source begins them in order and hands
+each on when all its sessions have ended. With `B` groups per update and `max_lag` updates between
+sampling and training, `(updates + 1 + max_lag) * B` are allowed: no group is begun that could not
+be trained in time, and with a lag of 0 the batch of an update is begun when the update before it is
+in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from bridle.config import Task
+from bridle.executors.base import Executor
+from bridle.training.samples import Group
+from bridle.training.tasks import TaskDraws
+from bridle.types import JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Success on tasks that are not trained on."""
+
+    reward: float | None
+    """Mean over sessions with a known reward; `None` = there is none."""
+    sessions: int
+    unknown: int
+    """Sessions without a reward."""
+    rewards: dict[str, list[float | None]]
+    """Per task, in the order of its samples."""
+
+    def json(self) -> JSON:
+        """As the run's files have it."""
+        return {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
+
+
+class GroupSource(Protocol):
+    """Gives groups and evaluates."""
+
+    def allow(self, groups: int) -> None:
+        """Let so many more groups begin."""
+
+    async def take(self) -> Group:
+        """The next group whose sessions have all ended; raises what broke the source."""
+
+    async def evaluate(self) -> Evaluation | None:
+        """Play the held-out tasks with the weights that the engine has; `None` = there are none."""
+
+    def cursor(self) -> JSON:
+        """Where it stands: groups begun and not taken are begun again after a resume."""
+
+
+class LocalGroups:
+    """Groups of an executor's sessions; `local_groups` opens one."""
+
+    def __init__(
+        self, executor: Executor, draws: TaskDraws, held_out: Sequence[Task], cursor: JSON
+    ) -> None:
+        self._executor = executor
+        self._draws = draws
+        self._held_out = held_out
+        self._next: int = cursor.get("next", 0)
+        self._again: list[tuple[int, str]] = [tuple(one) for one in cursor.get("open", ())]
+        self._open: dict[int, str] = {}
+        self._allowed = asyncio.Semaphore(0)
+        self._ended: asyncio.Queue[Group] = asyncio.Queue()
+
+    def allow(self, groups: int) -> None:
+        """See `GroupSource.allow`."""
+        for _ in range(groups):
+            self._allowed.release()
+
+    async def take(self) -> Group:
+        """See `GroupSource.take`."""
+        group = await self._ended.get()
+        del self._open[group.index]
+        return group
+
+    def cursor(self) -> JSON:
+        """See `GroupSource.cursor`."""
+        left = sorted([*self._open.items(), *self._again])
+        return {"next": self._next, "open": [list(one) for one in left]}
+
+    async def evaluate(self) -> Evaluation | None:
+        """See `GroupSource.evaluate`."""
+        if not self._held_out:
+            return None
+        found: dict[str, list[float | None]] = {}
+        async with self._executor.run(self._held_out) as results:
+            ended = [result async for result in results]
+        for result in sorted(ended, key=lambda one: one.sample_index):
+            found.setdefault(result.task_id, []).append(result.reward)
+        known = [reward for of in found.values() for reward in of if reward is not None]
+        mean = sum(known) / len(known) if known else None
+        return Evaluation(mean, len(ended), len(ended) - len(known), found)
+
+    async def feed(self) -> None:
+        """Begin groups as they are allowed; cancelling it ends all that run."""
+        async with asyncio.TaskGroup() as playing:
+            while True:
+                await self._allowed.acquire()
+                if self._again:
+                    index, task_id = self._again.pop(0)
+                    task = self._draws.named(task_id)
+                else:
+                    index, self._next = self._next, self._next + 1
+                    task = self._draws.draw(index)
+                self._open[index] = task.task_id
+                playing.create_task(self._play(index, task), name=f"group {index}")
+
+    async def _play(self, index: int, task: Task) -> None:
+        async with self._executor.run([task]) as results:
+            ended = [result async for result in results]
+        ended.sort(key=lambda result: result.sample_index)
+        sessions = tuple(result.trajectory for result in ended)
+        self._ended.put_nowait(Group(index, task.task_id, sessions))
+
+
+@asynccontextmanager
+async def local_groups(
+    executor: Executor,
+    draws: TaskDraws,
+    *,
+    held_out: Sequence[Task] = (),
+    cursor: JSON | None = None,
+) -> AsyncIterator[LocalGroups]:
+    """Groups of an executor's sessions; leaving the block ends what still runs.
+
+    `cursor` is that of a checkpoint. What breaks the executor is raised in the block's body.
+    """
+    source = LocalGroups(executor, draws, held_out, cursor or {})
+    try:
+        async with asyncio.TaskGroup() as group:
+            feeder = group.create_task(source.feed(), name="groups")
+            try:
+                yield source
+            finally:
+                feeder.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group: what a caller can handle; the others stay as its cause."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,280 @@
+"""GRPO: one update of a policy from groups of sessions that its earlier weights played.
+
+For a token that trains, with probability p under the weights now, p0 under the weights at the start
+of the batch, and q under those that sampled it:
+
+    loss = - weight * min(p0 / q, cap) * min(r * A, clip(r) * A) + kl * weight * k3,  r = p / p0
+
+The first factor is truncated importance sampling: it corrects what an engine computed otherwise and
+what lags behind, and never makes a token count more than `importance_cap` times. `k3` is the
+unbiased, never negative estimate of the divergence from the reference. Advantages and weights come
+with the batch (`bridle.training.samples`).
+
+Every update compares p0 with q on the tokens that were sampled under these very weights: there the
+two are the same number computed twice, and a difference means that trainer and engine disagree
+about tokens, positions or weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bridle.errors import TrainingError
+from bridle.training.forward import Piece, Tokens, check_ids, rows_of, threads, trees_of
+from bridle.training.samples import Batch
+from bridle.training.settings import GrpoSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The loss of some tokens and what it was made of; sums over tokens."""
+
+    loss: torch.Tensor
+    """A scalar with gradients."""
+    kl: float
+    """Weighted divergence from the reference, nats."""
+    clipped: int
+    """Tokens whose gradient the clip stopped."""
+    capped: int
+    """Tokens whose importance weight met the cap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update did."""
+
+    version: int
+    """Of the weights that came out."""
+    loss: float
+    kl: float
+    norm: float
+    """Of the gradient, before it was clipped; the last one of the batch."""
+    tokens: int
+    """Tokens that trained."""
+    computed: int
+    """Tokens that went through the model, padding included, once per forward pass."""
+    traces: int
+    sessions: int
+    clipped: float
+    """Share of the tokens."""
+    capped: float
+    """Share of the tokens."""
+    logprob_error: float | None
+    """Largest difference between trainer and rollout logprobs, nats, on tokens sampled under the
+    weights that were updated; `None` = there was none."""
+    lags: dict[int, int]
+    left_out: dict[str, int]
+    seconds: float
+
+
+def objective(
+    logprobs: torch.Tensor,
+    tokens: Tokens,
+    settings: GrpoSettings,
+    *,
+    start: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+) -> Terms:
+    """The loss of tokens with these logprobs now, all shape (N,).
+
+    `start` are the logprobs at the beginning of the batch (`None` = these are they), `reference`
+    those of the reference model (`None` = no divergence).
+    """
+    device = logprobs.device
+    sampled = torch.from_numpy(tokens.old).to(device)
+    advantages = torch.from_numpy(tokens.advantages).to(device)
+    weights = torch.from_numpy(tokens.weights).to(device)
+    start = logprobs.detach() if start is None else start
+    importance = (start - sampled).exp()
+    ratio = (logprobs - start).exp()
+    held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    gain = torch.minimum(ratio * advantages, held * advantages)
+    loss = -(weights * importance.clamp(max=settings.importance_cap) * gain).sum()
+    kl = 0.0
+    if reference is not None:
+        apart = reference - logprobs
+        divergence = (weights * (apart.exp() - apart - 1)).sum()
+        loss = loss + settings.kl * divergence
+        kl = float(divergence.detach())
+    stopped = torch.where(advantages > 0, ratio > held, ratio < held) & (advantages != 0)
+    return Terms(loss, kl, int(stopped.sum()), int((importance > settings.importance_cap).sum()))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one pass over a batch."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    clipped: int = 0
+    capped: int = 0
+    error: float | None = None
+    starts: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, terms: Terms) -> None:
+        self.loss += float(terms.loss.detach())
+        self.kl += terms.kl
+        self.clipped += terms.clipped
+        self.capped += terms.capped
+
+
+class Learner:
+    """A policy with its optimiser; `update` is one step. Blocking: call it in a thread."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: GrpoSettings,
+        *,
+        reference: PreTrainedModel | None = None,
+        version: int = 0,
+    ) -> None:
+        """`model` is trained in place; `None` = a copy of it as it is now is the reference."""
+        self.model = model.eval()
+        self.settings = settings
+        self.version = version
+        """Of the weights in `model`."""
+        self.steps = 0
+        """Optimiser steps so far."""
+        self.reference: PreTrainedModel | None = None
+        """What `kl` pulls to."""
+        if settings.kl:
+            held = copy.deepcopy(model) if reference is None else reference
+            self.reference = held.eval().requires_grad_(requires_grad=False)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    @classmethod
+    def load(cls, folder: Path, settings: GrpoSettings, reference: Path | None = None) -> Learner:
+        """A learner in float32 on the model in `folder`, on the GPU when there is one.
+
+        `EngineError` if a folder holds no causal language model.
+        """
+        from bridle.engines.embedded.model import check_folder, load_model
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        models = []
+        for one in (folder, *([] if reference is None else [reference])):
+            check_folder(one)
+            models.append(load_model(one, dtype="float32", device=device))
+        return cls(models[0], settings, reference=models[1] if reference is not None else None)
+
+    def update(self, batch: Batch) -> Update:
+        """Train on one batch; the weights that come out are the next version.
+
+        Raises `TrainingError` if there is nothing to train on, for ids that the model does not
+        have, and for a loss or gradient that is not a number; the weights are as they were then.
+        """
+        began = time.monotonic()
+        if not batch.tokens:
+            raise TrainingError(f"nothing to train on; left out: {batch.left_out}")
+        check_ids(batch.samples, self.model)
+        with threads(self.settings.threads):
+            pieces = list(self._pieces(batch))
+            first = self._pass(pieces, batch, None)
+            norm = self._step()
+            for _ in range(self.settings.updates_per_batch - 1):
+                last = self._pass(pieces, batch, first.starts)
+                norm = self._step()
+                first.clipped += last.clipped
+        self.version += 1
+        passes = self.settings.updates_per_batch
+        return Update(
+            version=self.version,
+            loss=first.loss,
+            kl=first.kl,
+            norm=norm,
+            tokens=batch.tokens,
+            computed=passes * sum(piece.computed for piece in pieces),
+            traces=len(batch.samples),
+            sessions=batch.sessions,
+            clipped=first.clipped / batch.tokens / passes,
+            capped=first.capped / batch.tokens,
+            logprob_error=first.error,
+            lags=batch.lags,
+            left_out=batch.left_out,
+            seconds=time.monotonic() - began,
+        )
+
+    def _pieces(self, batch: Batch) -> Iterator[Piece]:
+        """What is computed; traces without an advantage only where a reference pulls at them."""
+        settings = self.settings
+        samples = [s for s in batch.samples if s.advantage or settings.kl]
+        if settings.packing == "tree":
+            yield from trees_of(samples, settings.batch_tokens)
+        else:
+            yield from rows_of(samples, settings.batch_tokens, share=self._shares())
+
+    def _shares(self) -> bool:
+        """Whether the model's cache is of keys and values alone."""
+        return bool(getattr(self.model, "_supports_attention_backend", False))
+
+    def _pass(
+        self, pieces: Sequence[Piece], batch: Batch, starts: Sequence[torch.Tensor] | None
+    ) -> _Sums:
+        """Gradients of the whole batch; without `starts` this pass is the batch's first."""
+        settings, sums = self.settings, _Sums()
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, piece in enumerate(pieces):
+            tokens = piece.tokens()
+            logprobs = piece.logprobs(self.model, settings.temperature)
+            reference = None
+            if self.reference is not None:
+                with torch.no_grad():
+                    reference = piece.logprobs(self.reference, settings.temperature)
+            start = None if starts is None else starts[number]
+            terms = objective(logprobs, tokens, settings, start=start, reference=reference)
+            if not torch.isfinite(terms.loss):
+                raise TrainingError(self._diverged("loss"))
+            terms.loss.backward()
+            sums.add(terms)
+            sums.starts.append(logprobs.detach())
+            if starts is None:
+                sums.error = _largest(sums.error, logprobs, tokens, batch.version)
+        return sums
+
+    def _step(self) -> float:
+        """Apply the gradients; their norm before clipping."""
+        settings = self.settings
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm))
+        if not math.isfinite(norm):
+            raise TrainingError(self._diverged("gradient"))
+        self.steps += 1
+        rate = settings.learning_rate * min(1.0, self.steps / (settings.warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm
+
+    def _diverged(self, what: str) -> str:
+        return (
+            f"the {what} at step {self.steps + 1} is not a number; the weights of version "
+            f"{self.version} stand; a learning rate below {self.settings.learning_rate:g} may help"
+        )
+
+
+def _largest(
+    so_far: float | None, logprobs: torch.Tensor, tokens: Tokens, version: int
+) -> float | None:
+    """The largest difference from the rollout's logprobs on tokens of `version`."""
+    same = tokens.versions == version
+    if not same.any():
+        return so_far
+    found = logprobs.detach().cpu().numpy()[same] - tokens.old[same]
+    return max(so_far or 0.0, float(abs(found).max()))

@@ -1,0 +1,225 @@
+"""The loop around GRPO: groups in, updates, weights into the engine, while sessions go on.
+
+It knows neither gateway nor engine: groups come from a `GroupSource`, and `publish` puts the
+learner's weights where they are sampled from. How far rollouts run ahead is the source's business
+within what the loop allows (`bridle.training.groups`); what is older than `max_lag` all the same is
+left out and counted.
+
+A step that has nothing to train (all sessions failed, no group varies) updates nothing and is
+recorded as such. Many of them in a row end the training, saying what became of the sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridle.errors import TrainingError
+from bridle.training.checkpoint import save_checkpoint
+from bridle.training.groups import GroupSource
+from bridle.training.samples import Group, make_batch
+from bridle.training.settings import LoopSettings
+from bridle.training.tasks import History
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from bridle.training.grpo import Learner, Update
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step, as it is told and kept."""
+
+    step: int
+    """1 = the first."""
+    reward: float | None
+    """Mean over the sessions of all groups that were taken; `None` = none is known."""
+    sessions: int
+    unknown: int
+    """Sessions without a reward."""
+    groups: int
+    flat: int
+    """Groups whose rewards did not vary."""
+    update: Update | None
+    """`None` = there was nothing to train on."""
+    waited_s: float
+    """For groups."""
+    published_s: float
+    """Until the new weights were in the engine."""
+
+    def json(self) -> JSON:
+        """As checkpoints and `curve.jsonl` have it."""
+        value = asdict(self)
+        if value["update"] is not None:
+            lags = value["update"]["lags"].items()
+            value["update"]["lags"] = {str(lag): tokens for lag, tokens in lags}
+        return value
+
+
+@dataclass(slots=True)
+class Course:
+    """All that has happened: what checkpoints keep and curves show."""
+
+    steps: list[JSON] = field(default_factory=list)
+    """`StepReport.json` of each."""
+    evaluations: list[JSON] = field(default_factory=list)
+    """`Evaluation.json` with its `step`; 0 = before the first."""
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+
+Tell = Callable[[Course], None]
+
+
+@dataclass(slots=True)
+class Loop:
+    """A training under way; `run` is all of it."""
+
+    learner: Learner
+    source: GroupSource
+    publish: Callable[[Learner], Awaitable[None]]
+    """Puts the learner's weights into the engine as `learner.version`."""
+    settings: LoopSettings
+    tokenizer: PreTrainedTokenizerBase
+    checkpoints: Path
+    history: History
+    course: Course = field(default_factory=Course)
+    tell: Tell = lambda _: None
+    """Called after each step and each evaluation."""
+    _fruitless: list[Group] = field(default_factory=list)
+
+    async def run(self) -> Course:
+        """Train until `steps` steps are done, those of earlier runs included.
+
+        Raises `TrainingError` when a loss is not a number or nothing trains any more; the weights
+        before are in the last checkpoint then.
+        """
+        settings = self.settings
+        if not self.course.steps:
+            await self._evaluate()
+        ahead = min(1 + settings.max_lag, settings.steps - self.course.step)
+        self.source.allow(settings.groups_per_step * max(0, ahead))
+        try:
+            while self.course.step < settings.steps:
+                await self._step()
+                step = self.course.step
+                if step + settings.max_lag < settings.steps:
+                    self.source.allow(settings.groups_per_step)
+                if settings.evaluate_every and step % settings.evaluate_every == 0:
+                    await self._evaluate()
+                if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+                    await self.save()
+        except TrainingError:
+            await self.save()
+            raise
+        if self.course.evaluations[-1:] and self.course.evaluations[-1]["step"] < settings.steps:
+            await self._evaluate()
+        await self.save()
+        return self.course
+
+    async def save(self) -> Path:
+        """Write a checkpoint of what is done; returns its folder."""
+        state = {
+            "step": self.course.step,
+            "cursor": self.source.cursor(),
+            "history": self.history.json(),
+            "course": asdict(self.course),
+        }
+        keep = self.settings.keep_checkpoints
+        return await asyncio.to_thread(
+            save_checkpoint, self.checkpoints, self.learner, self.tokenizer, state, keep=keep
+        )
+
+    async def _evaluate(self) -> None:
+        found = await self.source.evaluate()
+        if found is not None:
+            self.course.evaluations.append({"step": self.course.step, **found.json()})
+            self.tell(self.course)
+
+    async def _step(self) -> None:
+        began = time.monotonic()
+        taken, chosen = await self._gather()
+        waited = time.monotonic() - began
+        learner = self.learner
+        batch = make_batch(
+            chosen, learner.settings, version=learner.version, max_lag=self.settings.max_lag
+        )
+        update, published = None, 0.0
+        if batch.tokens:
+            update = await asyncio.to_thread(learner.update, batch)
+            began = time.monotonic()
+            await self.publish(learner)
+            published = time.monotonic() - began
+        rewards = [reward for group in taken for reward in group.rewards]
+        known = [reward for reward in rewards if reward == reward]  # noqa: PLR0124 - NaN: unknown
+        report = StepReport(
+            step=self.course.step + 1,
+            reward=sum(known) / len(known) if known else None,
+            sessions=len(rewards),
+            unknown=len(rewards) - len(known),
+            groups=len(taken),
+            flat=sum(not group.varies for group in taken),
+            update=update,
+            waited_s=round(waited, 3),
+            published_s=round(published, 3),
+        )
+        self.course.steps.append(report.json())
+        self.tell(self.course)
+
+    async def _gather(self) -> tuple[list[Group], list[Group]]:
+        """The groups of a step: all that were taken, and those that are its batch.
+
+        In the order in which they were begun, so that with a lag of 0 a batch is the same whoever
+        ended first.
+        """
+        refills = self.settings.patience * self.settings.groups_per_step
+        if self.learner.settings.flat_groups != "refill":
+            refills = 0
+        taken: list[Group] = []
+        chosen: list[Group] = []
+        while len(chosen) < self.settings.groups_per_step:
+            group = await self.source.take()
+            self.history.add(group)
+            taken.append(group)
+            self._watch(group)
+            if (group.trains and group.varies) or len(taken) - len(chosen) > refills:
+                chosen.append(group)
+            else:
+                self.source.allow(1)
+        return sorted(taken, key=_index), sorted(chosen, key=_index)
+
+    def _watch(self, group: Group) -> None:
+        """Give up when sessions have failed for long; solved ones are no failure."""
+        if group.trains and (group.varies or max(group.rewards, default=0) > 0):
+            self._fruitless.clear()
+            return
+        self._fruitless.append(group)
+        if len(self._fruitless) >= self.settings.patience * self.settings.groups_per_step:
+            raise TrainingError(_nothing_trains(self._fruitless))
+
+
+def _index(group: Group) -> int:
+    return group.index
+
+
+def _nothing_trains(groups: list[Group]) -> str:
+    """What became of groups in a row of which none trains."""
+    sessions = [session for group in groups for session in group.sessions]
+    status = Counter(str(session.status) for session in sessions)
+    rewards = Counter("unknown" if s.reward is None else f"{s.reward:g}" for s in sessions)
+    errors = Counter(session.error for session in sessions if session.error)
+    told = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+    return (
+        f"{len(groups)} groups in a row train nothing: of {len(sessions)} sessions "
+        f"{dict(status)}, rewards {dict(rewards.most_common(5))}{told}"
+    )

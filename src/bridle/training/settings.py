@@ -1,0 +1,74 @@
+"""The settings of GRPO, from the objective to the loop around it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bridle.config import Settings
+
+
+class GrpoSettings(Settings):
+    """The objective and the optimiser."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear growth from 0; constant afterwards."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Largest norm of a step's gradient."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far a token's probability may fall within one batch before its gradient stops."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """How far it may rise."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Truncated importance sampling: each token weighs its probability under the trainer's weights
+    over that under which it was sampled, at most this much."""
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the model that the training began with."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimiser steps on one batch."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Against the group's mean, over its deviation (`grpo`) or not (`dr_grpo`); or against the mean
+    of all others (`rloo`)."""
+    normalise: Literal["token", "sequence", "batch"] = "token"
+    """What weighs the same: each session, all its tokens alike (`token`) or all its traces alike
+    (`sequence`); or each token of the batch (`batch`)."""
+    flat_groups: Literal["drop", "refill", "keep"] = "drop"
+    """Groups whose rewards do not vary: left out, replaced by another group, or kept with advantage
+    0 (they dilute a step and, with `kl`, still pull)."""
+    packing: Literal["rows", "tree"] = "rows"
+    """How traces go through the model: padded rows that share their common beginning, or one tree
+    per group in which each token stands once, under a dense mask."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Longest trace, prompt and response together."""
+    overlong: Literal["mask", "truncate", "drop", "refuse"] = "mask"
+    """A longer one trains nothing but keeps its share of its session (`mask`), is cut at the end
+    (`truncate`), leaves its share to the session's other traces (`drop`), or ends the training."""
+    temperature: float = Field(default=1.0, gt=0)
+    """At which sessions were sampled: the trainer's logits are divided by it."""
+    batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens that are computed at once, padding included; a longer trace is alone."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of one operation while training; `None` = as torch is set."""
+    seed: int = 0
+
+
+class LoopSettings(Settings):
+    """How rollouts and updates alternate."""
+
+    steps: int = Field(default=40, ge=1)
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups of one update; with `flat_groups = "refill"`, groups that vary."""
+    max_lag: int = Field(default=1, ge=0)
+    """Most updates between the weights that sampled a token and those that it updates. 0 = rollouts
+    and updates alternate; 1 = the next batch is sampled during an update."""
+    evaluate_every: int = Field(default=0, ge=0)
+    """Steps between evaluations on the held-out tasks; 0 = before the first step and at the end."""
+    checkpoint_every: int = Field(default=10, ge=0)
+    """Steps between checkpoints; 0 = at the end only."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Older ones are removed."""
+    patience: int = Field(default=8, ge=1)
+    """Steps' worth of groups in a row that train nothing before the training ends with an error."""

@@ -1,0 +1,85 @@
+"""Checkpoints are whole, loadable by engines, and bring a learner back to where it was."""
+
+import pytest
+import torch
+import transformers
+from tests.training.made import tiny_model
+from tests.training.test_grpo import a_batch
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.errors import TrainingError
+from bridle.training.checkpoint import (
+    checkpoints,
+    load_tokenizer,
+    read_state,
+    restore,
+    save_checkpoint,
+)
+from bridle.training.grpo import Learner
+from bridle.training.settings import GrpoSettings
+
+SETTINGS = GrpoSettings(learning_rate=1e-2)
+TOKENIZER = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+
+
+def flat(learner):
+    return torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+
+
+def loaded(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    learner = Learner(tiny_model(), SETTINGS)
+    batch = a_batch(learner.model, SETTINGS)
+    learner.update(batch)
+    saved = save_checkpoint(tmp_path, learner, TOKENIZER, {"step": 1, "mine": [1]}, keep=2)
+    noise = torch.rand(3)
+    learner.update(batch)
+
+    other = Learner(loaded(saved), SETTINGS)
+    state = restore(other, saved)
+    assert torch.equal(torch.rand(3), noise)
+    other.update(batch)
+
+    assert torch.equal(flat(other), flat(learner))
+    assert state == {"step": 1, "mine": [1], "version": 1, "optimizer_steps": 1}
+    assert (other.version, other.steps) == (2, 2)
+
+
+def test_only_the_newest_are_kept_and_none_is_there_in_part(tmp_path):
+    learner = Learner(tiny_model(), SETTINGS)
+    (tmp_path / "step-000009.part").mkdir()
+    for step in (1, 2, 10):
+        save_checkpoint(tmp_path, learner, TOKENIZER, {"step": step}, keep=2)
+
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000002", "step-000010"]
+    assert checkpoints(tmp_path / "none") == []
+    assert len(load_tokenizer(checkpoints(tmp_path)[0])) == len(TOKENIZER)
+
+
+def test_weights_that_are_not_numbers_are_not_kept(tmp_path):
+    learner = Learner(tiny_model(), SETTINGS)
+    with torch.no_grad():
+        learner.model.lm_head.weight[0, 0] = torch.nan
+
+    with pytest.raises(TrainingError, match=r"lm_head\.weight holds what is not a number"):
+        save_checkpoint(tmp_path, learner, TOKENIZER, {"step": 1}, keep=2)
+    assert checkpoints(tmp_path) == []
+
+
+def test_what_is_no_checkpoint_or_of_another_model_is_refused(tmp_path):
+    with pytest.raises(TrainingError, match="is no checkpoint"):
+        read_state(tmp_path)
+
+    learner = Learner(tiny_model(), SETTINGS)
+    learner.update(a_batch(learner.model, SETTINGS))
+    saved = save_checkpoint(tmp_path, learner, TOKENIZER, {"step": 1}, keep=1)
+    model = tiny_model()
+    model.resize_token_embeddings(60)
+    with pytest.raises(TrainingError, match="of another model"):
+        restore(Learner(model, SETTINGS), saved)
+    (saved / "optimizer.safetensors").unlink()
+    with pytest.raises(TrainingError, match="cannot be read"):
+        restore(learner, saved)

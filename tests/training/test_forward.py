@@ -1,0 +1,118 @@
+"""Both layouts give every trained token the logprob that one plain forward pass gives it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.training.made import VOCABULARY, group, plain_logprobs, session, tiny_model, trace
+
+from bridle.errors import TrainingError
+from bridle.training.forward import check_ids, rows_of, trees_of
+from bridle.training.samples import Sample
+
+MODEL = tiny_model()
+
+ids = st.integers(2, VOCABULARY - 1)
+
+
+@st.composite
+def many_samples(draw):
+    """Traces that share beginnings of various lengths."""
+    common = draw(st.lists(ids, min_size=1, max_size=6))
+    samples = []
+    for number in range(draw(st.integers(1, 5))):
+        shared = common[: draw(st.integers(1, len(common)))]
+        response = draw(st.lists(ids, min_size=1, max_size=6))
+        mask = [1, *draw(st.lists(st.integers(0, 1), min_size=len(response) - 1, max_size=5))]
+        mask = (mask + [0] * len(response))[: len(response)]
+        one = trace(shared, response, mask, version=number, name=f"t{number}")
+        samples.append(Sample(one, number % 2, float(number), 1 / (number + 1)))
+    return samples
+
+
+def expected(samples):
+    """(trace's advantage, logprob) of each token that trains, in any order."""
+    found = []
+    for sample in samples:
+        logprobs = plain_logprobs(MODEL, sample.trace)
+        trained = np.flatnonzero(sample.trace.loss_mask)
+        found += [(sample.advantage, logprobs[at]) for at in trained]
+    return sorted(found)
+
+
+def computed(pieces):
+    found = []
+    for piece in pieces:
+        tokens = piece.tokens()
+        with torch.no_grad():
+            logprobs = piece.logprobs(MODEL, 1.0)
+        assert len(logprobs) == len(tokens.old) == len(tokens.versions) == len(tokens.weights)
+        assert tokens.versions.tolist() == tokens.advantages.astype(int).tolist()
+        assert np.allclose(tokens.weights, 1 / (tokens.versions + 1))
+        found += zip(tokens.advantages.tolist(), logprobs.tolist(), strict=True)
+    return sorted(found)
+
+
+@given(many_samples(), st.integers(1, 40), st.booleans())
+def test_rows_give_each_token_its_own_logprob(samples, batch_tokens, share):
+    pieces = list(rows_of(samples, batch_tokens, share=share))
+
+    assert np.allclose(computed(pieces), expected(samples), atol=1e-5)
+    assert all(p.computed <= batch_tokens or len(p.samples) == 1 for p in pieces)
+
+
+@given(many_samples(), st.integers(1, 40))
+def test_trees_give_each_token_its_own_logprob(samples, batch_tokens):
+    pieces = list(trees_of(samples, batch_tokens))
+
+    assert np.allclose(computed(pieces), expected(samples), atol=1e-5)
+    assert all(p.computed <= batch_tokens or len(p.samples) == 1 for p in pieces)
+    assert all(len({sample.group for sample in piece.samples}) == 1 for piece in pieces)
+
+
+def test_rows_compute_what_all_begin_with_once_and_trees_every_token():
+    samples = [Sample(trace([2, 3, 4, 5], [n, 6]), 0, 1.0, 1.0) for n in (7, 8, 9)]
+
+    [shared] = rows_of(samples, 100, share=True)
+    [apart] = rows_of(samples, 100, share=False)
+    [tree] = trees_of(samples, 100)
+
+    assert (apart.computed, shared.computed, tree.computed) == (18, 3 + 3 * 3, 4 + 3 * 2)
+
+
+def test_the_temperature_divides_the_logits():
+    sample = Sample(trace([2, 3], [4, 5, 6]), 0, 1.0, 1.0)
+    [rows] = rows_of([sample], 100, share=False)
+    [tree] = trees_of([sample], 100)
+    with torch.no_grad():
+        table = MODEL(torch.tensor([[2, 3, 4, 5, 6]])).logits[0, 1:-1] / 0.5
+        wanted = torch.log_softmax(table, -1)[torch.arange(3), torch.tensor([4, 5, 6])]
+
+        assert torch.allclose(rows.logprobs(MODEL, 0.5), wanted, atol=1e-5)
+        assert torch.allclose(tree.logprobs(MODEL, 0.5), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["rows", "tree"])
+def test_gradients_are_those_of_separate_passes(packing):
+    model = tiny_model()
+    samples = [Sample(trace([2, 3, 4], [n, 6, n]), 0, 1.0, 1.0) for n in (7, 8, 9)]
+    rows = rows_of(samples, 100, share=True)
+    [piece] = rows if packing == "rows" else trees_of(samples, 100)
+
+    piece.logprobs(model, 1.0).sum().backward()
+    together = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for sample in samples:
+        [one] = rows_of([sample], 100, share=False)
+        one.logprobs(model, 1.0).sum().backward()
+
+    for parameter, found in zip(model.parameters(), together, strict=True):
+        assert torch.allclose(parameter.grad, found, atol=1e-4)
+
+
+def test_an_id_of_another_tokenizer_is_named():
+    [sample] = [Sample(t, 0, 1.0, 1.0) for t in session(1.0, trace([2], [VOCABULARY])).traces]
+    with pytest.raises(TrainingError, match=f"id {VOCABULARY} at position 1 .* another tokenizer"):
+        check_ids([sample], MODEL)
+    assert group(session(1.0)).task_id == "task"

@@ -1,0 +1,274 @@
+"""The objective against hand-worked numbers and an independent plain implementation."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.training.made import group, plain_logprobs, sampled_under, session, tiny_model, trace
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.errors import EngineError, TrainingError
+from bridle.training.checkpoint import save_checkpoint
+from bridle.training.forward import Tokens
+from bridle.training.grpo import Learner, objective
+from bridle.training.samples import make_batch
+from bridle.training.settings import GrpoSettings
+
+TOKENIZER = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+
+
+def tokens(old, advantages, weights):
+    return Tokens(
+        np.array(old, np.float32),
+        np.zeros(len(old), np.int32),
+        np.array(advantages, np.float32),
+        np.array(weights, np.float32),
+    )
+
+
+def test_the_loss_of_five_tokens_worked_by_hand():
+    """Ratios 1.5, 0.5, 1.5, 0.5, 1.0; importance 1, 1, 1, 1, 4 under a cap of 2."""
+    start = torch.log(torch.tensor([0.2, 0.2, 0.2, 0.2, 0.8]))
+    now = torch.log(torch.tensor([0.3, 0.1, 0.3, 0.1, 0.8])).requires_grad_()
+    sampled = np.log([0.2, 0.2, 0.2, 0.2, 0.2])
+    given_tokens = tokens(sampled, [1, 1, -1, -1, 1], [0.1, 0.2, 0.3, 0.4, 0.5])
+
+    terms = objective(now, given_tokens, GrpoSettings(), start=start)
+
+    # 0.1 * 1.2  +  0.2 * 0.5  +  0.3 * -1.5  +  0.4 * -0.8  +  0.5 * 2 * 1
+    assert terms.loss.item() == pytest.approx(-(0.12 + 0.1 - 0.45 - 0.32 + 1.0), abs=1e-6)
+    assert (terms.clipped, terms.capped) == (2, 1)
+    terms.loss.backward()
+    # The clip stops the first and the fourth; elsewhere -weight * importance * ratio * advantage.
+    assert now.grad.tolist() == pytest.approx([0, -0.1, 0.45, 0, -1.0], abs=1e-6)
+
+
+def test_the_divergence_is_k3_weighted_and_pulls_to_the_reference():
+    now = torch.log(torch.tensor([0.5])).requires_grad_()
+    reference = torch.log(torch.tensor([0.25]))
+    settings = GrpoSettings(kl=2.0)
+
+    terms = objective(now, tokens([math.log(0.5)], [0], [0.5]), settings, reference=reference)
+
+    k3 = 0.5 - math.log(0.5) - 1
+    assert terms.kl == pytest.approx(0.5 * k3)
+    assert terms.loss.item() == pytest.approx(2.0 * 0.5 * k3)
+    terms.loss.backward()
+    assert now.grad.item() == pytest.approx(2.0 * 0.5 * (1 - 0.5))
+
+
+def plain(now, start, sampled, advantages, weights, reference, settings):
+    """The same formula token by token, in Python's own floats."""
+    total = 0.0
+    for at, weight in enumerate(weights):
+        ratio = math.exp(now[at] - start[at])
+        held = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
+        gain = min(ratio * advantages[at], held * advantages[at])
+        trust = min(math.exp(start[at] - sampled[at]), settings.importance_cap)
+        apart = reference[at] - now[at]
+        total += -weight * trust * gain + settings.kl * weight * (math.exp(apart) - apart - 1)
+    return total
+
+
+logprob = st.floats(-4, 0, width=32)
+
+
+@given(
+    st.lists(
+        st.tuples(logprob, logprob, logprob, logprob, st.floats(-2, 2, width=32)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([GrpoSettings(kl=0.1), GrpoSettings(kl=0.5, clip_high=0.4, importance_cap=5)]),
+)
+def test_it_is_what_a_plain_implementation_gives(rows, settings):
+    now, start, sampled, reference, advantages = zip(*rows, strict=True)
+    weights = [1 / (n + 1) for n in range(len(rows))]
+
+    terms = objective(
+        torch.tensor(now),
+        tokens(sampled, advantages, weights),
+        settings,
+        start=torch.tensor(start),
+        reference=torch.tensor(reference),
+    )
+
+    wanted = plain(now, start, sampled, advantages, weights, reference, settings)
+    assert float(terms.loss) == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+def a_batch(model, settings, version=0):
+    """Two groups; tokens 7 are worth something."""
+    groups = [
+        group(
+            session(1.0, sampled_under(model, [2, 3, first], [7, 9], version=version)),
+            session(0.0, sampled_under(model, [2, 3, first], [8, 9], version=version)),
+            session(
+                0.0,
+                sampled_under(model, [2, 3, first], [10, 11, 12], [1, 0, 1], version=version),
+                sampled_under(model, [2, 4], [13], version=version),
+            ),
+        )
+        for first in (4, 5)
+    ]
+    return make_batch(groups, settings, version=version)
+
+
+@pytest.mark.parametrize("packing", ["rows", "tree"])
+@pytest.mark.parametrize("batch_tokens", [1, 1000])
+def test_an_updates_gradient_is_that_of_the_plain_policy_gradient(packing, batch_tokens):
+    """At the start of a batch the objective's gradient is -sum(weight * A * grad logprob)."""
+    settings = GrpoSettings(packing=packing, batch_tokens=batch_tokens, clip_norm=1e9)
+    learner, other = Learner(tiny_model(), settings), tiny_model()
+    batch = a_batch(learner.model, settings)
+
+    update = learner.update(batch)
+
+    loss = torch.tensor(0.0)
+    for sample in batch.samples:
+        one = sample.trace
+        ids = torch.tensor([[*one.prompt_ids.tolist(), *one.response_ids.tolist()]])
+        table = torch.log_softmax(other(ids).logits[0], -1)
+        for place in np.flatnonzero(one.loss_mask):
+            at = len(one.prompt_ids) + place
+            loss = loss - sample.weight * sample.advantage * table[at - 1, ids[0, at]]
+    loss.backward()
+    for mine, theirs in zip(learner.model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
+    norm = sum(float(p.grad.square().sum()) for p in other.parameters()) ** 0.5
+    assert update.norm == pytest.approx(norm, rel=1e-3)
+    assert update.loss == pytest.approx(
+        -sum(s.weight * s.advantage * s.trace.loss_mask.sum() for s in batch.samples), abs=1e-5
+    )
+
+
+def test_an_update_makes_what_was_worth_more_likelier_and_counts():
+    settings = GrpoSettings(learning_rate=1e-2, threads=1)
+    learner = Learner(tiny_model(), settings)
+    batch = a_batch(learner.model, settings)
+    good, bad = batch.samples[0].trace, batch.samples[1].trace
+
+    def margin():
+        return plain_logprobs(learner.model, good)[0] - plain_logprobs(learner.model, bad)[0]
+
+    before = margin()
+    update = learner.update(batch)
+
+    assert margin() > before + 0.01
+    assert (update.version, learner.version, learner.steps) == (1, 1, 1)
+    assert (update.tokens, update.traces, update.sessions) == (batch.tokens, 8, 6)
+    assert update.lags == {0: batch.tokens}
+    assert (update.clipped, update.capped) == (0, 0)
+
+
+def test_trainer_and_rollout_agree_on_tokens_of_these_weights_and_no_others():
+    settings = GrpoSettings()
+    model = tiny_model()
+    learner = Learner(model, settings, version=3)
+
+    same = learner.update(a_batch(model, settings, version=3))
+    assert same.logprob_error is not None
+    assert same.logprob_error < 1e-5
+    stale = learner.update(replace(a_batch(model, settings, version=3), version=4))
+    assert stale.logprob_error is None
+
+
+def test_a_logprob_that_is_not_the_models_shows():
+    settings = GrpoSettings(threads=1)
+    model = tiny_model()
+    wrong = trace([2, 3], [7], logprobs=[plain_logprobs(model, trace([2, 3], [7]))[0] - 0.25])
+    right = sampled_under(model, [2, 3], [8])
+    batch = make_batch([group(session(1.0, wrong), session(0.0, right))], settings, version=0)
+
+    assert Learner(model, settings).update(batch).logprob_error == pytest.approx(0.25, abs=1e-4)
+
+
+def test_several_updates_of_one_batch_are_held_by_the_clip():
+    settings = GrpoSettings(learning_rate=0.05, updates_per_batch=6, clip_low=0.1, clip_high=0.1)
+    learner = Learner(tiny_model(), settings)
+
+    update = learner.update(a_batch(learner.model, settings))
+
+    assert learner.steps == 6
+    assert learner.version == 1
+    assert 0 < update.clipped < 1
+
+
+def test_a_reference_holds_the_policy_back():
+    far = []
+    for kl in (0.0, 5.0):
+        settings = GrpoSettings(learning_rate=1e-2, kl=kl, updates_per_batch=5, threads=1)
+        learner = Learner(tiny_model(), settings)
+        batch = a_batch(learner.model, settings)
+        before = plain_logprobs(learner.model, batch.samples[0].trace)
+        learner.update(batch)
+        after = plain_logprobs(learner.model, batch.samples[0].trace)
+        far.append(np.abs(np.subtract(after, before)).max())
+    assert far[1] < far[0]
+
+
+def test_the_learning_rate_grows_over_the_warm_up():
+    settings = GrpoSettings(learning_rate=1.0, warmup_steps=3)
+    learner = Learner(tiny_model(), settings)
+    rates = []
+    for _ in range(5):
+        learner.model.zero_grad()
+        learner._step()
+        rates.append(learner.optimizer.param_groups[0]["lr"])
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_what_is_not_a_number_ends_it_with_the_weights_as_they_were(kind):
+    settings = GrpoSettings(threads=1)
+    model = tiny_model()
+    learner = Learner(model, settings)
+    batch = a_batch(model, settings)
+    if kind == "loss":
+        batch.samples[0].trace.response_logprobs[0] = math.nan
+    else:
+        model.lm_head.weight.register_hook(lambda grad: grad * math.nan)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    with pytest.raises(TrainingError, match=f"the {kind} at step 1 is not a number; .*version 0"):
+        learner.update(batch)
+
+    assert all(map(torch.equal, before, model.parameters()))
+    assert learner.version == 0
+
+
+def test_a_batch_with_nothing_to_train_says_why():
+    settings = GrpoSettings()
+    flat = make_batch([group(session(1.0, trace([2], [3])))], settings, version=0)
+    with pytest.raises(TrainingError, match=r"nothing to train on; left out: \{'flat': 1\}"):
+        Learner(tiny_model(), settings).update(flat)
+
+
+def test_threads_are_as_before_afterwards():
+    settings = GrpoSettings(threads=2)
+    learner = Learner(tiny_model(), settings)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        learner.update(a_batch(learner.model, settings))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_folder_is_loaded_with_its_reference(tmp_path):
+    save_checkpoint(tmp_path, Learner(tiny_model(), GrpoSettings()), TOKENIZER, {"step": 1}, keep=1)
+    [folder] = tmp_path.iterdir()
+
+    learner = Learner.load(folder, GrpoSettings(kl=0.1), folder)
+
+    assert learner.reference is not None
+    assert learner.reference is not learner.model
+    assert not any(p.requires_grad for p in learner.reference.parameters())
+    with pytest.raises(EngineError, match="does not exist"):
+        Learner.load(tmp_path / "gone", GrpoSettings())

@@ -1,0 +1,249 @@
+"""The loop with groups that are played by the policy itself, without a gateway."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from tests.training.made import VOCABULARY, group, session, tiny_model, trace
+
+from bridle.config import builtin_tokenizer_dir
+from bridle.errors import TrainingError
+from bridle.training.checkpoint import checkpoints, read_state, restore
+from bridle.training.groups import Evaluation
+from bridle.training.grpo import Learner
+from bridle.training.loop import Course, Loop
+from bridle.training.settings import GrpoSettings, LoopSettings
+from bridle.training.tasks import History
+
+TOKENIZER = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+GOOD = torch.arange(VOCABULARY) % 3 == 0
+"""The tokens that are worth something."""
+
+
+class Player:
+    """A source that samples one token per session from the weights it was given last.
+
+    Group `n` is a function of `n` and of the weights when it begins.
+    """
+
+    def __init__(self, model, *, size=6, cursor=None):
+        self.model = copy.deepcopy(model)
+        self.version = 0
+        self.size = size
+        self.next = (cursor or {}).get("next", 0)
+        self.most = 0
+        self._allowed = 0
+        self._ready = []
+
+    async def publish(self, learner):
+        self.model.load_state_dict(learner.model.state_dict())
+        self.version = learner.version
+
+    def allow(self, groups):
+        self._allowed += groups
+
+    async def take(self):
+        assert self._allowed > 0 or self._ready, "the loop waits for a group it did not allow"
+        while self._allowed:
+            self._allowed -= 1
+            self._ready.append(self._play(self.next))
+            self.next += 1
+        self.most = max(self.most, len(self._ready))
+        return self._ready.pop(0)
+
+    def _play(self, number):
+        prompt = [2, 3, 10 + number % 5]
+        with torch.no_grad():
+            logprobs = self.model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        drawn = torch.Generator().manual_seed(number)
+        ids = torch.multinomial(logprobs.exp(), self.size, replacement=True, generator=drawn)
+        return group(
+            *(
+                session(
+                    float(GOOD[one]),
+                    trace(prompt, [one], logprobs=[logprobs[one]], version=self.version),
+                )
+                for one in ids.tolist()
+            ),
+            index=number,
+            task_id=f"t{number % 5}",
+        )
+
+    async def evaluate(self):
+        with torch.no_grad():
+            chances = self.model(torch.tensor([[2, 3, 10]])).logits[0, -1].softmax(-1)
+        return Evaluation(float(chances[GOOD].sum()), 1, 0, {})
+
+    def cursor(self):
+        assert not self._ready, "groups that were begun would be lost"
+        return {"next": self.next}
+
+
+def loop(folder, learner, source, state=None, **settings):
+    given = {"steps": 6, "groups_per_step": 4, "max_lag": 0, "checkpoint_every": 3}
+    return Loop(
+        learner=learner,
+        source=source,
+        publish=source.publish,
+        settings=LoopSettings.model_validate({**given, **settings}),
+        tokenizer=TOKENIZER,
+        checkpoints=folder,
+        history=History.of((state or {}).get("history", {})),
+        course=Course(**state["course"]) if state else Course(),
+    )
+
+
+def learner(**settings):
+    """A tiny policy whose good token has a fair chance at the start."""
+    model = tiny_model(3)
+    return Learner(model, GrpoSettings.model_validate({"learning_rate": 2e-2, **settings}))
+
+
+def weights(one):
+    return torch.cat([p.detach().flatten() for p in one.model.parameters()])
+
+
+async def test_a_policy_learns_and_its_course_is_told(tmp_path):
+    policy = learner()
+    told = []
+    made = loop(tmp_path, policy, Player(policy.model, size=12), steps=12, evaluate_every=5)
+    made.tell = lambda course: told.append((course.step, len(course.evaluations)))
+
+    course = await made.run()
+
+    evaluations = [(one["step"], one["reward"]) for one in course.evaluations]
+    assert [step for step, _ in evaluations] == [0, 5, 10, 12]
+    assert evaluations[0][1] < 0.6
+    assert evaluations[-1][1] > 0.8
+    assert [one["step"] for one in course.steps] == list(range(1, 13))
+    assert told[0] == (0, 1)
+    assert len(told) == 12 + 4
+    updates = [one["update"] for one in course.steps if one["update"]]
+    assert max(update["logprob_error"] for update in updates) < 1e-4
+    assert all(update["lags"].keys() == {"0"} for update in updates)
+    assert sum(record.sessions for record in made.history.records.values()) == 12 * 4 * 12
+
+
+async def test_interrupted_and_resumed_is_uninterrupted(tmp_path):
+    whole = learner()
+    await loop(tmp_path / "whole", whole, Player(whole.model)).run()
+
+    first = learner()
+    await loop(tmp_path / "parts", first, Player(first.model), steps=3).run()
+    [saved] = checkpoints(tmp_path / "parts")
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    second = Learner(model, first.settings)
+    state = restore(second, saved)
+    source = Player(second.model, cursor=state["cursor"])
+    await source.publish(second)
+    resumed = loop(tmp_path / "parts", second, source, state)
+    course = await resumed.run()
+
+    assert not torch.equal(weights(first), weights(whole))
+    assert torch.equal(weights(second), weights(whole))
+    assert [one["step"] for one in course.steps] == [1, 2, 3, 4, 5, 6]
+    ends = [read_state(checkpoints(tmp_path / name)[-1]) for name in ("whole", "parts")]
+    for end in ends:
+        for one in end["course"]["steps"]:
+            del one["waited_s"], one["published_s"]
+            one["update"] = one["update"] and {**one["update"], "seconds": 0}
+    ends[1]["course"]["evaluations"] = ends[0]["course"]["evaluations"]  # one more, at the stop
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+async def test_rollouts_run_ahead_by_the_lag_and_no_further(tmp_path, lag):
+    policy = learner(flat_groups="keep")
+    source = Player(policy.model)
+    course = await loop(tmp_path, policy, source, max_lag=lag, steps=8, checkpoint_every=0).run()
+
+    lags = {int(one) for step in course.steps for one in step["update"]["lags"]}
+    assert max(lags) == lag
+    assert source.next == 8 * 4
+    assert source.most == (1 + lag) * 4
+
+
+async def test_flat_groups_are_replaced_where_that_is_asked_for(tmp_path):
+    policy = learner(flat_groups="refill")
+    source = Player(policy.model, size=3)
+    course = await loop(tmp_path, policy, source, steps=2).run()
+
+    for step in course.steps:
+        assert step["groups"] - step["flat"] == 4
+        assert step["update"]["left_out"] == {}
+    assert source.next == sum(step["groups"] for step in course.steps) > 8
+
+
+class Fixed(Player):
+    """Always the same group."""
+
+    def __init__(self, model, one, **more):
+        super().__init__(model, **more)
+        self.one = one
+
+    def _play(self, number):
+        return group(*self.one, index=number)
+
+
+FAILED = session(None, status="ERROR", error="the harness could not start")
+
+
+async def test_sessions_that_all_fail_end_it_with_what_became_of_them(tmp_path):
+    policy = learner()
+    source = Fixed(policy.model, [FAILED, FAILED])
+    with pytest.raises(
+        TrainingError, match=r"12 groups in a row .*24 sessions .*ERROR.*could not start"
+    ):
+        await loop(tmp_path, policy, source, patience=3).run()
+    assert len(checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("flat_groups", ["drop", "refill"])
+async def test_a_solved_task_set_is_no_failure(tmp_path, flat_groups):
+    policy = learner(flat_groups=flat_groups)
+    before = weights(policy)
+    solved = session(1.0, trace([2], [3]))
+    source = Fixed(policy.model, [solved, solved])
+
+    course = await loop(tmp_path, policy, source, steps=4, patience=2).run()
+
+    assert [one["update"] for one in course.steps] == [None] * 4
+    assert torch.equal(weights(policy), before)
+    assert source.next == 4 * (4 if flat_groups == "drop" else 4 + 2 * 4)
+
+
+async def test_a_loss_that_is_not_a_number_keeps_a_checkpoint_and_the_weights(tmp_path):
+    policy = learner()
+    before = weights(policy)
+    broken = trace([2], [3], logprobs=[math.nan])
+    source = Fixed(policy.model, [session(1.0, broken), session(0.0, trace([2], [4]))])
+
+    with pytest.raises(TrainingError, match="not a number"):
+        await loop(tmp_path, policy, source).run()
+
+    [saved] = checkpoints(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
+
+
+async def test_a_batch_is_in_the_order_in_which_its_groups_began(tmp_path):
+    policy = learner()
+
+    class Shuffled(Player):
+        async def take(self):
+            taken = await super().take()
+            self._ready.reverse()
+            return taken
+
+    batches = []
+    update = policy.update
+
+    def noted(batch):
+        batches.append([sample.trace.prompt_ids[-1] for sample in batch.samples])
+        return update(batch)
+
+    policy.update = noted
+    await loop(tmp_path, policy, Shuffled(policy.model), steps=1).run()
+    assert [int(ids) for ids in batches[0]] == sorted(int(ids) for ids in batches[0])

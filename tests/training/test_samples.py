@@ -1,0 +1,156 @@
+"""How much each token of a batch counts."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.training.made import group, session, trace
+
+from bridle.errors import TrainingError
+from bridle.training.samples import make_batch
+from bridle.training.settings import GrpoSettings
+
+
+def of(groups, version=0, max_lag=None, **settings):
+    return make_batch(groups, GrpoSettings(**settings), version=version, max_lag=max_lag)
+
+
+PAIR = group(
+    session(1.0, trace([1], [2, 3]), trace([1], [4, 5, 6, 7])),
+    session(0.0, trace([1], [8])),
+)
+
+
+@pytest.mark.parametrize(
+    ("normalise", "weights"),
+    [
+        ("token", [1 / 12, 1 / 12, 1 / 2]),
+        ("sequence", [1 / 8, 1 / 16, 1 / 2]),
+        ("batch", [1 / 7, 1 / 7, 1 / 7]),
+    ],
+)
+def test_a_tokens_weight_is_its_share_of_its_session_its_trace_or_the_batch(normalise, weights):
+    batch = of([PAIR], normalise=normalise)
+
+    assert [sample.weight for sample in batch.samples] == pytest.approx(weights)
+    assert [sample.advantage for sample in batch.samples] == [1, 1, -1]
+    assert (batch.sessions, batch.tokens) == (2, 7)
+
+
+@pytest.mark.parametrize(("advantage", "first"), [("grpo", 1.0), ("dr_grpo", 0.5), ("rloo", 1.0)])
+def test_advantages_are_of_the_named_kind(advantage, first):
+    batch = of([PAIR], advantage=advantage)
+    assert [sample.advantage for sample in batch.samples] == [first, first, -first]
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=2, max_size=4),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(["token", "sequence", "batch"]),
+)
+def test_the_weights_of_all_tokens_sum_to_one(lengths, normalise):
+    groups = [
+        group(
+            *(session(float(i == 0), *(trace([1], range(n)) for n in s)) for i, s in enumerate(g))
+        )
+        for g in lengths
+    ]
+    batch = of(groups, normalise=normalise)
+    total = sum(s.weight * s.trace.loss_mask.sum() for s in batch.samples)
+    assert total == pytest.approx(1)
+
+
+def test_a_group_that_does_not_vary_is_left_out_or_kept_without_advantage():
+    flat = group(*(session(1.0, trace([1], [2])) for _ in range(2)))
+
+    assert of([flat, PAIR]).left_out == {"flat": 2}
+    assert len(of([flat, PAIR]).samples) == 3
+    kept = of([flat, PAIR], flat_groups="keep")
+    assert [sample.advantage for sample in kept.samples] == [0, 0, 1, 1, -1]
+    assert kept.sessions == 4
+
+
+def test_sessions_without_reward_or_tokens_are_counted_and_do_not_dilute():
+    mixed = group(
+        *PAIR.sessions, session(None, trace([1], [2])), session(0.5, trace([1], [2], [0]))
+    )
+    batch = of([mixed], advantage="dr_grpo")
+
+    assert batch.left_out == {"unknown": 1, "empty": 1}
+    assert batch.sessions == 2
+    assert [sample.advantage for sample in batch.samples] == [0.5, 0.5, -0.5]
+
+
+def test_a_session_older_than_the_bound_is_left_out_and_lags_are_counted():
+    old = session(1.0, trace([1], [2, 3], version=[3, 5]))
+    new = session(0.0, trace([1], [2, 3], version=[4, 5]))
+
+    assert of([group(old, new)], version=5, max_lag=1).left_out == {"stale": 1}
+    assert of([group(old, new)], version=5, max_lag=2).lags == {0: 2, 1: 1, 2: 1}
+
+
+def test_an_unknown_version_is_not_stale():
+    unknown = session(1.0, trace([1], [2], version=-1))
+    batch = of([group(unknown, PAIR.sessions[1])], version=9, max_lag=9)
+    assert batch.left_out == {}
+
+
+@pytest.mark.parametrize(
+    ("overlong", "responses", "weight"),
+    [
+        ("mask", [[2]], 1 / 12),  # 1 of 6 tokens of one of 2 sessions
+        ("drop", [[2]], 1 / 2),
+        ("truncate", [[2], [4, 5]], 1 / 6),
+    ],
+)
+def test_a_trace_over_the_limit_goes_by_the_named_policy(overlong, responses, weight):
+    long = session(1.0, trace([1], [2, 3], [1, 0]), trace([1], [4, 5, 6, 7, 8]))
+    batch = of([group(long, session(0.0, trace([1], [9])))], max_length=3, overlong=overlong)
+    trained = [s.trace.response_ids[s.trace.loss_mask == 1].tolist() for s in batch.samples[:-1]]
+
+    assert batch.left_out == {"overlong": 1}
+    assert trained == responses
+    assert batch.samples[0].weight == pytest.approx(weight)
+
+
+def test_a_trace_over_the_limit_can_be_refused():
+    with pytest.raises(TrainingError, match="6 tokens, over the limit of 3"):
+        of(
+            [group(session(1.0, trace([1], range(5))))],
+            max_length=3,
+            overlong="refuse",
+            flat_groups="keep",
+        )
+
+
+def test_a_limit_within_the_prompt_leaves_nothing_of_the_trace():
+    long = session(1.0, trace([1, 2, 3, 4], [5]), trace([1], [2]))
+    batch = of([group(long, PAIR.sessions[1])], max_length=3, overlong="truncate")
+    assert [len(sample.trace.response_ids) for sample in batch.samples] == [1, 1]
+
+
+def test_logprobs_from_before_the_temperature_are_refused_at_another_temperature():
+    raw = group(session(1.0, trace([1], [2], mode="raw")), PAIR.sessions[1])
+
+    assert of([raw]).tokens == 2
+    with pytest.raises(TrainingError, match="before the temperature"):
+        of([raw], temperature=0.7)
+
+
+def test_the_first_id_of_a_sequence_does_not_train():
+    bare = group(session(1.0, trace([], [2, 3])), session(0.0, trace([], [4])))
+    batch = of([bare])
+    assert batch.left_out == {"empty": 1}
+    assert [sample.weight for sample in batch.samples] == [1.0]
+
+
+def test_a_group_says_whether_it_trains_and_varies():
+    assert PAIR.trains
+    assert PAIR.varies
+    failed = group(session(None), session(None, status="ERROR"))
+    assert not failed.trains
+    assert not failed.varies
+    assert np.isnan(failed.rewards).all()
