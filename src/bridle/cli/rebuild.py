@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridle.cli.output import console, print_json, progress
 from bridle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bridle.config import BuilderSpec
 
 
 def rebuild(
@@ -30,9 +33,6 @@ def rebuild(
     Works on finished runs, running ones, and those whose process was killed; what is written is,
     for a finished run and the same builder, byte for byte what the run wrote.
     """
-    from bridle.bridges.parquet import TrajectoryWriter
-    from bridle.bridges.rebuild import rebuild_all
-    from bridle.capture.sqlite import SqliteReader
     from bridle.cli.captured import capture_file
     from bridle.config import BuilderSpec
     from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
@@ -41,12 +41,31 @@ def rebuild(
     if builder is not None and builder not in BUILDERS and ":" not in builder:
         raise ConfigError(f"unknown builder {builder!r}; known: {', '.join(sorted(BUILDERS))}")
     spec = None if builder is None else BuilderSpec(strategy=builder)
-    path = capture_file(target)
-    with SqliteReader(path) as reader:
-        names = [one.session_id for one in reader.sessions() if not one.is_aside]
     base = target if target.is_dir() else target.parent
     folder = out or base / "rebuilt"
     folder.mkdir(parents=True, exist_ok=True)
+    totals = _write(capture_file(target), folder, spec, workers)
+    if json:
+        print_json({"folder": str(folder), **totals})
+        return
+    console.print(
+        "{sessions} sessions, {exchanges} exchanges -> {traces} traces; "
+        "{captured} tokens captured, {trained} trained".format(**totals)
+    )
+    console.print(f"written: {folder / TRAJECTORIES}, {folder / TRAJECTORIES_PARQUET}")
+
+
+def _write(
+    path: Path, folder: Path, spec: BuilderSpec | None, workers: int | None
+) -> dict[str, int]:
+    """Write the trajectories of a capture file's sessions into `folder`, and count them."""
+    from bridle.bridges.parquet import TrajectoryWriter
+    from bridle.bridges.rebuild import rebuild_all
+    from bridle.capture.sqlite import SqliteReader
+    from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
+
+    with SqliteReader(path) as reader:
+        names = [one.session_id for one in reader.sessions() if not one.is_aside]
     totals = {"sessions": 0, "exchanges": 0, "traces": 0, "captured": 0, "trained": 0}
     lines = folder / f"{TRAJECTORIES}.part"
     with (
@@ -65,11 +84,4 @@ def rebuild(
             totals["trained"] += rebuilt.stats["tokens_trained"]
             shown.advance(task)
     lines.replace(folder / TRAJECTORIES)
-    if json:
-        print_json({"folder": str(folder), **totals})
-        return
-    console.print(
-        "{sessions} sessions, {exchanges} exchanges -> {traces} traces; "
-        "{captured} tokens captured, {trained} trained".format(**totals)
-    )
-    console.print(f"written: {folder / TRAJECTORIES}, {folder / TRAJECTORIES_PARQUET}")
+    return totals

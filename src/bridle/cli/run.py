@@ -61,15 +61,10 @@ def run(  # noqa: PLR0913 - one parameter per flag
     from bridle.config import assets_dir
     from bridle.harnesses import CHECKS
 
-    place = {"backend": runtime, "network": network}
-    overrides: JSON = {
-        # A task's own command line belongs to its own harness.
-        "agent": harness and {"harness": harness, "command": None, "import_path": None},
-        "runtime": {name: value for name, value in place.items() if value is not None},
-        "num_samples": samples,
-        "builder": builder and {"strategy": builder},
-    }
-    loaded = _load(tasks, {name: value for name, value in overrides.items() if value}, template)
+    place = _given({"backend": runtime, "network": network})
+    built = builder and {"strategy": builder}
+    overrides = {"agent": _agent(harness), "runtime": place, "num_samples": samples}
+    loaded = _load(tasks, _given(overrides | {"builder": built}) or {}, template)
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))
@@ -79,6 +74,16 @@ def run(  # noqa: PLR0913 - one parameter per flag
     lines = run_batch(Batch(loaded[:first], setup, None, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
+
+
+def _agent(harness: str | None) -> JSON | None:
+    """Another harness for a task, whose own command line belongs to its own."""
+    return None if harness is None else {"harness": harness, "command": None, "import_path": None}
+
+
+def _given(values: JSON) -> JSON | None:
+    """What was given; `None` = nothing."""
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _load(path: Path, overrides: JSON, template: Path | None) -> list[Task]:
