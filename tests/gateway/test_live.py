@@ -401,6 +401,9 @@ async def test_one_that_kept_less_than_was_written_is_known_too(wordy):
     _, caller = wordy
     await begun(caller, b"four")
     await goes_on_from(caller, "one two")
+    cut, resumed = caller.exchanges
+    assert cut.finish_reason == "abort"
+    assert resumed.continues == cut.exchange_id
 
 
 async def test_a_stream_that_was_sampled_to_its_end_unclaimed_is_cut_but_can_be_asked_for():

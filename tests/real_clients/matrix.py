@@ -96,6 +96,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
     """Columns that it does not have, with the reason."""
+    streams: bool = True
+    """Whether it asks for streams."""
 
     def __str__(self):
         return "-".join(self.row)
@@ -135,7 +137,7 @@ def cases() -> list[Case]:
             without = {} if streams else dict.fromkeys(("cut_after", "late_error"), HAS_NO_STREAM)
             if name == "aider":
                 settings["files"] = ["start.txt"]
-            found.append(Case(name, str(dialect), settings, without))
+            found.append(Case(name, str(dialect), settings, without, streams))
     return found
 
 

@@ -5,11 +5,16 @@ each: one call of the program's own shell tool, then two at once, then a last wo
 then asks of the result is in `did_its_work`.
 """
 
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import pytest
 from tests.real_clients.alone import BACKEND
+from tests.real_clients.shown import Shown
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
@@ -19,6 +24,12 @@ from bridle.lifecycle.manager import Node, NodeSettings
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.testing import scripted_engine
+
+AT_ONCE = 3
+"""Programs that work at the same time; each is busy half of its time."""
+
+Case = TypeVar("Case", bound=Hashable)
+Outcome = TypeVar("Outcome")
 
 MADE = (
     'test "$(cat made.txt)" = hello && test "$(cat routes.txt)" = 1'
@@ -46,18 +57,23 @@ async def a_node(
     context_length=131_072,
     door=None,
     engine=None,
+    live=False,
     **gateway,
 ):
     """A node with a real gateway whose engine plays `turns` where no conversation fits.
 
     Programs reach it through `door`, if there is one. `engine` is one that plays by itself, with
-    the shipped tokenizer; then nothing else says what it plays.
+    the shipped tokenizer; then nothing else says what it plays. With `live` replies leave as they
+    are sampled, and none ends before its client was sent some of it.
     """
     if door is not None:
         gateway["public_url"] = door.url
     engine = engine or scripted_engine(
         list(turns), conversations=list(conversations), context_length=context_length
     )
+    shown = Shown(engine) if live else None
+    if shown is not None:
+        engine, gateway["stream"] = shown, "live"
     (tmp_path / "scratch").mkdir()
     async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
         with RunFolder.create(tmp_path / "run", config={}) as folder:
@@ -76,6 +92,8 @@ async def a_node(
                     scratch_base=tmp_path / "scratch",
                 ) as node,
             ):
+                if shown is not None:
+                    shown.gateway = open_gateway
                 if door is not None:
                     door.upstream = urlsplit(open_gateway.control_url).port
                 yield node
@@ -108,3 +126,33 @@ def did_its_work(result, exchanges, *, calls=3):
     assert stats["breaks"] == []
     assert stats["tokens_captured"] == stats["tokens_trained"]
     assert [len(trace.exchange_ids) for trace in result.trajectory.traces] == [calls]
+
+
+def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """Values of the parameter `name` with which tests of the asking module are to run."""
+    found = set()
+    for item in request.session.items:
+        made = getattr(item, "callspec", None)
+        if item.path == request.path and made is not None and name in made.params:
+            found.add(made.params[name])
+    return found
+
+
+async def at_once(
+    works: Mapping[Case, Callable[[], Awaitable[Outcome]]],
+) -> dict[Case, Future[Outcome]]:
+    """Do the works, `AT_ONCE` at a time; each has a result or an exception of its own."""
+    outcomes: dict[Case, Future[Outcome]] = {case: Future() for case in works}
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def do(case: Case) -> None:
+        async with room:
+            try:
+                outcomes[case].set_result(await works[case]())
+            except Exception as error:  # noqa: BLE001 - told by the case's own test
+                outcomes[case].set_exception(error)
+
+    async with asyncio.TaskGroup() as group:
+        for case in works:
+            group.create_task(do(case))
+    return outcomes

@@ -116,7 +116,11 @@ async def test_no_name_is_found(tmp_path):
 
 async def test_the_forwarder_ends_with_its_command(tmp_path):
     async with a_runtime(tmp_path, 1) as reach:
-        await reach("AF_INET", ("127.0.0.1", 1))
+        result = await reach("AF_INET", ("127.0.0.1", 1))
+        assert (result.stdout, result.exit_code) == (b"\n", 0), result
+        left = members((b"BRIDLE_SESSION=s-alone",), Leaders())
         async with asyncio.timeout(5):
-            while members((b"BRIDLE_SESSION=s-alone",), Leaders()):  # noqa: ASYNC110 - no event
+            while left:
                 await asyncio.sleep(0.01)
+                left &= members((b"BRIDLE_SESSION=s-alone",), Leaders())
+        assert left == set()

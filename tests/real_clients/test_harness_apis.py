@@ -1,16 +1,24 @@
-"""Every packaged program, unmodified, in every wire format that it speaks: three calls, no fork."""
+"""Every packaged program, unmodified, in every wire format that it speaks: three calls, no fork.
 
+Once with replies that leave whole, and once with live ones. The sessions run beforehand, some at a
+time; each test judges one.
+"""
+
+import asyncio
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
-from tests.real_clients.matrix import MINI_ENDS, ROWLESS
-from tests.real_clients.real import TURNS, did_its_work, run
+from tests.real_clients.matrix import HAS_NO_STREAM, MINI_ENDS, ROWLESS, cases
+from tests.real_clients.real import TURNS, at_once, chosen, did_its_work, run
 
 from bridle.harnesses import open_harness
 
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
 
-CASES = [
+CASES: list[tuple[str, dict[str, Any]]] = [
     ("claude_agent_sdk", {}),
     ("claude_code", {}),
     ("claude_code", {"bare": True}),
@@ -46,26 +54,71 @@ CASES = [
 ]
 
 
-def named(case):
-    return "-".join((case[0], *(str(v) if k == "api" else k for k, v in case[1].items())))
+@dataclass(frozen=True)
+class Work:
+    """One session: its harness, its wire format, its settings, how its replies leave."""
+
+    harness: str
+    dialect: str
+    settings: tuple[tuple[str, Any], ...]
+    live: bool
+
+    def __str__(self):
+        told = (v if k == "api" else k for k, v in self.settings)
+        return "-".join((self.harness, *map(str, told), *(("live",) if self.live else ())))
+
+    @property
+    def columns(self):
+        """Cells that it fills."""
+        return ("live",) if self.live else ("plain", "parallel")
+
+    async def run(self, folder):
+        """Its result, and its exchanges."""
+        folder.mkdir()
+        agent: dict[str, Any] = {"settings": dict(self.settings)}
+        if (self.harness, self.dialect) == ("cline", "google"):
+            agent["model_name"] = "gemini-3-bridle"
+        turns = TURNS
+        if self.harness == "mini_swe_agent":
+            turns = [*TURNS[:-1], {**TURNS[-1], "shell": [MINI_ENDS]}]
+        return await run(folder, self.harness, agent=agent, turns=turns, live=self.live)
 
 
-@pytest.mark.parametrize(("harness", "settings"), CASES, ids=map(named, CASES))
-async def test_it_works_through_the_gateway_and_nothing_is_lost(tmp_path, tried, harness, settings):
-    agent = {"settings": settings}
-    dialect = settings.get("api", str(open_harness(harness).dialect))
-    if (harness, dialect) == ("cline", "google"):
-        agent["model_name"] = "gemini-3-bridle"
-    turns = TURNS
-    if harness == "mini_swe_agent":
-        turns = [*TURNS[:-1], {**TURNS[-1], "shell": [MINI_ENDS]}]
+def works():
+    """Every case with whole replies, and with live ones each row that can stream."""
+    for harness, settings in CASES:
+        dialect = str(settings.get("api", open_harness(harness).dialect))
+        yield Work(harness, dialect, tuple(settings.items()), live=False)
+    for case in cases():
+        if case.streams and case.harness != "aider":
+            yield Work(*case.row, tuple(case.settings.items()), live=True)
+
+
+@pytest.fixture(scope="module")
+def ran(request, tmp_path_factory):
+    """Work -> its outcome."""
+    folder = tmp_path_factory.mktemp("works")
+    to_do = sorted(chosen(request, "work"), key=str)
+    return asyncio.run(at_once({work: partial(work.run, folder / str(work)) for work in to_do}))
+
+
+@pytest.mark.parametrize("work", list(works()), ids=str)
+def test_it_works_through_the_gateway_and_nothing_is_lost(ran, tried, work):
     with ExitStack() as cells:
-        if harness not in ROWLESS:
-            for column in ("plain", "parallel"):
-                cells.enter_context(tried(harness, dialect, column))
-        result, exchanges = await run(tmp_path, harness, agent=agent, turns=turns)
+        if work.harness not in ROWLESS:
+            for column in work.columns:
+                cells.enter_context(tried(work.harness, work.dialect, column))
+        result, exchanges = ran[work].result()
         did_its_work(result, exchanges)
-        assert {str(exchange.dialect) for exchange in exchanges} == {dialect}
+        assert {str(exchange.dialect) for exchange in exchanges} == {work.dialect}
+        if work.live:
+            assert [exchange.extra["stream"] for exchange in exchanges] == ["live"] * 3
+
+
+def test_what_never_streams_is_never_live(cell):
+    for case in cases():
+        if not case.streams:
+            cell(*case.row, "live", "n/a", HAS_NO_STREAM)
 
 
 async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled(tmp_path):
@@ -92,6 +145,7 @@ async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled
 async def test_aider_writes_files_from_text_and_leaves_the_work_folder_as_it_found_it(
     tmp_path, git, cell
 ):
+    """In the repository its replies come live."""
     files = "\n\n".join(f"{n}\n```\n{t}\n```" for n, t in [("made.txt", "hello"), ("one.txt", 1)])
     check = 'test "$(cat made.txt)" = hello && test "$(cat one.txt)" = 1 && test ! -e .gitignore'
     actions = [{"type": "exec", "command": "git init -q"}] if git else []
@@ -102,7 +156,9 @@ async def test_aider_writes_files_from_text_and_leaves_the_work_folder_as_it_fou
         runtime={"prepare": actions},
         turns=[{"content": files}],
         check=check if git else f"{check} && test ! -e .git",
+        live=git,
     )
     did_its_work(result, exchanges, calls=1)
-    cell("aider", "openai_chat", "plain")
+    assert exchanges[0].extra["stream"] == ("live" if git else "whole")
+    cell("aider", "openai_chat", "live" if git else "plain")
     cell("aider", "openai_chat", "parallel", "n/a", "It has no tools: it reads files from text.")

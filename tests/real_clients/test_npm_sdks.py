@@ -33,13 +33,19 @@ SDKS = {"openai": "openai", "anthropic": "anthropic", "google": "google"}
 """Script -> which of a session's base URLs it is given."""
 
 
+@pytest.fixture(scope="module", params=["whole", "live"])
+def leaves(request):
+    """How streamed replies leave."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told(tmp_path_factory, leaves):
     """SDK -> what its script printed, and the exchanges that it left, by the reply's id."""
-    return asyncio.run(_told(tmp_path_factory))
+    return asyncio.run(_told(tmp_path_factory, leaves))
 
 
-async def _told(tmp_path_factory):
+async def _told(tmp_path_factory, leaves):
     recipe = node_recipe("sdks", "1", size_mb=290, locks=SCRIPTS)
     bundle = await ensure(recipe, bundles_dir(), print)
     heard = {}
@@ -48,7 +54,7 @@ async def _told(tmp_path_factory):
         for script in SCRIPTS.glob("*.mjs"):
             shutil.copy(script, folder)
         (folder / "node_modules").symlink_to(bundle / "node_modules")
-        async with house(engine=engine()) as home:
+        async with house(engine=engine(), stream=leaves) as home:
             caller = await home.session()
             where = {
                 "URL_OF_API": caller.handle.base_urls[api],
@@ -82,9 +88,10 @@ READ += [("openai", f"responses_{case}", turn) for case, turn in SINGLE]
 
 
 @pytest.mark.parametrize(("sdk", "case", "turn"), READ)
-def test_a_reply_is_read_as_it_was_scripted(told, sdk, case, turn):
+def test_a_reply_is_read_as_it_was_scripted(told, leaves, sdk, case, turn):
     facts, exchanges = told[sdk]
-    check(facts[case], turn, api_of(sdk, case), exchanges)
+    exchange = check(facts[case], turn, api_of(sdk, case), exchanges)
+    assert exchange.extra.get("stream") == (leaves if case.endswith("stream") else None)
 
 
 RUNS = [(sdk, case) for sdk in SDKS for case in ("tools", "tools_stream")]
