@@ -16,6 +16,7 @@ RUNTIMES = {
     "local": "bridle.runtimes.local:LocalRuntime",
     "bubblewrap": "bridle.runtimes.bubblewrap:BubblewrapRuntime",
     "docker": "bridle.runtimes.docker:DockerRuntime",
+    "remote": "bridle.runtimes.remote:RemoteRuntime",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 

@@ -43,12 +43,15 @@ class Kept:
 
     def value(self) -> bytes:
         """Head and tail; between them, if bytes are missing, a line that says how many."""
-        if not self.truncated:
-            return bytes(self._head + self._tail)
         tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
-        missing = self._size - len(self._head) - len(tail)
-        note = f"\n[bridle: {missing} bytes left out]\n".encode()
-        return bytes(self._head) + note + bytes(tail)
+        return joined(bytes(self._head), bytes(tail), self._size)
+
+
+def joined(head: bytes, tail: bytes, size: int) -> bytes:
+    """What is kept of `size` bytes; a line between head and tail says how many are missing."""
+    missing = size - len(head) - len(tail)
+    note = f"\n[bridle: {missing} bytes left out]\n".encode() if missing > 0 else b""
+    return head + note + tail
 
 
 class LogFile:
