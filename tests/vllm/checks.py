@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import openai
 
 from bridle.capture.records import Exchange
 from bridle.capture.sqlite import SqliteReader
@@ -133,13 +132,6 @@ async def opened_gateway(server: VllmServer, *, engine: Engine | None = None):
     )
     async with gateway:
         yield gateway, store
-
-
-def openai_client(handle) -> Any:
-    """OpenAI's client of a session, without retries of its own."""
-    return openai.AsyncOpenAI(
-        api_key=handle.key, base_url=handle.base_urls["openai"], max_retries=0, timeout=120
-    )
 
 
 def sampling_of(tokens: int) -> SamplingPolicy:

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from tests.gateway.sdk_agents import openai_client
 
 from bridle.engines.vllm_routes import Route
 from bridle.errors import EngineError
@@ -12,7 +13,6 @@ from bridle.types import VersionSpan
 from .checks import (
     CLOSE,
     RecordingVllm,
-    openai_client,
     opened_gateway,
     plain_logprobs,
     sampling_of,

@@ -6,13 +6,13 @@ import signal
 
 import openai
 import pytest
+from tests.gateway.sdk_agents import openai_client
 
 from bridle.errors import EngineError
 
 from .checks import (
     RecordingVllm,
     check_session,
-    openai_client,
     opened_gateway,
     reply,
     request,
