@@ -196,22 +196,29 @@ class Where:
 
     engine: str
     proxy: str
-    gateway: str
-    token: str
-    pids: dict[str, int]
-    """Process of each part: engine, proxy, gateway."""
+    gateways: list[str]
+    tokens: list[str]
+    """Control tokens of the gateways."""
+    pids: dict[str, list[int]]
+    """Processes of each part: engine, proxy, gateway."""
     data: Path
 
-    def pid(self, way: str) -> int:
-        """The process whose CPU counts."""
-        return self.pids[{"direct": "engine", "proxy": "proxy"}.get(way, "gateway")]
+    def servers(self, way: str) -> list[str]:
+        """Where a way's sessions are spread over."""
+        return {"direct": [self.engine], "proxy": [self.proxy]}.get(way, self.gateways)
+
+    def cpu_seconds(self, way: str) -> float:
+        """CPU time of the measured processes so far."""
+        part = {"direct": "engine", "proxy": "proxy"}.get(way, "gateway")
+        return sum(map(cpu_seconds, self.pids[part]))
 
 
 class Player:
     """One session over one connection."""
 
-    def __init__(self, way: str, context: int, where: Where) -> None:
+    def __init__(self, way: str, context: int, where: Where, number: int) -> None:
         self._way = way
+        self._number = number
         self._where = where
         bodies = dialect_bodies(way, context) if way in PATHS else engine_bodies(context)
         self._bodies = bodies
@@ -219,14 +226,18 @@ class Player:
 
     async def __aenter__(self) -> Self:
         where = self._where
-        server = {"direct": where.engine, "proxy": where.proxy}.get(self._way, where.gateway)
+        servers = where.servers(self._way)
+        place = self._number % len(servers)
+        server = servers[place]
         url = urlsplit(server)
         loop = asyncio.get_running_loop()
         _, self._caller = await loop.create_connection(
             parts.Caller, str(url.hostname), url.port or 80
         )
         if self._way in PATHS:
-            reply = await self._caller.post(post_head(f"{server}/sessions", where.token), b"{}")
+            reply = await self._caller.post(
+                post_head(f"{server}/sessions", where.tokens[place]), b"{}"
+            )
             opened = orjson.loads(reply)
             family, path = PATHS[self._way]
             self._head = post_head(opened["base_url"][family] + path, opened["key"])
@@ -267,23 +278,22 @@ def post_head(target: str, key: str) -> bytes:
 async def play(way: str, context: int, sessions: int, repeat: int, where: Where) -> Measured:
     """Play `repeat` times `sessions` sessions at once."""
     measured = Measured()
-    pid = where.pid(way)
     for _ in range(repeat):
         async with contextlib.AsyncExitStack() as stack:
-            before = cpu_seconds(pid)
+            before = where.cpu_seconds(way)
             players = [
-                await stack.enter_async_context(Player(way, context, where))
-                for _ in range(sessions)
+                await stack.enter_async_context(Player(way, context, where, number))
+                for number in range(sessions)
             ]
             async with asyncio.TaskGroup() as group:
                 for player in players:
                     group.create_task(player.turn())
-            warm, started = cpu_seconds(pid), time.perf_counter()
+            warm, started = where.cpu_seconds(way), time.perf_counter()
             async with asyncio.TaskGroup() as group:
                 for player in players:
                     group.create_task(player.rest(measured))
             measured.seconds += time.perf_counter() - started
-            measured.cpu_s += cpu_seconds(pid) - warm
+            measured.cpu_s += where.cpu_seconds(way) - warm
             measured.root_cpu_s += warm - before
             measured.roots += sessions
     return measured
@@ -297,7 +307,7 @@ def cpu_seconds(pid: int) -> float:
 
 def disk_bytes(folder: Path) -> int:
     """Size of a folder's files."""
-    return sum(path.stat().st_size for path in folder.iterdir())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def run_all(options: argparse.Namespace, where: Where) -> list[Row]:
@@ -351,8 +361,14 @@ def show(rows: list[Row]) -> None:
 
 def check(where: Where) -> None:
     """Refuse numbers of calls that were not what they should be: each turn extends its parent."""
-    connection = http.client.HTTPConnection(urlsplit(where.gateway).netloc)
-    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {where.token}"})
+    for gateway, token in zip(where.gateways, where.tokens, strict=True):
+        check_one(gateway, token)
+
+
+def check_one(gateway: str, token: str) -> None:
+    """Refuse the numbers of one gateway."""
+    connection = http.client.HTTPConnection(urlsplit(gateway).netloc)
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
     told = connection.getresponse().read().decode()
     connection.close()
     numbers = dict(line.rsplit(" ", 1) for line in told.splitlines() if line[:1] != "#")
@@ -369,6 +385,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[2_000, 16_000, 64_000])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--ways", nargs="+", default=["chat"], choices=list(PATHS))
+    parser.add_argument(
+        "--gateways", type=int, default=1, help="processes that the sessions are spread over"
+    )
     parser.add_argument("--calls", type=int, default=480, help="calls per way and round, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fsync", choices=("off", "group"), default="off")
@@ -403,15 +422,23 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as data, ExitStack() as stack:
         engine, sampling = stack.enter_context(part("engine"))
         proxy, proxying = stack.enter_context(part("proxy", "--engine", engine["url"]))
-        extra = ("--profile", options.profile) if options.profile else ()
-        arguments = ("--engine", engine["url"], "--data", data, "--fsync", options.fsync, *extra)
-        gateway, serving = stack.enter_context(part("gateway", *arguments))
+        gateways = []
+        for number in range(options.gateways):
+            folder = Path(data) / str(number)
+            folder.mkdir()
+            extra = ("--profile", options.profile) if options.profile else ()
+            own = ("--engine", engine["url"], "--data", str(folder), "--fsync", options.fsync)
+            gateways.append(stack.enter_context(part("gateway", *own, *extra)))
         where = Where(
             engine["url"],
             proxy["url"],
-            gateway["url"],
-            gateway["token"],
-            pids={"engine": sampling.pid, "proxy": proxying.pid, "gateway": serving.pid},
+            [told["url"] for told, _ in gateways],
+            [told["token"] for told, _ in gateways],
+            pids={
+                "engine": [sampling.pid],
+                "proxy": [proxying.pid],
+                "gateway": [process.pid for _, process in gateways],
+            },
             data=Path(data),
         )
         rows = uvloop.run(run_all(options, where))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -287,7 +288,7 @@ async def profiled(path: str) -> None:
     """Profile until the parent closes our standard input."""
     import cProfile
 
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.thread_time)  # waits are of no interest
     profiler.enable()
     await asyncio.to_thread(sys.stdin.read)
     profiler.disable()

@@ -1,10 +1,11 @@
 """Structured-concurrency helpers."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
-from bridle.aio import Nursery, retry, run_shielded
+from bridle.aio import Nursery, Turnstile, retry, run_shielded
 
 
 async def test_shielded_work_ends_although_its_caller_is_cancelled():
@@ -83,3 +84,47 @@ async def test_retrying_stops_at_the_first_success_and_at_the_last_failure():
         await retry(other, attempts=3, backoff_s=0, retry_on=(OSError,))
     with pytest.raises(ValueError, match="at least 1"):
         await retry(other, attempts=0, backoff_s=0, retry_on=(OSError,))
+
+
+async def test_a_turnstile_lets_so_many_through_per_round_in_their_order():
+    turnstile, through, seen = Turnstile(2), [], []
+
+    async def comes(name: int) -> None:
+        await turnstile.enter()
+        through.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name in range(5):
+            group.create_task(comes(name))
+        while len(through) < 5:
+            await asyncio.sleep(0)
+            seen.append(len(through))
+
+    assert through == [0, 1, 2, 3, 4]
+    assert all(after - before <= 2 for before, after in pairwise([0, *seen]))
+
+
+async def test_at_a_turnstile_nobody_waits_alone():
+    turnstile = Turnstile(1)
+    for _ in range(3):
+        entering = turnstile.enter()
+        with pytest.raises(StopIteration):
+            entering.send(None)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+async def test_who_leaves_a_turnstile_holds_up_nobody():
+    turnstile, through = Turnstile(1), []
+
+    async def comes(name: str) -> None:
+        await turnstile.enter()
+        through.append(name)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(comes("first"))
+        leaves = group.create_task(comes("leaves"))
+        group.create_task(comes("last"))
+        leaves.get_loop().call_soon(leaves.cancel)
+
+    assert through == ["first", "last"]

@@ -7,6 +7,7 @@ Everything else starts tasks in an `asyncio.TaskGroup` whose `async with` is vis
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
@@ -75,6 +76,47 @@ class Nursery:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+
+class Turnstile:
+    """Lets so many through per round of the event loop, in the order in which they came.
+
+    Where many come in one moment, each with work to do, a loop would take them all one step
+    further before it looks at the network again: the first would be answered when the last is.
+    Behind a turnstile a few go on while the others wait, and what arrives for those few is seen to
+    in between. Who comes when nobody waits goes through at once.
+    """
+
+    def __init__(self, per_round: int) -> None:
+        self._per_round = per_round
+        self._free = per_round
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turning = False
+
+    async def enter(self) -> None:
+        """Return when it is the caller's turn."""
+        loop = asyncio.get_running_loop()
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._turn, loop)
+        if self._free and not self._waiting:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A new round: as many as it takes go through."""
+        self._free = self._per_round
+        while self._free and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its client has gone
+                turn.set_result(None)
+                self._free -= 1
+        self._turning = self._free < self._per_round
+        if self._turning:
+            loop.call_soon(self._turn, loop)
 
 
 async def retry(
