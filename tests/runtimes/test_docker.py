@@ -5,7 +5,6 @@ from tests.sandbox.images import spec_of
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
-from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
 from bridle.runtimes.docker import DockerRuntime
 
@@ -21,22 +20,6 @@ from bridle.runtimes.docker import DockerRuntime
 def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
-
-
-def test_a_mounted_path_is_seen_at_its_target(tmp_path):
-    spec = RuntimeSpec(image="x")
-    runtime = DockerRuntime(spec, "s", tmp_path, [Mount(tmp_path / "b", "/opt/b")])
-    assert runtime.inside(tmp_path / "b" / "bin" / "x") == "/opt/b/bin/x"
-    assert runtime.inside(tmp_path / "other") == str(tmp_path / "other")
-
-
-def test_the_gateway_has_one_address_inside(tmp_path):
-    runtime = DockerRuntime(RuntimeSpec(image="x"), "s", tmp_path)
-    assert runtime.gateway_url("http://127.0.0.1:81/s/x/v1") == "http://127.0.0.1:4000/s/x/v1"
-    with pytest.raises(RuntimeFailure, match="one gateway"):
-        runtime.gateway_url("http://127.0.0.1:82/")
-    closed = DockerRuntime(RuntimeSpec(image="x", network="none"), "s", tmp_path)
-    assert closed.gateway_url("http://127.0.0.1:81/") == "http://127.0.0.1:81/"
 
 
 async def test_before_its_start_it_runs_nothing(tmp_path):

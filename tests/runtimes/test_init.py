@@ -3,17 +3,17 @@ import pytest
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.runtimes import RUNTIMES, make_runtime, runtime_class
+from bridle.runtimes.apptainer import ApptainerRuntime
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
 from bridle.runtimes.docker import DockerRuntime
 from bridle.runtimes.local import LocalRuntime
 
 
 def test_every_name_in_the_table_loads():
-    assert {name: runtime_class(name) for name in RUNTIMES} == {
-        "local": LocalRuntime,
-        "bubblewrap": BubblewrapRuntime,
-        "docker": DockerRuntime,
-    }
+    loaded: dict[str, object] = {name: runtime_class(name) for name in RUNTIMES}
+    kinds: tuple[object, ...] = (LocalRuntime, BubblewrapRuntime, DockerRuntime, ApptainerRuntime)
+    names = ("local", "bubblewrap", "docker", "apptainer")
+    assert [loaded[name] for name in names] == [*kinds]
 
 
 def test_a_runtime_of_ones_own_is_found_by_its_path(tmp_path):

@@ -4,12 +4,14 @@ import asyncio
 import os
 import shlex
 import signal
+import socket
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.lifecycle.house import a_node, checked, task
+from tests.lifecycle.house import a_node, checked, nothing_lives, task
 from tests.sandbox.images import spec_of
+from tests.sandbox.test_escapes import listening
 
 from bridle.config import RuntimeSpec
 from bridle.types import Cause
@@ -33,12 +35,12 @@ own=${OPENAI_BASE_URL#*/s/}; own=${own%%/*}
 """A harness of bash alone: `ask` speaks HTTP; one turn is taken first, so that it counts as one."""
 
 
-async def played(tmp_path, backend, script, *, another=None, **options):
+async def played(tmp_path, backend, script, *, another=None, env=None, **options):
     """The result of a session whose harness is `script`; `another` opens a second session."""
     (tmp_path / "node").mkdir()
     async with a_node(tmp_path / "node", {"content": "hello"}) as node:
         runtime = RuntimeSpec(**await spec_of(backend), **options.pop("runtime", {}))
-        names = {}
+        names = dict(env or {})
         if another is not None:
             handle = await node.gateway.open_session(another)
             names = {"OTHER_KEY": handle.key, "OTHER": another}
@@ -82,13 +84,6 @@ async def test_the_evaluator_finds_what_was_left_and_nothing_that_runs(tmp_path,
     assert (result.status, result.reward) == ("COMPLETED", 1.0)
 
 
-async def test_too_much_memory_is_told_apart_from_a_crash(tmp_path, backend):
-    script = "head -c 400000000 /dev/zero | tail"
-    result = await played(tmp_path, backend, script, runtime={"memory_mb": 64})
-    assert (result.status, result.cause) == ("ERROR", Cause.LIMIT)
-    assert "limit of memory" in (result.error or "")
-
-
 def process_1():
     """Process 1 of the sandbox in which a `sleep 54.5` runs; `None` = not yet."""
     found = {}
@@ -111,3 +106,76 @@ async def test_a_sandbox_that_is_killed_is_no_crash_of_the_harness(tmp_path, bac
         os.kill(pid, signal.SIGKILL)
     assert running.result().cause is Cause.INFRASTRUCTURE
     assert "ended from outside" in running.result().error
+
+
+FAULTS = {
+    "forks a daemon": (
+        "(env -i setsid bash -c 'while :; do sleep 1; done' </dev/null >/dev/null 2>&1 &)",
+        {},
+        ("COMPLETED", None, ""),
+    ),
+    "ignores SIGTERM": (
+        "trap '' TERM; while :; do sleep 1; done",
+        {"budgets": {"agent_s": 3}},
+        ("TIMEOUT", Cause.TIMEOUT, "budget of 3 s"),
+    ),
+    "prints 1 GiB": (
+        "head -c 1073741824 /dev/zero",
+        {"budgets": {"agent_s": 50}},
+        ("COMPLETED", None, ""),
+    ),
+    "opens 10,000 files": (
+        "for ((i = 0; i < 10000; i++)); do exec {fd}</dev/null || exit 9; done",
+        {},
+        ("ERROR", Cause.HARNESS_CRASH, "Too many open files"),
+    ),
+    "deletes its work directory": (
+        'rm -rf "$PWD" 2>/dev/null; true',
+        {"evaluator": checked()},
+        ("COMPLETED", None, ""),
+    ),
+    "fills its disk": (
+        "for ((i = 0; ; i++)); do head -c 4000000 /dev/zero > f$i || exit 3; sleep 0.05; done",
+        {"runtime": {"storage_mb": 20}, "budgets": {"agent_s": 30}},
+        ("ERROR", Cause.LIMIT, "limit of storage"),
+    ),
+    "takes too much memory": (
+        "head -c 400000000 /dev/zero | tail",
+        {"runtime": {"memory_mb": 64}},
+        ("ERROR", Cause.LIMIT, "limit of memory"),
+    ),
+}
+"""What a harness does -> its script, its task's own fields, and how the session must end."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_what_a_harness_does_is_named_in_its_result(tmp_path, backend, fault):
+    script, options, (status, cause, words) = FAULTS[fault]
+    result = await played(tmp_path, backend, script, **options)
+    assert (result.status, result.cause) == (status, cause), result.error
+    assert words in (result.error or "")
+    logs = sum(path.stat().st_size for path in tmp_path.rglob("run/sessions/*/*"))
+    assert logs < 130 << 20
+    assert nothing_lives(result.session_id)
+
+
+async def test_an_image_that_is_nowhere_is_no_crash_of_the_harness(tmp_path):
+    image = "bridle-no-such-image:1"
+    async with a_node(tmp_path) as node:
+        made = task("true", runtime=RuntimeSpec(backend="docker", image=image))
+        result = await node.run(made)
+    assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
+    assert f"image {image!r} is not here" in result.error
+
+
+async def test_the_engine_and_the_machine_s_network_are_refused_to_a_session(tmp_path, backend):
+    script = """
+    for at in 127.0.0.1/$PORT $ADDRESS/$PORT 192.0.2.1/80; do
+      timeout 3 bash -c "exec 4<>/dev/tcp/$at" && exit 71
+    done; true
+    """
+    with listening() as port:
+        address = socket.gethostbyname(socket.gethostname())
+        names = {"PORT": str(port), "ADDRESS": address}
+        result = await played(tmp_path, backend, script, env=names)
+    assert (result.status, result.error) == ("COMPLETED", None)

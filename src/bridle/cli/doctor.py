@@ -51,13 +51,16 @@ def doctor(
     runtime: Annotated[
         str | None, typer.Option(help="Run the runtime conformance suite on this backend.")
     ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="The image that the suite runs in, where one is needed.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at this machine, an engine or a runtime, and say what is missing."""
     if engine:
         findings = asyncio.run(_probe_all(engine, tokenizer, logprobs=logprobs))
     elif runtime is not None:
-        findings = asyncio.run(_conformance(runtime))
+        findings = asyncio.run(_conformance(runtime, image))
     else:
         findings = machine()
     if json:
@@ -204,9 +207,10 @@ async def _probe(
     return [*told, context], info
 
 
-async def _conformance(backend: str) -> list[Finding]:
+async def _conformance(backend: str, image: str | None) -> list[Finding]:
     import tempfile
 
+    from bridle.config import RuntimeSpec
     from bridle.runtimes import runtime_class
     from bridle.runtimes.conformance import CHECKS, Nonconformity, run_check
 
@@ -216,7 +220,7 @@ async def _conformance(backend: str) -> list[Finding]:
         what = check.__name__.replace("_", " ")
         with tempfile.TemporaryDirectory(prefix="bridle-doctor-") as scratch:
             try:
-                await run_check(check, factory, Path(scratch))
+                await run_check(check, factory, Path(scratch), RuntimeSpec(image=image))
             except (BridleError, Nonconformity) as error:
                 findings.append(Finding(what, ok=False, found=str(error)))
             else:

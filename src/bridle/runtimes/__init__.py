@@ -1,7 +1,8 @@
 """Runtimes: where an agent lives, and the only door into it.
 
-The contract is `base`; every other runtime is one file. `process` and `proc` are how any runtime
-starts and ends processes of this machine; `conformance` is the suite that each runtime passes.
+The contract is `base`, what the kinds share is `place`, each kind is one file. `process` and `proc`
+are how any runtime starts and ends processes of this machine; `conformance` is the suite that each
+runtime passes; `choice` says which kind a task gets that names none.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ RUNTIMES = {
     "local": "bridle.runtimes.local:LocalRuntime",
     "bubblewrap": "bridle.runtimes.bubblewrap:BubblewrapRuntime",
     "docker": "bridle.runtimes.docker:DockerRuntime",
-    "remote": "bridle.runtimes.remote:RemoteRuntime",
+    "apptainer": "bridle.runtimes.apptainer:ApptainerRuntime",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 

@@ -9,8 +9,7 @@ Inside, the system is the machine's own (`/usr` and little of `/etc`, read-only)
 given as `image`. Work, home and temp folders are the session's own. The network has a loopback and
 nothing else; `forward` carries one port of it to the gateway.
 
-Paths inside are resolved inside: files go in and out as archives that a `tar` in the sandbox makes
-or takes, so no link that a harness planted is ever followed by us.
+How files go in and out, and how the gateway is reached, is `place`'s.
 """
 
 from __future__ import annotations
@@ -22,24 +21,21 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit, urlunsplit
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import Bounds, Cgroup
 from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import enter, is_privileged, listen_inside
-from bridle.runtimes.proc import EXEC_MARK, KILL_S, SESSION_MARK
+from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse_workdir
+from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.view import ENVIRONMENT, HOME, OWN, make_folders, view
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
@@ -50,10 +46,6 @@ HOLD = "echo ready; exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
 ENTER = 'ulimit -c 0 -n {files}{size} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
 """How a command begins inside: its limits, its folder."""
 
-EXTRACT = 'umask 022; mkdir -p -- "$1" && exec tar --no-same-owner -p -U -xf - -C "$1"'
-CHANGED = 1
-"""Exit code of a `tar` that saw files change while it read them."""
-
 START_S = 30.0
 STOP_S = 30.0
 LAST_S = 0.5
@@ -61,7 +53,6 @@ FILES = 4096
 """Open files of one process."""
 PROCESSES = 1024
 """Processes and threads of a sandbox, where its task does not say."""
-GATEWAY_PORT = 4000
 
 
 @dataclass(slots=True)
@@ -71,7 +62,6 @@ class _Held:
     process: subprocess.Popen[bytes]
     pid: int
     """Process 1 of the sandbox, by the machine's numbers."""
-    forwarder: Forwarder | None
     resources: AsyncExitStack
     reached: str | None = None
     """The limit that ended it."""
@@ -79,27 +69,19 @@ class _Held:
     """Whether we end it, or ended it."""
 
 
-class BubblewrapRuntime:
+class BubblewrapRuntime(Contained):
     """One session's sandbox; implements `base.Runtime`."""
 
-    contains = True
+    home = HOME
+    kind = "sandbox"
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
         refuse_what_bubblewrap_cannot(spec)
-        self._spec = spec
-        self._session_id = session_id
-        self._scratch = scratch
-        self._mounts = tuple(mounts)
-        self.home = HOME
-        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
+        super().__init__(spec, session_id, scratch, mounts)
         self._top = self.workdir if PurePosixPath(spec.workdir or "").is_absolute() else "/work"
         self._held: _Held | None = None
-        self._lock = asyncio.Lock()
-        self._target: tuple[str, int] | None = None
-        self._execs = 0
-        self._usable = False
         self._cgroup: Cgroup | None = None
 
     # ---- start and end
@@ -108,10 +90,7 @@ class BubblewrapRuntime:
         """As `base.Runtime.start`. `RuntimeFailure` says what this machine lacks."""
         if (missing := what_is_missing()) is not None:
             raise RuntimeFailure(missing)
-        for mount in self._mounts:
-            if not mount.source.exists():
-                message = f"what must be mounted does not exist: {mount.source}"
-                raise RuntimeFailure(message)
+        self._check_mounts()
         with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
             await asyncio.to_thread(make_folders, self._scratch)
         bounds = self._bounds()
@@ -142,12 +121,12 @@ class BubblewrapRuntime:
             self._held = None
         with boundary(RuntimeFailure, f"cannot make the sandbox of session {self._session_id}"):
             process, pid = await asyncio.to_thread(self._spawn)
-            held = _Held(process, pid, None, AsyncExitStack())
+            held = _Held(process, pid, AsyncExitStack())
             try:
                 if self._spec.network == "gateway_only":
                     await self._open_the_way(held)
                 if self._cgroup is None or self._spec.storage_mb is not None:
-                    nursery = await held.resources.enter_async_context(Nursery(_raise_nothing))
+                    nursery = await held.resources.enter_async_context(Nursery(raise_nothing))
                     nursery.start(self._watch(held), name="sandbox-watch")
             except BaseException:
                 await run_shielded(self._let_go(held), timeout_s=STOP_S)
@@ -157,8 +136,7 @@ class BubblewrapRuntime:
     async def _open_the_way(self, held: _Held) -> None:
         """Carry a port inside to the gateway."""
         listener = await asyncio.to_thread(listen_inside, held.pid, GATEWAY_PORT, timeout_s=START_S)
-        held.forwarder = await held.resources.enter_async_context(Forwarder(listener))
-        held.forwarder.target = self._target
+        await self._carry(listener, held.resources)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """Start process 1; returns when it is up. Blocks for some 10 ms."""
@@ -251,47 +229,16 @@ class BubblewrapRuntime:
 
     # ---- commands
 
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-        output_limit: int = 1 << 20,
-        log: Path | None = None,
-        error_log: Path | None = None,
-    ) -> ExecResult:
-        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
-        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
-        return await self._run(
-            Command(
-                argv=argv,
-                env=env or {},
-                cwd=str(PurePosixPath(self.workdir, cwd or "")),
-                stdin=stdin,
-                timeout_s=timeout_s,
-                output_limit=output_limit,
-                log=log,
-                error_log=error_log,
-            )
-        )
-
     async def _run(self, inside: Command) -> ExecResult:
         """Run a command whose folder and program are those of the sandbox."""
         held = await self._hold()
-        self._execs += 1
         storage = self._spec.storage_mb
         begin = ENTER.format(files=FILES, size="" if storage is None else f" -f {storage << 10}")
         if inside.cwd == self.workdir:
             begin = f'mkdir -p -- "$1" 2>/dev/null; {begin}'
         begin = TAKE + begin
         entering = [*self._doors(), *enter(held.pid), "/bin/bash", "-c", begin, "bash", inside.cwd]
-        marks = {
-            SESSION_MARK: self._session_id,
-            EXEC_MARK: f"{self._session_id}/{self._execs}",
-        }
+        marks = self._marks()
         result = await run_process(
             replace(
                 inside,
@@ -310,75 +257,6 @@ class BubblewrapRuntime:
             raise RuntimeFailure(message)
         limit = held.reached or (self._cgroup.reached() if self._cgroup is not None else None)
         return result if limit is None else replace(result, limit=limit)
-
-    # ---- files
-
-    async def upload(self, source: Path, target: str) -> None:
-        """As `base.Runtime.upload`; modes and symbolic links are kept."""
-        self._must_be_usable()
-        with (
-            boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
-            tempfile.TemporaryDirectory(dir=self._scratch / "aside") as aside,
-        ):
-            archive = Path(aside, "in.tar")
-            path = PurePosixPath(self.workdir, target)
-            folder = await asyncio.to_thread(pack, source, path, archive)
-            await self._extract(archive, folder)
-
-    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
-        path = PurePosixPath(self.workdir, target)
-        with boundary(RuntimeFailure, f"cannot write {target}"):
-            await self._extract(pack_bytes(content, path.name, mode), path.parent)
-
-    async def _extract(self, archive: bytes | Path, folder: PurePosixPath) -> None:
-        argv = ["bash", "-c", EXTRACT, "bash", str(folder)]
-        result = await self._run(Command(argv=argv, env={}, cwd="/", stdin=archive))
-        if not result.ok:
-            raise RuntimeFailure(result.stderr.decode(errors="replace").strip() or "tar failed")
-
-    async def download(self, source: str, target: Path) -> None:
-        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
-        self._must_be_usable()
-        path = PurePosixPath(self.workdir, source)
-        with (
-            boundary(RuntimeFailure, f"cannot download {source}"),
-            tempfile.TemporaryDirectory(dir=self._scratch / "aside") as aside,
-        ):
-            archive = Path(aside, "out.tar")
-            argv = ["tar", "-cf", "-", "-C", str(path.parent), "--", path.name]
-            result = await self._run(Command(argv=argv, env={}, cwd="/", stdout=archive))
-            if not result.ok and result.exit_code != CHANGED:
-                raise RuntimeFailure(result.stderr.decode(errors="replace").strip())
-            await asyncio.to_thread(unpack, archive, path.name, target)
-
-    # ---- addresses
-
-    def inside(self, path: Path) -> str:
-        """Where a mounted host path is seen inside; any other path as it is."""
-        for mount in self._mounts:
-            if path.is_relative_to(mount.source):
-                return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
-        return str(path)
-
-    def gateway_url(self, url: str) -> str:
-        """The URL's way in: a port of the sandbox's loopback, carried to that one address."""
-        if self._spec.network != "gateway_only":
-            return url
-        parts = urlsplit(url)
-        target = (parts.hostname or "127.0.0.1", parts.port or 80)
-        if self._target not in (None, target):
-            message = f"a sandbox has one gateway: {self._target}, not also {target}"
-            raise RuntimeFailure(message)
-        self._target = target
-        if self._held is not None and self._held.forwarder is not None:
-            self._held.forwarder.target = target
-        return urlunsplit(parts._replace(netloc=f"127.0.0.1:{GATEWAY_PORT}"))
-
-    def _must_be_usable(self) -> None:
-        if not self._usable:
-            message = f"the runtime of session {self._session_id} is not started, or was stopped"
-            raise RuntimeFailure(message)
 
 
 def what_is_missing() -> str | None:
@@ -401,9 +279,7 @@ def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
     if spec.image is not None and not Path(spec.image, "bin").exists():
         message = f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
         raise ConfigError(message)
-    if ".." in PurePosixPath(spec.workdir or "").parts:
-        message = f"runtime 'bubblewrap': workdir {spec.workdir!r} must not contain '..'"
-        raise ConfigError(message)
+    refuse_workdir(spec, "bubblewrap")
     if unknown := sorted(set(spec.kwargs) - {"binds", "folders"}):
         message = (
             "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and 'folders' (a "
@@ -421,7 +297,3 @@ def _kill(held: _Held) -> None:
     if held.process.poll() is None:
         with suppress(ProcessLookupError):
             os.kill(held.pid, signal.SIGKILL)
-
-
-def _raise_nothing(_error: BaseException) -> None:
-    """A watch that failed must not end the session; the next one begins with the next sandbox."""

@@ -20,17 +20,14 @@ import asyncio
 import json
 import signal
 import socket
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit, urlunsplit
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.docker_client import (
     CALL_S,
@@ -43,9 +40,9 @@ from bridle.runtimes.docker_client import (
     program,
 )
 from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import is_privileged, listen_inside
+from bridle.runtimes.place import Contained, raise_nothing, refuse_workdir, with_signal
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
 from bridle.runtimes.process import Command, run_process
 
@@ -64,7 +61,6 @@ while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); d
 """Ends all processes with a mark in their environment, with a grace of two seconds."""
 
 NETWORK = "bridle-gateway-only"
-GATEWAY_PORT = 4000
 HOME = "/home/agent"
 PROCESSES = 1024
 FILES = 4096
@@ -80,34 +76,24 @@ class _Up:
     """A container that runs."""
 
     resources: AsyncExitStack
-    forwarder: Forwarder | None = None
     reached: str | None = None
     let_go: bool = False
     """Whether we end it, or ended it."""
 
 
-class DockerRuntime:
+class DockerRuntime(Contained):
     """One session's container; implements `base.Runtime`."""
 
-    contains = True
     home = HOME
+    kind = "container"
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
         refuse_what_docker_cannot(spec)
-        self._spec = spec
-        self._session_id = session_id
-        self._scratch = scratch
-        self._mounts = tuple(mounts)
-        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
+        super().__init__(spec, session_id, scratch, mounts)
         self._container: str | None = None
         self._up: _Up | None = None
-        self._lock = asyncio.Lock()
-        self._target: tuple[str, int] | None = None
-        self._address = ("127.0.0.1", GATEWAY_PORT)
-        self._execs = 0
-        self._usable = False
         self._kills = 0
 
     # ---- start and end
@@ -118,10 +104,7 @@ class DockerRuntime:
 
         `RuntimeFailure` says what the daemon said.
         """
-        for mount in self._mounts:
-            if not mount.source.exists():
-                message = f"what must be mounted does not exist: {mount.source}"
-                raise RuntimeFailure(message)
+        self._check_mounts()
         image = await image_facts(str(self._spec.image), build=self._spec.kwargs.get("build"))
         if self._spec.workdir is None and image["Config"].get("WorkingDir") not in (None, "", "/"):
             self.workdir = image["Config"]["WorkingDir"]
@@ -199,7 +182,7 @@ class DockerRuntime:
                 if self._spec.network != "none":
                     await self._open_the_way(up)
                 if self._spec.storage_mb is not None:
-                    nursery = await up.resources.enter_async_context(Nursery(_raise_nothing))
+                    nursery = await up.resources.enter_async_context(Nursery(raise_nothing))
                     nursery.start(self._watch(up, self._spec.storage_mb << 20), name="disk-watch")
             except BaseException:
                 await run_shielded(up.resources.aclose(), timeout_s=STOP_S)
@@ -219,8 +202,7 @@ class DockerRuntime:
             listener = socket.create_server(self._address)
             listener.settimeout(0)
             self._address = listener.getsockname()
-        up.forwarder = await up.resources.enter_async_context(Forwarder(listener))
-        up.forwarder.target = self._target
+        await self._carry(listener, up.resources)
 
     async def _watch(self, up: _Up, most: int) -> None:
         """End the container when what it wrote takes too much room."""
@@ -261,42 +243,14 @@ class DockerRuntime:
 
     # ---- commands
 
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-        output_limit: int = 1 << 20,
-        log: Path | None = None,
-        error_log: Path | None = None,
-    ) -> ExecResult:
-        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
-        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
-        return await self._run(
-            Command(
-                argv=argv,
-                env=env or {},
-                cwd=str(PurePosixPath(self.workdir, cwd or "")),
-                stdin=stdin,
-                timeout_s=timeout_s,
-                output_limit=output_limit,
-                log=log,
-                error_log=error_log,
-            )
-        )
-
     async def _run(self, inside: Command) -> ExecResult:
         """Run a command whose folder and program are those of the container."""
         up = await self._running()
-        self._execs += 1
-        execution = f"{EXEC_MARK}={self._session_id}/{self._execs}"
-        marks = (self._mark, execution.encode())
+        marks = self._marks()
+        execution = f"{EXEC_MARK}={marks[EXEC_MARK]}"
         env = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
         env = handed(env | {**self._spec.env, **inside.env})
-        env |= {SESSION_MARK: self._session_id, EXEC_MARK: execution.partition("=")[2]}
+        env |= marks
         words = [program(), "exec", *(["--interactive"] if inside.stdin is not None else [])]
         for name in env:  # by name only: the values stay out of this machine's process list
             words += ["--env", name]
@@ -306,7 +260,7 @@ class DockerRuntime:
             argv=[*words, *inside.argv],
             cwd="/",
             env={**client_environment(), **env},
-            marks=marks,
+            marks=(self._mark, execution.encode()),
         )
         ended = False
         try:
@@ -315,7 +269,7 @@ class DockerRuntime:
         finally:
             if not ended:
                 await run_shielded(self._end(execution), timeout_s=STOP_S)
-        return await self._judged(_with_signal(result), up)
+        return await self._judged(with_signal(result), up)
 
     async def _end(self, execution: str) -> None:
         """End what one command started and what still carries its mark."""
@@ -354,67 +308,19 @@ class DockerRuntime:
 
     # ---- files
 
-    async def upload(self, source: Path, target: str) -> None:
-        """As `base.Runtime.upload`; modes and symbolic links are kept."""
-        with (
-            boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
-            self._aside() as aside,
-        ):
-            archive = Path(aside, "in.tar")
-            path = PurePosixPath(self.workdir, target)
-            folder = await asyncio.to_thread(pack, source, path, archive)
-            await self._put(archive, folder)
-
-    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
-        path = PurePosixPath(self.workdir, target)
-        with boundary(RuntimeFailure, f"cannot write {target}"):
-            await self._put(pack_bytes(content, path.name, mode), path.parent)
-
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
         made = await self._run(Command(["mkdir", "-p", "--", str(folder)], env={}, cwd="/"))
         if not made.ok:
             raise RuntimeFailure(made.stderr.decode(errors="replace").strip())
         await docker(["cp", "-", f"{self._id}:{folder}"], stdin=archive)
 
-    async def download(self, source: str, target: Path) -> None:
-        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
-        path = PurePosixPath(self.workdir, source)
-        with boundary(RuntimeFailure, f"cannot download {source}"), self._aside() as aside:
-            archive = Path(aside, "out.tar")
-            await docker(["cp", f"{self._id}:{path}", "-"], stdout=archive)
-            await asyncio.to_thread(unpack, archive, path.name, target)
-
-    def _aside(self) -> tempfile.TemporaryDirectory[str]:
-        self._must_be_usable()
-        return tempfile.TemporaryDirectory(dir=self._scratch / "aside")
+    async def _get(self, path: PurePosixPath, archive: Path) -> None:
+        await docker(["cp", f"{self._id}:{path}", "-"], stdout=archive)
 
     # ---- addresses
 
-    def inside(self, path: Path) -> str:
-        """Where a mounted host path is seen inside; any other path as it is."""
-        for mount in self._mounts:
-            if path.is_relative_to(mount.source):
-                return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
-        return str(path)
-
-    def gateway_url(self, url: str) -> str:
-        """The URL's way in: an address that is carried to that one address."""
-        if self._spec.network == "none":
-            return url
-        parts = urlsplit(url)
-        target = (parts.hostname or "127.0.0.1", parts.port or 80)
-        if self._target not in (None, target):
-            message = f"a container has one gateway: {self._target}, not also {target}"
-            raise RuntimeFailure(message)
-        self._target = target
-        if self._up is not None and self._up.forwarder is not None:
-            self._up.forwarder.target = target
-        return urlunsplit(parts._replace(netloc=f"{self._address[0]}:{self._address[1]}"))
-
-    @property
-    def _mark(self) -> bytes:
-        return f"{SESSION_MARK}={self._session_id}".encode()
+    def _is_carried(self) -> bool:
+        return self._spec.network != "none"
 
     @property
     def _id(self) -> str:
@@ -424,11 +330,6 @@ class DockerRuntime:
     def _must_have_container(self) -> None:
         if self._container is None:
             message = f"session {self._session_id} has no container"
-            raise RuntimeFailure(message)
-
-    def _must_be_usable(self) -> None:
-        if not self._usable:
-            message = f"the runtime of session {self._session_id} is not started, or was stopped"
             raise RuntimeFailure(message)
 
 
@@ -442,21 +343,7 @@ def refuse_what_docker_cannot(spec: RuntimeSpec) -> None:
     if not spec.image:
         message = "runtime 'docker' needs an image"
         raise ConfigError(message)
-    if ".." in PurePosixPath(spec.workdir or "").parts:
-        message = f"runtime 'docker': workdir {spec.workdir!r} must not contain '..'"
-        raise ConfigError(message)
+    refuse_workdir(spec, "docker")
     if unknown := sorted(set(spec.kwargs) - KWARGS):
         message = f"runtime 'docker' takes the kwargs {sorted(KWARGS)}; given: {unknown}"
         raise ConfigError(message)
-
-
-def _with_signal(result: ExecResult) -> ExecResult:
-    """A shell's code for a command that a signal ended, told as that signal."""
-    code = result.exit_code
-    if code is None or not 128 < code < 160:
-        return result
-    return replace(result, exit_code=None, signal=code - 128)
-
-
-def _raise_nothing(_error: BaseException) -> None:
-    """A watch that failed must not end the session; the next one begins with the next start."""

@@ -12,8 +12,9 @@ import asyncio
 import os
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from bridle.aio import run_shielded
@@ -21,7 +22,8 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.proc import EXEC_MARK, KILL_S, SESSION_MARK, Leaders, end_all, members
+from bridle.runtimes.place import Place
+from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process
 
 KILL_GRACE_S = 1.0
@@ -30,7 +32,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where the caller has no PATH."""
 
 
-class LocalRuntime:
+class LocalRuntime(Place):
     """One session's folders and processes on this machine; implements `base.Runtime`."""
 
     contains = False
@@ -39,20 +41,11 @@ class LocalRuntime:
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
         refuse_what_local_cannot(spec)
-        self._spec = spec
-        self._session_id = session_id
-        self._scratch = scratch
-        self._mounts = tuple(mounts)
+        super().__init__(spec, session_id, scratch, mounts)
         self._home, self._tmp, self._work = scratch / "home", scratch / "tmp", scratch / "work"
         self.home = str(self._home)
         self.workdir = str(self._work / (spec.workdir or ""))
         self._leaders = Leaders()
-        self._execs = 0
-        self._usable = False
-
-    @property
-    def _mark(self) -> bytes:
-        return f"{SESSION_MARK}={self._session_id}".encode()
 
     async def start(self) -> None:
         """Make the folders. Raises `RuntimeFailure` (no bash, no disk space, no permission)."""
@@ -60,10 +53,7 @@ class LocalRuntime:
             for folder in (self._home, self._tmp, Path(self.workdir)):
                 folder.mkdir(parents=True, exist_ok=True)
                 folder.chmod(0o700)
-        for mount in self._mounts:
-            if not mount.source.exists():
-                message = f"what must be mounted does not exist: {mount.source}"
-                raise RuntimeFailure(message)
+        self._check_mounts()
         if shutil.which("bash", path=self._environment()["PATH"]) is None:
             message = "the local runtime needs bash, which is not on PATH"
             raise RuntimeFailure(message)
@@ -84,48 +74,20 @@ class LocalRuntime:
             **self._spec.env,
         }
 
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-        output_limit: int = 1 << 20,
-        log: Path | None = None,
-        error_log: Path | None = None,
-    ) -> ExecResult:
-        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+    async def _run(self, inside: Command) -> ExecResult:
         self._must_be_usable()
-        self._execs += 1
-        execution = f"{self._session_id}/{self._execs}"
-        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
+        if inside.cwd == self.workdir:
+            with suppress(OSError):
+                Path(self.workdir).mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - quick
+        marks = self._marks()
         return await run_process(
-            Command(
-                argv=argv,
-                cwd=self._folder(cwd),
-                env={
-                    **self._environment(),
-                    **(env or {}),
-                    SESSION_MARK: self._session_id,
-                    EXEC_MARK: execution,
-                },
-                stdin=stdin,
-                timeout_s=timeout_s,
-                output_limit=output_limit,
-                log=log,
-                error_log=error_log,
-                marks=(self._mark, f"{EXEC_MARK}={execution}".encode()),
+            replace(
+                inside,
+                env={**self._environment(), **inside.env, **marks},
+                marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
                 leaders=self._leaders,
             )
         )
-
-    def _folder(self, cwd: str | None) -> str:
-        if cwd is None:
-            with suppress(OSError):
-                Path(self.workdir).mkdir(parents=True, exist_ok=True)
-        return str(Path(self.workdir, cwd or ""))
 
     async def upload(self, source: Path, target: str) -> None:
         """As `base.Runtime.upload`; modes and symbolic links are kept."""
@@ -176,11 +138,6 @@ class LocalRuntime:
                 asyncio.to_thread(remove_folders, (self._home, self._tmp, self._work)),
                 timeout_s=STOP_S,
             )
-
-    def _must_be_usable(self) -> None:
-        if not self._usable:
-            message = f"the runtime of session {self._session_id} is not started, or was stopped"
-            raise RuntimeFailure(message)
 
 
 def refuse_what_local_cannot(spec: RuntimeSpec) -> None:

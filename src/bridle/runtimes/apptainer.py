@@ -1,0 +1,297 @@
+"""The `apptainer` runtime: an instance for each session, for clusters where no daemon may run.
+
+An instance is a set of namespaces over an image (a `.sif` file, a root folder, or `docker://...`,
+which apptainer fetches into its own cache) with an overlay of the session's own, so that all of the
+image can be written to. Commands enter it with `apptainer exec`; ending its first process ends
+them all, and the next command starts it again over the same overlay.
+
+Everything is asked for without privileges (`--userns`), so its network is ours to listen in: a
+loopback and nothing else, one port of which is carried to the gateway. Control groups are seldom a
+user's own on a cluster, so memory, processes and storage are watched, as they are for `bubblewrap`
+where it has none.
+
+`singularity` is taken where there is no `apptainer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from bridle.aio import Nursery, run_shielded
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.cgroups import Bounds
+from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.handed import TAKE, handed
+from bridle.runtimes.namespaces import listen_inside
+from bridle.runtimes.place import (
+    GATEWAY_PORT,
+    Contained,
+    raise_nothing,
+    refuse_workdir,
+    with_signal,
+)
+from bridle.runtimes.proc import KILL_S, POLL_S, SESSION_MARK
+from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
+
+PROGRAMS = ("apptainer", "singularity")
+HOME = "/home/agent"
+OWN = ("work", "home", "tmp", "overlay")
+"""Folders of the session below its scratch folder."""
+ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
+PROCESSES = 1024
+CALL_S = 120.0
+START_S = 1800.0
+"""An image may have to be fetched and unpacked."""
+STOP_S = 60.0
+LAST_S = 0.5
+CLIENT = ("HOME", "PATH", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR")
+"""What the command itself needs of our environment, beside its own variables."""
+KWARGS = frozenset({"binds"})
+
+
+@dataclass(slots=True)
+class _Up:
+    """An instance that runs."""
+
+    pid: int
+    """Its first process, by the machine's numbers."""
+    resources: AsyncExitStack
+    reached: str | None = None
+    let_go: bool = False
+    """Whether we end it, or ended it."""
+
+
+class ApptainerRuntime(Contained):
+    """One session's instance; implements `base.Runtime`."""
+
+    home = HOME
+    kind = "instance"
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        refuse_what_apptainer_cannot(spec)
+        super().__init__(spec, session_id, scratch, mounts)
+        self._name = f"bridle-{os.getpid()}-{secrets.token_hex(6)}"
+        self._up: _Up | None = None
+
+    # ---- start and end
+
+    async def start(self) -> None:
+        """As `base.Runtime.start`. `RuntimeFailure` says what apptainer said."""
+        program()
+        self._check_mounts()
+        with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
+            for name in (*OWN, "aside"):
+                (self._scratch / name).mkdir(mode=0o700, exist_ok=True)
+        self._usable = True
+        await self._running()
+
+    async def _running(self) -> _Up:
+        """The instance, started now if it does not run."""
+        async with self._lock:
+            self._must_be_usable()
+            if self._up is not None and not _lives(self._up.pid):
+                await self._let_go(self._up)
+                self._up = None
+            if self._up is None:
+                # Not to be cancelled: what was made would have no owner.
+                await run_shielded(self._start_instance(), timeout_s=2 * START_S)
+            assert self._up is not None
+            return self._up
+
+    async def _start_instance(self) -> None:
+        with boundary(RuntimeFailure, f"cannot start the instance of {self._session_id}"):
+            words = ["instance", "start", *self.options(), str(self._spec.image), self._name]
+            await _call(words, env={SESSION_MARK: self._session_id}, timeout_s=START_S)
+            up = _Up(await _first_process(self._name), AsyncExitStack())
+            try:
+                if self._spec.network == "gateway_only":
+                    listener = await asyncio.to_thread(
+                        listen_inside, up.pid, GATEWAY_PORT, timeout_s=CALL_S
+                    )
+                    await self._carry(listener, up.resources)
+                nursery = await up.resources.enter_async_context(Nursery(raise_nothing))
+                nursery.start(self._watch(up), name="instance-watch")
+            except BaseException:
+                await run_shielded(self._let_go(up), timeout_s=STOP_S)
+                raise
+            self._up = up
+
+    def options(self) -> list[str]:
+        """The options of `apptainer instance start`."""
+        own, spec = self._scratch, self._spec
+        top = self.workdir if PurePosixPath(spec.workdir or "").is_absolute() else "/work"
+        words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
+        words += ["--home", f"{own / 'home'}:{HOME}", "--bind", f"{own / 'work'}:{top}"]
+        words += ["--bind", f"{own / 'tmp'}:/tmp", "--hostname", "sandbox"]
+        for mount in self._mounts:
+            words += ["--bind", f"{mount.source}:{mount.target}:ro"]
+        for source in spec.kwargs.get("binds", ()):
+            words += ["--bind", f"{source}:{source}:ro"]
+        if spec.network != "open":
+            words += ["--net", "--network", "none"]
+        if spec.gpus is not None:
+            words.append("--nv")
+        return words
+
+    async def _watch(self, up: _Up) -> None:
+        """End the instance when it is over a limit."""
+        spec = self._spec
+        memory = None if spec.memory_mb is None else spec.memory_mb << 20
+        storage = None if spec.storage_mb is None else spec.storage_mb << 20
+        up.reached = await first_reached(
+            Watched(
+                members=lambda: members_of(pid_namespace(up.pid) or "none"),
+                folders=tuple(self._scratch / name for name in OWN),
+                bounds=Bounds(None, memory, spec.max_processes or PROCESSES),
+                storage_bytes=storage,
+            )
+        )
+        _end(up.pid)
+
+    async def _let_go(self, up: _Up) -> None:
+        """End the instance and all in it; apptainer forgets it."""
+        up.let_go = True
+        _end(up.pid)
+        await up.resources.aclose()
+        if not await _is_gone(up.pid, KILL_S):
+            message = f"the instance of session {self._session_id} does not end after SIGKILL"
+            raise RuntimeFailure(message)
+        with suppress(RuntimeFailure):  # it has gone with its process
+            await _call(["instance", "stop", self._name])
+
+    async def kill(self) -> None:
+        """As `base.Runtime.kill`: the kernel ends everything in the namespaces, at once."""
+        await run_shielded(self._kill(), timeout_s=STOP_S)
+
+    async def _kill(self) -> None:
+        async with self._lock:
+            up, self._up = self._up, None
+            if up is not None:
+                await self._let_go(up)
+
+    async def stop(self) -> None:
+        """As `base.Runtime.stop`: afterwards nothing is left but the empty scratch folder."""
+        self._usable = False
+        try:
+            await self.kill()
+        finally:
+            folders = [self._scratch / name for name in (*OWN, "aside")]
+            await run_shielded(asyncio.to_thread(remove_folders, folders), timeout_s=STOP_S)
+
+    # ---- commands
+
+    async def _run(self, inside: Command) -> ExecResult:
+        up = await self._running()
+        marks = self._marks()
+        base = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}  # noqa: S108 - the instance's own
+        env = handed({**base, **self._spec.env, **inside.env}) | marks
+        begin = [program(), "exec", f"instance://{self._name}"]
+        result = await run_process(
+            replace(
+                inside,
+                argv=[*begin, "/bin/bash", "-c", TAKE + ENTER, "bash", inside.cwd, *inside.argv],
+                cwd="/",
+                env={**client_environment(), **env},
+                marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
+            )
+        )
+        result = with_signal(result)
+        if result.signal == signal.SIGKILL and not result.timed_out:
+            # The first process ends last, a moment after the command that its end has ended.
+            await _is_gone(up.pid, LAST_S)
+        if up.reached is not None:
+            return replace(result, limit=up.reached)
+        if not _lives(up.pid) and not up.let_go:
+            message = f"the instance of session {self._session_id} was ended from outside"
+            raise RuntimeFailure(message)
+        return result
+
+
+def program() -> str:
+    """Path of the command. `RuntimeFailure` says what to do where there is none."""
+    found = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if found is None:
+        message = "the apptainer runtime needs the command apptainer (1.1 or later) on PATH"
+        raise RuntimeFailure(message)
+    return found
+
+
+def client_environment() -> dict[str, str]:
+    """What the command needs of our environment: its caches, its settings, its logins."""
+    own = ("APPTAINER_", "SINGULARITY_")
+    found = os.environ.items()
+    return {name: value for name, value in found if name in CLIENT or name.startswith(own)}
+
+
+def refuse_what_apptainer_cannot(spec: RuntimeSpec) -> None:
+    """Raise `ConfigError` naming what `spec` lacks or asks for beyond what instances give."""
+    if not spec.image:
+        message = "runtime 'apptainer' needs an image: a .sif file, a root folder, or docker://NAME"
+        raise ConfigError(message)
+    if spec.cpus is not None:
+        message = "runtime 'apptainer' gives no share of processors: the cluster's job has one"
+        raise ConfigError(message)
+    refuse_workdir(spec, "apptainer")
+    if unknown := sorted(set(spec.kwargs) - KWARGS):
+        message = f"runtime 'apptainer' takes the kwargs {sorted(KWARGS)}; given: {unknown}"
+        raise ConfigError(message)
+
+
+async def _call(
+    words: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = CALL_S
+) -> str:
+    """What `apptainer WORDS` says on stdout. `RuntimeFailure` says what it said on stderr."""
+    argv = [program(), *words]
+    its_own = {**client_environment(), **(env or {})}
+    result = await run_process(Command(argv, cwd="/", env=its_own, timeout_s=timeout_s))
+    if result.ok:
+        return result.stdout.decode(errors="replace")
+    said = result.stderr.decode(errors="replace").strip()
+    how = f"did not end within {timeout_s:g} s" if result.timed_out else said[-1000:]
+    raise RuntimeFailure(f"apptainer {' '.join(words[:2])}: {how}")
+
+
+async def _first_process(name: str) -> int:
+    """The first process of an instance."""
+    said = await _call(["instance", "list", "--json", name])
+    try:
+        found = {each["instance"]: int(each["pid"]) for each in json.loads(said)["instances"]}
+        return found[name]
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"apptainer instance list: no process of {name} in {said[:500]!r}"
+        raise RuntimeFailure(message) from error
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+async def _is_gone(pid: int, patience_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + patience_s
+    while _lives(pid) and loop.time() < until:  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(POLL_S)
+    return not _lives(pid)
+
+
+def _end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,217 @@
+"""What runtimes share: how a command is asked for, how files go in and out, where the gateway is.
+
+`Place` is one session's runtime, less what its kind does. `Contained` is one whose paths are not
+the machine's: files go in and out as archives that a `tar` inside makes or takes, so no link that a
+harness planted is ever followed by us, and one address inside is carried to the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit, urlunsplit
+
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import pack, pack_bytes, unpack
+from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
+from bridle.runtimes.process import Command
+
+EXTRACT = 'umask 022; mkdir -p -- "$1" && exec tar --no-same-owner -p -U -xf - -C "$1"'
+CHANGED = 1
+"""Exit code of a `tar` that saw files change while it read them."""
+GATEWAY_PORT = 4000
+
+
+class Place(ABC):
+    """One session's runtime; kinds implement what is missing of `base.Runtime`."""
+
+    contains: bool
+    workdir: str
+    home: str
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        self._spec = spec
+        self._session_id = session_id
+        self._scratch = scratch
+        self._mounts = tuple(mounts)
+        self._execs = 0
+        self._usable = False
+        """Between `start` and `stop`."""
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        output_limit: int = 1 << 20,
+        log: Path | None = None,
+        error_log: Path | None = None,
+    ) -> ExecResult:
+        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+        argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
+        return await self._run(
+            Command(
+                argv=argv,
+                env=env or {},
+                cwd=str(PurePosixPath(self.workdir, cwd or "")),
+                stdin=stdin,
+                timeout_s=timeout_s,
+                output_limit=output_limit,
+                log=log,
+                error_log=error_log,
+            )
+        )
+
+    @abstractmethod
+    async def _run(self, inside: Command) -> ExecResult:
+        """Run a command whose folder and program are those of the runtime."""
+
+    @property
+    def _mark(self) -> bytes:
+        return f"{SESSION_MARK}={self._session_id}".encode()
+
+    def _marks(self) -> dict[str, str]:
+        """The variables that mark what the next command starts."""
+        self._execs += 1
+        return {SESSION_MARK: self._session_id, EXEC_MARK: f"{self._session_id}/{self._execs}"}
+
+    def _check_mounts(self) -> None:
+        for mount in self._mounts:
+            if not mount.source.exists():
+                message = f"what must be mounted does not exist: {mount.source}"
+                raise RuntimeFailure(message)
+
+    def _must_be_usable(self) -> None:
+        if not self._usable:
+            message = f"the runtime of session {self._session_id} is not started, or was stopped"
+            raise RuntimeFailure(message)
+
+
+class Contained(Place):
+    """A place whose paths and network are its own."""
+
+    contains = True
+    kind: str
+    """What it is, for messages."""
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        super().__init__(spec, session_id, scratch, mounts)
+        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
+        self._lock = asyncio.Lock()
+        self._address = ("127.0.0.1", GATEWAY_PORT)
+        """Where the gateway is, as seen inside."""
+        self._target: tuple[str, int] | None = None
+        """Where it is, as seen here."""
+        self._forwarder: Forwarder | None = None
+
+    # ---- files
+
+    async def upload(self, source: Path, target: str) -> None:
+        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        with (
+            boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
+            self._aside() as aside,
+        ):
+            archive = Path(aside, "in.tar")
+            path = PurePosixPath(self.workdir, target)
+            folder = await asyncio.to_thread(pack, source, path, archive)
+            await self._put(archive, folder)
+
+    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
+        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        path = PurePosixPath(self.workdir, target)
+        with boundary(RuntimeFailure, f"cannot write {target}"):
+            await self._put(pack_bytes(content, path.name, mode), path.parent)
+
+    async def download(self, source: str, target: Path) -> None:
+        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
+        path = PurePosixPath(self.workdir, source)
+        with boundary(RuntimeFailure, f"cannot download {source}"), self._aside() as aside:
+            archive = Path(aside, "out.tar")
+            await self._get(path, archive)
+            await asyncio.to_thread(unpack, archive, path.name, target)
+
+    async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
+        """Take an archive out in a folder inside, which is made."""
+        argv = ["bash", "-c", EXTRACT, "bash", str(folder)]
+        result = await self._run(Command(argv=argv, env={}, cwd="/", stdin=archive))
+        if not result.ok:
+            raise RuntimeFailure(result.stderr.decode(errors="replace").strip() or "tar failed")
+
+    async def _get(self, path: PurePosixPath, archive: Path) -> None:
+        """Make an archive of a file or folder inside."""
+        argv = ["tar", "-cf", "-", "-C", str(path.parent), "--", path.name]
+        result = await self._run(Command(argv=argv, env={}, cwd="/", stdout=archive))
+        if not result.ok and result.exit_code != CHANGED:
+            raise RuntimeFailure(result.stderr.decode(errors="replace").strip())
+
+    def _aside(self) -> tempfile.TemporaryDirectory[str]:
+        self._must_be_usable()
+        return tempfile.TemporaryDirectory(dir=self._scratch / "aside")
+
+    # ---- addresses
+
+    def inside(self, path: Path) -> str:
+        """Where a mounted host path is seen inside; any other path as it is."""
+        for mount in self._mounts:
+            if path.is_relative_to(mount.source):
+                return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
+        return str(path)
+
+    def gateway_url(self, url: str) -> str:
+        """The URL's way in: an address inside, carried to that one address."""
+        if not self._is_carried():
+            return url
+        parts = urlsplit(url)
+        target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        if self._target not in (None, target):
+            message = f"a {self.kind} has one gateway: {self._target}, not also {target}"
+            raise RuntimeFailure(message)
+        self._target = target
+        if self._forwarder is not None:
+            self._forwarder.target = target
+        return urlunsplit(parts._replace(netloc=f"{self._address[0]}:{self._address[1]}"))
+
+    def _is_carried(self) -> bool:
+        """Whether the gateway is reached through us."""
+        return self._spec.network == "gateway_only"
+
+    async def _carry(self, listener: socket.socket, resources: AsyncExitStack) -> None:
+        """Carry what arrives at `listener` to the gateway, until `resources` are closed."""
+        self._forwarder = await resources.enter_async_context(Forwarder(listener))
+        self._forwarder.target = self._target
+
+
+def refuse_workdir(spec: RuntimeSpec, backend: str) -> None:
+    """Raise `ConfigError` for a workdir that leads upwards."""
+    if ".." in PurePosixPath(spec.workdir or "").parts:
+        message = f"runtime {backend!r}: workdir {spec.workdir!r} must not contain '..'"
+        raise ConfigError(message)
+
+
+def with_signal(result: ExecResult) -> ExecResult:
+    """A shell's code for a command that a signal ended (129 to 159), told as that signal."""
+    code = result.exit_code
+    if code is None or not 128 < code < 160:
+        return result
+    return replace(result, exit_code=None, signal=code - 128)
+
+
+def raise_nothing(_error: BaseException) -> None:
+    """A watch that failed must not end the session; the next one begins with the next start."""
