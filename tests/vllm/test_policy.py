@@ -21,7 +21,7 @@ from .checks import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-TOKENS = 2000
+TOKENS = 1200
 """Long enough to be changed under way: some seconds."""
 
 
