@@ -18,6 +18,7 @@ RUNTIMES = {
     "bubblewrap": "bridle.runtimes.bubblewrap:BubblewrapRuntime",
     "docker": "bridle.runtimes.docker:DockerRuntime",
     "apptainer": "bridle.runtimes.apptainer:ApptainerRuntime",
+    "remote": "bridle.runtimes.remote:RemoteRuntime",
 }
 """Short name -> `module:Class`; any other `package.module:Class` works too."""
 
