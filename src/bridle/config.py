@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bridle.errors import ConfigError
 from bridle.types import JSON, Kind
@@ -193,6 +193,29 @@ class EvaluatorSpec(Settings):
     """Score a session too that ran out of its time or of a limit; else its reward is unknown."""
 
 
+class ArtifactsSpec(Settings):
+    """What of a session stays in the run folder beside its result."""
+
+    keep: Literal["always", "failed", "never"] | None = None
+    """Of which sessions logs and files stay: all, those that did not complete, none; `None` = as
+    the node says (`keep_logs`)."""
+    paths: tuple[str, ...] = ()
+    """Files and folders inside, relative to the work folder, that stay beside the logs."""
+    patch: str | None = None
+    """A git repository, relative to the work folder, whose changes stay as `patch.diff`."""
+    max_mb: int = Field(default=64, gt=0)
+    """MiB of one file or folder; what is larger is left out, and the result says so."""
+
+    @field_validator("paths")
+    @classmethod
+    def _lie_inside(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not path or path.startswith("/") or ".." in path.split("/"):
+                message = f"{path!r} must be relative to the work folder, without '..'"
+                raise ValueError(message)
+        return paths
+
+
 class Budgets(Settings):
     """Seconds that each stage may take; waiting in READY costs the session nothing."""
 
@@ -216,6 +239,7 @@ class Task(Settings):
     sampling: SamplingPolicy = SamplingPolicy()
     limits: Limits = Limits()
     budgets: Budgets = Budgets()
+    artifacts: ArtifactsSpec = ArtifactsSpec()
     train: tuple[Kind, ...] = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
     """Kinds of call whose tokens train."""
     metadata: JSON = Field(default_factory=dict)

@@ -1,15 +1,12 @@
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from tests.lifecycle.house import AGENT, WORK, a_node, checked, statuses, task
 
 from bridle.capture.store import MemoryStore
-from bridle.config import AgentSpec
 from bridle.errors import StoreError
 from bridle.evaluators.base import Evaluation
-from bridle.harnesses.command import CommandHarness
 from bridle.testing import scripted_engine
 from bridle.trajectory import rebuild
 from bridle.types import Cause
@@ -63,31 +60,6 @@ async def test_an_expired_session_is_scored_if_asked(tmp_path):
             task(command, budgets={"agent_s": 1.5}, evaluator=checked(after_budget=True))
         )
     assert (result.status, result.reward) == ("TIMEOUT", 1.0)
-
-
-class Keeping(CommandHarness):
-    """A harness that names files worth keeping."""
-
-    def launch(self, context):
-        home = context.home
-        files = ("good.json", "gone.json", "huge.bin", "link")
-        return replace(super().launch(context), logs=tuple(f"{home}/{name}" for name in files))
-
-
-async def test_what_a_harness_names_is_kept_if_it_is_there_and_not_too_large(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("the host's own")
-    command = (
-        'echo {} > "$HOME/good.json"; truncate -s 70M "$HOME/huge.bin";'
-        f' ln -s {secret} "$HOME/link"; {AGENT}'
-    )
-    agent = AgentSpec(import_path="tests.lifecycle.test_scoring:Keeping", command=command)
-    async with a_node(tmp_path) as node:
-        result = await node.run(task().model_copy(update={"agent": agent}))
-        kept = node.folder.session_folder(result.session_id) / "files"
-        assert [path.name for path in kept.iterdir()] == ["good.json"]
-    assert result.status == "COMPLETED"
-    assert (tmp_path / "run" / result.logs["good.json"]).read_text() == "{}\n"
 
 
 class Unreadable(MemoryStore):

@@ -1,7 +1,7 @@
 """The lifecycle: one session from its task to its result, and many of them on one machine.
 
 `session` is one session's state machine; `ending` says how a run ended (law 5); `limits` watches a
-session's limits; `preparing` makes a runtime ready; `results` is what comes out. `manager` (`Node`)
-runs many at once in pools, `run_folder` keeps what a run writes, `events` tells what happens,
-`reaper` removes what killed processes left behind.
+session's limits; `preparing` makes a runtime ready; `artifacts` keeps what it leaves; `results` is
+what comes out. `manager` (`Node`) runs many at once in pools, `run_folder` keeps what a run writes,
+`events` tells what happens, `reaper` removes what killed processes left behind.
 """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bridle.errors import BridleError, RuntimeFailure, boundary
 from bridle.harnesses.base import Launch, LaunchContext
+from bridle.lifecycle.artifacts import began_at
 from bridle.lifecycle.ending import Ending, failed
 from bridle.lifecycle.preparing import place, prepare
 from bridle.runtimes import make_runtime
@@ -26,6 +27,8 @@ class Opened:
 
     runtime: Runtime
     launch: Launch
+    began_at: str | None = None
+    """The commit of the repository whose patch is kept (`artifacts`)."""
 
 
 async def open_session(session: Session, stack: AsyncExitStack) -> Opened | Ending:
@@ -74,7 +77,7 @@ async def _open(session: Session, stack: AsyncExitStack, bundle: Path | None) ->
         )
     )
     await place(runtime, launch)
-    return Opened(runtime, launch)
+    return Opened(runtime, launch, await began_at(session, runtime))
 
 
 def owned_runtime(session: Session, stack: AsyncExitStack, bundle: Path | None) -> Runtime:

@@ -38,7 +38,8 @@ class SessionResult:
     logs: dict[str, str]
     """Name -> path relative to the run folder."""
     metadata: JSON
-    """The task's own metadata, and under `evaluation` the evaluator's."""
+    """The task's own metadata; under `evaluation` the evaluator's, under `left_out` the files that
+    were not kept, with the reason."""
 
     def json(self) -> JSON:
         """As the rollout API gives it (Polar's `SessionResult` and our additions)."""
@@ -88,7 +89,7 @@ def result_of(
     """The result of a session from its records; `trajectory` has its outcome already."""
     kept = session.metadata
     ended = outcome.metadata if outcome is not None else {}
-    evaluation = {"evaluation": ended["evaluation"]} if "evaluation" in ended else {}
+    more: JSON = {name: ended[name] for name in ("evaluation", "left_out") if name in ended}
     return SessionResult(
         session_id=session.session_id,
         task_id=session.task_id or "",
@@ -104,7 +105,7 @@ def result_of(
         exit_code=ended.get("exit_code"),
         signal=ended.get("signal"),
         logs=ended.get("logs", {}),
-        metadata={**kept.get("task_metadata", {}), **evaluation},
+        metadata={**kept.get("task_metadata", {}), **more},
     )
 
 

@@ -22,7 +22,6 @@ from bridle.lifecycle.ending import Ending, failed
 from bridle.lifecycle.opening import Opened
 from bridle.lifecycle.preparing import Prewarmed, prepare
 from bridle.lifecycle.results import trajectory_of
-from bridle.runtimes.output import LOG_LIMIT
 from bridle.trajectory.sample import Trajectory
 from bridle.types import Cause, SessionStatus
 
@@ -33,27 +32,6 @@ if TYPE_CHECKING:
 
 MODEL_END_S = 30.0
 """How long the last commits of an evaluator's own session may take."""
-
-
-async def keep_files(session: Session, opened: Opened) -> dict[str, str]:
-    """Copy what the harness says is worth keeping; name -> path in the run folder.
-
-    What is not there, cannot leave the runtime, or is over 64 MiB is left.
-    """
-    kept = {}
-    for inside in opened.launch.logs:
-        name = inside.rpartition("/")[2]
-        target = session.folder / "files" / name
-        try:
-            with boundary(StoreError, f"keeping {inside}"):
-                await opened.runtime.download(inside, target)
-                if target.stat().st_size > LOG_LIMIT:
-                    target.unlink()
-                    continue
-        except BridleError:
-            continue
-        kept[name] = str(target.relative_to(session.node.folder.path))
-    return kept
 
 
 async def build(session: Session) -> tuple[Trajectory | None, Ending | None]:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import structlog
 
@@ -27,13 +27,14 @@ from bridle.config import Task
 from bridle.errors import BridleError, StoreError
 from bridle.evaluators.base import Evaluation, Evaluator
 from bridle.harnesses.base import Harness
+from bridle.lifecycle.artifacts import keep_files
 from bridle.lifecycle.ending import COMPLETED, Ending, Facts, failed
 from bridle.lifecycle.events import SessionChanged
 from bridle.lifecycle.opening import Opened, open_session
 from bridle.lifecycle.preparing import Prewarmed
 from bridle.lifecycle.results import SessionResult, result_of, trajectory_of, unrecorded
 from bridle.lifecycle.running import prewarm, run_harness
-from bridle.lifecycle.scoring import build, evaluate, keep_files
+from bridle.lifecycle.scoring import build, evaluate
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory import with_outcome
 from bridle.trajectory.sample import Trajectory
@@ -98,6 +99,7 @@ class Session:
         self._outcome: Outcome | None = None
         self._timing: dict[str, float] = {}
         self._files: dict[str, str] = {}
+        self._left_out: dict[str, str] = {}
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> SessionResult:
@@ -172,7 +174,7 @@ class Session:
 
     async def _score(self, opened: Opened, fresh: Prewarmed | None) -> None:
         """BUILDING and, where the ending has a reward, EVALUATING."""
-        self._files = await keep_files(self, opened)
+        self._files, self._left_out = await keep_files(self, opened)
         self.trajectory, fault = await self.timed("build", build(self))
         self._also(fault)
         ending = self._ending
@@ -242,6 +244,8 @@ class Session:
             "signal": None if result is None else result.signal,
             "logs": self._kept_logs(ending),
         }
+        if self._left_out:
+            metadata["left_out"] = self._left_out
         if evaluation is not None and evaluation.metadata:
             metadata["evaluation"] = evaluation.metadata
         return Outcome(
@@ -285,10 +289,14 @@ class Session:
         """The log file of that name."""
         return self.folder / f"{name}.log"
 
+    @property
+    def keep(self) -> Literal["always", "failed", "never"]:
+        """Of which endings its logs and files stay."""
+        return self.task.artifacts.keep or self.node.settings.keep_logs
+
     def _kept_logs(self, ending: Ending) -> dict[str, str]:
         """Name -> path in the run folder of what is kept, after dropping what is not."""
-        keep = self.node.settings.keep_logs
-        if keep == "never" or (keep == "failed" and ending == COMPLETED):
+        if self.keep == "never" or (self.keep == "failed" and ending == COMPLETED):
             self.node.folder.drop_logs(self.session_id)
             return {}
         found = sorted(self.folder.glob("*.log"))

@@ -1,0 +1,106 @@
+"""What of a session is kept in the run folder beside its logs: chosen files, and its patch.
+
+It is taken when nothing of the harness lives and before an evaluator touches anything, under a cap
+of size each, and found from the result by name (`SessionResult.logs`). What is left out is told
+with its reason. Files come out as the runtime lets them: regular files and folders, and links that
+stay among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bridle.errors import BridleError, RuntimeFailure, StoreError, boundary
+from bridle.runtimes.base import Runtime
+
+if TYPE_CHECKING:
+    from bridle.lifecycle.opening import Opened
+    from bridle.lifecycle.session import Session
+
+FILE_S: Final = 60.0
+"""How long taking one file or folder may last."""
+PATCH: Final = "patch.diff"
+GIT: Final = "git -c safe.directory='*' -c core.quotePath=false -c core.fsmonitor="
+BEGAN: Final = f"{GIT} rev-parse HEAD"
+TAKE: Final = f"""
+own=$({GIT} rev-parse --git-path index) && aside=$(mktemp) || exit
+trap 'rm -f "$aside"' EXIT
+if [ -e "$own" ]; then cp -- "$own" "$aside"; else rm -f "$aside"; fi
+export GIT_INDEX_FILE=$aside
+{GIT} add --all :/ || exit
+{GIT} diff --cached --binary --no-renames --no-ext-diff --no-textconv --no-color "$1" -- :/
+"""
+"""Prints all that differs from a commit, new files too; the repository's own index is not used."""
+
+
+async def began_at(session: Session, runtime: Runtime) -> str | None:
+    """The commit that a session's repository begins with; `None` = no patch is asked for, or none
+    can be made.
+    """
+    repo = session.task.artifacts.patch
+    if repo is None:
+        return None
+    result = await runtime.exec(BEGAN, cwd=repo)
+    return result.stdout.decode().strip() if result.ok else None
+
+
+async def keep_files(session: Session, opened: Opened) -> tuple[dict[str, str], dict[str, str]]:
+    """Copy what is to be kept: (name -> path in the run folder, name -> why it was left out).
+
+    What only the harness's own file names is no loss where it is not there.
+    """
+    kept: dict[str, str] = {}
+    left: dict[str, str] = {}
+    if session.keep == "never":
+        return kept, left
+    wanted = [(path, path, Path("artifacts", path)) for path in session.task.artifacts.paths]
+    for path in opened.launch.logs:
+        name = path.rpartition("/")[2]
+        wanted.append((name, path, Path("files", name)))
+    if session.task.artifacts.patch is not None:
+        wanted.insert(0, (PATCH, session.task.artifacts.patch, Path(PATCH)))
+    for name, path, place in wanted:
+        target = session.folder / place
+        try:
+            with boundary(StoreError, f"keeping {name}"):
+                async with asyncio.timeout(FILE_S):
+                    if name is PATCH:
+                        await _patch(session, opened, path, target)
+                    else:
+                        await _copy(session, opened.runtime, path, target)
+        except BridleError as error:
+            left[name] = str(error)
+        else:
+            kept[name] = str(target.relative_to(session.node.folder.path))
+    for path in opened.launch.logs:
+        left.pop(path.rpartition("/")[2], None)
+    return kept, left
+
+
+async def _copy(session: Session, runtime: Runtime, path: str, target: Path) -> None:
+    """Copy a file or folder that is not too large, before anything of it is moved."""
+    most = session.task.artifacts.max_mb
+    sized = await runtime.exec(["du", "-s", "-m", "--apparent-size", "--", path])
+    if not sized.ok:
+        raise RuntimeFailure(f"{path} is not there")
+    if int(sized.stdout.split()[0]) > most:
+        raise RuntimeFailure(f"{path} has more than {most} MiB")
+    await runtime.download(path, target)
+
+
+async def _patch(session: Session, opened: Opened, repo: str, target: Path) -> None:
+    most = session.task.artifacts.max_mb
+    if opened.began_at is None:
+        raise RuntimeFailure(f"{repo} was no git repository with a commit when the session began")
+    result = await opened.runtime.exec(
+        ["bash", "-c", TAKE, "bash", opened.began_at], cwd=repo, output_limit=most << 20
+    )
+    if result.truncated:
+        raise RuntimeFailure(f"the patch has more than {most} MiB")
+    if not result.ok:
+        said = result.stderr.decode(errors="replace").strip()[-500:]
+        raise RuntimeFailure(f"git made no patch: {said}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(target.write_bytes, result.stdout)
