@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from bridle import __version__
-from bridle.cli import demo, doctor, engine, export, gateway, harness, init, rebuild, run, show
+from bridle.cli import demo, doctor, engine, export, gateway, harness, init, rebuild, run, show, train
 from bridle.cli.output import log_to_stderr
 from bridle.errors import BridleError, ConfigError
 
@@ -47,6 +47,7 @@ app.command("run")(run.run)
 app.command("show")(show.show)
 app.command("rebuild")(rebuild.rebuild)
 app.command("export")(export.export)
+app.command("train")(train.train)
 app.command("doctor")(doctor.doctor)
 app.command("gateway")(gateway.gateway)
 app.command("engine")(engine.engine)

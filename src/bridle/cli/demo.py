@@ -3,6 +3,8 @@
 Part 1: mini-swe-agent and pi, unmodified, do real jobs in git work directories through the gateway;
 a scripted engine speaks for the model, so every token can be foreseen. Part 2: a small model that
 Bridle makes itself samples for a light script harness on fresh tasks; no part of it is scripted.
+Part 3: that model learns by GRPO from what the harness does with it, and is measured again on the
+same fresh tasks.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     tasks: Annotated[int, typer.Option(min=1, max=44, help="Jobs for each real harness.")] = 6,
     fresh: Annotated[int, typer.Option(min=1, help="Fresh tasks for the small model.")] = 64,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Updates of the small model; 0 leaves the training out.")
+    ] = 36,
     rebuild_model: Annotated[
         bool, typer.Option("--rebuild-model", help="Make the small model again.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Run real agents and a small model on this machine; trajectories come out."""
+    """Run real agents and a small model on this machine: trajectories, and a model that learns."""
     began = time.monotonic()
     _clear(out)
     console.rule("[bold]1. Real harnesses, unmodified, on a scripted engine")
@@ -61,10 +66,17 @@ def demo(
     model = demo_model(again=rebuild_model)
     policy = policy_part(out / "policy", fresh, model)
     rate = show_policy(policy, model)
+    trained: JSON | None = None
+    if steps:
+        console.rule("[bold]3. The small model learns from what the harness does with it")
+        from bridle.cli.demo_training import training_part
+
+        trained = training_part(out / "training", model, steps, policy)
     summary: JSON = {
         "sessions": real.sessions + policy.sessions,
         "success_rate": rate,
         "model": str(model),
+        "training": trained,
         "seconds": round(time.monotonic() - began, 1),
     }
     (out / "summary.json").write_text(_pretty(summary))
@@ -149,6 +161,11 @@ def _what_next(out: Path, real: Part, summary: JSON) -> None:
     console.print(f"{out}/summary.json                     every session's law numbers")
     console.print(f"{out}/harnesses/run, {out}/policy/run   capture.sqlite, trajectories.jsonl and")
     console.print("                                             .parquet, logs of every session")
+    if summary["training"]:
+        console.print(
+            f"{out}/training                         curve.png, course.json, checkpoints,"
+        )
+        console.print("                                             the run folder of its sessions")
     console.print("\n[bold]What to try next[/]")
     console.print(f"  bridle show {session} --run {out}/harnesses/run")
     console.print(f"  bridle rebuild {out}/harnesses/run --builder per_request")

@@ -20,13 +20,14 @@ SHOWN = 6
 
 def policy_part(folder: Path, count: int, model: Path) -> Part:
     """Run `count` fresh lookups with the model in a folder."""
-    tasks = [_task(task, folder / "tasks") for task in lookups(count, seed=FRESH_SEED)]
+    tasks = [lookup_task(task, folder / "tasks") for task in lookups(count, seed=FRESH_SEED)]
     began = time.monotonic()
     batch = Batch(tasks, f"embedded:{model}", None, folder / "run", 8, "light agent, small model")
     return Part(folder / "run", run_batch(batch), time.monotonic() - began)
 
 
-def _task(task: Lookup, folder: Path) -> Task:
+def lookup_task(task: Lookup, folder: Path) -> Task:
+    """A lookup as a task for the light agent; its files are written below `folder`."""
     files = folder / task.task_id
     write_files(task, files)
     return Task.model_validate(
@@ -69,5 +70,4 @@ def show_policy(part: Part, model: Path) -> float:
         shape = ", ".join(f"{n} x {count}" for n, count in sorted(traces.items()))
         total = sum(n * count for n, count in traces.items())
         console.print(f"{builder}: {total} traces (traces per session x sessions: {shape})")
-    console.print("training on them through the harness comes with `bridle train`, not built yet")
     return rate

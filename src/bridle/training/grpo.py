@@ -147,6 +147,7 @@ class Learner:
         """Of the weights in `model`."""
         self.steps = 0
         """Optimiser steps so far."""
+        self._threads = settings.threads or _fastest(model)
         self.reference: PreTrainedModel | None = None
         """What `kl` pulls to."""
         if settings.kl:
@@ -185,7 +186,7 @@ class Learner:
         if not batch.tokens:
             raise TrainingError(f"nothing to train on; left out: {batch.left_out}")
         check_ids(batch.samples, self.model)
-        with threads(self.settings.threads):
+        with threads(self._threads):
             pieces = list(self._pieces(batch))
             first = self._pass(pieces, batch, None)
             norm = self._step()
@@ -267,6 +268,14 @@ class Learner:
             f"the {what} at step {self.steps + 1} is not a number; the weights of version "
             f"{self.version} stand; a learning rate below {self.settings.learning_rate:g} may help"
         )
+
+
+def _fastest(model: PreTrainedModel) -> int | None:
+    """CPU threads for a model where nothing is said: see `SMALL_MODEL`; `None` = torch's own."""
+    from bridle.engines.embedded.model import SMALL_MODEL
+
+    small = model.device.type == "cpu" and model.num_parameters() < SMALL_MODEL
+    return 1 if small else None
 
 
 def _largest(

@@ -105,7 +105,7 @@ class Loop:
         before are in the last checkpoint then.
         """
         settings = self.settings
-        if not self.course.steps:
+        if not self.course.steps and not self.course.evaluations:
             await self._evaluate()
         ahead = min(1 + settings.max_lag, settings.steps - self.course.step)
         self.source.allow(settings.groups_per_step * max(0, ahead))

@@ -51,7 +51,8 @@ class GrpoSettings(Settings):
     batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens that are computed at once, padding included; a longer trace is alone."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of one operation while training; `None` = as torch is set."""
+    """CPU threads of one operation while training; `None` = one for a very small model, else as
+    torch is set."""
     seed: int = 0
 
 

@@ -1,0 +1,105 @@
+"""`bridle train` from flags and files, with a model that knows nothing: all of it but success."""
+
+import json
+
+import pytest
+from tests.cli.models import untrained
+
+from bridle.cli.demo_policy import lookup_task
+from bridle.cli.train import load_settings, numbers_line
+from bridle.datasets.lookups import lookups
+from bridle.errors import ConfigError
+from bridle.training.loop import Course
+
+
+@pytest.fixture
+def lookup_file(tmp_path):
+    """Two lookups as a task file."""
+    path = tmp_path / "lookups.jsonl"
+    made = [lookup_task(task, tmp_path / "files") for task in lookups(2, seed=5)]
+    path.write_text("".join(task.model_dump_json() + "\n" for task in made))
+    return path
+
+
+def config(folder, text):
+    path = folder / "train.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path):
+    path = config(
+        tmp_path,
+        'model = "m"\ntasks = "t"\nsamples = 4\n[grpo]\nkl = 0.1\n[loop]\nsteps = 3\nmax_lag = 0\n',
+    )
+    flags = {"model": None, "samples": 6, "loop": {"steps": 5}, "grpo": {"learning_rate": None}}
+
+    settings = load_settings(path, flags)
+
+    assert (settings.model, settings.samples, settings.grpo.kl) == ("m", 6, 0.1)
+    assert (settings.loop.steps, settings.loop.max_lag) == (5, 0)
+    assert settings.grpo.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('tasks = "t"', "model"),
+        ('model = "m"\ntasks = "t"\n[grpo]\nlearnig_rate = 1', "learnig_rate"),
+        ('model = "m"\ntasks = "t"\ngrpo = 3', "grpo"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as told:
+        load_settings(config(tmp_path, text), {"grpo": {"learning_rate": None}})
+    assert "train.toml" in str(told.value)
+
+
+def test_without_a_model_the_command_says_so(say, tmp_path):
+    said = say("train", "--tasks", tmp_path, "--out", tmp_path / "out")
+    assert said.code == 2
+    assert "model" in said.err
+
+
+@pytest.mark.timeout(120)
+def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
+    model = untrained(tmp_path / "model")
+    flags = [
+        *("train", "--model", model, "--tasks", lookup_file, "--held-out", lookup_file),
+        *("--out", tmp_path / "out", "--samples", 2, "--groups", 2, "--max-lag", 0, "--json"),
+        *("--learning-rate", "1e-3"),
+    ]
+
+    first = say(*flags, "--steps", 1)
+    again = say(*flags, "--steps", 2)
+    more = say(*flags, "--steps", 2, "--resume")
+
+    assert (first.code, more.code) == (0, 0), first.err + more.err
+    assert again.code == 2
+    assert "--resume" in again.err
+    assert [one["step"] for one in first.json["steps"]] == [1]
+    assert [one["step"] for one in more.json["steps"]] == [1, 2]
+    assert [one["sessions"] for one in more.json["steps"]] == [4, 4]
+    assert [one["step"] for one in more.json["evaluations"]] == [0, 1, 2]
+    assert (tmp_path / "out" / "checkpoints" / "step-000002" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "out" / "course.json").read_text()) == {
+        "steps": more.json["steps"],
+        "evaluations": more.json["evaluations"],
+    }
+    runs = sorted(path.name for path in (tmp_path / "out" / "rollouts").iterdir())
+    assert runs == ["000", "001"]
+
+
+def test_the_numbers_are_sums_and_the_largest_difference():
+    update = {"tokens": 5, "logprob_error": 1e-6}
+    course = Course(
+        steps=[
+            {"sessions": 4, "update": update},
+            {"sessions": 4, "update": None},
+            {"sessions": 4, "update": {"tokens": 7, "logprob_error": None}},
+        ]
+    )
+    assert numbers_line(course) == (
+        "2 updates from 12 sessions and 12 tokens that trained; trainer and rollout logprobs "
+        "differ by at most 1.0e-06"
+    )
