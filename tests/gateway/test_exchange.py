@@ -3,14 +3,18 @@
 import asyncio
 
 import numpy as np
+import orjson
 import pytest
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
 
 from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, Limits, SamplingPolicy
+from bridle.dialects import DIALECTS
+from bridle.dialects.base import Route, RouteKind
 from bridle.engines.base import GenerateChunk
 from bridle.errors import StoreError
-from bridle.types import DeliveryState, FinishReason, Kind
+from bridle.gateway.call import Asked, Stage
+from bridle.types import DeliveryState, Dialect, FinishReason, Kind
 
 CALL = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
 
@@ -398,3 +402,22 @@ async def test_reasoning_tokens_are_those_that_were_sampled_between_the_marks():
         begin, end = (vocabulary.convert_tokens_to_ids(t) for t in ("<think>", "</think>"))
         assert told == ids.index(end) - ids.index(begin) - 1 > 0
         assert caller.exchanges[0].extra["reasoning_tokens"] == told
+
+
+async def test_a_call_that_is_cancelled_before_its_first_step_is_over():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        session = home.gateway._registry.get(caller.handle.session_id)
+        assert session is not None
+        wire, body = DIALECTS[Dialect.OPENAI_CHAT], {"model": "m", "messages": [user("go")]}
+        route = Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE)
+        request = wire.parse(route, orjson.dumps(body), session.messages)
+        call = home.gateway._exchanges.admit(session, wire, request, Asked())
+        assert session.in_flight() == 1
+        assert call.task is not None
+        call.task.cancel()
+        async with asyncio.timeout(5):
+            await call.done.wait()
+        assert call.stage is Stage.FAILED
+        assert session.in_flight() == 0
+        assert not session.calls

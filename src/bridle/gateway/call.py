@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -158,6 +159,13 @@ class Call:
             self.done.set()
             if self.live is not None:
                 self.live.wake()
+
+    def on_leash(self) -> AbstractAsyncContextManager[object]:
+        """Around the sampling, for `cut`; only a reply that may leave in part is ever cut."""
+        if self.live is None:
+            return nullcontext()
+        self.leash = asyncio.timeout(None)
+        return self.leash
 
     def cut(self) -> bool:
         """End the sampling of a call that has left in part: what was sampled stands.

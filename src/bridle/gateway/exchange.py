@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import structlog
@@ -124,7 +123,9 @@ class Exchanges:
         session.calls[call.exchange_id] = call
         session.begun += 1
         self._deliveries.attach(call, asked)
+        session.running.add(call)
         call.task = self._nursery.start(self._run(session, call), name="call")
+        call.task.add_done_callback(lambda _: self._over(session, call))
         return call
 
     async def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
@@ -180,8 +181,15 @@ class Exchanges:
             self._metrics.call("committed" if call.error is None else "cut")
             self._deliveries.committed(session, call)
         finally:
+            session.running.discard(call)
             session.account.release(call.reserved)
             self._metrics.in_flight.dec()
+
+    def _over(self, session: Session, call: Call) -> None:
+        """The task of a call has ended; one that was cancelled before it began has not run."""
+        session.running.discard(call)
+        if call.in_flight:
+            self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
 
     def _fail(self, session: Session, call: Call, error: RequestError, *, outcome: str) -> None:
         session.conversation.forget(call.exchange_id)
@@ -214,7 +222,8 @@ class Exchanges:
             parent = _parent(session, question.placement)
             prompted = question.served.prompts.prompted(question, parent, shown)
         effective = await self._effective(session, call, len(prompted.prompt))
-        call.head = replace(call.reply_head(), prompt_tokens=len(prompted.prompt))
+        head = call.reply_head()
+        call.head = ReplyHead(head.reply_id, head.model, head.created, len(prompted.prompt))
         served = question.served
         plan = served.plan or session.plan
         call.grammar = grammar_of(question.request, plan, served.info, served.renderer)
@@ -263,7 +272,7 @@ class Exchanges:
                 call.began.set()
 
         try:
-            async with _leash(call):
+            async with call.on_leash():
                 try:
                     return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
                 except EngineError as error:
@@ -469,14 +478,6 @@ class Exchanges:
                 call_ids=() if call.live is None else call.live.call_ids,
                 calls_as_text=not calls,
             )
-
-
-def _leash(call: Call) -> AbstractAsyncContextManager[object]:
-    """Around the sampling: what `Call.cut` ends; only a reply that may leave in part is cut."""
-    if call.live is None:
-        return nullcontext()
-    call.leash = asyncio.timeout(None)
-    return call.leash
 
 
 def _parent(session: Session, placement: Placement) -> Call | None:

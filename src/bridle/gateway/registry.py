@@ -88,6 +88,8 @@ class Session:
         """Replies that can be named by their id."""
         self.calls: dict[str, Call] = {}
         """Calls in flight and committed, by exchange id; failed ones are not kept."""
+        self.running: set[Call] = set()
+        """Those of them that are neither committed nor failed."""
         self.replying: dict[asyncio.Task[Any], Call] = {}
         """Handlers that wait for a call or write its reply."""
         self.writing: set[asyncio.Task[None]] = set()
@@ -119,7 +121,7 @@ class Session:
 
     def in_flight(self) -> int:
         """Calls that are neither committed nor failed."""
-        return sum(call.in_flight for call in self.calls.values())
+        return len(self.running)
 
     def facts(self) -> SessionFacts:
         """A snapshot of the counters."""
