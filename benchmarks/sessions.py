@@ -4,13 +4,13 @@
 with sigma 1, making a runtime ready takes a fifth of the mean run, log-normal with sigma 0.5. The
 node is the real one; its clock jumps, so hours take seconds and the machine's load means nothing.
 
-`memory`: real sessions of a light agent (the standard library over OpenAI Chat, with a shell tool)
-on runtime `local`, all at once, each waiting for the model: the memory of this process and of all
-that it started, when all of them run. `rss` counts a page that processes share once for each of
-them, `pss` once.
+`memory`: real sessions of a Python agent with a shell tool on runtime `local`, all at once, each
+waiting for the model: the memory of this process and of all that it started, when all of them run.
+`light` speaks over a bare socket, `stdlib` over urllib, as users write it. `rss` counts a page that
+processes share once for each of them, `pss` once.
 
     python -m benchmarks.sessions slots [--sessions 2000] [--slots 4 16 64]
-    python -m benchmarks.sessions memory [--sessions 200]
+    python -m benchmarks.sessions memory [--sessions 200] [--agent light|stdlib]
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from tests.lifecycle.house import a_node, checked, task
+from tests.lifecycle.house import AGENT, a_node, checked, task
 from tests.lifecycle.simulated import Busy, simulate
 
 from bridle.aio import Nursery
@@ -33,6 +34,10 @@ from bridle.executors.local import LocalExecutor
 from bridle.types import SessionStatus
 
 MIB = 1 << 20
+AGENTS = {
+    "light": f"{sys.executable} -S -I {Path(__file__).with_name('light_agent.py')}",
+    "stdlib": AGENT,
+}
 LOCAL = RuntimeSpec(backend="local")
 
 
@@ -70,6 +75,7 @@ async def memory(args: argparse.Namespace) -> None:
             began = time.monotonic()
             batch = [
                 task(
+                    AGENTS[args.agent],
                     num_samples=args.sessions,
                     evaluator=checked(),
                     runtime=LOCAL,
@@ -105,7 +111,7 @@ def footprint() -> Counter[str]:
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         except OSError:
             continue
-        sizes = {key: 1024 * int(kb) for key, kb in re.findall(r"(Rss|Pss): +(\d+) kB", text)}
+        sizes = {key: 1024 * int(kb) for key, kb in re.findall(r"(?m)^(Rss|Pss): +(\d+) kB", text)}
         seen.update({"rss": sizes["Rss"], "pss": sizes["Pss"], "processes": 1})
         if pid == own_pid():
             seen["node rss"] = sizes["Rss"]
@@ -131,6 +137,7 @@ def main() -> None:
     of_memory.add_argument(
         "--wait", type=float, default=30, help="seconds of the model's first turn"
     )
+    of_memory.add_argument("--agent", choices=sorted(AGENTS), default="light")
     args = parser.parse_args()
     if args.what == "slots":
         slots(args)

@@ -3,11 +3,15 @@ import json
 import pytest
 from tests.lifecycle.test_results import captured
 
+from bridle.capture.records import Outcome
+from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, StoreError
-from bridle.lifecycle.results import result_from
+from bridle.harnesses import open_harness
+from bridle.lifecycle.results import result_from, unrecorded
 from bridle.lifecycle.run_folder import RunFolder, summarise
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_bytes
+from bridle.types import Cause, SessionStatus
 
 
 def rebuilt(store):
@@ -140,3 +144,17 @@ async def test_a_folder_without_a_session_can_be_used_again(tmp_path):
         folder.discard_if_unused()
 
     RunFolder.create(tmp_path / "run", config={}).close()
+
+
+async def test_a_session_that_no_store_took_is_in_the_finished_run_all_the_same(tmp_path):
+    store = await captured("a")
+    lost = Outcome("lost", SessionStatus.ERROR, 2.0, None, cause=Cause.INFRASTRUCTURE, error="full")
+    task = Task(task_id="t", instruction="x")
+    harness = open_harness(AgentSpec(harness="empty"))
+    with RunFolder.create(tmp_path / "run", config={}) as folder:
+        folder.append(unrecorded(task, 0, harness, lost))
+        folder.append(result_from(store.read("a")))
+        summary = folder.finish(store)
+        assert folder.finish(store) == summary
+        assert [entry["session_id"] for entry in summary["sessions"]] == ["a", "lost"]
+        assert len(folder.trajectories.read_bytes().splitlines()) == 2

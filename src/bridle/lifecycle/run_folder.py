@@ -134,6 +134,7 @@ class RunFolder:
     def finish(self, captures: Captures) -> JSON:
         """Write trajectories and summary of all sessions in their order; returns the summary.
 
+        Sessions that ended without a record (a store that failed) come last.
         Can be repeated. `StoreError` if something cannot be written or read.
         """
         aside = self.trajectories.with_suffix(".part")
@@ -141,12 +142,13 @@ class RunFolder:
         end = 0
         try:
             with aside.open("wb") as file:
-                for session in captures.sessions():
-                    if session.is_aside:
-                        continue
-                    line = self._line(session.session_id, captures)
+                recorded = [each.session_id for each in captures.sessions() if not each.is_aside]
+                # Those that no store took have nothing but their line.
+                unrecorded = [name for name in self._lines if name not in set(recorded)]
+                for session_id in (*recorded, *unrecorded):
+                    line = self._line(session_id, captures)
                     file.write(line)
-                    lines[session.session_id] = (end, len(line))
+                    lines[session_id] = (end, len(line))
                     end += len(line)
             aside.replace(self.trajectories)
             self._lines, self._end = lines, end

@@ -1,0 +1,36 @@
+"""A light agent: OpenAI Chat over a bare socket, with a shell tool; 5 MiB of its own."""
+
+import json
+import os
+import socket
+import subprocess
+
+TOOL = {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}
+
+
+def ask(messages: list[dict]) -> dict:
+    """The model's next message."""
+    host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
+    tools = [{"type": "function", "function": TOOL}]
+    body = json.dumps({"model": os.environ["MODEL"], "messages": messages, "tools": tools}).encode()
+    head = (
+        f"POST /{path}/chat/completions HTTP/1.0\r\nHost: {host}\r\n"
+        f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((name, int(port or 80))) as connection:
+        connection.sendall(head.encode() + body)
+        with connection.makefile("rb") as answer:
+            _, _, content = answer.read().partition(b"\r\n\r\n")
+    return json.loads(content)["choices"][0]["message"]
+
+
+messages = [{"role": "user", "content": "Write done to out.txt."}]
+while calls := (message := ask(messages)).get("tool_calls"):
+    messages.append(message)
+    for call in calls:
+        line = json.loads(call["function"]["arguments"])["command"]
+        ran = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)  # noqa: S602 - its tool
+        said = {"role": "tool", "tool_call_id": call["id"], "content": ran.stdout + ran.stderr}
+        messages.append(said)
