@@ -108,7 +108,22 @@ def engine_bodies(context: int) -> Bodies:
         items.append(b",".join([b"1234"] * (parts.OUTPUT_TOKENS + NEW_TOKENS + 8)))
 
 
-def dialect_bodies(way: str, context: int) -> Bodies:
+def tool_list(count: int) -> bytes:
+    """So many tools of 1.6 kB each, as OpenAI Chat has them, with a comma behind; or nothing."""
+    told = " ".join([parts.TEXT] * 2)
+    fields = {f"field_{n}": {"type": "string", "description": told} for n in range(3)}
+    schema = {"type": "object", "properties": fields, "required": ["field_0"]}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"tool_{n}", "description": told * 2, "parameters": schema},
+        }
+        for n in range(count)
+    ]
+    return b'"tools":' + orjson.dumps(tools) + b"," if tools else b""
+
+
+def dialect_bodies(way: str, context: int, tools: int) -> Bodies:
     """Bodies of one session, growing by the reply that was sent in and a new user message."""
     seed = time.perf_counter_ns()
     # No two sessions begin alike, or the tokenizer would remember the text.
@@ -118,7 +133,7 @@ def dialect_bodies(way: str, context: int) -> Bodies:
     if way == "chat":
         items.append(orjson.dumps({"role": "system", "content": instruction}))
     before, after = {
-        "chat": (b'{"model":"m","messages":[', b"]}"),
+        "chat": (b'{"model":"m",' + tool_list(tools) + b'"messages":[', b"]}"),
         "responses": (b'{"model":"m","instructions":"%b","input":[', b"]}"),
         "anthropic": (b'{"model":"m","max_tokens":4096,"system":"%b","messages":[', b"]}"),
         "google": (b'{"systemInstruction":{"parts":[{"text":"%b"}]},"contents":[', b"]}"),
@@ -202,6 +217,8 @@ class Where:
     pids: dict[str, list[int]]
     """Processes of each part: engine, proxy, gateway."""
     data: Path
+    tools: int
+    """How many tools a request of the way `chat` shows."""
 
     def servers(self, way: str) -> list[str]:
         """Where a way's sessions are spread over."""
@@ -220,7 +237,10 @@ class Player:
         self._way = way
         self._number = number
         self._where = where
-        bodies = dialect_bodies(way, context) if way in PATHS else engine_bodies(context)
+        if way in PATHS:
+            bodies = dialect_bodies(way, context, where.tools)
+        else:
+            bodies = engine_bodies(context)
         self._bodies = bodies
         self._body: bytes | None = next(bodies)
 
@@ -388,6 +408,7 @@ def main() -> None:
     parser.add_argument(
         "--gateways", type=int, default=1, help="processes that the sessions are spread over"
     )
+    parser.add_argument("--tools", type=int, default=0, help="tools that `chat` shows")
     parser.add_argument("--calls", type=int, default=480, help="calls per way and round, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fsync", choices=("off", "group"), default="off")
@@ -440,6 +461,7 @@ def measure(options: argparse.Namespace) -> None:
                 "gateway": [process.pid for _, process in gateways],
             },
             data=Path(data),
+            tools=options.tools,
         )
         rows = uvloop.run(run_all(options, where))
         check(where)

@@ -3,6 +3,7 @@ import json
 import msgspec
 import pytest
 
+from bridle.dialects.base import content_digest
 from bridle.dialects.tools import (
     KEPT_LISTS,
     ToolList,
@@ -13,6 +14,7 @@ from bridle.dialects.tools import (
     freeform_grammar,
     freeform_input,
     freeform_spec,
+    list_digest,
     sent,
 )
 from bridle.errors import RequestError
@@ -53,6 +55,18 @@ def test_an_empty_list_is_none(raw):
     assert sent(msgspec.Raw(raw)) is None
     assert sent(None) is None
     assert sent(msgspec.Raw(b"[ 1 ]")) == b"[ 1 ]"
+
+
+def test_a_list_that_is_sent_again_is_the_same_object_and_its_digest_is_known():
+    lists = [b'[{"name":"%d"}]' % number for number in range(KEPT_LISTS + 3)]
+    first = [sent(msgspec.Raw(raw)) for raw in lists]
+    again = sent(msgspec.Raw(bytes(bytearray(lists[-2]))))
+    assert again is first[-2]
+    assert sent(msgspec.Raw(bytes(bytearray(lists[-1])))) is first[-1]
+    for raw in (*lists, again, b"never sent"):
+        assert raw is not None
+        assert list_digest(raw) == content_digest(raw)
+    assert [sent(msgspec.Raw(raw)) for raw in lists] == lists  # whether forgotten or not
 
 
 def test_a_choice_is_a_mode_or_a_tool_that_was_sent():

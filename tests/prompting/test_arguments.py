@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.prompting.arguments import canonical_arguments, canonical_json, schema_defaults
+from bridle.prompting.arguments import (
+    KEPT_LISTS,
+    canonical_arguments,
+    canonical_json,
+    schema_defaults,
+)
 from bridle.types import ToolSpec
 
 values = st.recursive(
@@ -116,3 +121,16 @@ def test_no_text_raises(text):
 def test_a_value_that_is_not_json_still_has_bytes():
     assert canonical_json({1, 2}).startswith(b"r")
     assert canonical_json(math.nan) == b"NaN"
+
+
+def test_defaults_are_those_of_the_list_that_was_asked_for():
+    def tools(value):
+        schema = {"properties": {"limit": {"default": value}}}
+        return (ToolSpec("read", None, schema),)
+
+    lists = [tools(value) for value in range(3 * KEPT_LISTS)]
+    for value, listed in enumerate(lists):
+        for _ in range(2):
+            assert schema_defaults(listed) == {"read": {"limit": canonical_json(value)}}
+    for value, listed in enumerate(lists):  # forgotten ones too, and a list that is no tuple
+        assert schema_defaults(listed) == schema_defaults(list(tools(value)))

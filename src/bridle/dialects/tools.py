@@ -58,7 +58,7 @@ class ToolMemo:
 
     def read(self, raw: bytes, path: str) -> ToolList:
         """The list that `raw` stands for. `RequestError` names what is wrong in it."""
-        digest = content_digest(raw)
+        digest = list_digest(raw)
         found = self._known.pop(digest, None)
         if found is None:
             with shallow(path):
@@ -69,12 +69,35 @@ class ToolMemo:
         return found
 
 
+_sent: list[tuple[bytes, bytes]] = []
+"""Raw lists and their digests, the last sent first."""
+
+
 def sent(raw: msgspec.Raw | None) -> bytes | None:
-    """The raw tool list, or `None` where none or an empty one was sent."""
+    """The raw tool list, or `None` where none or an empty one was sent.
+
+    A list that was sent before is the very object of then, of which `list_digest` knows: comparing
+    60 kB takes 3 us, hashing them 30 or, without the processor's help, 150.
+    """
     if raw is None:
         return None
     text = bytes(raw)
-    return None if b"".join(text.split(None, 4)) in (b"null", b"[]") else text
+    for place, (known, digest) in enumerate(_sent):
+        if known == text:
+            if place:
+                del _sent[place]
+                _sent.insert(0, (known, digest))
+            return known
+    if b"".join(text.split(None, 4)) in (b"null", b"[]"):
+        return None
+    _sent.insert(0, (text, content_digest(text)))
+    del _sent[KEPT_LISTS:]
+    return text
+
+
+def list_digest(raw: bytes) -> bytes:
+    """The content digest of a raw tool list; at once of one that `sent` gave out lately."""
+    return next((digest for known, digest in _sent if known is raw), None) or content_digest(raw)
 
 
 def check_choice(choice: str, tools: ToolList, path: str) -> str:

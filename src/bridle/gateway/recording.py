@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange
-from bridle.dialects.base import content_digest
+from bridle.dialects.tools import list_digest
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown
@@ -90,7 +90,7 @@ def exchange_record(finished: Finished, index: int) -> Exchange:
         prompt_length=len(prompt),
         prompt_digest=prompt.digest,
         request=span_list.record(
-            request.head, call.base_id, None if tools is None else content_digest(tools)
+            request.head, call.base_id, None if tools is None else list_digest(tools)
         ),
         reply=finished.body,
         started_at=call.started_at,
@@ -120,7 +120,7 @@ def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     request, span_list = finished.question.request, finished.call.span_list()
     new = dict(zip(span_list.new, request.message_spans[span_list.kept :], strict=True))
     if request.tools_span is not None:
-        new[content_digest(request.tools_span)] = request.tools_span
+        new[list_digest(request.tools_span)] = request.tools_span
     return {digest: body for digest, body in new.items() if digest not in stored}
 
 

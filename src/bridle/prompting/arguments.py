@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import orjson
 
@@ -83,8 +83,27 @@ def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
         return b"r" + text_bytes(repr(value))
 
 
+KEPT_LISTS: Final = 64
+"""Tool lists whose defaults are remembered."""
+
+_known: dict[int, tuple[tuple[ToolSpec, ...], Defaults]] = {}
+"""By identity: a list that comes again and again is one object (`bridle.dialects.tools`)."""
+
+
 def schema_defaults(tools: Sequence[ToolSpec]) -> Defaults:
     """The defaults that each tool's schema declares for its top-level arguments."""
+    known = _known.get(id(tools))
+    if known is not None and known[0] is tools:
+        return known[1]
+    found = _read_defaults(tools)
+    if isinstance(tools, tuple):
+        if len(_known) >= KEPT_LISTS:
+            _known.clear()
+        _known[id(tools)] = (tools, found)
+    return found
+
+
+def _read_defaults(tools: Sequence[ToolSpec]) -> Defaults:
     found: dict[str, dict[str, bytes]] = {}
     for tool in tools:
         properties = (tool.parameters or {}).get("properties")

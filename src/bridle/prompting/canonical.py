@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
 
+from bridle.dialects.tools import list_digest
 from bridle.prompting.arguments import (
     Defaults,
     canonical_arguments,
@@ -453,7 +454,7 @@ def _tools_digest_of(request: ModelRequest, memo: dict[bytes, tuple[Atom, ...]])
     """The tools' digest, computed once per distinct raw tool list."""
     if not request.tools or request.tools_span is None:
         return tools_digest(request.tools)
-    key = b"tools:" + request.tools_span
+    key = b"tools:" + list_digest(request.tools_span)
     known = memo.get(key)
     if known is None:
         known = memo[key] = (Atom(AtomKind.OTHER, tools_digest(request.tools)),)
