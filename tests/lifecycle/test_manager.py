@@ -12,6 +12,7 @@ from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
 from bridle.lifecycle.events import Installing, SessionChanged
 from bridle.lifecycle.manager import NodeSettings, check
+from bridle.lifecycle.reaper import OWNER, Scratch
 from bridle.types import Cause
 
 
@@ -30,6 +31,16 @@ def most_at_once(node, status, until):
 
 
 ENDS = ("COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
+
+
+async def test_what_a_dead_node_leaves_is_removed_while_another_one_runs(tmp_path):
+    async with a_node(tmp_path, settings={"reap_s": 0.02}):
+        left = Scratch.make(tmp_path / "scratch")
+        dead = {"pid": 2**22 + 1, "started": "5"}
+        (left.folder / OWNER).write_text(json.dumps(dead))
+        async with asyncio.timeout(10):
+            while left.folder.exists():  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
 
 
 async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):

@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.lifecycle.reaper import OWNER, Scratch, reap, started_at
+from bridle.lifecycle.reaper import OWNER, Scratch, reap
+from bridle.runtimes.owner import started_at
 
 LEFT, OTHER = (f"s-{secrets.token_hex(8)}" for _ in range(2))
 """Session ids of this run alone: another run of these tests may be under way."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from bridle.runtimes.cgroups import Bounds, Cgroup
+from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup, remove_empty
+from bridle.runtimes.owner import owner_mark
 
 BOUNDS = Bounds(cpus=1.5, memory_bytes=1 << 20, processes=7)
 
@@ -102,3 +103,26 @@ def test_an_empty_group_goes(version_1):
     group.remove()
     group.remove()
     assert not any(folder.exists() for folder in group.folders.values())
+
+
+@pytest.mark.parametrize("version", ["unified", "version_1"])
+def test_groups_of_the_dead_are_removed_and_no_others(version, request):
+    mount = request.getfixturevalue(version)
+    place = owner_mark().split(".", 2)[2]
+    names = {
+        "dead": f"{PREFIX}999999999.5.{place}-ab12",
+        "ours": f"{PREFIX}{owner_mark()}-ab12",
+        "elsewhere": f"{PREFIX}999999999.5.0badcafe.1-ab12",
+        "full": f"{PREFIX}999999999.6.{place}-ab12",
+    }
+    at = mount / ("ours" if version == "unified" else "pids/ours")
+    for name in (*names.values(), "bridle"):
+        (at / name).mkdir()
+    (at / names["full"] / "child").mkdir()
+    assert remove_empty(mount=mount, own=mount / "own") == 1
+    left = {path.name for path in at.iterdir() if path.is_dir()}
+    assert left == {*names.values(), "bridle"} - {names["dead"]}
+
+
+def test_without_control_groups_there_is_nothing_to_remove(tmp_path):
+    assert remove_empty(mount=tmp_path, own=tmp_path / "none") == 0

@@ -10,9 +10,9 @@ from bridle.runtimes.docker_client import (
     client_environment,
     docker,
     image_facts,
-    owner_mark,
     remove_left_behind,
 )
+from bridle.runtimes.owner import owner_mark
 
 
 @pytest.fixture
@@ -79,9 +79,10 @@ async def test_a_folder_that_cannot_be_built_is_named(fake):
 
 
 async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(fake):
-    calls = fake(
-        f'[ $1 != ps ] || printf "c1 {owner_mark()}\\nc2 999999999.5\\nc3 {os.getpid()}.1\\n"'
-    )
+    place = owner_mark().split(".", 2)[2]
+    owners = (owner_mark(), f"999999999.5.{place}", f"{os.getpid()}.1.{place}", "1.1.elsewhere.1")
+    told = "".join(f"c{number} {owner}\\n" for number, owner in enumerate(owners, 1))
+    calls = fake(f'[ $1 != ps ] || printf "{told}"')
     assert await remove_left_behind() == 2
     assert calls.read_text().splitlines()[-1] == "rm --force --volumes c2 c3"
 

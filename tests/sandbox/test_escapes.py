@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from tests.sandbox.images import spec_of
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.cgroups import MOUNT, PREFIX, remove_empty
 from bridle.runtimes.docker_client import remove_left_behind
 
 TOPS = ("/", "/usr", "/etc", "/usr/bin", "/root", "/var/tmp")
@@ -262,9 +264,17 @@ def until(condition, what):
 
 def test_what_loses_its_owner_ends_with_it_or_at_the_next_start(backend, tmp_path):
     spec = json.dumps(asyncio.run(spec_of(backend)))
-    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path), spec]) as process:
+    scratch = tmp_path / secrets.token_hex(8)
+    scratch.mkdir()
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(scratch), spec]) as process:
         until(lambda: len(sleepers()) >= 2, "the sandbox has begun")
         process.kill()
     if backend == "docker":
         assert asyncio.run(remove_left_behind()) == 1
     until(lambda: sleepers() == [], "nothing of it lives")
+    until(lambda: remove_empty() + len(groups(scratch.name)) == 0, "its groups are gone")
+
+
+def groups(name):
+    """The control groups of a sandbox by the name of its scratch folder."""
+    return list(MOUNT.rglob(f"{PREFIX}*-{name}"))

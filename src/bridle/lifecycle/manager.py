@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+import structlog
 from pydantic import Field
 
+from bridle.aio import Nursery
 from bridle.capture.records import SessionCapture, SessionRecord
 from bridle.capture.store import Store
 from bridle.config import AgentSpec, Limits, SamplingPolicy, Settings, Task
 from bridle.engines.base import EngineInfo
-from bridle.errors import ConfigError, HarnessError
+from bridle.errors import ConfigError, HarnessError, RuntimeFailure
 from bridle.evaluators import open_evaluator
 from bridle.gateway.registry import SessionFacts, SessionHandle
 from bridle.harnesses import open_harness
@@ -40,6 +42,8 @@ from bridle.lifecycle.session import Plan, Session
 from bridle.runtimes import chosen, make_runtime
 from bridle.trajectory import rebuild
 from bridle.types import JSON, SessionStatus
+
+log = structlog.get_logger(__name__)
 
 _NOTHING = SessionCapture(SessionRecord("check", 0.0), (), {}, {}, None)
 """A session without a call: building it shows whether its builder is known and well configured."""
@@ -91,6 +95,8 @@ class NodeSettings(Settings):
     slots by default. 0 = nothing is made ahead: a session is made ready in its run slot."""
     post_slots: int = Field(default_factory=_share(0.5), ge=1)
     """Sessions being built, evaluated and torn down at once; half the run slots by default."""
+    reap_s: float = Field(default=300, gt=0)
+    """Seconds between looks for what killed processes left on this machine."""
     limit_grace_s: float = Field(default=15, ge=0)
     """How long a harness may go on after its session's limit is reached."""
     keep_logs: Literal["always", "failed", "never"] = "always"
@@ -174,15 +180,26 @@ class Node:
         self._bundles: dict[tuple[str, str], Path | HarnessError | None] = {}
         self._installing: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing = asyncio.Lock()
+        self._reaper = Nursery(lambda error: log.error("the reaper has ended", error=repr(error)))
 
     async def __aenter__(self) -> Self:
         """Remove what killed nodes left, and make a scratch folder; `RuntimeFailure` if not."""
         await reap(self._scratch_base)
         self.scratch = Scratch.make(self._scratch_base)
+        self._reaper.start(self._reap_again(), name="reaper")
         return self
+
+    async def _reap_again(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.reap_s)
+            try:
+                await reap(self._scratch_base)
+            except RuntimeFailure as error:
+                log.warning("what killed processes left does not go", error=str(error))
 
     async def __aexit__(self, *_: object) -> None:
         """Remove the scratch folder; sessions are ended by whoever runs them."""
+        await self._reaper.cancel()
         await asyncio.to_thread(self.scratch.remove)
 
     @property

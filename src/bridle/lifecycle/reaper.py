@@ -7,10 +7,10 @@ if not, the sessions' processes are ended and the folder goes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +19,10 @@ from pathlib import Path
 import structlog
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.cgroups import remove_empty
 from bridle.runtimes.docker_client import remove_left_behind
+from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.owner import started_at
 from bridle.runtimes.proc import SESSION_MARK, Leaders, end_all, members
 
 PREFIX = "bridle-"
@@ -58,13 +61,16 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove it all; idempotent."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(RuntimeFailure):  # the next reaper tries again
+            remove_folders([self.folder])
 
 
 async def reap(base: Path | None = None) -> int:
-    """End and remove what dead nodes left in `base` (the system's temp folder), and containers.
+    """End and remove what dead nodes left: containers, folders in `base` (the system's temp folder)
+    with their sessions' processes, control groups.
 
-    Returns how many scratch folders were removed. Folders of other users are left alone.
+    Mounts and namespaces end with the processes that hold them. Returns how many scratch folders
+    were removed. Folders of other users are left alone.
     """
     if containers := await remove_left_behind():
         log.info("removed what a killed process left", containers=containers)
@@ -79,16 +85,8 @@ async def reap(base: Path | None = None) -> int:
         Scratch(folder).remove()
         removed += 1
         log.info("removed what a killed process left", folder=str(folder), processes=ended)
+    await asyncio.to_thread(remove_empty)
     return removed
-
-
-def started_at(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; `None` if it does not live."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[19] if fields[0] not in ("Z", "X") else None
 
 
 def _abandoned(base: Path) -> Iterator[Path]:

@@ -30,10 +30,11 @@ from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.cgroups import Bounds, Cgroup
+from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import enter, is_privileged, listen_inside
+from bridle.runtimes.owner import owner_mark
 from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse_workdir
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
@@ -94,7 +95,7 @@ class BubblewrapRuntime(Contained):
         with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
             await asyncio.to_thread(make_folders, self._scratch)
         bounds = self._bounds()
-        name = f"bridle-{os.getpid()}-{self._scratch.name}"
+        name = f"{PREFIX}{owner_mark()}-{self._scratch.name}"
         self._cgroup = await asyncio.to_thread(Cgroup.make, name, bounds)
         self._usable = True
         await self._hold()

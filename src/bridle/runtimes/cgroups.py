@@ -14,6 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bridle.runtimes.owner import is_dead
+
+PREFIX = "bridle-"
+"""Of the names of groups; the mark of their owner follows, and a dash."""
 PERIOD_US = 100_000
 REMOVE_S = 2.0
 MOUNT = Path("/sys/fs/cgroup")
@@ -107,6 +111,26 @@ class Cgroup:
                     if line.split()[0] == name:
                         return int(line.split()[1])
         return 0
+
+
+def remove_empty(*, mount: Path = MOUNT, own: Path = OWN) -> int:
+    """Remove the groups of dead processes beside which ours would be made; returns how many.
+
+    Only empty ones go: their sandboxes have ended.
+    """
+    try:
+        ours = _own_groups(own)
+    except OSError:
+        return 0
+    unified = (mount / "cgroup.controllers").exists()
+    beside = {mount / ("" if unified else name) / path.lstrip("/") for name, path in ours.items()}
+    removed = 0
+    for folder in [each for at in beside for each in at.glob(f"{PREFIX}*-*")]:
+        if is_dead(folder.name.removeprefix(PREFIX).partition("-")[0]):
+            with suppress(OSError):
+                folder.rmdir()
+                removed += 1
+    return removed
 
 
 def _settings(bounds: Bounds) -> dict[str, dict[int, dict[str, str]]]:

@@ -36,12 +36,12 @@ from bridle.runtimes.docker_client import (
     client_environment,
     docker,
     image_facts,
-    owner_mark,
     program,
 )
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import is_privileged, listen_inside
+from bridle.runtimes.owner import owner_mark
 from bridle.runtimes.place import Contained, raise_nothing, refuse_workdir, with_signal
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
 from bridle.runtimes.process import Command, run_process

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.owner import is_dead
 from bridle.runtimes.process import Command, run_process
 
 OWNER_LABEL = "bridle.owner"
@@ -106,19 +107,6 @@ async def _inspected(image: str) -> dict[str, Any]:
     return facts
 
 
-def owner_mark() -> str:
-    """This process, in a form that no later process of this machine has: number and start time."""
-    return f"{os.getpid()}.{_started(os.getpid())}"
-
-
-def _started(pid: int) -> str | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[19] if fields[0] not in ("Z", "X") else None
-
-
 async def remove_left_behind() -> int:
     """Remove the containers of sessions whose process has ended; returns how many.
 
@@ -132,13 +120,8 @@ async def remove_left_behind() -> int:
         lines = (await docker(words, timeout_s=10)).splitlines()
     except RuntimeFailure:
         return 0
-    dead = [line.split()[0] for line in lines if _is_dead(line.split()[1])]
+    dead = [line.split()[0] for line in lines if is_dead(line.split()[1])]
     if dead:
         with suppress(RuntimeFailure):  # another process removes it at the same moment
             await docker(["rm", "--force", "--volumes", *dead])
     return len(dead)
-
-
-def _is_dead(mark: str) -> bool:
-    pid, _, started = mark.partition(".")
-    return not pid.isdigit() or _started(int(pid)) != started
