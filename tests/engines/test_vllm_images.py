@@ -1,5 +1,8 @@
 """What a vLLM says of messages with images; its fields are those of the package."""
 
+import base64
+
+import msgspec
 import numpy as np
 import pytest
 from tests.engines.stub import honest
@@ -45,7 +48,8 @@ async def test_the_render_route_tells_the_ids_and_the_places(sees):
     assert seen.ids.tolist() == RENDERED["token_ids"]
     assert seen.ids.dtype == np.int32
     assert seen.places == ({"start": 1, "length": 3}, {"start": 5, "length": 2})
-    (body,) = server.bodies
+    body, *alone = server.bodies
+    assert len(alone) == 1  # of the first image; the messages show no second one
     assert body == {
         "model": "stub",
         "messages": MESSAGES,
@@ -54,6 +58,66 @@ async def test_the_render_route_tells_the_ids_and_the_places(sees):
         "tool_choice": "none",
         "mm_payload": "none",
     }
+
+
+GRID = {"data": ["int64", [3], msgspec.msgpack.Ext(3, np.array([1, 4, 6]).tobytes())], "field": []}
+
+
+AS_VLLM_PACKS = (
+    "gq5pbWFnZV9ncmlkX3Rod4KkZGF0YZOlaW50NjSRA8cYAwEAAAAAAAAABAAAAAAAAAAGAAAAAAAAAKVm"
+    "aWVsZJKnYmF0Y2hlZIGra2VlcF9vbl9jcHXDq251bV9wYXRjaGVzgqRkYXRhk6VpbnQ2NJDXAwEAAAAAAAAApWZpZWxkkqdiYXRjaGVkgatrZWVwX29uX2NwdcM="
+)
+"""`image_grid_thw` [1, 4, 6] and `num_patches` 1, by `encode_mm_kwargs_item` of vLLM 0.32.0."""
+
+
+def packed(**item):
+    return base64.b64encode(msgspec.msgpack.encode(item)).decode()
+
+
+def one_image(metadata, name="a"):
+    """What is rendered of one image."""
+    features = {
+        "mm_hashes": {"image": [name]},
+        "mm_placeholders": {"image": [{"offset": 1, "length": 3}]},
+        "mm_metadata": metadata,
+    }
+    return {"token_ids": [5, 9, 9, 9], "features": features}
+
+
+async def test_what_the_processor_made_of_an_image_is_asked_once(stub, connected):
+    told = one_image({"image": [AS_VLLM_PACKS]})
+    server = await stub(**{CHAT: honest(), RENDER: told})
+    engine = await connected(server.url, route=Route.CHAT)
+    server.bodies.clear()
+    for _ in range(2):
+        seen = await engine.see(MESSAGES, TOOLS, {})
+        grid = {"image_grid_thw": [1, 4, 6], "num_patches": 1}
+        assert seen.places == ({"start": 1, "length": 3, "grid": grid},)
+    assert [body["mm_payload"] for body in server.bodies] == ["none", "tensors", "none"]
+    assert server.bodies[1]["messages"] == MESSAGES
+    assert "tools" not in server.bodies[1]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"image": [None]},
+        {"image": []},
+        {"image": ["!"]},
+        {"image": [packed(grid={"data": ["bfloat17", [1], b"aa"]})]},
+        {"image": [packed(grid={"data": ["int64", [2], b"aa"]})]},
+        {"image": [packed(grid=GRID), packed(grid=GRID)]},
+    ],
+)
+async def test_sizes_that_are_not_told_or_not_understood_are_left_out(sees, metadata):
+    _, seen = await sees(**{RENDER: one_image(metadata)})
+    assert seen.places == ({"start": 1, "length": 3},)
+
+
+async def test_a_number_that_is_no_tensor_is_itself(sees):
+    _, seen = await sees(**{RENDER: one_image({"image": [packed(patches={"data": 24})]})})
+    assert seen.places[0]["grid"] == {"patches": 24}
 
 
 async def test_without_that_route_tokenize_tells_the_ids_alone(sees):

@@ -173,7 +173,9 @@ class Seen:
     ids: Ids
     """The whole prompt, placeholders expanded."""
     places: tuple[JSON, ...]
-    """`start` and `length` of each image's placeholder in `ids`, in order; empty = not told."""
+    """`start` and `length` of each image's placeholder in `ids`, in order, and `grid`, what the
+    engine's processor says of it (`{"image_grid_thw": [1, 4, 6]}`), if it does; empty = not told.
+    """
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, end_ids, tokenizer_dir
-from bridle.engines.vllm_images import see
+from bridle.engines.vllm_images import Eyes
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
@@ -64,6 +64,7 @@ class VllmEngine(Serving):
         timeout_s: float = 1800.0,
     ) -> None:
         self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
+        self._eyes = Eyes()
         self._wanted_model = model
         self._wanted_route = route
         self._assumed_mode = logprob_mode
@@ -214,7 +215,7 @@ class VllmEngine(Serving):
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
         """The prompt of messages with images; see `Seeing`."""
-        return await see(self._client, self._model, messages, tools, arguments)
+        return await self._eyes.see(self._client, self._model, messages, tools, arguments)
 
     # ---- sampling
 

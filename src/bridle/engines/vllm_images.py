@@ -2,13 +2,18 @@
 
 `/v1/chat/completions/render` (served with `--enable-scale-out`) tells the ids with all placeholders
 expanded and where each image's stands; `/tokenize`, which every vLLM has, tells the ids alone.
-Source: vLLM 0.33.0, `entrypoints/scale_out/token_in_token_out/protocol.py`.
+What the processor made of an image beside its pixels (`image_grid_thw`, the number of patches) is
+told only together with them. So it is asked once per image, in a message of that image alone, and
+remembered by vLLM's own hash of it.
+Source: vLLM 0.33.0, `entrypoints/scale_out/token_in_token_out/protocol.py` and `mm_serde.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import base64
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,9 +22,6 @@ from bridle.engines.base import Seen
 from bridle.engines.http import Call, EngineClient
 from bridle.errors import EngineError
 from bridle.types import JSON
-
-if TYPE_CHECKING:
-    from bridle.types import Ids
 
 RENDER, TOKENIZE = "/v1/chat/completions/render", "/tokenize"
 
@@ -37,6 +39,9 @@ class _Place(msgspec.Struct):
 
 class _Features(msgspec.Struct):
     mm_placeholders: dict[str, list[_Place]] = {}
+    mm_hashes: dict[str, list[str]] = {}
+    mm_metadata: dict[str, list[str | None]] | None = None
+    """Base64 of msgpack: what of each item is kept beside its pixels."""
 
 
 class _Rendered(msgspec.Struct):
@@ -47,40 +52,110 @@ class _Rendered(msgspec.Struct):
     features: _Features | None = None
 
 
-async def see(
-    client: EngineClient,
-    model: str,
-    messages: Sequence[JSON],
-    tools: Sequence[JSON] | None,
-    arguments: JSON,
-) -> Seen | None:
-    """See `bridle.engines.base.Seeing.see`."""
-    body: JSON = {"model": model, "messages": messages, "chat_template_kwargs": arguments}
-    if tools:
-        body["tools"] = tools
-    try:
+SIZES_KEPT = 4096
+"""Images whose sizes are remembered, the least lately seen going first."""
+
+
+class Eyes:
+    """Asks one server what messages with images come to."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, JSON] = OrderedDict()
+        """Hash of an image -> its sizes; empty = the server does not tell them."""
+
+    async def see(
+        self,
+        client: EngineClient,
+        model: str,
+        messages: Sequence[JSON],
+        tools: Sequence[JSON] | None,
+        arguments: JSON,
+    ) -> Seen | None:
+        """See `bridle.engines.base.Seeing.see`."""
+        body: JSON = {"model": model, "messages": messages, "chat_template_kwargs": arguments}
+        if tools:
+            body["tools"] = tools
         try:
-            asked = {**body, "tool_choice": "none", "mm_payload": "none"}
-            return await _rendered(client, RENDER, asked)
+            try:
+                asked = {**body, "tool_choice": "none", "mm_payload": "none"}
+                told = await _rendered(client, RENDER, asked)
+            except EngineError as error:
+                if error.status not in MISSING:
+                    raise
+                told = await _rendered(client, TOKENIZE, body)
         except EngineError as error:
-            if error.status not in MISSING:
-                raise
-        return await _rendered(client, TOKENIZE, body)
-    except EngineError as error:
-        if error.status == 400 and any(words in str(error) for words in BLIND):
-            return None
-        raise
+            if error.status == 400 and any(words in str(error) for words in BLIND):
+                return None
+            raise
+        listed = told.tokens if told.token_ids is None else told.token_ids
+        places = await self._places(client, model, told.features or _Features(), _images(messages))
+        return Seen(np.array(listed, dtype=np.int32), places)
+
+    async def _places(
+        self, client: EngineClient, model: str, features: _Features, images: Iterator[JSON]
+    ) -> tuple[JSON, ...]:
+        places = features.mm_placeholders.get("image", [])
+        hashes = features.mm_hashes.get("image", [])
+        told: list[JSON] = [{"start": one.offset, "length": one.length} for one in places]
+        if len(hashes) == len(places):
+            for place, name, image in zip(told, hashes, images, strict=False):
+                if sizes := await self._sizes(client, model, name, image):
+                    place["grid"] = sizes
+        return tuple(told)
+
+    async def _sizes(self, client: EngineClient, model: str, name: str, image: JSON) -> JSON:
+        """What the processor made of one image; empty where that is not told."""
+        known = self._known.get(name)
+        if known is None:
+            message = {"role": "user", "content": [image]}
+            body = {"model": model, "messages": [message], "mm_payload": "tensors"}
+            try:
+                alone = (await _rendered(client, RENDER, body)).features or _Features()
+            except EngineError:
+                return {}
+            same = alone.mm_hashes.get("image") == [name]
+            known = _small(alone.mm_metadata) if same else {}
+            self._known[name] = known
+            if len(self._known) > SIZES_KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(name)
+        return known
 
 
-async def _rendered(client: EngineClient, path: str, body: JSON) -> Seen:
+async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
     text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
     try:
         told = msgspec.json.decode(text, type=_Rendered)
     except msgspec.MsgspecError as error:
         raise EngineError(f"{client.base_url}{path} cannot be read: {error}") from None
-    listed = told.tokens if told.token_ids is None else told.token_ids
-    if not listed:
+    if not told.token_ids and not told.tokens:
         raise EngineError(f"{client.base_url}{path} tells no ids")
-    ids: Ids = np.array(listed, dtype=np.int32)
-    places = () if told.features is None else told.features.mm_placeholders.get("image", ())
-    return Seen(ids, tuple({"start": one.offset, "length": one.length} for one in places))
+    return told
+
+
+def _images(messages: Sequence[JSON]) -> Iterator[JSON]:
+    """The parts of messages that are images, in order."""
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            yield from (part for part in content if part.get("type") == "image_url")
+
+
+def _small(metadata: dict[str, list[str | None]] | None) -> JSON:
+    """The sizes in vLLM's own form of an item; empty for whatever is not as expected."""
+    try:
+        (text,) = (metadata or {})["image"]
+        item = _UNPACKED.decode(base64.b64decode(text or ""))
+        return {name: _numbers(element["data"]) for name, element in item.items()}
+    except (KeyError, TypeError, ValueError, msgspec.MsgspecError):
+        return {}
+
+
+def _numbers(data: Any) -> Any:  # noqa: ANN401 - numbers, nested as the tensor is
+    """A tensor (its dtype, shape and bytes) as lists; a number as it is."""
+    if not isinstance(data, list):
+        return data
+    dtype, shape, raw = data
+    return np.frombuffer(raw, dtype).reshape(shape).tolist()
+
+
+_UNPACKED = msgspec.msgpack.Decoder(dict[str, dict[str, Any]], ext_hook=lambda _, raw: bytes(raw))

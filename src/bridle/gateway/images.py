@@ -46,15 +46,19 @@ class Shown:
     ids: Ids
     """The whole prompt."""
     images: list[JSON]
-    """Digest and media type of each image, in order; `start` and `length` where they were told."""
+    """Digest and media type of each image, in order; `start`, `length` and `grid` where they were
+    told."""
     parted: int
     """How many texts held what looks like a control token."""
 
     @property
     def unplaced(self) -> list[JSON]:
         """The images without their places."""
-        kept = ("digest", "media_type")
-        return [{name: image[name] for name in kept} for image in self.images]
+        lost = {"start", "length"}
+        return [
+            {name: value for name, value in image.items() if name not in lost}
+            for image in self.images
+        ]
 
 
 async def show(served: Served, request: ModelRequest) -> Shown | None:
