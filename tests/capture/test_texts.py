@@ -1,9 +1,11 @@
 """Texts pack and unpack; a session's are unpacked when one is asked for, and damage stays small."""
 
+import base64
 import copy
 import dataclasses
 import hashlib
 import pickle
+import random
 import struct
 import zlib
 from contextlib import suppress
@@ -16,10 +18,13 @@ from tests.capture.made import MadeSession, content_digest
 from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.capture.texts import (
     BODY,
+    DATA,
     HEAD,
+    PARTED,
     REPLY,
     Entry,
     SessionTexts,
+    body_entries,
     head_digest,
     pack,
     unpack,
@@ -53,6 +58,79 @@ def test_texts_are_compressed_only_where_it_pays():
 def test_a_damaged_blob_raises_one_of_three_errors(blob):
     with suppress(ValueError, zlib.error, struct.error):
         list(unpack(blob))
+
+
+# ---- data in bodies
+
+RED, BLUE = (f"{letter * 6000}==".encode() for letter in "rb")
+
+
+def message(*data, words=b"see"):
+    """A message in which `data` stand as in three dialects: alone, and as data URLs."""
+    forms = (b'{"data":"%s"}', b'{"url":"data:image/png;base64,%s"}', b'{"url":"data:,%s"}')
+    blocks = [form % each for form, each in zip(forms, data, strict=False)]
+    return b'{"role":"user","content":["%s",%s]}' % (words, b",".join(blocks))
+
+
+def read_back(*bodies):
+    """What a session's texts make of bodies, one row each."""
+    texts = SessionTexts()
+    for body in bodies:
+        texts.add(pack(body_entries(content_digest(body), body)), b"")
+    return texts
+
+
+@pytest.mark.parametrize("data", [(RED,), (RED, BLUE), (RED, RED), (BLUE, RED, BLUE)])
+def test_long_data_are_entries_of_their_own_and_the_body_comes_back_whole(data):
+    body = message(*data)
+    *apart, parted = body_entries(content_digest(body), body)
+    assert [entry.text for entry in apart] == [*data]
+    assert {entry.kind for entry in apart} == {DATA}
+    assert (parted.kind, len(parted.text) < 300) == (PARTED, True)
+    texts = read_back(body)
+    assert (dict(texts), texts[content_digest(body)]) == ({content_digest(body): body}, body)
+
+
+@given(st.lists(st.sampled_from([b'"', b"a" * 3000, b"x/+-_" * 900, b"==", b"data:,", b"\n"])))
+def test_any_body_comes_back_whole(pieces):
+    body = b"".join(pieces)
+    assert read_back(body)[content_digest(body)] == body
+
+
+def test_words_are_no_data_however_long():
+    body = b'{"role":"user","content":"%s"}' % (b"many words " * 1000)
+    assert body_entries(b"", body) == [Entry(BODY, b"", body)]
+
+
+def test_a_body_whose_data_are_damaged_is_missing_and_no_other():
+    first, second, other = message(RED), message(RED, words=b"again"), message(BLUE)
+    texts = SessionTexts()
+    texts.add(b"\x07", b"")  # brought RED
+    texts.add(pack(body_entries(content_digest(second), second)[1:]), b"")
+    texts.add(pack(body_entries(content_digest(other), other)), b"")
+    assert dict(texts) == {content_digest(other): other}
+    assert content_digest(first) not in texts
+
+
+async def test_an_image_is_stored_once_whatever_message_it_comes_in(tmp_path):
+    image = base64.b64encode(random.Random(1).randbytes(60_000))
+    made = MadeSession(texts=False)
+    for turn in range(6):
+        made.call(f"x{turn - 1}" if turn else None)
+        again = message(image, words=b"look %d" % turn)
+        made.bodies[content_digest(again)] = again
+        made.new_bodies[f"x{turn}"] = {**made.new_bodies[f"x{turn}"], content_digest(again): again}
+    path = tmp_path / "capture.sqlite"
+    async with await SqliteStore.open(path) as store:
+        await store.open_session(made.record)
+        for exchange in made.exchanges[:3]:
+            await store.commit(exchange, made.new_bodies[exchange.exchange_id])
+    async with await SqliteStore.open(path) as store:  # what it had is known again
+        for exchange in made.exchanges[3:]:
+            await store.commit(exchange, made.new_bodies[exchange.exchange_id])
+    assert path.stat().st_size < 1.5 * len(image)
+    with SqliteReader(path) as reader:
+        assert dict(reader.read("s1").bodies) == made.bodies
 
 
 # ---- a session's texts

@@ -93,8 +93,11 @@ class Format:
     """Version -> what turns a file of it into the next version, inside a transaction."""
 
 
-CURRENT = Format(version=1, converters={})
-"""There is one version; the next one adds its converter from 1."""
+def _keep_data_apart(_: sqlite3.Connection) -> None:
+    """From 1: the data of a body may be an entry of their own; what stands there stays as it is."""
+
+
+CURRENT = Format(version=2, converters={1: _keep_data_apart})
 
 
 # ---- files

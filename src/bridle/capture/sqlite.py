@@ -33,7 +33,19 @@ from bridle.capture import formats
 from bridle.capture.jobs import Job, Jobs
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
-from bridle.capture.texts import BODY, DIGEST_BYTES, HEAD, REPLY, Entry, head_digest, pack, unpack
+from bridle.capture.texts import (
+    BODY,
+    DATA,
+    DIGEST_BYTES,
+    HEAD,
+    PARTED,
+    REPLY,
+    Entry,
+    body_entries,
+    head_digest,
+    pack,
+    unpack,
+)
 from bridle.errors import StoreError, boundary
 
 __all__ = ["SqliteReader", "SqliteStore"]
@@ -192,6 +204,7 @@ class _SessionState:
     exchange_ids: set[str] = field(default_factory=set)
     heads: set[bytes] = field(default_factory=set)
     bodies: set[bytes] = field(default_factory=set)
+    """And their data."""
     deliveries: int = 0
     closed: bool = False
 
@@ -391,8 +404,12 @@ class _Writer:
         entries = [Entry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
             entries.append(Entry(HEAD, head, exchange.request.head))
-        new = {digest: body for digest, body in bodies.items() if digest not in state.bodies}
-        entries += [Entry(BODY, digest, body) for digest, body in new.items()]
+        new: set[bytes] = set()
+        for digest, body in bodies.items():
+            for entry in () if digest in state.bodies else body_entries(digest, body):
+                if entry.digest not in state.bodies and entry.digest not in new:
+                    new.add(entry.digest)
+                    entries.append(entry)
         row = formats.exchange_row(state.number, exchange, pack(entries), head)
         self._connection.execute(formats.INSERT_EXCHANGE, row)
         state.exchange_ids.add(exchange.exchange_id)
@@ -450,7 +467,8 @@ class _Writer:
         for exchange_id, head, texts in rows(query, state.number):
             state.exchange_ids.add(exchange_id)
             state.heads.add(head)
-            state.bodies.update(e.digest for e in unpack(texts) if e.kind == BODY)
+            kept = (entry.digest for entry in unpack(texts) if entry.kind in {BODY, DATA, PARTED})
+            state.bodies.update(kept)
         query = "SELECT count(*) FROM deliveries WHERE session = ?"
         state.deliveries = rows(query, state.number)[0][0]
         state.closed = bool(rows("SELECT 1 FROM outcomes WHERE session = ?", state.number))

@@ -5,8 +5,13 @@ its session) lie packed in one blob per exchange, because each has exactly one e
 it:
 
     codec (1 byte: 0 plain, 1 zlib) | packed
-    packed = entry*   entry = kind (1 byte: 0 body, 1 request head, 2 reply)
+    packed = entry*   entry = kind (1 byte: 0 body, 1 request head, 2 reply, 3 data, 4 parted body)
                               | 16-byte digest | u32 length | bytes
+
+The same image comes again in messages that differ in a word. So long base64 in a body is an entry
+of its own, `data`, once per session, and the body is `parted`:
+
+    u16 count | (u32 bytes of text before it, 16-byte digest of the data) * count | text
 
 What trains is ids and logprobs, so a reader gets those at once and its texts when it asks for one:
 then all of the session, once. A blob that is damaged costs its own texts and nothing else.
@@ -15,9 +20,11 @@ then all of the session, once. A blob that is damaged costs its own texts and no
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -41,8 +48,40 @@ class Entry(NamedTuple):
     text: bytes
 
 
-BODY, HEAD, REPLY = 0, 1, 2
+BODY, HEAD, REPLY, DATA, PARTED = 0, 1, 2, 3, 4
 _ENTRY = struct.Struct("<B16sI")
+_COUNT, _PART = struct.Struct("<H"), struct.Struct("<I16s")
+_BASE64 = re.compile(rb'"(?:data:[^",]{0,80},)?([A-Za-z0-9+/_-]{4096,}={0,2})"')
+"""A JSON string of long base64, or a data URL of it."""
+
+
+def body_entries(digest: bytes, body: bytes) -> list[Entry]:
+    """The entries of a body: itself, or its data and what is around them."""
+    data, parts, texts, at = [], [], [], 0
+    for match in _BASE64.finditer(body):
+        found = Entry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
+        data.append(found)
+        texts.append(body[at : match.start(1)])
+        parts.append(_PART.pack(len(texts[-1]), found.digest))
+        at = match.end(1)
+    if not data:
+        return [Entry(BODY, digest, body)]
+    return [
+        *data,
+        Entry(PARTED, digest, b"".join([_COUNT.pack(len(parts)), *parts, *texts, body[at:]])),
+    ]
+
+
+def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
+    """A parted body put together. `KeyError`: its data are not there; `struct.error`: no parts."""
+    (count,) = _COUNT.unpack_from(parted)
+    at = _COUNT.size + count * _PART.size
+    pieces: list[bytes] = []
+    for number in range(count):
+        length, address = _PART.unpack_from(parted, _COUNT.size + number * _PART.size)
+        pieces += (parted[at : at + length], data[address])
+        at += length
+    return b"".join([*pieces, parted[at:]])
 
 
 def pack(entries: Iterable[Entry]) -> bytes:
@@ -105,6 +144,7 @@ class SessionTexts(Mapping[bytes, bytes]):
         self._heads: dict[bytes, bytes] = {}
         self._replies: dict[int, bytes] = {}
         self._bodies: dict[bytes, bytes] = {}
+        self._data: dict[bytes, bytes] = {}
         self._unpacked: dict[int, list[Entry]] = {}
         self._done = 0
         self.damaged: dict[int, str] = {}
@@ -150,6 +190,11 @@ class SessionTexts(Mapping[bytes, bytes]):
             for entry in self._entries(self._done):
                 if entry.kind == BODY:
                     self._bodies[entry.digest] = entry.text
+                elif entry.kind == DATA:
+                    self._data[entry.digest] = entry.text
+                elif entry.kind == PARTED:
+                    with suppress(KeyError, struct.error):  # its data went with a damaged row
+                        self._bodies[entry.digest] = _whole(entry.text, self._data)
                 elif entry.kind == REPLY:
                     self._replies[self._done] = entry.text
             self._unpacked.pop(self._done, None)
