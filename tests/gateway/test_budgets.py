@@ -122,11 +122,12 @@ async def test_a_session_without_a_limit_waits_for_nothing():
 
 
 def test_a_limit_is_named_when_it_is_reached():
-    limits = Limits(max_turns=2, max_tokens=10)
-    assert reached_limit(limits, turns=1, tokens=9) is None
-    assert reached_limit(limits, turns=2, tokens=0) == "turns"
-    assert reached_limit(limits, turns=0, tokens=10) == "tokens"
-    assert reached_limit(Limits(), turns=10**6, tokens=10**9) is None
+    limits = Limits(max_turns=2, max_tokens=10, max_seconds=60)
+    assert reached_limit(limits, turns=1, tokens=9, seconds=59) is None
+    assert reached_limit(limits, turns=2, tokens=0, seconds=0) == "turns"
+    assert reached_limit(limits, turns=0, tokens=10, seconds=0) == "tokens"
+    assert reached_limit(limits, turns=0, tokens=0, seconds=60) == "seconds"
+    assert reached_limit(Limits(), turns=10**6, tokens=10**9, seconds=10**9) is None
 
 
 def test_too_many_calls_in_flight_pass_by_themselves():

@@ -79,6 +79,15 @@ async def test_a_reached_limit_ends_the_session_with_its_reason(tmp_path):
     assert result.trajectory.metadata["stats"]["exchanges"] == 3
 
 
+async def test_seconds_are_a_limit_that_the_next_call_is_refused_for(tmp_path):
+    turns: list[JSON] = [{"shell": ["sleep 0.3"]}, {"content": "never"}]
+    async with a_node(tmp_path, *turns) as node:
+        result = await node.run(task(limits=Limits(max_seconds=0.2)))
+    assert (result.status, result.cause) == ("TIMEOUT", Cause.LIMIT)
+    assert result.error == "the session's limit of seconds was reached"
+    assert result.trajectory.metadata["stats"]["exchanges"] == 1
+
+
 async def test_a_harness_that_goes_on_after_its_limit_is_ended(tmp_path):
     async with a_node(tmp_path, {"shell": ["true"]}) as node:
         result = await node.run(task(f"{AGENT}; sleep 60", limits=Limits(max_turns=1)))

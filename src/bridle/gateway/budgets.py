@@ -97,15 +97,18 @@ def output_budget(
     return min((left, *allowed))
 
 
-def reached_limit(limits: Limits, *, turns: int, tokens: int) -> str | None:
-    """Which limit of the session a further call would exceed: `turns`, `tokens` or `None`.
+def reached_limit(limits: Limits, *, turns: int, tokens: int, seconds: float) -> str | None:
+    """Which limit a further call would exceed: `turns`, `tokens`, `seconds` or `None`.
 
-    `turns` counts committed calls and those in flight; `tokens` counts committed ones.
+    `turns` counts committed calls and those in flight; `tokens` counts committed ones; `seconds`
+    is the time since the first call.
     """
     if limits.max_turns is not None and turns >= limits.max_turns:
         return "turns"
     if limits.max_tokens is not None and tokens >= limits.max_tokens:
         return "tokens"
+    if limits.max_seconds is not None and seconds >= limits.max_seconds:
+        return "seconds"
     return None
 
 

@@ -156,7 +156,10 @@ class Exchanges:
             raise faults.paused()
         in_flight = session.in_flight()
         limit = budgets.reached_limit(
-            session.limits, turns=session.turns + in_flight, tokens=session.tokens
+            session.limits,
+            turns=session.turns + in_flight,
+            tokens=session.tokens,
+            seconds=session.seconds(),
         )
         if limit is not None:
             session.limit = limit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -58,7 +59,7 @@ class SessionFacts:
     failed_last: bool
     """Whether the last word that the harness heard from the model was an error."""
     limit: str | None
-    """The session limit that a call was refused for (`turns`, `tokens`); `None` = none."""
+    """The session limit that a call was refused for (`turns`, `tokens`, `seconds`)."""
     tokens: int
     """Sampled tokens, committed."""
     last_error: str | None
@@ -101,6 +102,7 @@ class Session:
         self.sealed = False
         self.ended: asyncio.Event | None = None
         """Set when what a seal waits for is over; `None` = not sealed by this process."""
+        self._first_call_at: float | None = None
         self.requests = 0
         self.begun = 0
         """Calls that were given to the engine; salts the seeds."""
@@ -118,6 +120,13 @@ class Session:
     def session_id(self) -> str:
         """The session's id."""
         return self.record.session_id
+
+    def seconds(self) -> float:
+        """Time since this was asked for the first time (by the first call)."""
+        now = time.monotonic()
+        if self._first_call_at is None:
+            self._first_call_at = now
+        return now - self._first_call_at
 
     def in_flight(self) -> int:
         """Calls that are neither committed nor failed."""
