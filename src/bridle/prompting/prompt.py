@@ -99,6 +99,9 @@ class PromptIds:
 
     def tail(self, count: int) -> Ids:
         """The last `count` ids, or all if there are fewer. Read-only."""
+        last = self._link.segments[-1]
+        if 0 < count <= len(last):
+            return last[-count:]
         pieces: list[Ids] = []
         link: _Link | None = self._link
         while link is not None and count > 0:
@@ -106,8 +109,12 @@ class PromptIds:
                 pieces.append(segment[max(0, len(segment) - count) :])
                 count -= len(pieces[-1])
             link = link.before
+        if not pieces:
+            return last[:0]
         pieces.reverse()
-        return _frozen(np.concatenate(pieces)) if pieces else self.suffix[:0]
+        joined = np.concatenate(pieces)
+        joined.flags.writeable = False
+        return joined
 
 
 def _link(before: _Link | None, segments: tuple[Ids, ...]) -> _Link:
