@@ -9,6 +9,8 @@ before the clock starts and has a column of its own.
 - `proxy`: the same bytes through bare aiohttp: the floor for any gateway in Python.
 - `chat`, `responses`, `anthropic`, `google`: the client sends messages in that dialect; the gateway
   makes ids of them, keeps them and commits to SQLite.
+- `text`: as `chat`, but the engine gets the messages and renders them itself; replies come back
+  parsed, and nothing can be trained.
 
     python benchmarks/gateway.py [--contexts 2000 16000 64000] [--sessions 1 32] [--rounds 5]
 
@@ -130,10 +132,12 @@ def dialect_bodies(way: str, context: int, tools: int) -> Bodies:
     opening = f"Go {seed}." + parts.words(first_tokens(context), seed)
     instruction = "You are a careful agent."
     items: list[bytes] = []
-    if way == "chat":
+    if way in {"chat", "text"}:
         items.append(orjson.dumps({"role": "system", "content": instruction}))
+    chat = (b'{"model":"m",' + tool_list(tools) + b'"messages":[', b"]}")
     before, after = {
-        "chat": (b'{"model":"m",' + tool_list(tools) + b'"messages":[', b"]}"),
+        "chat": chat,
+        "text": chat,
         "responses": (b'{"model":"m","instructions":"%b","input":[', b"]}"),
         "anthropic": (b'{"model":"m","max_tokens":4096,"system":"%b","messages":[', b"]}"),
         "google": (b'{"systemInstruction":{"parts":[{"text":"%b"}]},"contents":[', b"]}"),
@@ -155,7 +159,7 @@ def user_message(way: str, text: str) -> bytes:
 def assistant_messages(way: str, reply: dict[str, Any]) -> list[bytes]:
     """A reply as a harness sends it back."""
     match way:
-        case "chat":
+        case "chat" | "text":
             found = [reply["choices"][0]["message"]]
         case "responses":
             found = reply["output"]
@@ -168,6 +172,7 @@ def assistant_messages(way: str, reply: dict[str, Any]) -> list[bytes]:
 
 PATHS = {
     "chat": ("openai", "/chat/completions"),
+    "text": ("openai", "/chat/completions"),
     "responses": ("openai", "/responses"),
     "anthropic": ("anthropic", "/v1/messages"),
     "google": ("google", "/v1beta/models/m:generateContent"),
@@ -212,21 +217,24 @@ class Where:
     engine: str
     proxy: str
     gateways: list[str]
-    tokens: list[str]
-    """Control tokens of the gateways."""
+    text: list[str]
+    """The gateway of the way `text`, if it is asked for."""
+    tokens: dict[str, str]
+    """The control token of each gateway."""
     pids: dict[str, list[int]]
-    """Processes of each part: engine, proxy, gateway."""
+    """Processes of each part: engine, proxy, gateway, text."""
     data: Path
     tools: int
     """How many tools a request of the way `chat` shows."""
 
     def servers(self, way: str) -> list[str]:
         """Where a way's sessions are spread over."""
-        return {"direct": [self.engine], "proxy": [self.proxy]}.get(way, self.gateways)
+        others = {"direct": [self.engine], "proxy": [self.proxy], "text": self.text}
+        return others.get(way, self.gateways)
 
     def cpu_seconds(self, way: str) -> float:
         """CPU time of the measured processes so far."""
-        part = {"direct": "engine", "proxy": "proxy"}.get(way, "gateway")
+        part = {"direct": "engine", "proxy": "proxy", "text": "text"}.get(way, "gateway")
         return sum(map(cpu_seconds, self.pids[part]))
 
 
@@ -247,8 +255,7 @@ class Player:
     async def __aenter__(self) -> Self:
         where = self._where
         servers = where.servers(self._way)
-        place = self._number % len(servers)
-        server = servers[place]
+        server = servers[self._number % len(servers)]
         url = urlsplit(server)
         loop = asyncio.get_running_loop()
         _, self._caller = await loop.create_connection(
@@ -256,7 +263,7 @@ class Player:
         )
         if self._way in PATHS:
             reply = await self._caller.post(
-                post_head(f"{server}/sessions", where.tokens[place]), b"{}"
+                post_head(f"{server}/sessions", where.tokens[server]), b"{}"
             )
             opened = orjson.loads(reply)
             family, path = PATHS[self._way]
@@ -381,7 +388,7 @@ def show(rows: list[Row]) -> None:
 
 def check(where: Where) -> None:
     """Refuse numbers of calls that were not what they should be: each turn extends its parent."""
-    for gateway, token in zip(where.gateways, where.tokens, strict=True):
+    for gateway, token in where.tokens.items():
         check_one(gateway, token)
 
 
@@ -443,22 +450,29 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as data, ExitStack() as stack:
         engine, sampling = stack.enter_context(part("engine"))
         proxy, proxying = stack.enter_context(part("proxy", "--engine", engine["url"]))
-        gateways = []
-        for number in range(options.gateways):
+        engines = [engine["url"]] * options.gateways
+        if "text" in options.ways:
+            engines.append(f"openai:{engine['url']}/v1#instant")
+        served = []
+        for number, used in enumerate(engines):
             folder = Path(data) / str(number)
             folder.mkdir()
             extra = ("--profile", options.profile) if options.profile else ()
-            own = ("--engine", engine["url"], "--data", str(folder), "--fsync", options.fsync)
-            gateways.append(stack.enter_context(part("gateway", *own, *extra)))
+            own = ("--engine", used, "--data", str(folder), "--fsync", options.fsync)
+            served.append(stack.enter_context(part("gateway", *own, *extra)))
+        urls = [told["url"] for told, _ in served]
+        pids = [process.pid for _, process in served]
         where = Where(
             engine["url"],
             proxy["url"],
-            [told["url"] for told, _ in gateways],
-            [told["token"] for told, _ in gateways],
+            urls[: options.gateways],
+            urls[options.gateways :],
+            {told["url"]: told["token"] for told, _ in served},
             pids={
                 "engine": [sampling.pid],
                 "proxy": [proxying.pid],
-                "gateway": [process.pid for _, process in gateways],
+                "gateway": pids[: options.gateways],
+                "text": pids[options.gateways :],
             },
             data=Path(data),
             tools=options.tools,

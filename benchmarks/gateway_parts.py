@@ -137,8 +137,9 @@ class Canned(Framed):
             self._ask(self.transport, head.split(b" ", 1)[0].decode(), path.decode(), body)
             return
         before, after = self._replies[path]
-        start = body.index(IDS[path]) + len(IDS[path]) - 1
-        ids = body[start : body.index(b"]", start) + 1]
+        start = body.find(IDS[path]) + len(IDS[path]) - 1
+        asked_in_ids = start >= len(IDS[path]) - 1
+        ids = body[start : body.index(b"]", start) + 1] if asked_in_ids else b"null"
         answer(self.transport, 200, before + ids + after)
 
 
@@ -267,13 +268,15 @@ async def run_proxy(engine: str) -> None:
 
 
 async def run_gateway(engine: str, data: str, fsync: str, profile: str | None) -> None:
-    """The gateway, token in, on a SQLite store."""
+    """The gateway, on a SQLite store; token in, if the engine's URL stands alone."""
     store = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
     gateway = Gateway(
         engine=open_engine(engine),
         renderer=load_renderer("builtin"),
         store=store,
-        settings=GatewaySettings(data_dir=Path(data)),
+        settings=GatewaySettings(
+            data_dir=Path(data), allow_untokenized=engine.startswith("openai:")
+        ),
     )
     async with gateway:
         say(url=gateway.url, token=gateway.control_token)
