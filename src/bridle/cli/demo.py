@@ -46,7 +46,7 @@ def demo(
     fresh: Annotated[int, typer.Option(min=1, help="Fresh tasks for the small model.")] = 64,
     steps: Annotated[
         int, typer.Option(min=0, help="Updates of the small model; 0 leaves the training out.")
-    ] = 36,
+    ] = 32,
     rebuild_model: Annotated[
         bool, typer.Option("--rebuild-model", help="Make the small model again.")
     ] = False,

@@ -1,0 +1,57 @@
+"""Sessions for a trainer without asyncio."""
+
+import json
+
+import pytest
+
+from bridle.bridges.local import LocalSessions
+from bridle.cli.demo_policy import lookup_task
+from bridle.datasets.lookups import lookups
+from bridle.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Answers the first of two lookups rightly."""
+    first, second = lookups(2, seed=3)
+    turns = {first.instruction: first.answer, second.instruction: "nothing"}
+    path = tmp_path / "script.json"
+    conversations = [
+        {"when": {"user_contains": said}, "turns": [{"content": answer}]}
+        for said, answer in turns.items()
+    ]
+    path.write_text(json.dumps({"conversations": conversations}))
+    return f"scripted:{path}"
+
+
+def test_sessions_come_in_the_order_that_was_asked_for(script, tmp_path):
+    one, other = (lookup_task(task, tmp_path / "files") for task in lookups(2, seed=3))
+
+    with LocalSessions(script, tmp_path / "run", tokenizer="builtin") as sessions:
+        played = sessions.play([other, one, other])
+        again = sessions.play([one])
+
+    assert [session.reward for session in [*played, *again]] == [0.0, 1.0, 0.0, 1.0]
+    assert all(session.status == "COMPLETED" for session in played)
+    assert len({session.session_id for session in [*played, *again]}) == 4
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["totals"]["sessions"] == 4
+
+
+def test_what_keeps_it_from_starting_is_raised_and_nothing_stays(tmp_path):
+    sessions = LocalSessions(f"scripted:{tmp_path / 'gone'}", tmp_path / "run", tokenizer="builtin")
+    with pytest.raises(ConfigError, match="gone"):
+        sessions.__enter__()
+    assert not (tmp_path / "run" / "capture.sqlite").exists()
+
+
+def test_a_mistake_in_a_task_reaches_the_caller(script, tmp_path):
+    [task] = (lookup_task(one, tmp_path / "files") for one in lookups(1, seed=3))
+    wrong = task.model_copy(update={"agent": task.agent.model_copy(update={"harness": "nobody"})})
+    with (
+        LocalSessions(script, tmp_path / "run", tokenizer="builtin") as sessions,
+        pytest.raises(ConfigError, match="nobody"),
+    ):
+        sessions.play([wrong])
