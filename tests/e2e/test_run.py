@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from .conftest import bridle_process, call
+from .conftest import arguments_of, bridle_process, call, write_batch
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -47,10 +48,21 @@ def processes_of(folder) -> list[int]:
     return found
 
 
-def test_a_batch_runs_and_its_numbers_add_up(batch, run_arguments):
-    folder = batch(samples=2)
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """A batch of 8 sessions that was run, and what the command said."""
+    folder = write_batch(tmp_path_factory.mktemp("batch"), samples=2)
+    return folder, call(*arguments_of(folder, "--json"))
 
-    done = call(*run_arguments(folder, "--json"))
+
+@pytest.fixture
+def finished(once, tmp_path):
+    """The folder of a batch that was run, a copy."""
+    return shutil.copytree(once[0], tmp_path / "finished")
+
+
+def test_a_batch_runs_and_its_numbers_add_up(once):
+    folder, done = once
 
     assert done.returncode == 0, done.stderr
     sessions = json.loads(done.stdout)["sessions"]
@@ -65,10 +77,8 @@ def test_a_batch_runs_and_its_numbers_add_up(batch, run_arguments):
     assert json.loads((folder / "run" / "summary.json").read_text())["sessions"] == sessions
 
 
-def test_rebuilding_a_finished_run_gives_the_same_bytes(batch, run_arguments):
-    folder = batch(samples=2)
-    call(*run_arguments(folder))
-    run = folder / "run"
+def test_rebuilding_a_finished_run_gives_the_same_bytes(finished):
+    run = finished / "run"
 
     again = call("rebuild", run)
 
@@ -77,14 +87,11 @@ def test_rebuilding_a_finished_run_gives_the_same_bytes(batch, run_arguments):
         assert (run / "rebuilt" / name).read_bytes() == (run / name).read_bytes() != b""
 
 
-def test_another_builder_gives_one_trace_per_call(batch, run_arguments):
-    folder = batch()
-    call(*run_arguments(folder))
-
-    again = call("rebuild", folder / "run", "--builder", "per_request", "--json")
+def test_another_builder_gives_one_trace_per_call(finished):
+    again = call("rebuild", finished / "run", "--builder", "per_request", "--json")
 
     report = json.loads(again.stdout)
-    assert report["traces"] == report["exchanges"] == 8
+    assert report["traces"] == report["exchanges"] == 16
     assert report["captured"] == report["trained"]
 
 
@@ -126,10 +133,8 @@ def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run
     assert {line["status"] for line in lines} <= {"CANCELLED", "COMPLETED"}
 
 
-def test_a_session_is_shown_as_a_tree_and_replays_as_a_script(batch, run_arguments):
-    folder = batch()
-    call(*run_arguments(folder))
-    run = folder / "run"
+def test_a_session_is_shown_as_a_tree_and_replays_as_a_script(finished, run_arguments):
+    folder, run = finished, finished / "run"
     session = json.loads(call("show", run, "--json").stdout)[0]["session_id"]
 
     tree = call("show", session, "--run", run)
@@ -182,15 +187,11 @@ def test_what_the_library_logs_goes_to_stderr_and_stdout_stays_one_json_document
     assert not left.exists()
 
 
-def test_export_writes_sft_examples_of_successes(batch, run_arguments):
-    folder = batch()
-    call(*run_arguments(folder))
+def test_export_writes_sft_examples_of_successes(finished):
+    out = finished / "sft.jsonl"
+    done = call("export", finished / "run", "--format", "sft", "--out", out, "--json")
 
-    done = call(
-        "export", folder / "run", "--format", "sft", "--out", folder / "sft.jsonl", "--json"
-    )
-
-    assert json.loads(done.stdout)["examples"] == 4
-    example = json.loads((folder / "sft.jsonl").read_text().splitlines()[0])
+    assert json.loads(done.stdout)["examples"] == 8
+    example = json.loads((finished / "sft.jsonl").read_text().splitlines()[0])
     assert len(example["input_ids"]) == len(example["loss_mask"])
     assert 0 < sum(example["loss_mask"]) < len(example["loss_mask"])
