@@ -121,7 +121,7 @@ FAULTS = {
     ),
     "prints 1 GiB": (
         "head -c 1073741824 /dev/zero",
-        {"budgets": {"agent_s": 50}},
+        {},
         ("COMPLETED", None, ""),
     ),
     "opens 10,000 files": (
@@ -136,7 +136,7 @@ FAULTS = {
     ),
     "fills its disk": (
         "for ((i = 0; ; i++)); do head -c 4000000 /dev/zero > f$i || exit 3; sleep 0.05; done",
-        {"runtime": {"storage_mb": 20}, "budgets": {"agent_s": 30}},
+        {"runtime": {"storage_mb": 20}},
         ("ERROR", Cause.LIMIT, "limit of storage"),
     ),
     "takes too much memory": (
@@ -151,7 +151,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_what_a_harness_does_is_named_in_its_result(tmp_path, backend, fault):
     script, options, (status, cause, words) = FAULTS[fault]
-    result = await played(tmp_path, backend, script, **options)
+    result = await played(tmp_path, backend, script, **{"budgets": {"agent_s": 50}, **options})
     assert (result.status, result.cause) == (status, cause), result.error
     assert words in (result.error or "")
     logs = sum(path.stat().st_size for path in tmp_path.rglob("run/sessions/*/*"))
