@@ -21,6 +21,7 @@ from bridle.prompting.canonical import (
 )
 from bridle.prompting.conversation import Conversation, PlacementKind
 from bridle.prompting.prompt import PromptIds
+from bridle.prompting.renderer import load_renderer
 from bridle.types import JSON, FinishReason, Usage
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -213,9 +214,8 @@ class Session:
         return json.loads(body), prompt, placement, silent
 
 
-@pytest.mark.parametrize("harness", HARNESSES)
-@given(sampled=st.lists(turns, min_size=2, max_size=5))
-def test_each_prompt_begins_with_all_that_was_sampled_before(renderer, encode, harness, sampled):
+def check_prompts(renderer, encode, harness, sampled):
+    """Each prompt begins with the one before and with what was sampled under it."""
     made = harness()
     route = recognise("POST", made.path, "", {})
     assert route is not None
@@ -233,3 +233,43 @@ def test_each_prompt_begins_with_all_that_was_sampled_before(renderer, encode, h
         path = whole + output.tolist()
         after_silence = silent
         made.take(reply, f"result {number}")
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+@given(sampled=st.lists(turns, min_size=2, max_size=5))
+def test_each_prompt_begins_with_all_that_was_sampled_before(renderer, encode, harness, sampled):
+    check_prompts(renderer, encode, harness, sampled)
+
+
+@pytest.fixture(scope="module")
+def qwen35(look_alike, tmp_path_factory):
+    """A renderer of the family qwen3.5: its calls are XML, and its prompts open the thinking."""
+    folder = tmp_path_factory.mktemp("qwen3.5")
+    look_alike("qwen3.5")[0].fast.save_pretrained(folder)
+    return load_renderer(str(folder), family="qwen3.5")
+
+
+plain_words = words.filter(lambda text: "<" not in text)
+xml_calls = st.dictionaries(st.sampled_from(["command", "n", "é"]), plain_words, max_size=2).map(
+    lambda command: (
+        "<tool_call>\n<function=bash>\n"
+        + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in command.items())
+        + "</function>\n</tool_call>"
+    )
+)
+xml_turns = st.builds(
+    lambda thought, text, made, end: f"{thought}\n</think>\n\n{text}" + "\n".join(made) + end,
+    st.sampled_from(["", "hm", "so\n\nthen"]),
+    plain_words,
+    st.lists(xml_calls, max_size=2),
+    st.sampled_from(["<|im_end|>", "<|im_end|>", "", "<|endoftext|>"]),
+)
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+@given(sampled=st.lists(xml_turns, min_size=2, max_size=5))
+def test_so_it_does_where_prompts_open_the_thinking_and_calls_are_xml(qwen35, harness, sampled):
+    def encode(text):
+        return qwen35.text_ids(text, control=True)
+
+    check_prompts(qwen35, encode, harness, sampled)

@@ -1,9 +1,9 @@
 """What an engine says of text and of its own logprobs, held against ours.
 
-For `bridle doctor`: our renderer defines each prompt, so nothing breaks where the engine's own
-template differs, but whoever lets the engine render (`prompt = "engine"`, messages in) should know
-where it would. A tokenizer that is not the engine's breaks everything, and shows here first. What
-is ours is given as functions: engines know no renderer and no model.
+Our renderer defines each prompt, so nothing breaks where the engine's own template differs, but
+whoever sends the engine messages should know where it would. A tokenizer that is not the engine's
+breaks everything: a gateway looks at that when it starts, `bridle doctor` at all of it. What is
+ours is given as functions: engines know no renderer and no model.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
         needed=False,
         found=found + (f"; others: {', '.join(differ)}" if differ else ""),
         means="The engine's template says something else there." if differ else "",
-        fix="Nothing, as long as Bridle renders (the default); prompt = 'engine' takes theirs."
-        if differ
-        else "",
+        fix="Nothing: Bridle renders, and the engine samples under its ids." if differ else "",
     )
 
 
