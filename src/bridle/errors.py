@@ -49,6 +49,21 @@ class StoreError(BridleError):
     """Capture could not be written or read (disk full, torn file, newer format)."""
 
 
+class StateError(BridleError):
+    """The rollout server's database cannot be used at the moment; the same may succeed later."""
+
+
+class ServerError(BridleError):
+    """A rollout server refused or failed a client's request."""
+
+    def __init__(self, message: str, *, status: int | None = None, code: str = "error") -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status of its answer; `None` = there was none."""
+        self.code = code
+        """Kind of refusal, as its answer names it."""
+
+
 class RuntimeFailure(BridleError):
     """A sandbox could not be started, used or stopped; infrastructure, never the harness."""
 

@@ -14,14 +14,17 @@ from bridle.bridges.parquet import (
     GROUP_TOKENS,
     SCHEMA,
     TrajectoryWriter,
+    arrow,
+    pack,
     read_trajectories,
+    unpack,
     write_trajectories,
 )
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError
 from bridle.trajectory import build, rebuild
 from bridle.trajectory.result import trajectory_bytes
-from bridle.trajectory.sample import MaskReason
+from bridle.trajectory.sample import MaskReason, Trajectory
 from bridle.types import Kind
 
 
@@ -151,3 +154,23 @@ def test_a_file_without_the_columns_of_today_is_read(tmp_path):
     pq.write_table(table.replace_schema_metadata(about), tmp_path / "old.parquet")
     (trace,) = read_trajectories(tmp_path / "old.parquet")[0].traces
     assert (trace.token_rewards, trace.media) == (None, ())
+
+
+def test_one_trajectory_packed_as_bytes_is_the_same_one():
+    for whole in (made_trajectory(), Trajectory("s", "ERROR", (), None, "it broke", {})):
+        assert trajectory_bytes(unpack(pack(whole))) == trajectory_bytes(whole)
+
+
+def test_what_is_no_packed_trajectory_is_refused():
+    with pytest.raises(BridleError, match="a packed trajectory: cannot read"):
+        unpack(b"something else")
+
+
+def test_an_arrow_stream_has_a_row_for_each_trace():
+    whole = made_trajectory()
+    table = pa.ipc.open_stream(arrow(whole)).read_all()
+    assert table.column("response_ids").to_pylist() == [
+        trace.response_ids.tolist() for trace in whole.traces
+    ]
+    empty = Trajectory("s", "ERROR", (), None, None, {})
+    assert pa.ipc.open_stream(arrow(empty)).read_all().num_rows == 0

@@ -8,7 +8,10 @@ import pytest
 import bridle
 from bridle.cli.app import app, main
 
-VERBS = {"demo", "run", "show", "rebuild", "export", "doctor", "gateway", "engine", "init"}
+VERBS = {
+    *("demo", "run", "show", "rebuild", "export", "doctor", "gateway", "engine", "init", "train"),
+    *("serve", "submit", "status", "watch", "cancel"),
+}
 
 
 def test_the_version_is_the_packages(say):

@@ -140,13 +140,7 @@ class TrajectoryWriter:
         """Write what is left and put the file in its place."""
         self._write_group()
         with self._writing():
-            self._writer.add_key_value_metadata(
-                {
-                    "bridle_trajectories": FORMAT,
-                    "mask_reasons": encode([reason.key for reason in MaskReason]),
-                    "sessions_without_traces": encode(self._without_traces),
-                }
-            )
+            self._writer.add_key_value_metadata(_about(self._without_traces))
             self._writer.close()
             self._part.replace(self.path)
 
@@ -184,12 +178,56 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 
     Raises `BridleError` for what is not such a file or has a newer format.
     """
-    with boundary(BridleError, f"{path}: cannot read trajectories"):
-        file = pq.ParquetFile(path)
+    return _read(path, path)
+
+
+def pack(trajectory: Trajectory) -> bytes:
+    """The file of one trajectory, as bytes."""
+    sink = pa.BufferOutputStream()
+    rows = rows_of(trajectory)
+    table = SCHEMA.empty_table() if rows.table is None else rows.table
+    lacking = [] if rows.without_traces is None else [rows.without_traces]
+    pq.write_table(table.replace_schema_metadata(_about(lacking)), sink, compression="zstd")
+    packed: bytes = sink.getvalue().to_pybytes()
+    return packed
+
+
+def unpack(packed: bytes) -> Trajectory:
+    """The one trajectory of a file that was read as bytes. Raises `BridleError`."""
+    found = _read(pa.BufferReader(packed), "a packed trajectory")
+    if len(found) != 1:
+        message = f"a packed trajectory: holds {len(found)} trajectories"
+        raise BridleError(message)
+    return found[0]
+
+
+def arrow(trajectory: Trajectory) -> bytes:
+    """An Arrow IPC stream with the file's columns, one row per trace."""
+    rows = rows_of(trajectory)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as stream:
+        if rows.table is not None:
+            stream.write_table(rows.table)
+    streamed: bytes = sink.getvalue().to_pybytes()
+    return streamed
+
+
+def _about(without_traces: list[JSON]) -> dict[str, bytes]:
+    """A file's own metadata."""
+    return {
+        "bridle_trajectories": FORMAT.encode(),
+        "mask_reasons": encode([reason.key for reason in MaskReason]),
+        "sessions_without_traces": encode(without_traces),
+    }
+
+
+def _read(source: Any, name: str | Path) -> list[Trajectory]:  # noqa: ANN401 - a path or a buffer of pyarrow's
+    with boundary(BridleError, f"{name}: cannot read trajectories"):
+        file = pq.ParquetFile(source)
         about = file.metadata.metadata or {}
         found = about.get(b"bridle_trajectories")
         if found != FORMAT.encode():
-            message = f"{path}: not trajectories of format {FORMAT}, but {found!r}"
+            message = f"{name}: not trajectories of format {FORMAT}, but {found!r}"
             raise BridleError(message)
         whole = list(_grouped(file))
         empty = orjson.loads(about[b"sessions_without_traces"])

@@ -9,7 +9,24 @@ import typer
 from rich.console import Console
 
 from bridle import __version__
-from bridle.cli import demo, doctor, engine, export, gateway, harness, init, rebuild, run, show, train
+from bridle.cli import (
+    cancel,
+    demo,
+    doctor,
+    engine,
+    export,
+    gateway,
+    harness,
+    init,
+    rebuild,
+    run,
+    serve,
+    show,
+    status,
+    submit,
+    train,
+    watch,
+)
 from bridle.cli.output import log_to_stderr
 from bridle.errors import BridleError, ConfigError
 
@@ -50,6 +67,11 @@ app.command("export")(export.export)
 app.command("train")(train.train)
 app.command("doctor")(doctor.doctor)
 app.command("gateway")(gateway.gateway)
+app.command("serve")(serve.serve)
+app.command("submit")(submit.submit)
+app.command("status")(status.status)
+app.command("watch")(watch.watch)
+app.command("cancel")(cancel.cancel)
 app.command("engine")(engine.engine)
 app.command("init")(init.init)
 app.add_typer(harness.app, name="harness")

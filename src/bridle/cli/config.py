@@ -1,4 +1,4 @@
-"""`--config FILE`: engines, routing, models and gateway in one TOML file; flags come before it."""
+"""`--config FILE`: engines, routing, models, gateway, server in one TOML file; flags come first."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from bridle.config import ModelSpec, Settings, explain, load_toml
+from bridle.datasets.jsonl import merge
 from bridle.engines.pool_replica import RoutingSettings
 from bridle.errors import ConfigError
 from bridle.gateway.settings import GatewaySettings
+from bridle.server.settings import ServerSettings
 
 
 class FileConfig(Settings):
@@ -23,6 +25,7 @@ class FileConfig(Settings):
     """Folder or `builtin`; `None` = the engine's own where it has one."""
     gateway: GatewaySettings = GatewaySettings()
     routing: RoutingSettings = RoutingSettings()
+    server: ServerSettings = ServerSettings()
     models: dict[str, ModelSpec] = Field(default_factory=dict)
     """Model names and globs with an engine or a sampling of their own, first match first."""
 
@@ -33,6 +36,7 @@ def load_config(
     engines: Sequence[str] = (),
     tokenizer: str | None = None,
     gateway: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
 ) -> FileConfig:
     """The file's settings (defaults without one) under those of the flags; `None` = not given.
 
@@ -43,6 +47,9 @@ def load_config(
     if isinstance(table, dict):
         flags = {name: value for name, value in (gateway or {}).items() if value is not None}
         given["gateway"] = {**table, **flags}
+    if server:
+        table = given.get("server", {})
+        given["server"] = merge(table if isinstance(table, dict) else {}, dict(server))
     if engines:
         given["engines"] = tuple(engines)
     if tokenizer is not None:

@@ -47,6 +47,7 @@ from bridle.gateway.restore import Restorer, register_stored
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import split_target
 from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.weights import SetPolicy, policy_json, set_policy
 from bridle.prompting.renderer import PromptRenderer
 from bridle.prompting.texts import KEY as TOKENIZER
 from bridle.prompting.texts import tokenizer_record
@@ -305,6 +306,14 @@ class Gateway:
         session = self._known(session_id)
         self._restorer.count(session)
         return session.facts()
+
+    async def set_policy(self, wanted: SetPolicy) -> None:
+        """As the control route `POST /policy`. `EngineError` if engines did not do their part."""
+        await set_policy(wanted, self._exchanges.policy, self._engine)
+
+    def policy(self) -> JSON:
+        """What the control route `GET /policy` answers."""
+        return policy_json(self._exchanges.policy, self._engine, self.info.model)
 
     def session_ids(self) -> list[str]:
         """All sessions, those of earlier processes on this store included, oldest first."""

@@ -73,7 +73,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             if any((path / name).exists() for name in (RUN, CAPTURE, TRAJECTORIES)):
                 raise ConfigError(f"{path} holds a run already; give another folder")
-            folder = cls(path, _hold(path))
+            folder = cls(path, hold(path))
             facts = {"bridle": __version__, "python": platform.python_version(), "config": config}
             (path / RUN).write_text(json.dumps(facts, indent=2) + "\n")
             (path / SESSIONS).mkdir(exist_ok=True)
@@ -212,7 +212,7 @@ def summarise(sessions: list[JSON]) -> JSON:
     }
 
 
-def _hold(path: Path) -> int:
+def hold(path: Path) -> int:
     """Hold the folder's lock file; `ConfigError` if another process does."""
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -1,0 +1,543 @@
+"""The typed client of the rollout server: what trainers, bridges and the command line use.
+
+    with Client("http://127.0.0.1:8080") as client:
+        client.submit_many(tasks)
+        for group in client.groups():
+            train(group.results)
+
+`AsyncClient` is the same with `await`. A server that is restarted meanwhile is waited for: every
+request is one that can be sent twice. A group counts as dealt with when the consumer asks for the
+next one; after a crash it sees the others again, in order.
+
+Longer than others: `Client` spells out every method of `AsyncClient`, for readers and checkers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypeVar
+
+import aiohttp
+import msgspec
+import orjson
+
+from bridle.config import Task
+from bridle.errors import ServerError
+from bridle.trajectory.packed import from_packed
+from bridle.trajectory.sample import Trajectory
+from bridle.types import JSON
+
+T = TypeVar("T")
+
+TOKEN_ENV = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+BATCH = 100
+"""Tasks of one request of `submit_many`."""
+
+POLL_S = 30
+"""How long one request waits for something to happen."""
+
+Order = Literal["done", "submitted", "priority"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """One session that has ended."""
+
+    session_id: str
+    sample_index: int
+    status: str
+    """`COMPLETED`, `TIMEOUT`, `ERROR` or `CANCELLED`."""
+    cause: str | None
+    """Why it did not complete (`bridle.types.Cause`); `None` = it did."""
+    error: str | None
+    reward: float | None
+    """`None` = not known."""
+    trajectory: Trajectory
+    """Without traces where there is none."""
+    metadata: JSON
+    """The task's own, and the evaluator's under `evaluation`."""
+    timing: dict[str, float]
+    """Seconds per stage."""
+    raw: JSON = field(repr=False, default_factory=dict)
+    """All that the server told, without the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A task whose sessions have all ended."""
+
+    task_id: str
+    cursor: int
+    """Its place among the groups that have ended."""
+    state: str
+    """`completed`, `failed` or `cancelled`."""
+    results: tuple[Result, ...]
+    """One per session, in the order of samples; none if trajectories were not asked for."""
+    usable: int
+    missing: tuple[JSON, ...]
+    """Sessions that are not usable, with their cause."""
+    version_lag: int | None
+    """Policy versions between its oldest token and now; `None` = nothing was sampled."""
+    raw: JSON = field(repr=False, default_factory=dict)
+    """All that the server told, without the results."""
+
+
+class AsyncClient:
+    """Talks to one server. Use as an async context manager.
+
+    Every method raises `ServerError` for a refusal, and when the server could not be reached for
+    `patience_s`.
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_URL, *, token: str | None = None, patience_s: float = 60.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._token = token or os.environ.get(TOKEN_ENV)
+        self._patience_s = patience_s
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=POLL_S + 60)
+        self._http = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    # ---- tasks
+
+    async def submit(self, task: Task | Mapping[str, Any], **terms: object) -> bool:
+        """Hand in one task; whether it is new. As `submit_many`."""
+        return (await self.submit_many([task], **terms))[0]
+
+    async def submit_many(
+        self, tasks: Iterable[Task | Mapping[str, Any]], **terms: object
+    ) -> list[bool]:
+        """Hand in tasks; whether each is new: handing in the same one twice does nothing.
+
+        `terms` go with each of them: `dispatch_priority`, `callback_url`, `min_completed_fraction`,
+        `early_stop_min_usable_sessions`, `max_refills`, `max_attempts`. A batch of up to 100 tasks
+        is accepted as a whole or not at all; `ServerError` names what is wrong.
+        """
+        bodies = [_body(task, terms) for task in tasks]
+        fresh: list[bool] = []
+        for start in range(0, len(bodies), BATCH):
+            answer = await self._json("POST", "/v1/tasks", {"tasks": bodies[start : start + BATCH]})
+            fresh += [one["new"] for one in answer["tasks"]]
+        return fresh
+
+    async def task(self, task_id: str) -> JSON:
+        """Where a task stands, in counts."""
+        return await self._json("GET", f"/v1/tasks/{task_id}")
+
+    async def tasks(self, *, state: str | None = None) -> AsyncIterator[JSON]:
+        """All tasks, oldest first."""
+        cursor = 0
+        while True:
+            query = {"cursor": cursor, "limit": 500} | ({"state": state} if state else {})
+            page = await self._json("GET", "/v1/tasks", query=query)
+            for task in page["tasks"]:
+                yield task
+            if not page["tasks"]:
+                return
+            cursor = page["cursor"]
+
+    async def sessions(self, task_id: str) -> list[JSON]:
+        """A task's sessions that were started."""
+        found: list[JSON] = []
+        cursor = -1
+        while True:
+            query = {"cursor": cursor, "limit": 1000}
+            page = await self._json("GET", f"/v1/tasks/{task_id}/sessions", query=query)
+            if not page["sessions"]:
+                return found
+            found += page["sessions"]
+            cursor = page["cursor"]
+
+    async def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
+        """Return when a task is final: its last state. Raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                query = {"wait_s": POLL_S}
+                task = await self._json("GET", f"/v1/tasks/{task_id}", query=query)
+                if task["cursor"] is not None:
+                    return task
+
+    async def cancel(self, *task_ids: str) -> list[str]:
+        """End tasks with all their sessions; those that are not known."""
+        answer = await self._json("POST", "/v1/tasks/cancel", {"task_ids": list(task_ids)})
+        unknown: list[str] = answer["unknown"]
+        return unknown
+
+    async def cancel_session(self, session_id: str) -> JSON:
+        """End one session; where it stands."""
+        return await self._json("DELETE", f"/v1/sessions/{session_id}")
+
+    # ---- results
+
+    async def groups(
+        self,
+        *,
+        cursor: int = 0,
+        order: Order = "done",
+        trajectories: bool = True,
+        ack: bool = True,
+        page: int = 4,
+        quiet_s: float | None = None,
+    ) -> AsyncIterator[Group]:
+        """Groups as they end; without `cursor`, all that are not acknowledged, then new ones.
+
+        With `ack` a group is acknowledged when the next one is asked for, and when the iterator is
+        closed after the consumer took it whole; without, call `ack` yourself. Ends after `quiet_s`
+        without a further group; `None` = never.
+        """
+        held: set[str] = set()
+        heard = time.monotonic()
+        while True:
+            left_s = POLL_S if quiet_s is None else quiet_s - (time.monotonic() - heard)
+            wait_s = 0 if held else max(0, min(POLL_S, int(left_s)))
+            query: JSON = {
+                "cursor": 0 if order == "priority" else cursor,
+                "limit": min(100, page + len(held)),
+                "order": order,
+                "wait_s": wait_s,
+            }
+            if trajectories:
+                query["include"] = "trajectories"
+            body = await self._request("GET", "/v1/groups", query=query, accept="msgpack")
+            answer: JSON = msgspec.msgpack.decode(body)
+            cursor = answer["cursor"]
+            fresh = [one for one in answer["groups"] if one["task_id"] not in held]
+            for one in fresh:
+                yield _group(one)
+                if ack:
+                    await self.ack(task_ids=[one["task_id"]])
+                elif order == "priority":
+                    held.add(one["task_id"])
+                heard = time.monotonic()
+            if not fresh and left_s <= 0:
+                return
+            if not fresh and not wait_s:
+                await asyncio.sleep(0.1)
+
+    async def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
+        """These groups, or all up to `cursor`, have been dealt with; how many were not before."""
+        body = {"cursor": cursor, "task_ids": list(task_ids)}
+        count: int = (await self._json("POST", "/v1/groups/ack", body))["acked"]
+        return count
+
+    async def trajectory(self, session_id: str) -> Trajectory:
+        """The trajectory of a session that has ended."""
+        path = f"/v1/sessions/{session_id}/trajectory"
+        return from_packed(
+            msgspec.msgpack.decode(await self._request("GET", path, accept="msgpack"))
+        )
+
+    async def artifact(self, session_id: str, name: str) -> bytes:
+        """A log (`stdout.log`) or kept file of a session."""
+        return await self._request("GET", f"/v1/sessions/{session_id}/artifacts/{name}")
+
+    # ---- the server
+
+    async def status(self) -> JSON:
+        """How much there is of what."""
+        return await self._json("GET", "/v1/status")
+
+    async def policy(self) -> JSON:
+        """The policy version under which sessions start, and whether sampling is held."""
+        return await self._json("GET", "/policy")
+
+    async def set_policy(self, **changes: object) -> JSON:
+        """`version`, `paused`, `hold`, `weights`, `mode`, `rolling`, `timeout_s`."""
+        return await self._json("POST", "/policy", changes)
+
+    async def pause(self) -> JSON:
+        """Start no further session."""
+        return await self._json("POST", "/v1/pause")
+
+    async def drain(self, timeout_s: int = 60) -> JSON:
+        """Pause, and return when nothing runs or the time is over."""
+        return await self._json("POST", "/v1/drain", query={"timeout_s": timeout_s})
+
+    async def resume(self) -> JSON:
+        """Start sessions again."""
+        return await self._json("POST", "/v1/resume")
+
+    async def dead_callbacks(self) -> list[JSON]:
+        """The first callbacks that were given up."""
+        query = {"state": "dead", "limit": 1000}
+        found: list[JSON] = (await self._json("GET", "/v1/callbacks", query=query))["callbacks"]
+        return found
+
+    async def replay(self, delivery_id: str | None = None) -> int:
+        """Have a dead callback sent again, or all of them; how many."""
+        middle = "" if delivery_id is None else f"/{delivery_id}"
+        count: int = (await self._json("POST", f"/v1/callbacks{middle}/replay"))["replayed"]
+        return count
+
+    async def events(self) -> AsyncIterator[JSON]:
+        """What happens from here on, until the server ends."""
+        http = self._session()
+        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=60)
+        async with http.get(f"{self.url}/events", timeout=timeout) as answer:
+            if not answer.ok:
+                raise _refused(answer.status, await answer.read())
+            async for line in answer.content:
+                if line.startswith(b"data: "):
+                    yield orjson.loads(line[6:])
+
+    # ---- requests
+
+    async def _json(
+        self, method: str, path: str, body: object = None, *, query: Mapping[str, Any] | None = None
+    ) -> JSON:
+        answer: JSON = orjson.loads(await self._request(method, path, body, query=query))
+        return answer
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        accept: str = "json",
+    ) -> bytes:
+        """Send until there is an answer; what can pass (no connection, 503) is waited out."""
+        data = None if body is None else orjson.dumps(body)
+        headers = {"accept": f"application/{accept}" if accept != "json" else "*/*"}
+        deadline, wait_s = time.monotonic() + self._patience_s, 0.1
+        while True:
+            try:
+                async with self._session().request(
+                    method, self.url + path, data=data, params=query, headers=headers
+                ) as answer:
+                    told = await answer.read()
+                if answer.ok:
+                    return told
+                fault = _refused(answer.status, told)
+                if answer.status != 503:
+                    raise fault
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                fault = ServerError(f"{self.url} cannot be reached: {error}", code="unreachable")
+            if time.monotonic() + wait_s > deadline:
+                raise fault
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 5.0)
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            message = "use the client as a context manager"
+            raise RuntimeError(message)
+        return self._http
+
+
+class Client:
+    """`AsyncClient` without `await`, on an event loop of its own. Use as a context manager.
+
+    May be used from any thread, also where an event loop runs.
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_URL, *, token: str | None = None, patience_s: float = 60.0
+    ) -> None:
+        self._client = AsyncClient(url, token=token, patience_s=patience_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="bridle client", daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._wait(self._client.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait(self._client.__aexit__())
+        self._wait(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        pending = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return pending.result()
+        except BaseException:
+            pending.cancel()
+            raise
+
+    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> tuple[bool, T | None]:
+            try:
+                return True, await anext(items)
+            except StopAsyncIteration:
+                return False, None
+
+        async def close() -> None:
+            await items.aclose()  # type: ignore[attr-defined]  # they are generators
+
+        try:
+            while True:
+                there, item = self._wait(following())
+                if not there:
+                    return
+                yield item  # type: ignore[misc]  # there is one
+        finally:
+            self._wait(close())
+
+    def submit(self, task: Task | Mapping[str, Any], **terms: object) -> bool:
+        """As `AsyncClient.submit`."""
+        return self._wait(self._client.submit(task, **terms))
+
+    def submit_many(self, tasks: Iterable[Task | Mapping[str, Any]], **terms: object) -> list[bool]:
+        """As `AsyncClient.submit_many`."""
+        return self._wait(self._client.submit_many(tasks, **terms))
+
+    def task(self, task_id: str) -> JSON:
+        """As `AsyncClient.task`."""
+        return self._wait(self._client.task(task_id))
+
+    def tasks(self, *, state: str | None = None) -> Iterator[JSON]:
+        """As `AsyncClient.tasks`."""
+        return self._each(self._client.tasks(state=state))
+
+    def sessions(self, task_id: str) -> list[JSON]:
+        """As `AsyncClient.sessions`."""
+        return self._wait(self._client.sessions(task_id))
+
+    def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
+        """As `AsyncClient.wait`."""
+        return self._wait(self._client.wait(task_id, timeout_s=timeout_s))
+
+    def cancel(self, *task_ids: str) -> list[str]:
+        """As `AsyncClient.cancel`."""
+        return self._wait(self._client.cancel(*task_ids))
+
+    def cancel_session(self, session_id: str) -> JSON:
+        """As `AsyncClient.cancel_session`."""
+        return self._wait(self._client.cancel_session(session_id))
+
+    def groups(
+        self,
+        *,
+        cursor: int = 0,
+        order: Order = "done",
+        trajectories: bool = True,
+        ack: bool = True,
+        page: int = 4,
+        quiet_s: float | None = None,
+    ) -> Iterator[Group]:
+        """As `AsyncClient.groups`."""
+        return self._each(
+            self._client.groups(
+                cursor=cursor,
+                order=order,
+                trajectories=trajectories,
+                ack=ack,
+                page=page,
+                quiet_s=quiet_s,
+            )
+        )
+
+    def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
+        """As `AsyncClient.ack`."""
+        return self._wait(self._client.ack(cursor=cursor, task_ids=task_ids))
+
+    def trajectory(self, session_id: str) -> Trajectory:
+        """As `AsyncClient.trajectory`."""
+        return self._wait(self._client.trajectory(session_id))
+
+    def artifact(self, session_id: str, name: str) -> bytes:
+        """As `AsyncClient.artifact`."""
+        return self._wait(self._client.artifact(session_id, name))
+
+    def status(self) -> JSON:
+        """As `AsyncClient.status`."""
+        return self._wait(self._client.status())
+
+    def policy(self) -> JSON:
+        """As `AsyncClient.policy`."""
+        return self._wait(self._client.policy())
+
+    def set_policy(self, **changes: object) -> JSON:
+        """As `AsyncClient.set_policy`."""
+        return self._wait(self._client.set_policy(**changes))
+
+    def pause(self) -> JSON:
+        """As `AsyncClient.pause`."""
+        return self._wait(self._client.pause())
+
+    def drain(self, timeout_s: int = 60) -> JSON:
+        """As `AsyncClient.drain`."""
+        return self._wait(self._client.drain(timeout_s))
+
+    def resume(self) -> JSON:
+        """As `AsyncClient.resume`."""
+        return self._wait(self._client.resume())
+
+    def dead_callbacks(self) -> list[JSON]:
+        """As `AsyncClient.dead_callbacks`."""
+        return self._wait(self._client.dead_callbacks())
+
+    def replay(self, delivery_id: str | None = None) -> int:
+        """As `AsyncClient.replay`."""
+        return self._wait(self._client.replay(delivery_id))
+
+    def events(self) -> Iterator[JSON]:
+        """As `AsyncClient.events`."""
+        return self._each(self._client.events())
+
+
+def _body(task: Task | Mapping[str, Any], terms: Mapping[str, object]) -> JSON:
+    given = task.model_dump(mode="json", exclude_unset=True) if isinstance(task, Task) else task
+    return {**given, **terms}
+
+
+def _group(told: JSON) -> Group:
+    raw = {name: value for name, value in told.items() if name != "results"}
+    return Group(
+        task_id=told["task_id"],
+        cursor=told["cursor"],
+        state=told["state"],
+        results=tuple(map(_result, told.get("results", ()))),
+        usable=told["usable_sessions"],
+        missing=tuple(told["missing"]),
+        version_lag=told["version_lag"],
+        raw=raw,
+    )
+
+
+def _result(told: JSON) -> Result:
+    raw = {name: value for name, value in told.items() if name != "trajectory"}
+    return Result(
+        session_id=told["session_id"],
+        sample_index=told["sample_index"],
+        status=told["status"],
+        cause=told["cause"],
+        error=told["error"],
+        reward=told["reward"],
+        trajectory=from_packed(told["trajectory"]),
+        metadata=told["metadata"],
+        timing=told["timing"],
+        raw=raw,
+    )
+
+
+def _refused(status: int, told: bytes) -> ServerError:
+    try:
+        error = orjson.loads(told)["error"]
+        return ServerError(error["message"], status=status, code=error["code"])
+    except (ValueError, KeyError, TypeError):
+        text = told[:200].decode(errors="replace")
+        return ServerError(f"the server answered {status}: {text}", status=status)

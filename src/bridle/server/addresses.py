@@ -1,0 +1,145 @@
+"""Where callbacks may go: the operator's list, and no address of the inside by any detour.
+
+A name is resolved once, what it resolves to is judged, and the connection is made to that very
+address; redirects are not followed. So a name that turns to a private address between two looks
+reaches nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+    ip_network,
+)
+from typing import Final
+from urllib.parse import urlsplit
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+
+from bridle.errors import BridleError
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+NAT64: Final = ip_network("64:ff9b::/96")
+"""Addresses that a translator turns into IPv4 (RFC 6052)."""
+
+
+class ForbiddenAddressError(BridleError):
+    """A callback's address is not one that the operator permits."""
+
+
+class Addresses:
+    """What the operator's list (`Permits.callbacks`) permits."""
+
+    def __init__(self, listed: Sequence[str]) -> None:
+        self._networks: list[Network] = []
+        self._names: list[str] = []
+        for one in listed:
+            network = _network(one)
+            if network is None:
+                self._names.append(one.lower().rstrip("."))
+            else:
+                self._networks.append(network)
+
+    def check_url(self, url: str) -> None:
+        """What can be said before the name is resolved. Raises `ForbiddenAddressError`."""
+        parts = urlsplit(url)
+        host = (parts.hostname or "").rstrip(".")
+        if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+            raise ForbiddenAddressError(f"{url!r} is not a plain http:// or https:// URL")
+        address = _address(host)
+        if address is not None:
+            self.check(host, address)
+        elif self._names and not self._networks and not self._is_listed(host):
+            raise ForbiddenAddressError(f"callbacks to {host!r} are not permitted")
+
+    def check(self, host: str, address: Address) -> None:
+        """Whether `host`, which stands for `address`, may be called; `ForbiddenAddressError`."""
+        real = _real(address)
+        if self._is_listed(host) or any(_within(real, network) for network in self._networks):
+            return
+        if not real.is_global or real.is_multicast:
+            raise ForbiddenAddressError(
+                f"{host!r} is the address {address} of the inside, which is not permitted"
+            )
+        if self._names or self._networks:
+            raise ForbiddenAddressError(f"callbacks to {host!r} ({address}) are not permitted")
+
+    def _is_listed(self, host: str) -> bool:
+        host = host.lower().rstrip(".")
+        return any(
+            host == name or (name.startswith("*.") and host.endswith(name[1:]))
+            for name in self._names
+        )
+
+
+class JudgingResolver(AbstractResolver):
+    """Resolves names to permitted addresses only."""
+
+    def __init__(self, addresses: Addresses, resolver: AbstractResolver | None = None) -> None:
+        self._addresses = addresses
+        self._resolver = resolver or ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The permitted addresses of a name; `ForbiddenAddressError` if there are others only."""
+        permitted: list[ResolveResult] = []
+        refused: ForbiddenAddressError | None = None
+        for found in await self._resolver.resolve(host, port, family):
+            try:
+                self._addresses.check(host, ip_address(found["host"].partition("%")[0]))
+            except ForbiddenAddressError as error:
+                refused = error
+            else:
+                permitted.append(found)
+        if refused is not None and not permitted:
+            raise refused
+        return permitted
+
+    async def close(self) -> None:
+        """Release the resolver."""
+        await self._resolver.close()
+
+
+def _real(address: Address) -> Address:
+    """The IPv4 address that an IPv6 one only wraps."""
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address.sixtofour is not None:
+            return address.sixtofour
+        if address in NAT64:
+            return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def _within(address: Address, network: Network) -> bool:
+    return address.version == network.version and address in network
+
+
+def _address(host: str) -> Address | None:
+    """The address that a URL's host is; also in the forms that the system's resolver takes."""
+    try:
+        return ip_address(host.partition("%")[0])
+    except ValueError:
+        pass
+    try:  # 127.1, 0x7f000001, 2130706433
+        return ip_address(socket.inet_aton(host))
+    except OSError:
+        return None
+
+
+def _network(given: str) -> Network | None:
+    try:
+        return ip_network(given, strict=False)
+    except ValueError:
+        return None

@@ -1,0 +1,277 @@
+"""How a route is served: who asks, the body within bounds, errors as JSON.
+
+Refusals are `{"error": {"code", "message", "param"}, "detail"}`. A database that cannot be used is
+503 with `Retry-After`; only a bug of ours is 500.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+import orjson
+import structlog
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from bridle.config import explain
+from bridle.errors import BridleError, ConfigError, EngineError, StateError, StoreError
+from bridle.gateway.faults import trace_of
+from bridle.server.addresses import Addresses
+from bridle.server.auth import Auth, Caller, Role
+from bridle.server.permits import Permits
+from bridle.server.schemas import BATCH, error_json
+from bridle.server.service import Service
+from bridle.server.state import ConflictError, QuotaError
+from bridle.trajectory.result import encode
+from bridle.types import JSON
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_BODY: Final = 64 << 20
+"""Bytes of the largest request: a thousand tasks of 64 KB."""
+
+JSON_TYPE: Final = "application/json"
+MSGPACK_TYPE: Final = "application/msgpack"
+ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+
+log = structlog.get_logger(__name__)
+
+
+class Refusal(Exception):
+    """A request is answered with this status."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, **more: object
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_json(code, message, param=param, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What routes need."""
+
+    service: Service
+    permits: Permits
+    auth: Auth
+    addresses: Addresses
+    """Where callbacks may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, past its token."""
+
+    request: Request
+    caller: Caller
+    served: Served
+
+    @property
+    def service(self) -> Service:
+        """The service."""
+        return self.served.service
+
+    def path(self, name: str) -> str:
+        """A part of the path."""
+        value: str = self.request.path_params[name]
+        return value
+
+    def query(self, name: str) -> str | None:
+        """A query parameter; the last one counts."""
+        value: str | None = self.request.query_params.get(name)
+        return value
+
+    def number(self, name: str, default: int, *, most: int, least: int = 0) -> int:
+        """A whole number of the query. `Refusal` 422 if it is none, or out of bounds."""
+        given = self.query(name)
+        if given is None:
+            return default
+        try:
+            value = int(given)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most or len(given) > 20:
+            message = f"{name}: a whole number from {least} to {most}; given: {given[:40]!r}"
+            raise Refusal(422, "invalid", message, param=name)
+        return value
+
+    def limit(self) -> int:
+        """How long a page may be."""
+        return self.number("limit", 100, least=1, most=BATCH)
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
+        """A query parameter that is one of these. `Refusal` 422 otherwise."""
+        given = self.query(name)
+        if given is not None and given not in choices:
+            message = f"{name}: {given[:40]!r} is not known; known: {', '.join(choices)}"
+            raise Refusal(422, "invalid", message, param=name)
+        return given
+
+    async def body(self, model: type[Model]) -> Model:
+        """The request's JSON. `Refusal` 400 for what is no JSON, 413 for too much, 422 with the
+        field's name for a wrong one.
+        """
+        given = await self._bytes()
+        try:
+            value = orjson.loads(given or b"{}")
+        except orjson.JSONDecodeError as error:
+            raise Refusal(400, "malformed", f"the body is no JSON: {error}") from None
+        try:
+            return model.model_validate(value)
+        except ValidationError as error:
+            raise invalid(error) from None
+
+    async def _bytes(self) -> bytes:
+        parts, size = [], 0
+        announced = self.request.headers.get("content-length", "0")
+        async for part in self.request.stream():
+            size += len(part)
+            if size > MAX_BODY or (announced.isdigit() and int(announced) > MAX_BODY):
+                raise Refusal(413, "too_large", f"a body has at most {MAX_BODY} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+
+Answer = Callable[[Asked], Awaitable[Response]]
+
+
+class Endpoint:
+    """A route's ASGI application, and what `openapi` tells of it."""
+
+    def __init__(
+        self,
+        served: Served,
+        role: Role | None,
+        answer: Answer,
+        body: type[BaseModel] | None,
+        query: Mapping[str, JSON],
+    ) -> None:
+        self._served = served
+        self._role = role
+        self._answer = answer
+        self.body = body
+        self.query = query
+        self.about = (answer.__doc__ or "").partition("\n\n")[0]
+        self.is_open = role is None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        request = Request(scope, receive, send)
+        try:
+            asked = Asked(request, self._caller(scope), self._served)
+            response = await self._answer(asked)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # noqa: BLE001 - the top of a served request
+            response = _refused(error)
+        await response(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        headers = scope["headers"]
+        caller = self._served.auth.caller(headers)
+        if caller is None:
+            if self._role is None:
+                return Caller(name="anyone", roles=frozenset())
+            raise Refusal(401, "unauthenticated", "a known token is needed")
+        if self._role is not None and not caller.may(self._role):
+            message = f"token {caller.name!r} lacks the role {self._role.value!r}"
+            raise Refusal(403, "forbidden", message)
+        if self._served.auth.is_off:
+            _refuse_web_pages(dict(headers))
+        return caller
+
+
+def route(
+    served: Served,
+    method: str,
+    path: str,
+    role: Role | None,
+    answer: Answer,
+    *,
+    body: type[BaseModel] | None = None,
+    query: Mapping[str, JSON] | None = None,
+) -> Route:
+    """One route; `role` is what a token needs, `None` = open to all.
+
+    `body` and `query` (name -> JSON schema) are for the description; the handler reads them itself.
+    """
+    return Route(path, Endpoint(served, role, answer, body, query or {}), methods=[method])
+
+
+PAGE: Final[Mapping[str, JSON]] = {
+    "cursor": {"type": "integer", "minimum": -1, "maximum": 2**62},
+    "limit": {"type": "integer", "minimum": 1, "maximum": BATCH, "default": 100},
+}
+"""The query of a page: where to go on, and how far."""
+
+
+def reply(value: object, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(encode(value), status, media_type=JSON_TYPE)
+
+
+def packed_reply(value: object) -> Response:
+    """A msgpack answer."""
+    return Response(msgspec.msgpack.encode(value), media_type=MSGPACK_TYPE)
+
+
+def invalid(error: ValidationError) -> Refusal:
+    """422 with the first field that is wrong."""
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"])
+    return Refusal(422, "invalid", str(explain(error, "the body")), param=param)
+
+
+def _refuse_web_pages(headers: Mapping[bytes, bytes]) -> None:
+    """Without tokens, a page in the operator's browser must not be able to steer the server."""
+    origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+    if origin is not None and origin.partition(b"://")[2] != host:
+        raise Refusal(403, "forbidden", "requests of other web pages are refused without tokens")
+
+
+FAILURES: Final[tuple[tuple[type[BridleError], int, str], ...]] = (
+    (ConflictError, 409, "conflict"),
+    (QuotaError, 429, "quota"),
+    (StateError, 503, "unavailable"),
+    (StoreError, 503, "unavailable"),
+    (EngineError, 502, "engine_error"),
+    (ConfigError, 422, "invalid"),
+    (BridleError, 503, "failed"),
+)
+"""Error -> status and code; the first that fits."""
+
+
+def _refused(error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        return reply(error.body, error.status)
+    for kind, status, code in FAILURES:
+        if isinstance(error, kind):
+            response = reply(error_json(code, str(error)), status)
+            if status == 503:
+                response.headers["retry-after"] = "1"
+            return response
+    reference = secrets.token_hex(4)
+    log.error("request_failed", trace=trace_of(error), reference=reference)
+    message = f"internal error of the server; reference {reference}"
+    return reply(error_json("internal", message), 500)
+
+
+def accepted(asked: Asked, known: tuple[str, ...]) -> str:
+    """Which of the `known` media types the caller wants; the first one where it does not say."""
+    wanted: str = asked.request.headers.get("accept", "*/*")
+    for part in wanted.split(","):
+        kind: Any = part.partition(";")[0].strip().lower()
+        if kind in known:
+            return str(kind)
+        if kind in ("*/*", "application/*", ""):
+            return known[0]
+    message = f"accept: {wanted[:80]!r}; this can be had: {', '.join(known)}"
+    raise Refusal(406, "not_acceptable", message)

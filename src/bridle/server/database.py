@@ -1,0 +1,212 @@
+"""The server's database: SQLite in a file, or PostgreSQL; opened at the newest migration.
+
+Every failure of the database leaves here as `StateError`, which passes: whoever must not lose
+something tries again (`until_done`), a request answers 503.
+
+SQLite has one writer. A write transaction takes the file's lock when it begins, so it never fails
+half-way because a reader became a writer; writers of this process queue on a lock of ours, since
+SQLite's own waiting is by sleeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import aiosqlite
+import structlog
+from sqlalchemy import Connection, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DBAPIError,
+    InterfaceError,
+    OperationalError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from bridle.errors import ConfigError, StateError
+
+T = TypeVar("T")
+
+BUSY_S = 10.0
+"""How long another process may hold SQLite's write lock before that is a failure."""
+
+CLOSE_S = 10.0
+"""How long the end of a connection is waited for."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 5.0
+"""`until_done` waits this long before it tries again, twice as long each time."""
+
+log = structlog.get_logger(__name__)
+
+
+def database_url(given: str) -> str:
+    """A path of a SQLite file, or a `postgresql://` URL, as SQLAlchemy wants it. `ConfigError`."""
+    if "://" not in given:
+        return f"sqlite+aiosqlite:///{given}"
+    try:
+        url = make_url(given)
+    except (ArgumentError, ValueError) as error:
+        raise ConfigError(f"database: {error}") from error
+    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
+    kind = url.get_backend_name()
+    if kind not in drivers:
+        raise ConfigError(f"database: {kind!r} is not known; known: a file, sqlite, postgresql")
+    return url.set(drivername=drivers[kind]).render_as_string(hide_password=False)
+
+
+class Database:
+    """Read and write transactions. Use as an async context manager."""
+
+    def __init__(self, url: str) -> None:
+        self._threads: list[threading.Thread] = []
+        """Of SQLite's connections."""
+        sqlite = url.startswith("sqlite")
+        self._engine: AsyncEngine = (
+            create_async_engine(url, async_creator=partial(self._connected, url))
+            if sqlite
+            else create_async_engine(url, pool_pre_ping=True)
+        )
+        engine = self._engine
+        self.is_sqlite = sqlite
+        if sqlite:
+            event.listen(engine.sync_engine, "connect", _on_connect)
+            event.listen(engine.sync_engine, "begin", _on_begin)
+        self._writer = asyncio.Lock() if self.is_sqlite else None
+
+    @classmethod
+    async def open(cls, given: str | Path) -> Self:
+        """Connect and bring the tables to the newest form.
+
+        `ConfigError` for a URL that cannot be used, `StateError` if there is no database there.
+        """
+        url = database_url(str(given))
+        try:
+            database = cls(url)
+        except ModuleNotFoundError as error:
+            message = f"database: {error}; install the extra: pip install 'bridle[postgres]'"
+            raise ConfigError(message) from error
+        try:
+            async with database.write() as connection:
+                await connection.run_sync(_migrate)
+        except BaseException:
+            await database.aclose()
+            raise
+        return database
+
+    async def _connected(self, url: str) -> aiosqlite.Connection:
+        """A new connection to SQLite, whose thread is known."""
+        connection = aiosqlite.connect(make_url(url).database or "")
+        self._threads = [one for one in self._threads if one.is_alive()]
+        self._threads.append(connection._thread)  # noqa: SLF001 - nothing else tells of its end
+        return await connection
+
+    async def aclose(self) -> None:
+        """Close all connections; one whose caller was cancelled closes itself, and is awaited."""
+        await self._engine.dispose()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, CLOSE_S)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction that only reads. `StateError` if the database cannot be used."""
+        with _as_state_error():
+            async with self._engine.connect() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction; committed when left, unless by an exception. `StateError`."""
+        if self._writer is None:
+            with _as_state_error():
+                async with self._engine.begin() as connection:
+                    yield connection
+            return
+        async with self._writer:
+            with _as_state_error():
+                async with self._engine.connect() as connection:
+                    await connection.execution_options(begin="BEGIN IMMEDIATE")
+                    async with connection.begin():
+                        yield connection
+
+
+async def until_done(
+    attempt: Callable[[], Awaitable[T]], doing: str, *, closing: asyncio.Event | None = None
+) -> T:
+    """Await `attempt()` again and again while the database cannot be used; log the waiting.
+
+    Once `closing` is set, the next failure is raised as it is.
+    """
+    wait_s = FIRST_WAIT_S
+    while True:
+        try:
+            return await attempt()
+        except StateError as error:
+            if closing is not None and closing.is_set():
+                raise
+            log.warning("the database cannot be used; trying again", doing=doing, error=str(error))
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+class _as_state_error:  # noqa: N801 - used as a function
+    """Turn the driver's failures into `StateError`; mistakes of ours pass as they are."""
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, _: object, cause: BaseException | None, __: object) -> None:
+        if isinstance(cause, OperationalError | InterfaceError | PoolTimeoutError | OSError):
+            raise StateError(f"the database cannot be used: {_short(cause)}") from cause
+        # DatabaseError itself, not one of its kinds: the file is no database.
+        broken = type(cause) in (DatabaseError, sqlite3.DatabaseError)
+        if broken or (isinstance(cause, DBAPIError) and cause.connection_invalidated):
+            raise StateError(f"the database cannot be used: {_short(cause)}") from cause
+
+
+def _short(error: BaseException | None) -> str:
+    """What the driver said, without the statement."""
+    return str(error.orig if isinstance(error, DBAPIError) else error)
+
+
+def _on_connect(connection: Any, _: object) -> None:  # noqa: ANN401 - the driver's own
+    connection.isolation_level = None  # transactions begin when we say so
+    cursor = connection.cursor()
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        "foreign_keys=ON",
+        f"busy_timeout={int(BUSY_S * 1000)}",
+    ):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _on_begin(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))
+
+
+def _migrate(connection: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

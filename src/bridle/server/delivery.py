@@ -1,0 +1,195 @@
+"""Callbacks: every result is sent until its receiver acknowledges it with 2xx.
+
+A callback is a row that was written with the result it tells, so none is forgotten; its id is the
+same in every try. Tries wait longer and longer; one that nobody takes for `callback_give_up_s` is
+dead, is listed, and can be replayed. The body is signed:
+
+    x-bridle-signature: t=<unix seconds>,v1=<hex HMAC-SHA256 of "<t>.<body>">
+
+A receiver compares it in constant time, refuses a `t` that is minutes old, and drops an
+`x-bridle-delivery` that it has seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import structlog
+from sqlalchemy import RowMapping
+
+from bridle import __version__
+from bridle.aio import Nursery
+from bridle.errors import BridleError, ConfigError
+from bridle.server.addresses import Addresses, ForbiddenAddressError, JudgingResolver
+from bridle.server.database import until_done
+from bridle.server.results import session_result, task_status
+from bridle.server.service import Service
+from bridle.trajectory.result import encode
+
+SECRET_ENV: Final = "BRIDLE_CALLBACK_SECRET"  # noqa: S105 - the variable's name
+
+AT_ONCE: Final = 16
+"""Callbacks under way at once."""
+
+TRY_S: Final = 30.0
+"""How long a receiver may take to answer."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
+"""Wait after the first failed try, and the most after a later one."""
+
+log = structlog.get_logger(__name__)
+
+
+class Deliverer:
+    """Sends callbacks. `run` is its whole life."""
+
+    def __init__(
+        self,
+        service: Service,
+        addresses: Addresses,
+        secret: bytes,
+        *,
+        first_wait_s: float = FIRST_WAIT_S,
+    ) -> None:
+        self._service = service
+        self._first_wait_s = first_wait_s
+        self._addresses = addresses
+        self._secret = secret
+        self._under_way: set[str] = set()
+
+    async def run(self) -> None:
+        """Send what is due until cancelled."""
+        connector = aiohttp.TCPConnector(
+            resolver=JudgingResolver(self._addresses), use_dns_cache=False, limit=AT_ONCE
+        )
+        timeout = aiohttp.ClientTimeout(total=TRY_S)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
+            Nursery(_log_lost) as nursery,
+        ):
+            while True:
+                ticket = self._service.ended.ticket()
+                wait_s = await until_done(
+                    lambda: self._start_due(http, nursery), "looking for callbacks"
+                )
+                await self._service.ended.after(ticket, wait_s)
+
+    async def _start_due(self, http: aiohttp.ClientSession, nursery: Nursery) -> float | None:
+        """Start what is due and fits; how long until there is more to do, `None` = not known."""
+        room = AT_ONCE - len(self._under_way)
+        if room <= 0:
+            return None
+        # One that ends while we look may still be pending in what we read.
+        busy = frozenset(self._under_way)
+        rows = await self._service.views.due_callbacks(now=time.time(), limit=AT_ONCE + room)
+        fresh = [row for row in rows if row["delivery_id"] not in busy][:room]
+        for row in fresh:
+            self._under_way.add(row["delivery_id"])
+            nursery.start(self._one(http, row), name=f"callback {row['delivery_id']}")
+        if fresh or self._under_way:
+            return None  # the end of one looks again
+        due = await self._service.views.next_callback()
+        return None if due is None else max(0.05, due - time.time())
+
+    async def _one(self, http: aiohttp.ClientSession, row: RowMapping) -> None:
+        try:
+            fault = await self._try(http, row)
+            await until_done(lambda: self._note(row, fault), "noting a callback")
+        finally:
+            self._under_way.discard(row["delivery_id"])
+            self._service.ended.beat()
+
+    async def _try(self, http: aiohttp.ClientSession, row: RowMapping) -> str | None:
+        """Send it once; `None` = acknowledged, else why not."""
+        try:
+            self._addresses.check_url(row["url"])
+            body = await self._body(row)
+            headers = self.headers(row, body)
+            async with http.post(
+                row["url"], data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                said = (await answer.content.read(200)).decode(errors="replace")
+                return None if answer.ok and answer.status < 300 else f"{answer.status}: {said}"
+        except ForbiddenAddressError as error:
+            return f"forbidden: {error}"
+        except (aiohttp.ClientError, TimeoutError, OSError, BridleError, ValueError) as error:
+            cause = error.__cause__
+            if isinstance(cause, ForbiddenAddressError):
+                return f"forbidden: {cause}"
+            return f"{type(error).__name__}: {error}"
+
+    def headers(self, row: RowMapping, body: bytes) -> dict[str, str]:
+        """What goes with a body."""
+        return {
+            "content-type": "application/json",
+            "user-agent": f"bridle/{__version__}",
+            "x-bridle-delivery": row["delivery_id"],
+            "x-bridle-event": "task" if row["session_id"] is None else "session",
+            "x-bridle-try": str(row["tries"] + 1),
+            "x-bridle-signature": signature(self._secret, body, at=int(time.time())),
+        }
+
+    async def _body(self, row: RowMapping) -> bytes:
+        """A session's `SessionResult`, or the task's `TaskResult` with all of them."""
+        service = self._service
+        if row["session_id"] is not None:
+            session = await service.views.session(row["session_id"])
+            assert session is not None
+            return await asyncio.to_thread(
+                encode, await session_result(service, session, polar=True)
+            )
+        task = await service.views.task(row["task_id"])
+        assert task is not None
+        return await asyncio.to_thread(encode, await task_status(service, task, results=True))
+
+    async def _note(self, row: RowMapping, fault: str | None) -> None:
+        """Write down what came of a try."""
+        now = time.time()
+        tries = row["tries"] + 1
+        wait_s = min(LONGEST_WAIT_S, self._first_wait_s * 2 ** min(row["tries"], 20))
+        too_old = now - row["made_at"] > self._service.settings.callback_give_up_s
+        dead = fault is not None and (too_old or fault.startswith("forbidden: "))
+        await self._service.state.note_callback(
+            row["delivery_id"], tries=tries, fault=fault, dead=dead, now=now, next_at=now + wait_s
+        )
+        if fault is None and row["session_id"] is None:
+            # Whoever took the whole group has it: it needs no ack of the cursor's.
+            await self._service.ack(cursor=None, task_ids=[row["task_id"]])
+        if dead:
+            log.warning("a callback is given up", delivery=row["delivery_id"], error=fault)
+
+
+def signature(secret: bytes, body: bytes, *, at: int) -> str:
+    """The value of `x-bridle-signature` for a body that is sent at Unix time `at`."""
+    digest = hmac.new(secret, b"%d.%b" % (at, body), hashlib.sha256).hexdigest()
+    return f"t={at},v1={digest}"
+
+
+def callback_secret(folder: Path) -> bytes:
+    """The secret that bodies are signed with: from the environment, or kept in `folder` (0600).
+
+    `ConfigError` if its file cannot be read or written.
+    """
+    if given := os.environ.get(SECRET_ENV):
+        return given.encode()
+    path = folder / "callback.secret"
+    try:
+        if not path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        return path.read_text().strip().encode()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+
+
+def _log_lost(error: BaseException) -> None:
+    log.error("a callback was lost until the next start", error=repr(error))

@@ -1,0 +1,274 @@
+"""Gives sessions to the workers as slots become free, and writes what became of them.
+
+Event-driven: a submit, an end, a new policy version wake it; the only timer is that of sessions
+which wait to be run again. A run's task in this process owns it from its lease to its final row;
+while the database cannot be used, it waits with the result in hand.
+
+Held back are new groups, never the rest of a group that has begun: `max_inflight_groups`,
+`max_unacked_groups` and `max_version_lag` say how many may be started (`ServiceSettings`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import structlog
+
+from bridle.aio import Nursery, run_shielded
+from bridle.config import Task
+from bridle.errors import BridleError, ConfigError, StoreError, boundary
+from bridle.gateway.faults import trace_of
+from bridle.lifecycle.results import SessionResult
+from bridle.server.database import until_done
+from bridle.server.files import TrajectoryFiles
+from bridle.server.rows import Claim, Closed, Ended, run_id
+from bridle.server.schemas import ServiceSettings
+from bridle.server.state import Room, State
+from bridle.server.telling import Pulse
+from bridle.server.views import Views
+from bridle.server.workers import Workers
+from bridle.trajectory.sample import Trajectory
+from bridle.types import JSON, Cause, SessionStatus
+
+PUT_BACK_S: Final = 30.0
+"""How long a stopping server tries to give its runs back; the next one finds them anyway."""
+
+log = structlog.get_logger(__name__)
+
+
+class Dispatcher:
+    """Runs claimed sessions. `run` is its whole life; `cancel_runs` may be called at any time."""
+
+    def __init__(
+        self,
+        *,
+        state: State,
+        views: Views,
+        files: TrajectoryFiles,
+        workers: Workers,
+        settings: ServiceSettings,
+        owner: str,
+        on_closed: Callable[[Closed], None],
+    ) -> None:
+        self._state = state
+        self._views = views
+        self._files = files
+        self._workers = workers
+        self._settings = settings
+        self._owner = owner
+        self._on_closed = on_closed
+        self._running: dict[str, Claim] = {}
+        """By run id."""
+        self._doomed: set[str] = set()
+        """Runs that were cancelled before the workers knew them."""
+        self._closing = asyncio.Event()
+        self.wake = Pulse()
+        self.idle = Pulse()
+        """A run has left."""
+        self.paused = False
+
+    @property
+    def running(self) -> tuple[Claim, ...]:
+        """The runs that are under way."""
+        return tuple(self._running.values())
+
+    # ---- starting
+
+    async def run(self) -> None:
+        """Dispatch until cancelled; then end the runs that are under way and put them back."""
+        async with Nursery(_log_lost) as nursery:
+            try:
+                await self._dispatch(nursery)
+            finally:
+                self._closing.set()
+
+    async def _dispatch(self, nursery: Nursery) -> None:
+        while True:
+            ticket = self.wake.ticket()
+            slots = self._workers.capacity - len(self._running)
+            wait_s = None
+            if slots > 0 and not self.paused:
+                claims = await until_done(lambda: self._claim(slots), "claiming sessions")  # noqa: B023 - awaited here
+                for claim in claims:
+                    self._running[claim.run_id] = claim
+                    nursery.start(self._one(claim), name=claim.run_id)
+                wait_s = await until_done(self._until_due, "looking for sessions")
+            await Pulse.after(ticket, wait_s)
+
+    async def _claim(self, slots: int) -> list[Claim]:
+        room = Room(slots, await self._new_groups())
+        now = time.time()
+        return await self._state.claim(
+            room, owner=self._owner, now=now, lease_s=self._settings.lease_s
+        )
+
+    async def _until_due(self) -> float | None:
+        due = await self._state.next_due()
+        return None if due is None else max(0.05, due - time.time())
+
+    async def _new_groups(self) -> int | None:
+        """How many groups may be started now; `None` = any number."""
+        settings, rooms = self._settings, list[int]()
+        if settings.max_inflight_groups is not None:
+            rooms.append(settings.max_inflight_groups - await self._views.inflight_groups())
+        if settings.max_unacked_groups is not None:
+            rooms.append(settings.max_unacked_groups - await self._views.unacked_groups())
+        if settings.max_version_lag is not None and settings.groups_per_version is not None:
+            version = await self._state.number("policy_version")
+            ever = settings.groups_per_version * (version + 1 + settings.max_version_lag)
+            rooms.append(ever - await self._views.started_groups())
+        return max(0, min(rooms)) if rooms else None
+
+    # ---- ending
+
+    def cancel_runs(self, run_ids: tuple[str, ...]) -> None:
+        """End runs; their results will be CANCELLED."""
+        for one in run_ids:
+            if one in self._running and not self._workers.cancel(one):
+                self._doomed.add(one)
+
+    async def drained(self, timeout_s: float) -> int:
+        """Return when nothing runs, or after `timeout_s`; how many runs are still under way."""
+        deadline = time.monotonic() + timeout_s
+        while self._running and (left_s := deadline - time.monotonic()) > 0:
+            await Pulse.after(self.idle.ticket(), left_s)
+        return len(self._running)
+
+    # ---- one run
+
+    async def _one(self, claim: Claim) -> None:
+        try:
+            if claim.run_id in self._doomed:
+                raise _Doomed
+            closed = await self._run(claim)
+        except _Doomed:
+            closed = await self._store(_not_run(claim, "cancelled", Cause.CANCELLED))
+        except asyncio.CancelledError:
+            await run_shielded(self._give_back(claim), timeout_s=PUT_BACK_S)
+            raise
+        finally:
+            self._running.pop(claim.run_id, None)
+            self._doomed.discard(claim.run_id)
+            self.idle.beat()
+            self.wake.beat()
+        self._on_closed(closed)
+
+    async def _run(self, claim: Claim) -> Closed:
+        task = Task.model_validate_json(claim.spec)
+        try:
+            with boundary(StoreError, f"running {claim.run_id}"):
+                result = await self._workers.run(task, claim.sample_index, claim.run_id)
+        except ConfigError as error:
+            # What was found at submit is not there any more; another try would not find it either.
+            return await self._store(_not_run(claim, str(error), None))
+        except BridleError as error:
+            return await self._store(_not_run(claim, str(error), Cause.INFRASTRUCTURE))
+        return await self.keep(claim, result)
+
+    async def keep(self, claim: Claim, result: SessionResult) -> Closed:
+        """Store a result: its trajectory first, then its row."""
+        trajectory = replace(
+            result.trajectory,
+            session_id=claim.session_id,
+            metadata=result.trajectory.metadata
+            | {"attempt": claim.attempt, "run_id": claim.run_id},
+        )
+        name = self._files.name(claim.run_id)
+        size = await self._written(name, trajectory)
+        low, high = versions_of(trajectory)
+        head = result.json()
+        del head["trajectory"]
+        ended = Ended(
+            session_id=claim.session_id,
+            attempt=claim.attempt,
+            status=result.status,
+            cause=result.cause,
+            usable=is_usable(result),
+            result=head | {"session_id": claim.session_id, "run_id": claim.run_id},
+            file=name,
+            file_bytes=size,
+            version_min=low,
+            version_max=high,
+        )
+        closed = await self._store(ended)
+        if closed.what == "again":
+            await self._files.remove(name)
+        return closed
+
+    async def _written(self, name: str, trajectory: Trajectory) -> int:
+        """Write a trajectory, waiting while there is no room or no way to where it goes."""
+        wait_s = 0.1
+        while True:
+            try:
+                return await self._files.write(name, trajectory)
+            except StoreError as error:
+                if self._closing.is_set():
+                    raise
+                log.warning("a trajectory cannot be written; trying again", error=str(error))
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 5.0)
+
+    async def _store(self, ended: Ended) -> Closed:
+        return await until_done(
+            lambda: self._state.finish(ended, owner=self._owner, now=time.time()),
+            f"storing {ended.session_id}",
+            closing=self._closing,
+        )
+
+    async def _give_back(self, claim: Claim) -> None:
+        """The server stops: the session is run again by the next one."""
+        try:
+            await self._state.put_back(
+                claim.session_id, claim.attempt, owner=self._owner, why="stopped", now=time.time()
+            )
+        except BridleError as error:
+            log.warning("a session was not put back", session=claim.session_id, error=str(error))
+
+
+class _Doomed(Exception):
+    """The run was cancelled before it began."""
+
+
+def is_usable(result: SessionResult) -> bool:
+    """Whether a session counts for its group: it completed, or its time ran out with a reward."""
+    if result.status is SessionStatus.COMPLETED:
+        return True
+    scored = result.reward is not None and bool(result.trajectory.traces)
+    return result.status is SessionStatus.TIMEOUT and scored
+
+
+def versions_of(trajectory: Trajectory) -> tuple[int | None, int | None]:
+    """The least and the greatest policy version of a trajectory's sampled tokens."""
+    sampled = [trace.versions[trace.versions >= 0] for trace in trajectory.traces]
+    every = np.concatenate(sampled) if sampled else np.empty(0, dtype=np.int32)
+    return (int(every.min()), int(every.max())) if len(every) else (None, None)
+
+
+def _not_run(claim: Claim, error: str, cause: Cause | None) -> Ended:
+    """The end of a session whose run could not begin."""
+    cancelled = cause is Cause.CANCELLED
+    status = SessionStatus.CANCELLED if cancelled else SessionStatus.ERROR
+    result: JSON = {
+        "session_id": claim.session_id,
+        "task_id": claim.task_id,
+        "status": str(status),
+        "timing": {},
+        "node_id": None,
+        "error": error,
+        "metadata": {},
+        "reward": None,
+        "sample_index": claim.sample_index,
+        "cause": str(cause or Cause.INFRASTRUCTURE),
+        "logs": {},
+        "run_id": run_id(claim.session_id, claim.attempt),
+    }
+    return Ended(claim.session_id, claim.attempt, str(status), cause, usable=False, result=result)
+
+
+def _log_lost(error: BaseException) -> None:
+    log.error("a run was lost", trace=trace_of(error))

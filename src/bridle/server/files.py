@@ -1,0 +1,90 @@
+"""Trajectories as files, one per session: on a path, or wherever fsspec reaches (`s3://...`).
+
+A file is whole before its session's row names it: on a path it is written aside and moved into its
+place, and object stores show whole objects only. Its format is the codec's (Parquet, as
+`bridle.bridges.parquet` writes it, handed over by whoever builds the server).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+from bridle.errors import StoreError, boundary
+from bridle.trajectory.sample import Trajectory
+
+
+class Codec(Protocol):
+    """A trajectory as bytes."""
+
+    def pack(self, trajectory: Trajectory) -> bytes:
+        """The file of one trajectory."""
+
+    def unpack(self, packed: bytes) -> Trajectory:
+        """The trajectory of a file."""
+
+    def arrow(self, trajectory: Trajectory) -> bytes:
+        """An Arrow stream of its traces, one row each."""
+
+
+class TrajectoryFiles:
+    """Writes and reads. All failures are `StoreError`; the work is done in threads."""
+
+    def __init__(self, root: str | Path, codec: Codec) -> None:
+        self.root = str(root)
+        self.codec = codec
+        self._local = None if "://" in self.root else Path(self.root)
+
+    def name(self, run_id: str) -> str:
+        """Where the trajectory of a run lies, relative to the root."""
+        return f"{hashlib.sha256(run_id.encode()).hexdigest()[:2]}/{run_id}.parquet"
+
+    async def write(self, name: str, trajectory: Trajectory) -> int:
+        """Write one; returns its size in bytes."""
+        return await asyncio.to_thread(self._write, name, trajectory)
+
+    async def read(self, name: str) -> Trajectory:
+        """Read one."""
+        return await asyncio.to_thread(self._read, name)
+
+    async def remove(self, name: str) -> None:
+        """Remove one; one that is not there is removed."""
+        await asyncio.to_thread(self._remove, name)
+
+    def _write(self, name: str, trajectory: Trajectory) -> int:
+        with boundary(StoreError, f"{self.root}/{name}: cannot write"):
+            packed = self.codec.pack(trajectory)
+            if self._local is None:
+                import fsspec
+
+                with fsspec.open(f"{self.root}/{name}", "wb") as file:
+                    file.write(packed)
+                return len(packed)
+            path = self._local / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f"{path.name}.part")
+            aside.write_bytes(packed)
+            aside.replace(path)
+            return len(packed)
+
+    def _read(self, name: str) -> Trajectory:
+        with boundary(StoreError, f"{self.root}/{name}: cannot read"):
+            if self._local is not None:
+                return self.codec.unpack((self._local / name).read_bytes())
+            import fsspec
+
+            with fsspec.open(f"{self.root}/{name}", "rb") as file:
+                return self.codec.unpack(file.read())
+
+    def _remove(self, name: str) -> None:
+        with boundary(StoreError, f"{self.root}/{name}: cannot remove"):
+            if self._local is not None:
+                (self._local / name).unlink(missing_ok=True)
+                return
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(f"{self.root}/{name}")
+            if system.exists(path):
+                system.rm(path)

@@ -1,0 +1,195 @@
+"""The routes that Polar's clients know, with its shapes.
+
+Not served: registration and heartbeats of nodes, and callbacks that come in from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from pydantic import ValidationError
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from bridle import __version__
+from bridle.errors import ConfigError
+from bridle.server import wire
+from bridle.server.addresses import ForbiddenAddressError
+from bridle.server.answering import PAGE, Asked, Refusal, Served, invalid, reply, route
+from bridle.server.auth import Role
+from bridle.server.polar import PolarTask
+from bridle.server.results import task_status
+from bridle.server.schemas import Submission
+from bridle.server.views import is_final
+from bridle.server.wire import Row
+from bridle.trajectory.result import encode
+from bridle.types import JSON
+
+FLAGS = ("true", "false", "1", "0")
+
+KEEPALIVE_S = 15.0
+"""Longest silence in the event stream."""
+
+
+def routes(served: Served) -> list[Route]:
+    """The routes."""
+    read, submit = Role.READ, Role.SUBMIT
+    return [
+        route(served, "POST", "/rollout/task/submit", submit, submit_task, body=PolarTask),
+        route(
+            served,
+            "GET",
+            "/rollout/task/{task_id}",
+            read,
+            show_task,
+            query={"include": {"enum": ["results"]}},
+        ),
+        route(
+            served,
+            "DELETE",
+            "/rollout/task/{task_id}",
+            submit,
+            cancel_task,
+            query={"register_if_missing": {"enum": list(FLAGS)}},
+        ),
+        route(served, "GET", "/rollout/status", read, status),
+        route(served, "GET", "/tasks", read, list_tasks, query=PAGE),
+        route(served, "GET", "/tasks/{task_id}/sessions", read, list_sessions, query=PAGE),
+        route(served, "GET", "/events", read, events),
+        route(served, "GET", "/health", None, health),
+    ]
+
+
+def check(asked: Asked, submission: Submission) -> None:
+    """Refuse with 422 what is not permitted, or names what is not there."""
+    task, _ = submission.split()
+    for param, message in asked.served.permits.refused(task):
+        raise Refusal(422, "not_permitted", f"{param}: {message}", param=param)
+    if submission.callback_url is not None:
+        try:
+            asked.served.addresses.check_url(submission.callback_url)
+        except ForbiddenAddressError as error:
+            message = f"callback_url: {error}"
+            raise Refusal(422, "not_permitted", message, param="callback_url") from None
+    try:
+        asked.service.check(task)
+    except ConfigError as error:
+        raise Refusal(422, "invalid", str(error), param=_param(str(error))) from None
+
+
+def _param(message: str) -> str | None:
+    """The field of a task that an error is about, by its first words."""
+    kinds = {
+        "harness": "agent.harness",
+        "runtime": "runtime.backend",
+        "evaluator": "evaluator.strategy",
+        "builder": "builder.strategy",
+    }
+    for kind, param in kinds.items():
+        if message.startswith((f"unknown {kind} ", f"{kind} ")):
+            return param
+    field = message.partition(":")[0]
+    return field if field.partition(".")[0] in {*kinds, "agent"} else None
+
+
+async def task_row(asked: Asked) -> Row:
+    """The row of the task in the path. `Refusal` 404."""
+    task_id = asked.path("task_id")
+    task = await asked.service.views.task(task_id)
+    if task is None:
+        raise Refusal(404, "not_found", f"no task {task_id[:200]!r}", param="task_id")
+    return task
+
+
+async def submit_task(asked: Asked) -> Response:
+    """`POST /rollout/task/submit`."""
+    wanted = await asked.body(PolarTask)
+    for param, message in wanted.refused(asked.served.permits):
+        raise Refusal(422, "not_permitted", f"{param}: {message}", param=param)
+    try:
+        submission = wanted.submission()
+    except ValidationError as error:
+        raise invalid(error) from None
+    check(asked, submission)
+    await asked.service.submit([submission], owner=asked.caller.name)
+    return reply({"task_id": submission.task_id, "status": "running"})
+
+
+async def show_task(asked: Asked) -> Response:
+    """`GET /rollout/task/{id}`: counts until it is final, then all results."""
+    task = await task_row(asked)
+    results = is_final(task) or asked.choice("include", ("results",)) == "results"
+    return reply(await task_status(asked.service, task, results=results))
+
+
+async def cancel_task(asked: Asked) -> Response:
+    """`DELETE /rollout/task/{id}`; with `register_if_missing` the id is taken from here on."""
+    task_id = asked.path("task_id")
+    register = asked.choice("register_if_missing", FLAGS) in ("true", "1")
+    if not await asked.service.cancel_task(task_id):
+        if not register:
+            raise Refusal(404, "not_found", f"no task {task_id[:200]!r}", param="task_id")
+        await asked.service.bar(task_id, owner=asked.caller.name)
+    return reply(await task_status(asked.service, await task_row(asked), results=False))
+
+
+async def status(asked: Asked) -> Response:
+    """`GET /rollout/status`."""
+    return reply(await asked.service.status())
+
+
+async def list_tasks(asked: Asked) -> Response:
+    """`GET /tasks`: a page of tasks, oldest first."""
+    after, limit = asked.number("cursor", 0, most=2**62), asked.limit()
+    rows = await asked.service.views.tasks(after=after, limit=limit)
+    tasks = [wire.polar_task(row, [], []) for row in rows]
+    return reply({"tasks": tasks, "cursor": rows[-1]["seq"] if rows else after})
+
+
+async def list_sessions(asked: Asked) -> Response:
+    """`GET /tasks/{id}/sessions`: a page of sessions that were started."""
+    task = await task_row(asked)
+    after, limit = asked.number("cursor", -1, least=-1, most=2**62), asked.limit()
+    rows = await asked.service.views.sessions(task["seq"], after=after, limit=limit)
+    sessions = [session_json(asked, row) for row in rows]
+    for one in sessions:
+        one["status"] = wire.polar_state(one["status"])
+    return reply(
+        {
+            "task_id": task["task_id"],
+            "sessions": sessions,
+            "cursor": rows[-1]["sample_index"] if rows else after,
+        }
+    )
+
+
+def session_json(asked: Asked, row: Row) -> JSON:
+    """A session's row, with what it is doing if it runs."""
+    running = row["state"] == "RUNNING"
+    stage = asked.service.stage(row["session_id"], row["attempt"]) if running else None
+    return wire.session_json(row, stage)
+
+
+async def events(asked: Asked) -> Response:
+    """`GET /events`: what happens from here on, as server-sent events."""
+    return StreamingResponse(_events(asked), media_type="text/event-stream")
+
+
+async def _events(asked: Asked) -> AsyncIterator[bytes]:
+    with asked.service.events.reading() as reader:
+        yield b": listening\n\n"
+        while not asked.service.stopping.is_set():
+            event = await reader.next(KEEPALIVE_S)
+            if event is None:
+                yield b": still here\n\n"
+            else:
+                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+                await asyncio.sleep(0)
+
+
+async def health(asked: Asked) -> Response:
+    """`GET /health`: open to all; 503 if a part of the server has failed."""
+    well = asked.service.broken is None
+    told = {"status": "ok" if well else "failed", "version": __version__}
+    return reply(told, 200 if well else 503)

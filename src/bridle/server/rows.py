@@ -1,0 +1,77 @@
+"""What state hands around: small values made of rows."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from bridle.types import JSON, Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A session that was leased to a run."""
+
+    session_id: str
+    task_id: str
+    sample_index: int
+    attempt: int
+    """From 1."""
+    spec: str
+    """The task's JSON."""
+
+    @property
+    def run_id(self) -> str:
+        """The session's id at the node: every attempt has one of its own."""
+        return run_id(self.session_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of one run."""
+
+    session_id: str
+    attempt: int
+    status: str
+    """`COMPLETED`, `TIMEOUT`, `ERROR` or `CANCELLED`."""
+    cause: Cause | None
+    usable: bool
+    result: JSON
+    """The session's result without its trajectory."""
+    file: str | None = None
+    """Name of the trajectory's file, which is written."""
+    file_bytes: int | None = None
+    version_min: int | None = None
+    version_max: int | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why it did not complete, in words."""
+        error: str | None = self.result.get("error")
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What the end of a run, or of a task, led to."""
+
+    what: Literal["final", "again", "lost"]
+    """The session is final; it waits for another run; its lease was another's, nothing changed."""
+    run_ids: tuple[str, ...] = ()
+    """Runs that are to be ended, because the task ends early."""
+    task_id: str | None = None
+    """The task, where this was its last session."""
+
+
+def session_id(task_id: str, sample_index: int) -> str:
+    """The id of an accepted session, known before it runs; at most 190 characters."""
+    if len(task_id) > 170:
+        digest = hashlib.sha256(task_id.encode()).hexdigest()[:8]
+        task_id = f"{task_id[:160]}-{digest}"
+    return f"{task_id}.{sample_index}"
+
+
+def run_id(session: str, attempt: int) -> str:
+    """The id of one run of a session; the first one's is the session's own."""
+    return session if attempt == 1 else f"{session}.r{attempt}"

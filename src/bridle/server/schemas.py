@@ -1,0 +1,114 @@
+"""What crosses HTTP: the bodies that are taken, and the values that the state's rows are read as.
+
+Fields that Polar's clients know keep their names; what is ours stands beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from bridle.config import Settings, Task
+from bridle.types import JSON
+
+BATCH = 1000
+"""Most tasks of one submit, and most rows of one page."""
+
+
+class Terms(Settings):
+    """How the server treats a task's group; what runs is `bridle.config.Task`."""
+
+    dispatch_priority: int = Field(default=0, ge=0, le=100)
+    """Higher ones are started first."""
+    callback_url: str | None = Field(default=None, max_length=2000)
+    """Where every `SessionResult` is sent when its session ends, and the `TaskResult` at last."""
+    early_stop_min_usable_sessions: int | None = Field(default=None, ge=1)
+    """With this many usable sessions the others are ended; `None` = all run."""
+    min_completed_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Part of `num_samples` that must be usable for the task to be completed; one must be, anyway.
+    Met early by `early_stop_min_usable_sessions`."""
+    max_refills: int = Field(default=0, ge=0, le=10_000)
+    """Sessions that may be added in the place of ones that ended unusable."""
+    max_attempts: int = Field(default=3, ge=1, le=100)
+    """Runs of one session, while they fail by infrastructure."""
+    retry_backoff_s: float = Field(default=1.0, ge=0, le=3600)
+    """Wait before the second run; twice as long before each one after."""
+
+    @field_validator("callback_url")
+    @classmethod
+    def _is_http(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            message = "a callback goes to an http:// or https:// URL"
+            raise ValueError(message)
+        return url
+
+
+class Submission(Task, Terms):
+    """A task with its terms, as `POST /v1/tasks` takes it."""
+
+    num_samples: int = Field(default=1, ge=1, le=10_000)
+
+    def split(self) -> tuple[Task, Terms]:
+        """What runs, and how its group is treated."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        task = {name: values[name] for name in Task.model_fields}
+        terms = {name: values[name] for name in Terms.model_fields}
+        return Task.model_construct(**task), Terms.model_construct(**terms)
+
+
+class Batch(Settings):
+    """Body of `POST /v1/tasks`; all of it is accepted, or nothing."""
+
+    tasks: tuple[Submission, ...] = Field(min_length=1, max_length=BATCH)
+
+
+class Ack(Settings):
+    """Body of `POST /v1/groups/ack`."""
+
+    cursor: int | None = Field(default=None, ge=0)
+    """All groups up to here have been dealt with."""
+    task_ids: tuple[str, ...] = Field(default=(), max_length=BATCH)
+    """These groups have been dealt with."""
+
+
+class CancelBody(Settings):
+    """Body of `POST /v1/tasks/cancel`."""
+
+    task_ids: tuple[str, ...] = Field(min_length=1, max_length=BATCH)
+
+
+class ServiceSettings(Settings):
+    """How the service paces itself, and how long it waits."""
+
+    max_inflight_groups: int | None = Field(default=None, ge=1)
+    """Groups that are started and have not ended; `None` = as many as there are slots."""
+    max_unacked_groups: int | None = Field(default=None, ge=1)
+    """No further group starts while this many ended ones wait for their ack; `None` = any number.
+    For a trainer that acks."""
+    groups_per_version: int | None = Field(default=None, ge=1)
+    """Groups that the trainer uses up per policy version; needed by `max_version_lag`."""
+    max_version_lag: int | None = Field(default=None, ge=0)
+    """How many versions behind a group's first token may be when the group is used. Groups are
+    held back so that none has to be thrown away: at version v, at most
+    `groups_per_version * (v + 1 + max_version_lag)` have been started since version 0."""
+    on_stale: Literal["keep", "cancel"] = "keep"
+    """What becomes of a running session that is more than `max_version_lag` versions behind:
+    it ends as it does, or it is cancelled."""
+    max_sessions_per_token: int | None = Field(default=None, ge=1)
+    """Sessions not yet ended that one token may have; `None` = any number."""
+    lease_s: float = Field(default=60, gt=0)
+    """How long a run counts as living after its server was last heard of."""
+    drain_s: float = Field(default=30, ge=0)
+    """After SIGTERM, how long running sessions may go on; then they are put back."""
+    callback_give_up_s: float = Field(default=86_400, gt=0)
+    """How long a callback is tried before it is dead."""
+    keep_days: float | None = Field(default=None, gt=0)
+    """Trajectories of acknowledged groups are removed after this; `None` = kept."""
+    keep_gb: float | None = Field(default=None, gt=0)
+    """Trajectories of acknowledged groups are removed, oldest first, beyond this."""
+
+
+def error_json(code: str, message: str, *, param: str | None = None, **more: object) -> JSON:
+    """The body of every refusal; `detail` is where Polar's clients look."""
+    return {"error": {"code": code, "message": message, "param": param, **more}, "detail": message}

@@ -1,0 +1,339 @@
+"""The service: one entry to everything in this room, in one process with its workers.
+
+`async with Service(...)` begins where the last server stopped (`recover`), then dispatches. Leaving
+it ends what runs and puts it back, to be run again by the next one; `drain` before that gives it
+the time to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+import structlog
+
+from bridle.aio import Nursery
+from bridle.config import Task
+from bridle.errors import BridleError, ConfigError
+from bridle.gateway.faults import trace_of
+from bridle.gateway.weights import SetPolicy
+from bridle.lifecycle.events import Event, SessionChanged
+from bridle.lifecycle.manager import plan
+from bridle.server.database import Database, until_done
+from bridle.server.dispatch import Dispatcher
+from bridle.server.files import TrajectoryFiles
+from bridle.server.rows import Closed, run_id
+from bridle.server.schemas import ServiceSettings, Submission
+from bridle.server.state import State
+from bridle.server.states import SessionState
+from bridle.server.telling import Broadcast, Pulse
+from bridle.server.views import Views
+from bridle.server.workers import Workers
+from bridle.types import JSON
+
+RETENTION_S = 300.0
+"""How often trajectories that need not be kept are looked for."""
+
+log = structlog.get_logger(__name__)
+
+
+class Service:
+    """Takes tasks, runs their sessions, keeps what comes of them. Use as an async context manager.
+
+    Inside the database's and the workers' own.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        files: TrajectoryFiles,
+        workers: Workers,
+        settings: ServiceSettings | None = None,
+        owner: str = "server",
+    ) -> None:
+        self.settings = settings or ServiceSettings()
+        self.state = State(database)
+        self.views = Views(database)
+        self.files = files
+        self.workers = workers
+        self.owner = owner
+        """Whose leases these are: the same in every life of one server."""
+        self.events = Broadcast()
+        self.groups = Pulse()
+        """A group has ended."""
+        self.ended = Pulse()
+        """A session or group has ended, so a callback may be due."""
+        self.dispatcher = Dispatcher(
+            state=self.state,
+            views=self.views,
+            files=files,
+            workers=workers,
+            settings=self.settings,
+            owner=owner,
+            on_closed=self._closed,
+        )
+        self._stages: dict[str, str] = {}
+        """Run id -> what it is doing."""
+        self._plans: dict[str, str | None] = {}
+        self._stack = AsyncExitStack()
+        self.stopping = asyncio.Event()
+        """Set when the server is asked to end: long answers end then."""
+        self.broken: str | None = None
+        """What of the service has failed and does not come back; `None` = all is well."""
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self.workers.listening(self._hear))
+            self.dispatcher.paused = bool(await self.state.number("paused"))
+            await self._agree_on_version()
+            await self.recover()
+            nursery = await stack.enter_async_context(Nursery(self.lost))
+            nursery.start(self.dispatcher.run(), name="dispatcher")
+            nursery.start(self._keep_leases(), name="leases")
+            nursery.start(self._retain(), name="retention")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    # ---- tasks
+
+    async def submit(self, submissions: Sequence[Submission], *, owner: str) -> list[bool]:
+        """Accept tasks that were checked; as `State.submit`."""
+        quota = self.settings.max_sessions_per_token
+        fresh = await self.state.submit(submissions, owner=owner, now=time.time(), quota=quota)
+        if any(fresh):
+            self.dispatcher.wake.beat()
+            for one, new in zip(submissions, fresh, strict=True):
+                if new:
+                    self.events.tell({"type": "task", "task_id": one.task_id, "status": "queued"})
+        return fresh
+
+    def check(self, task: Task) -> None:
+        """Raise the `ConfigError` that running the task would raise; looked up once per kind."""
+        kind = task.model_dump_json(include={"runtime", "agent", "builder", "evaluator"})
+        if kind not in self._plans:
+            if len(self._plans) >= 1000:
+                self._plans.clear()
+            try:
+                plan(task)
+                self._plans[kind] = None
+            except ConfigError as error:
+                self._plans[kind] = str(error).removeprefix(f"task {task.task_id!r}: ")
+        if (fault := self._plans[kind]) is not None:
+            raise ConfigError(fault)
+
+    async def cancel_task(self, task_id: str) -> bool:
+        """End a task and its sessions; whether there is one of that id. Idempotent."""
+        closed = await self.state.stop_task(task_id, "cancelled", now=time.time())
+        if closed is None:
+            return False
+        self._closed(closed)
+        return True
+
+    async def cancel_session(self, session_id: str) -> bool | None:
+        """End one session; whether it had not ended yet, `None` = it is not known."""
+        row = await self.views.session(session_id)
+        if row is None:
+            return None
+        closed = await self.state.stop_waiting(session_id, "cancelled", now=time.time())
+        if closed.what == "final":
+            self._closed(closed)
+            return True
+        if row["state"] != SessionState.RUNNING:
+            return False
+        self.dispatcher.cancel_runs((run_id(session_id, row["attempt"]),))
+        return True
+
+    async def bar(self, task_id: str, *, owner: str) -> None:
+        """Take an id that no task has: a later submit of it is refused."""
+        await self.state.bar(task_id, owner=owner, now=time.time())
+
+    async def status(self) -> JSON:
+        """How much there is of what, in counts."""
+        counts = await self.views.counts()
+        version = await self.state.number("policy_version")
+        return {
+            "tasks": counts.tasks,
+            "sessions": counts.sessions,
+            "sessions_waiting": counts.waiting,
+            "groups_unacked": counts.unacked,
+            "callbacks": counts.callbacks,
+            "slots": self.workers.capacity,
+            "running": len(self.dispatcher.running),
+            "paused": self.dispatcher.paused,
+            "policy": self.workers.policy() | {"version": version},
+        }
+
+    async def ack(self, *, cursor: int | None, task_ids: Sequence[str]) -> int:
+        """As `State.ack`; groups that were held back may start."""
+        count = await self.state.ack(cursor=cursor, task_ids=task_ids, now=time.time())
+        self.dispatcher.wake.beat()
+        return count
+
+    async def replay(self, delivery_id: str | None) -> int:
+        """As `State.replay`; they are sent at once."""
+        count = await self.state.replay(delivery_id, now=time.time())
+        self.ended.beat()
+        return count
+
+    def stage(self, session_id: str, attempt: int) -> str | None:
+        """What a running session is doing; `None` = not known here."""
+        return self._stages.get(run_id(session_id, attempt))
+
+    # ---- pace
+
+    async def pause(self) -> None:
+        """Start no session until `resume`, also after a restart."""
+        await self.state.set_number("paused", 1)
+        self.dispatcher.paused = True
+
+    async def drain(self) -> int:
+        """Start no session in this life of the server, and return when nothing runs or `drain_s`
+        are over; how many sessions still run. Tasks are accepted meanwhile.
+        """
+        self.dispatcher.paused = True
+        return await self.dispatcher.drained(self.settings.drain_s)
+
+    async def resume(self) -> None:
+        """Start sessions again."""
+        await self.state.set_number("paused", 0)
+        self.dispatcher.paused = False
+        self.dispatcher.wake.beat()
+
+    async def set_policy(self, wanted: SetPolicy) -> None:
+        """Steer the engines, and start sessions under the new version.
+
+        Running sessions that are too far behind are cancelled where the settings say so.
+        `EngineError` if the engines did not do their part; the version is then as it was.
+        """
+        await self.workers.set_policy(wanted)
+        if wanted.version is not None:
+            await self.state.set_number("policy_version", wanted.version)
+            await self._drop_stale(wanted.version)
+            self.dispatcher.wake.beat()
+            self.events.tell({"type": "policy", "version": wanted.version})
+
+    async def _drop_stale(self, version: int) -> None:
+        lag = self.settings.max_version_lag
+        if self.settings.on_stale == "cancel" and lag is not None:
+            rows = await self.views.running_since(version - lag)
+            runs = tuple(run_id(row["session_id"], row["attempt"]) for row in rows)
+            self.dispatcher.cancel_runs(runs)
+
+    async def _agree_on_version(self) -> None:
+        """The greater of what the state and the engines know; engines may have been restarted."""
+        kept = await self.state.number("policy_version")
+        sampled = int(self.workers.policy().get("version") or 0)
+        if kept > sampled:
+            await self.workers.set_policy(SetPolicy(version=kept))
+        elif sampled > kept:
+            await self.state.set_number("policy_version", sampled)
+
+    # ---- what a killed server left
+
+    async def recover(self) -> None:
+        """Take over what an earlier life was running: store what had ended, run the rest again."""
+        claims = await self.state.take_over(
+            owner=self.owner, now=time.time(), lease_s=self.settings.lease_s
+        )
+        for claim in claims:
+            result = await self.workers.recall(claim.run_id)
+            if result is not None:
+                self._closed(await self.dispatcher.keep(claim, result))
+                continue
+            await self.state.put_back(
+                claim.session_id,
+                claim.attempt,
+                owner=self.owner,
+                why="interrupted",
+                now=time.time(),
+            )
+        if claims:
+            log.info("took over what an earlier server was running", sessions=len(claims))
+
+    # ---- in the background
+
+    async def _keep_leases(self) -> None:
+        lease_s = self.settings.lease_s
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            await until_done(
+                lambda: self.state.renew(owner=self.owner, until=time.time() + lease_s),
+                "renewing leases",
+            )
+
+    async def _retain(self) -> None:
+        while True:
+            try:
+                await self.remove_old()
+            except BridleError as error:
+                log.warning("old trajectories were not removed", error=str(error))
+            await asyncio.sleep(RETENTION_S)
+
+    async def remove_old(self) -> int:
+        """Remove trajectories that `keep_days` and `keep_gb` do not keep; how many."""
+        days, size = self.settings.keep_days, self.settings.keep_gb
+        removed = 0
+        if days is not None:
+            before = time.time() - days * 86_400
+            while rows := await self.views.removable(before=before, limit=100):
+                for row in rows:
+                    await self._remove(row["session_id"], row["file"])
+                removed += len(rows)
+        if size is not None:
+            over = await self.views.file_bytes() - size * 1e9
+            while over > 0 and (rows := await self.views.removable(before=None, limit=100)):
+                for row in rows:
+                    if over > 0:
+                        await self._remove(row["session_id"], row["file"])
+                        over -= row["file_bytes"]
+                        removed += 1
+        return removed
+
+    async def _remove(self, session_id: str, name: str) -> None:
+        await self.files.remove(name)
+        await self.state.forget_file(session_id)
+
+    # ---- telling
+
+    def _closed(self, closed: Closed) -> None:
+        self.dispatcher.cancel_runs(closed.run_ids)
+        self.ended.beat()
+        if closed.task_id is not None:
+            self.groups.beat()
+            self.events.tell({"type": "task", "task_id": closed.task_id, "status": "ended"})
+            self.dispatcher.wake.beat()
+
+    def _hear(self, event: Event) -> None:
+        """Note a run's stage, and tell it under its session's id."""
+        if not isinstance(event, SessionChanged):
+            return
+        status = str(event.status)
+        if status in ("COMPLETED", "TIMEOUT", "ERROR", "CANCELLED"):
+            self._stages.pop(event.session_id, None)
+        else:
+            self._stages[event.session_id] = status
+        self.events.tell(
+            {
+                "type": "session",
+                "run_id": event.session_id,
+                "task_id": event.task_id,
+                "sample_index": event.sample_index,
+                "status": status,
+                "at": event.at,
+                "cause": event.cause and str(event.cause),
+                "reward": event.reward,
+                "error": event.error,
+            }
+        )
+
+    def lost(self, error: BaseException) -> None:
+        """A part of the server has failed and does not come back; health tells it."""
+        self.broken = repr(error)
+        log.error("a part of the server has failed", trace=trace_of(error))

@@ -1,0 +1,391 @@
+"""The state: what was accepted, and every step of it, each one transaction.
+
+Sessions are rows only from the moment at which a slot takes them, so a queue of a million samples
+is as many rows as it has tasks. Times are Unix seconds and are given by the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import RowMapping, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from bridle.errors import BridleError
+from bridle.server import closing
+from bridle.server import tables as t
+from bridle.server.database import Database
+from bridle.server.rows import Claim, Closed, Ended, session_id
+from bridle.server.schemas import Submission
+from bridle.server.states import (
+    DELIVERIES,
+    SESSIONS,
+    TASKS,
+    DeliveryState,
+    SessionState,
+    TaskState,
+    step,
+)
+
+
+class ConflictError(BridleError):
+    """A task id is taken by another body. The text names it."""
+
+
+class QuotaError(BridleError):
+    """A token has as many unfinished sessions as it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much may be started."""
+
+    slots: int
+    """Sessions."""
+    groups: int | None = None
+    """Groups that are not started yet; `None` = any number."""
+
+
+class State:
+    """Writes. Every method is one transaction and raises `StateError` if it could not be."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # ---- tasks come in
+
+    async def submit(
+        self,
+        submissions: Sequence[Submission],
+        *,
+        owner: str,
+        now: float,
+        quota: int | None = None,
+    ) -> list[bool]:
+        """Accept all of `submissions`, or none; whether each is new.
+
+        One whose id is taken by the same body is as good as accepted. Raises `ConflictError` if by
+        another body, `QuotaError` if `owner` would have more than `quota` sessions not ended.
+        """
+        rows = [_row(one, owner, now) for one in submissions]
+        try:
+            return await self._submit(rows, owner, quota)
+        except IntegrityError:
+            # Another server accepted one of them between our look and our insert.
+            return await self._submit(rows, owner, quota)
+
+    async def _submit(
+        self, rows: list[dict[str, Any]], owner: str, quota: int | None
+    ) -> list[bool]:
+        ids = [row["task_id"] for row in rows]
+        async with self._database.write() as connection:
+            known = select(t.tasks.c.task_id, t.tasks.c.digest).where(t.tasks.c.task_id.in_(ids))
+            digests = {one.task_id: one.digest for one in await connection.execute(known)}
+            fresh: list[bool] = []
+            inserted: list[dict[str, Any]] = []
+            version = await _number(connection, "policy_version")
+            for row in rows:
+                taken = digests.get(row["task_id"])
+                if taken is not None and taken != row["digest"]:
+                    raise ConflictError(f"task_id {row['task_id']!r} is taken by another body")
+                fresh.append(taken is None)
+                if taken is None:
+                    digests[row["task_id"]] = row["digest"]
+                    inserted.append(row | {"version": version})
+            if inserted:
+                if quota is not None:
+                    wanted = sum(row["target"] for row in inserted)
+                    await _check_quota(connection, owner, quota, wanted)
+                await connection.execute(insert(t.tasks), inserted)
+        return fresh
+
+    async def bar(self, task_id: str, *, owner: str, now: float) -> None:
+        """Take an id by a cancelled task of no session; nothing changes if it is taken."""
+        nothing = Submission(task_id=task_id, instruction="cancelled before it was submitted")
+        row = _row(nothing, owner, now) | {"digest": "", "state": TaskState.CANCELLED, "open": 0}
+        row |= {"samples": 0, "target": 0, "ended_at": now, "acked_at": now, "stopped": "cancelled"}
+        async with self._database.write() as connection:
+            taken = select(t.tasks.c.seq).where(t.tasks.c.task_id == task_id)
+            if (await connection.execute(taken)).first() is None:
+                row["done_seq"] = await closing.next_place(connection)
+                row["version"] = await _number(connection, "policy_version")
+                await connection.execute(insert(t.tasks).values(row))
+
+    # ---- sessions go out
+
+    async def claim(self, room: Room, *, owner: str, now: float, lease_s: float) -> list[Claim]:
+        """Lease up to `room.slots` sessions to `owner`: those to be run again, then new ones, by
+        priority and then in the order in which their tasks came.
+        """
+        async with self._database.write() as connection:
+            version = await _number(connection, "policy_version")
+            lease = {
+                "state": SessionState.RUNNING,
+                "leased_by": owner,
+                "leased_until": now + lease_s,
+                "started_at": now,
+                "version_started": version,
+            }
+            claims = await _claim_again(connection, room.slots, lease, now)
+            left = Room(room.slots - len(claims), room.groups)
+            return claims + await _claim_new(connection, left, lease, now)
+
+    async def next_due(self) -> float | None:
+        """When the first session that waits to be run again may be; `None` = none waits."""
+        query = select(func.min(t.sessions.c.not_before)).where(
+            t.sessions.c.state == SessionState.QUEUED
+        )
+        async with self._database.read() as connection:
+            due: float | None = (await connection.execute(query)).scalar_one()
+        return due
+
+    async def renew(self, *, owner: str, until: float) -> None:
+        """Keep all leases of `owner`."""
+        rows = update(t.sessions).where(
+            t.sessions.c.state == SessionState.RUNNING, t.sessions.c.leased_by == owner
+        )
+        async with self._database.write() as connection:
+            await connection.execute(rows.values(leased_until=until))
+
+    async def take_over(self, *, owner: str, now: float, lease_s: float) -> list[Claim]:
+        """Lease again what an earlier life of `owner`, or a server not heard of, was running."""
+        s = t.sessions.c
+        dead = (s.leased_by == owner) | (s.leased_until < now)
+        async with self._database.write() as connection:
+            query = (
+                select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
+                .join(t.tasks)
+                .where(s.state == SessionState.RUNNING, dead)
+                .with_for_update(skip_locked=True)
+            )
+            rows = (await connection.execute(query)).mappings().all()
+            await _update_all(connection, rows, leased_by=owner, leased_until=now + lease_s)
+        return [_claim(row) for row in rows]
+
+    # ---- sessions come back
+
+    async def finish(self, ended: Ended, *, owner: str, now: float) -> Closed:
+        """As `closing.finish`."""
+        async with self._database.write() as connection:
+            return await closing.finish(connection, ended, owner=owner, now=now)
+
+    async def put_back(
+        self, session: str, attempt: int, *, owner: str, why: str, now: float
+    ) -> Closed:
+        """As `closing.put_back`."""
+        async with self._database.write() as connection:
+            return await closing.put_back(
+                connection, session, attempt, owner=owner, why=why, now=now
+            )
+
+    async def stop_task(self, task_id: str, reason: str, *, now: float) -> Closed | None:
+        """As `closing.stop_task`."""
+        async with self._database.write() as connection:
+            return await closing.stop_task(connection, task_id, reason, now=now)
+
+    async def stop_waiting(self, session: str, reason: str, *, now: float) -> Closed:
+        """As `closing.stop_waiting`."""
+        async with self._database.write() as connection:
+            return await closing.stop_waiting(connection, session, reason, now=now)
+
+    async def forget_file(self, session: str) -> None:
+        """Note that a session's trajectory is not kept any more."""
+        row = update(t.sessions).where(t.sessions.c.session_id == session)
+        async with self._database.write() as connection:
+            await connection.execute(row.values(file=None))
+
+    # ---- groups are taken
+
+    async def ack(self, *, cursor: int | None, task_ids: Sequence[str], now: float) -> int:
+        """Note that groups have been dealt with; how many were not before."""
+        tasks = t.tasks.c
+        wanted = tasks.task_id.in_(task_ids) | (tasks.done_seq <= (cursor or 0))
+        row = update(t.tasks).where(wanted, tasks.done_seq.is_not(None), tasks.acked_at.is_(None))
+        async with self._database.write() as connection:
+            return (await connection.execute(row.values(acked_at=now))).rowcount
+
+    # ---- callbacks
+
+    async def note_callback(
+        self,
+        delivery_id: str,
+        *,
+        tries: int,
+        fault: str | None,
+        dead: bool,
+        now: float,
+        next_at: float,
+    ) -> None:
+        """Write down what came of a try; `fault` `None` = it was acknowledged."""
+        after = DeliveryState.PENDING
+        if fault is None or dead:
+            after = DeliveryState.DELIVERED if fault is None else DeliveryState.DEAD
+            step(DELIVERIES, DeliveryState.PENDING, after)
+        c = t.callbacks.c
+        row = update(t.callbacks).where(
+            c.delivery_id == delivery_id, c.state == DeliveryState.PENDING
+        )
+        values = {"state": after, "tries": tries, "error": fault, "next_at": next_at}
+        if after is not DeliveryState.PENDING:
+            values["ended_at"] = now
+        async with self._database.write() as connection:
+            await connection.execute(row.values(**values))
+
+    async def replay(self, delivery_id: str | None, *, now: float) -> int:
+        """Have a dead callback sent again (`None` = all dead ones); how many there were."""
+        c = t.callbacks.c
+        row = update(t.callbacks).where(c.state == DeliveryState.DEAD)
+        if delivery_id is not None:
+            row = row.where(c.delivery_id == delivery_id)
+        after = step(DELIVERIES, DeliveryState.DEAD, DeliveryState.PENDING)
+        values = {"state": after, "tries": 0, "next_at": now, "made_at": now, "ended_at": None}
+        async with self._database.write() as connection:
+            return (await connection.execute(row.values(**values))).rowcount
+
+    # ---- numbers
+
+    async def number(self, name: str) -> int:
+        """A number of the server's own: see `tables.numbers`."""
+        async with self._database.read() as connection:
+            return await _number(connection, name)
+
+    async def set_number(self, name: str, value: int) -> None:
+        """Change one."""
+        row = update(t.numbers).where(t.numbers.c.name == name)
+        async with self._database.write() as connection:
+            await connection.execute(row.values(value=value))
+
+
+def _row(submission: Submission, owner: str, now: float) -> dict[str, Any]:
+    task, terms = submission.split()
+    spec, agreed = task.model_dump_json(), terms.model_dump_json()
+    return {
+        "task_id": task.task_id,
+        "digest": hashlib.sha256(f"{spec}\n{agreed}".encode()).hexdigest(),
+        "spec": spec,
+        "terms": agreed,
+        "owner": owner,
+        "priority": terms.dispatch_priority,
+        "state": TaskState.QUEUED,
+        "open": 1,
+        "samples": task.num_samples,
+        "target": task.num_samples,
+        "expanded": 0,
+        "ended": 0,
+        "usable": 0,
+        "submitted_at": now,
+    }
+
+
+async def _number(connection: AsyncConnection, name: str) -> int:
+    query = select(t.numbers.c.value).where(t.numbers.c.name == name)
+    value: int = (await connection.execute(query)).scalar_one()
+    return value
+
+
+async def _check_quota(connection: AsyncConnection, owner: str, quota: int, wanted: int) -> None:
+    tasks = t.tasks.c
+    query = select(func.coalesce(func.sum(tasks.target - tasks.ended), 0)).where(
+        tasks.owner == owner, tasks.done_seq.is_(None)
+    )
+    has = (await connection.execute(query)).scalar_one()
+    if has + wanted > quota:
+        raise QuotaError(
+            f"token {owner!r} has {has} sessions that have not ended, and may have {quota}"
+        )
+
+
+async def _claim_again(
+    connection: AsyncConnection, slots: int, lease: dict[str, Any], now: float
+) -> list[Claim]:
+    s = t.sessions.c
+    query = (
+        select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
+        .join(t.tasks)
+        .where(s.state == SessionState.QUEUED, s.not_before <= now)
+        .order_by(s.priority.desc(), s.task_seq, s.sample_index)
+        .limit(slots)
+        .with_for_update(skip_locked=True)
+    )
+    rows = (await connection.execute(query)).mappings().all()
+    step(SESSIONS, SessionState.QUEUED, lease["state"])
+    await _update_all(connection, rows, **lease)
+    return [_claim(row) for row in rows]
+
+
+async def _claim_new(
+    connection: AsyncConnection, room: Room, lease: dict[str, Any], now: float
+) -> list[Claim]:
+    """Expand tasks into sessions that run at once."""
+    if room.slots <= 0:
+        return []
+    tasks = t.tasks.c
+    query = select(t.tasks).where(tasks.open == 1)
+    if room.groups == 0:
+        query = query.where(tasks.state == TaskState.RUNNING)
+    query = query.order_by(tasks.priority.desc(), tasks.seq).limit(room.slots)
+    found = await connection.execute(query.with_for_update(skip_locked=True))
+    slots, groups, claims = room.slots, room.groups, list[Claim]()
+    for task in found.mappings().all():
+        if slots == 0 or (groups is not None and task["state"] == TaskState.QUEUED and not groups):
+            continue
+        if groups is not None and task["state"] == TaskState.QUEUED:
+            groups -= 1
+        count = min(slots, task["target"] - task["expanded"])
+        slots -= count
+        claims += await _expand(connection, task, count, lease, now)
+    return claims
+
+
+async def _expand(
+    connection: AsyncConnection, task: RowMapping, count: int, lease: dict[str, Any], now: float
+) -> list[Claim]:
+    begin = task["expanded"]
+    claims = [
+        Claim(session_id(task["task_id"], index), task["task_id"], index, 1, task["spec"])
+        for index in range(begin, begin + count)
+    ]
+    rows = [
+        {
+            "session_id": claim.session_id,
+            "task_seq": task["seq"],
+            "sample_index": claim.sample_index,
+            "priority": task["priority"],
+            "attempt": 1,
+            "not_before": 0.0,
+            "usable": 0,
+            **lease,
+        }
+        for claim in claims
+    ]
+    await connection.execute(insert(t.sessions), rows)
+    await connection.execute(
+        update(t.tasks)
+        .where(t.tasks.c.seq == task["seq"])
+        .values(
+            state=step(TASKS, TaskState(task["state"]), TaskState.RUNNING),
+            expanded=begin + count,
+            open=int(begin + count < task["target"]),
+            started_at=task["started_at"] or now,
+        )
+    )
+    return claims
+
+
+async def _update_all(
+    connection: AsyncConnection, rows: Sequence[RowMapping], **values: object
+) -> None:
+    ids = [row["session_id"] for row in rows]
+    if ids:
+        query = update(t.sessions).where(t.sessions.c.session_id.in_(ids))
+        await connection.execute(query.values(**values))
+
+
+def _claim(row: RowMapping) -> Claim:
+    return Claim(
+        row["session_id"], row["task_id"], row["sample_index"], row["attempt"], row["spec"]
+    )

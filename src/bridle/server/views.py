@@ -1,0 +1,195 @@
+"""Reads of the state: every page is bounded, and costs what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import RowMapping, Select, func, select
+
+from bridle.server import tables as t
+from bridle.server.database import Database
+from bridle.server.states import FINAL_TASKS, DeliveryState, SessionState, TaskState
+
+Order = Literal["done", "submitted", "priority"]
+"""How groups are handed out: as they end; as they were submitted, each after all before it; those
+of the highest priority first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How much there is of what."""
+
+    tasks: dict[str, int]
+    """By state."""
+    sessions: dict[str, int]
+    """By state; only those that were started."""
+    waiting: int
+    """Sessions that are still to be started."""
+    unacked: int
+    """Groups that have ended and wait for their ack."""
+    callbacks: dict[str, int]
+    """By state."""
+
+
+class Views:
+    """Reads. Every method raises `StateError` if the database cannot be used."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def task(self, task_id: str) -> RowMapping | None:
+        """A task's row."""
+        return await self._first(select(t.tasks).where(t.tasks.c.task_id == task_id))
+
+    async def tasks(
+        self, *, after: int, limit: int, state: TaskState | None = None
+    ) -> Sequence[RowMapping]:
+        """Tasks in the order of their acceptance, behind number `after`."""
+        query = select(t.tasks).where(t.tasks.c.seq > after)
+        if state is not None:
+            query = query.where(t.tasks.c.state == state)
+        return await self._all(query.order_by(t.tasks.c.seq).limit(limit))
+
+    async def sessions(
+        self, task_seq: int, *, after: int = -1, limit: int | None = None, final: bool = False
+    ) -> Sequence[RowMapping]:
+        """A task's sessions behind sample `after`, in the order of their samples."""
+        s = t.sessions.c
+        query = select(t.sessions).where(s.task_seq == task_seq, s.sample_index > after)
+        if final:
+            query = query.where(s.ended_at.is_not(None))
+        return await self._all(query.order_by(s.sample_index).limit(limit))
+
+    async def session(self, session_id: str) -> RowMapping | None:
+        """A session's row, with its task's `task_id`."""
+        query = select(t.sessions, t.tasks.c.task_id).join(t.tasks)
+        return await self._first(query.where(t.sessions.c.session_id == session_id))
+
+    async def groups(
+        self, *, after: int, limit: int, order: Order = "done", acked: bool = False
+    ) -> Sequence[RowMapping]:
+        """Tasks that are final; those acknowledged only if asked for.
+
+        `after` is a `done_seq`, or, in the order of submission, a `seq`.
+        """
+        tasks = t.tasks.c
+        query = select(t.tasks).where(tasks.done_seq.is_not(None))
+        if not acked:
+            query = query.where(tasks.acked_at.is_(None))
+        if order == "submitted":
+            unended = select(func.min(tasks.seq)).where(tasks.done_seq.is_(None))
+            first = await self._number(unended)
+            query = query.where(tasks.seq > after).order_by(tasks.seq)
+            if first is not None:
+                query = query.where(tasks.seq < first)
+        elif order == "priority":
+            query = query.where(tasks.done_seq > after)
+            query = query.order_by(tasks.priority.desc(), tasks.done_seq)
+        else:
+            query = query.where(tasks.done_seq > after).order_by(tasks.done_seq)
+        return await self._all(query.limit(limit))
+
+    async def counts(self) -> Counts:
+        """What the status page shows."""
+        tasks, sessions, callbacks = t.tasks.c, t.sessions.c, t.callbacks.c
+        by_task = select(tasks.state, func.count()).group_by(tasks.state)
+        by_session = select(sessions.state, func.count()).group_by(sessions.state)
+        by_callback = select(callbacks.state, func.count()).group_by(callbacks.state)
+        waiting = select(func.sum(tasks.target - tasks.expanded)).where(tasks.open == 1)
+        unacked = select(func.count()).where(tasks.acked_at.is_(None), tasks.done_seq.is_not(None))
+        async with self._database.read() as connection:
+            tables = [
+                {str(name): count for name, count in await connection.execute(query)}
+                for query in (by_task, by_session, by_callback)
+            ]
+            numbers = [(await connection.execute(one)).scalar_one() for one in (waiting, unacked)]
+        return Counts(tables[0], tables[1], numbers[0] or 0, numbers[1], tables[2])
+
+    async def inflight_groups(self) -> int:
+        """Groups that are started and have not ended."""
+        tasks = t.tasks.c
+        states = (TaskState.RUNNING, TaskState.ENDING)
+        return await self._number(select(func.count()).where(tasks.state.in_(states))) or 0
+
+    async def unacked_groups(self) -> int:
+        """Groups that have ended and wait for their ack."""
+        tasks = t.tasks.c
+        query = select(func.count()).where(tasks.acked_at.is_(None), tasks.done_seq.is_not(None))
+        return await self._number(query) or 0
+
+    async def started_groups(self) -> int:
+        """Groups that were ever started."""
+        query = select(func.count()).where(t.tasks.c.started_at.is_not(None))
+        return await self._number(query) or 0
+
+    async def running_since(self, version: int) -> Sequence[RowMapping]:
+        """Running sessions whose run began under a policy older than `version`."""
+        s = t.sessions.c
+        query = select(t.sessions).where(
+            s.state == SessionState.RUNNING, s.version_started < version
+        )
+        return await self._all(query)
+
+    # ---- callbacks
+
+    async def due_callbacks(self, *, now: float, limit: int) -> Sequence[RowMapping]:
+        """Callbacks to be tried now, oldest first."""
+        c = t.callbacks.c
+        query = select(t.callbacks, t.tasks.c.task_id).join(t.tasks)
+        query = query.where(c.state == DeliveryState.PENDING, c.next_at <= now)
+        return await self._all(query.order_by(c.next_at, c.seq).limit(limit))
+
+    async def next_callback(self) -> float | None:
+        """When the next callback is to be tried; `None` = none waits."""
+        c = t.callbacks.c
+        query = select(func.min(c.next_at)).where(c.state == DeliveryState.PENDING)
+        async with self._database.read() as connection:
+            due: float | None = (await connection.execute(query)).scalar_one()
+        return due
+
+    async def callbacks(
+        self, *, after: int, limit: int, state: DeliveryState | None = None
+    ) -> Sequence[RowMapping]:
+        """Callbacks in the order in which they were made, behind number `after`."""
+        query = select(t.callbacks, t.tasks.c.task_id).join(t.tasks)
+        query = query.where(t.callbacks.c.seq > after)
+        if state is not None:
+            query = query.where(t.callbacks.c.state == state)
+        return await self._all(query.order_by(t.callbacks.c.seq).limit(limit))
+
+    # ---- retention
+
+    async def removable(self, *, before: float | None, limit: int) -> Sequence[RowMapping]:
+        """Sessions of acknowledged groups whose trajectories are kept, oldest first."""
+        s, tasks = t.sessions.c, t.tasks.c
+        query = select(s.session_id, s.file, s.file_bytes).join(t.tasks)
+        query = query.where(s.file.is_not(None), tasks.acked_at.is_not(None))
+        if before is not None:
+            query = query.where(tasks.acked_at < before)
+        return await self._all(query.order_by(tasks.acked_at, s.session_id).limit(limit))
+
+    async def file_bytes(self) -> int:
+        """Size of all trajectories that are kept."""
+        query = select(func.sum(t.sessions.c.file_bytes)).where(t.sessions.c.file.is_not(None))
+        return await self._number(query) or 0
+
+    # ---- small things
+
+    async def _number(self, query: Select[int | None]) -> int | None:
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).scalar_one_or_none()
+
+    async def _first(self, query: Select[*tuple[object, ...]]) -> RowMapping | None:
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).mappings().first()
+
+    async def _all(self, query: Select[*tuple[object, ...]]) -> Sequence[RowMapping]:
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).mappings().all()
+
+
+def is_final(task: Mapping[Any, Any]) -> bool:
+    """Whether a task's row is final."""
+    return TaskState(task["state"]) in FINAL_TASKS

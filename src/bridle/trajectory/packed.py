@@ -1,0 +1,69 @@
+"""Trajectories for msgpack: the JSON of `result` with every array as bytes.
+
+An array is `{"dtype": "int32", "data": bytes}`, little-endian and without a copy per token; all
+else has the names and values of the JSON.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridle.trajectory.result import trace_json, trajectory_json, trajectory_of
+from bridle.trajectory.sample import Trace, Trajectory
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+ARRAYS = {
+    "prompt_ids": "int32",
+    "response_ids": "int32",
+    "loss_mask": "uint8",
+    "response_logprobs": "float32",
+    "versions": "int32",
+    "reasons": "uint8",
+    "token_rewards": "float32",
+}
+"""Name -> dtype of what is packed; a missing `token_rewards` stays null."""
+
+
+def packed_json(trajectory: Trajectory) -> JSON:
+    """A trajectory as msgpack takes it."""
+    whole = trajectory_json(Trajectory(**_without_traces(trajectory)))
+    return whole | {"traces": [_packed(trace) for trace in trajectory.traces]}
+
+
+def from_packed(value: JSON) -> Trajectory:
+    """A trajectory from what `packed_json` gave. `KeyError` or `ValueError` for anything else."""
+    return trajectory_of(value | {"traces": [_unpacked(trace) for trace in value["traces"]]})
+
+
+def _without_traces(trajectory: Trajectory) -> JSON:
+    names = ("session_id", "status", "reward", "error", "metadata")
+    return {name: getattr(trajectory, name) for name in names} | {"traces": ()}
+
+
+def _packed(trace: Trace) -> JSON:
+    light = {name: np.empty(0, dtype=kind) for name, kind in ARRAYS.items()}
+    values = {name: getattr(trace, name) for name in Trace.__slots__}
+    plain = trace_json(Trace(**values | light))
+    return plain | {name: _array(values[name], kind) for name, kind in ARRAYS.items()}
+
+
+def _array(values: npt.NDArray[Any] | None, kind: str) -> JSON | None:
+    if values is None:
+        return None
+    return {"dtype": kind, "data": values.astype(np.dtype(kind).newbyteorder("<")).tobytes()}
+
+
+def _unpacked(trace: JSON) -> JSON:
+    return trace | {name: _values(trace.get(name)) for name in ARRAYS}
+
+
+def _values(packed: JSON | None) -> npt.NDArray[Any] | None:
+    if packed is None:
+        return None
+    kind = np.dtype(packed["dtype"])
+    return np.frombuffer(packed["data"], dtype=kind.newbyteorder("<")).astype(kind)

@@ -1,0 +1,114 @@
+"""`bridle serve` in a process of its own, and the verbs that talk to it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from tests.lifecycle.house import AGENT
+
+from bridle.cli.config import load_config
+from bridle.cli.serve import server_of
+from bridle.client import AsyncClient, Client
+
+pytestmark = pytest.mark.timeout(90)
+
+SCRIPT = {"conversations": [{"turns": [{"shell": ["echo done > out.txt"]}, {"content": "Done."}]}]}
+
+
+def tasks(count, samples=2):
+    return [
+        {
+            "task_id": f"task-{number}",
+            "instruction": "Write done to out.txt.",
+            "num_samples": samples,
+            "runtime": {"backend": "local"},
+            "agent": {"harness": "command", "command": AGENT},
+            "evaluator": {"strategy": "command", "config": {"command": "grep -q done out.txt"}},
+        }
+        for number in range(count)
+    ]
+
+
+def script(tmp_path):
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    return path
+
+
+@contextmanager
+def a_server(tmp_path, *arguments):
+    """A server's process; gives its URL."""
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "serve", "--port", "0"),
+        *("--engine", f"scripted:{script(tmp_path)}", "--data", str(tmp_path / "data")),
+        *arguments,
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stderr.readline() if process.stderr else ""
+            [url] = re.findall(r"rollout server at (\S+),", line)
+            yield url
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+
+
+def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, say, monkeypatch):
+    """With a token of the environment, which the server asks for and the verbs send."""
+    monkeypatch.setenv("BRIDLE_SERVER_TOKEN", "a-token-of-sixteen-at-least")
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks(2)))
+    with a_server(tmp_path) as url:
+        at = ("--server", url)
+        said = say("submit", tmp_path / "tasks.json", "--json", *at)
+        assert [one["new"] for one in said.json["tasks"]] == [True, True]
+        assert "2 were there already" in say("submit", tmp_path / "tasks.json", *at).out
+        watched = say("watch", "task-0", "task-1", *at)
+        assert (watched.code, watched.out.count("completed")) == (0, 2)
+        shown = say("status", "task-0", "--json", *at).json
+        assert [one["reward"] for one in shown["sessions"]] == [1.0, 1.0]
+        assert "task-0.1" in say("status", "task-0", *at).out
+        assert say("status", "--json", *at).json["tasks"] == {"completed": 2}
+        assert "policy version 0" in say("status", *at).out
+        assert say("cancel", "task-0", *at).code == 0
+        stranger = say("status", "--token", "another", *at)
+        assert (stranger.code, "a known token is needed" in stranger.err) == (3, True)
+        missing = say("cancel", "nobody", *at)
+        assert (missing.code, "not known: nobody" in missing.out) == (1, True)
+        with Client(url) as client:
+            groups = list(client.groups(quiet_s=0.5))
+            assert sorted(group.task_id for group in groups) == ["task-0", "task-1"]
+            assert all(
+                one.trajectory.metadata["stats"]["tokens_trained"] > 0
+                for group in groups
+                for one in group.results
+            )
+
+
+async def test_a_whole_server_is_opened_in_a_process_and_leaves_nothing(tmp_path):
+    server = {"port": 0, "data": tmp_path / "data"}
+    config = load_config(None, engines=[f"scripted:{script(tmp_path)}"], server=server)
+    for expected in ([True], [False]):
+        async with server_of(config, concurrency=2) as opened, AsyncClient(opened.url) as client:
+            assert await client.submit_many(tasks(1)) == expected
+            assert (await client.wait("task-0", timeout_s=60))["state"] == "completed"
+
+
+def test_a_server_that_is_open_to_others_needs_tokens(say, tmp_path):
+    said = say("serve", "--engine", f"scripted:{script(tmp_path)}", "--host", "0.0.0.0")
+    assert (said.code, "give tokens" in said.err) == (2, True)
+
+
+def test_flags_and_file_make_one_configuration(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'engines = ["scripted:x"]\n[server]\nport = 9\nmax_inflight_groups = 4\n'
+        '[server.permits]\nruntimes = ["docker"]\nimport_paths = ["mine"]\n'
+    )
+    config = load_config(file, server={"port": 7, "permits": {"callbacks": ("h",)}}).server
+    assert (config.port, config.max_inflight_groups) == (7, 4)
+    assert (config.permits.runtimes, config.permits.callbacks) == (("docker",), ("h",))

@@ -1,0 +1,13 @@
+import sqlite3
+from contextlib import closing
+
+from bridle.server.database import Database
+
+
+async def test_a_database_knows_which_migration_it_is_at(tmp_path):
+    for _ in range(2):
+        async with await Database.open(tmp_path / "a.sqlite"):
+            pass
+        with closing(sqlite3.connect(tmp_path / "a.sqlite")) as connection:
+            rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+        assert rows == [("0001",)]

@@ -1,0 +1,83 @@
+from ipaddress import ip_address
+
+import pytest
+from aiohttp.abc import AbstractResolver
+
+from bridle.server.addresses import Addresses, ForbiddenAddressError, JudgingResolver
+
+INSIDE = [
+    *("127.0.0.1", "127.1", "0x7f000001", "2130706433", "0.0.0.0", "10.0.0.1", "172.16.3.4"),
+    *("192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "[::1]", "[::]", "[fe80::1]"),
+    *("[fd00::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "127.0.0.1."),
+]
+
+
+@pytest.mark.parametrize("host", INSIDE)
+def test_no_address_of_the_inside_is_reached_unless_it_is_listed(host):
+    with pytest.raises(ForbiddenAddressError, match="not permitted"):
+        Addresses([]).check_url(f"http://{host}:8000/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://h/x", "http:///x", "http://user:pw@example.com/", "file:///etc/passwd", "h"]
+)
+def test_only_plain_urls_are_taken(url):
+    with pytest.raises(ForbiddenAddressError, match="is not a plain"):
+        Addresses([]).check_url(url)
+
+
+def test_an_empty_list_means_every_public_address():
+    Addresses([]).check_url("https://example.com/x")
+    Addresses([]).check("example.com", ip_address("93.184.215.14"))
+
+
+def test_a_listed_network_opens_the_inside_and_closes_the_rest():
+    addresses = Addresses(["10.1.0.0/16"])
+    addresses.check_url("http://10.1.2.3/x")
+    addresses.check("trainer", ip_address("10.1.2.3"))
+    addresses.check("trainer", ip_address("::ffff:10.1.2.3"))
+    for outside in ("10.2.0.1", "93.184.215.14"):
+        with pytest.raises(ForbiddenAddressError):
+            addresses.check_url(f"http://{outside}/x")
+
+
+def test_a_listed_name_may_stand_for_any_address():
+    addresses = Addresses(["trainer", "*.lab.example"])
+    addresses.check_url("http://trainer:9/x")
+    addresses.check("TRAINER.", ip_address("10.0.0.1"))
+    addresses.check("a.lab.example", ip_address("10.0.0.1"))
+    for host in ("lab.example", "evil-trainer", "trainer.evil", "a.lab.example.evil"):
+        with pytest.raises(ForbiddenAddressError):
+            addresses.check_url(f"http://{host}/x")
+
+
+class Resolver(AbstractResolver):
+    """Gives these addresses for every name."""
+
+    def __init__(self, *found):
+        self.found = found
+        self.closed = False
+
+    async def resolve(self, host, port=0, family=0):
+        return [
+            {"hostname": host, "host": one, "port": port, "family": 2, "proto": 0, "flags": 0}
+            for one in self.found
+        ]
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_a_name_that_resolves_to_the_inside_reaches_nothing():
+    resolver = JudgingResolver(Addresses([]), Resolver("127.0.0.1", "fe80::1%eth0"))
+    with pytest.raises(ForbiddenAddressError, match="of the inside"):
+        await resolver.resolve("innocent.example", 80)
+
+
+async def test_only_permitted_addresses_of_a_name_are_connected_to():
+    inner = Resolver("10.0.0.1", "93.184.215.14")
+    resolver = JudgingResolver(Addresses([]), inner)
+    found = await resolver.resolve("example.com", 80)
+    assert [one["host"] for one in found] == ["93.184.215.14"]
+    await resolver.close()
+    assert inner.closed

@@ -1,0 +1,125 @@
+"""What every route does with a request, before it is the route's own."""
+
+import pytest
+from tests.server.house import an_app, body
+
+from bridle.errors import EngineError, StateError, StoreError
+from bridle.server import answering
+from bridle.server.auth import Role, Token
+
+READER = Token(name="reader", token="a-reader-of-sixteen", roles=(Role.READ,))
+SUBMITTER = Token(name="submitter", token="a-submitter-of-sixteen", roles=(Role.SUBMIT,))
+
+
+def bearer(token):
+    return {"authorization": f"Bearer {token.token}"}
+
+
+async def test_a_request_needs_a_token_and_the_token_its_role(tmp_path):
+    async with an_app(tmp_path, tokens=[READER, SUBMITTER]) as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/v1/status")).status_code == 401
+        assert (await http.get("/v1/status", headers=bearer(READER))).status_code == 200
+        told = await http.post("/v1/tasks", headers=bearer(READER), json={"tasks": [body()]})
+        assert (told.status_code, told.json()["error"]["code"]) == (403, "forbidden")
+        told = await http.post("/v1/tasks", headers=bearer(SUBMITTER), json={"tasks": [body()]})
+        assert told.status_code == 200
+        assert (await http.post("/policy", headers=bearer(SUBMITTER))).status_code == 403
+        polar = {"x-polar-control-token": READER.token}
+        assert (await http.get("/rollout/status", headers=polar)).status_code == 200
+        assert (await http.get("/v1/tasks", headers=bearer(READER))).json()["tasks"][0][
+            "owner"
+        ] == "submitter"
+
+
+async def test_a_page_of_another_origin_does_not_steer_a_server_without_tokens(tmp_path):
+    async with an_app(tmp_path) as http:
+        for origin, status in (("http://evil.example", 403), ("http://server", 200)):
+            told = await http.post("/v1/pause", headers={"origin": origin})
+            assert told.status_code == status, origin
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b"{", 400, "malformed"),
+        (b"\xff\xfe", 400, "malformed"),
+        (b"[]", 422, "invalid"),
+        (b"", 422, "invalid"),
+        (b'{"tasks": 3}', 422, "invalid"),
+        (b'{"tasks": [], "x": 1}', 422, "invalid"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_refused(tmp_path, content, status, code):
+    async with an_app(tmp_path) as http:
+        told = await http.post("/v1/tasks", content=content)
+        assert (told.status_code, told.json()["error"]["code"]) == (status, code)
+        assert told.json()["detail"] == told.json()["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path):
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 1 << 20
+            yield b" " * (1 << 20)
+
+    async with an_app(tmp_path) as http:
+        told = await http.post("/v1/tasks", content=endless())
+        assert told.status_code == 413
+        assert sent <= answering.MAX_BODY + (4 << 20)
+        told = await http.post(
+            "/v1/tasks", headers={"content-length": str(100 << 20)}, content=b" "
+        )
+        assert told.status_code == 413
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "x", "-5", "9" * 400, "1.5", ""])
+async def test_a_query_out_of_bounds_is_named(tmp_path, limit):
+    async with an_app(tmp_path) as http:
+        told = await http.get("/v1/tasks", params={"limit": limit})
+        assert (told.status_code, told.json()["error"]["param"]) == (422, "limit")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (StateError("locked"), 503, "unavailable"),
+        (StoreError("full"), 503, "unavailable"),
+        (EngineError("gone"), 502, "engine_error"),
+        (KeyError("a bug"), 500, "internal"),
+    ],
+)
+async def test_failures_have_a_status_and_bugs_are_not_shown(tmp_path, error, status, code):
+    async with an_app(tmp_path) as http:
+
+        async def fail():
+            raise error
+
+        http.service.status = fail
+        told = await http.get("/v1/status")
+        assert (told.status_code, told.json()["error"]["code"]) == (status, code)
+        assert ("retry-after" in told.headers) == (status == 503)
+        assert "a bug" not in told.text
+
+
+@pytest.mark.parametrize(
+    ("accept", "status"),
+    [("*/*", 200), ("application/msgpack;q=1", 200), ("text/html, */*;q=0.1", 200), ("a/b", 406)],
+)
+async def test_an_answer_comes_as_it_is_accepted(tmp_path, accept, status):
+    async with an_app(tmp_path) as http:
+        told = await http.get("/v1/groups", headers={"accept": accept})
+        assert told.status_code == status
+
+
+async def test_a_quota_and_a_conflict_have_their_own_status(tmp_path):
+    async with an_app(tmp_path, max_sessions_per_token=2) as http:
+        await http.service.pause()
+        assert (await http.post("/v1/tasks", json={"tasks": [body(samples=2)]})).status_code == 200
+        told = await http.post("/v1/tasks", json={"tasks": [body("u")]})
+        assert (told.status_code, told.json()["error"]["code"]) == (429, "quota")
+        told = await http.post("/v1/tasks", json={"tasks": [body(samples=1)]})
+        assert (told.status_code, told.json()["error"]["code"]) == (409, "conflict")

@@ -1,0 +1,92 @@
+import hashlib
+
+import pytest
+
+from bridle.errors import ConfigError
+from bridle.server.auth import ANYONE, TOKEN_ENV, Auth, Role, Token, load_tokens
+
+SECRET = "a-secret-of-sixteen"
+
+
+def name_of(auth, headers):
+    caller = auth.caller(headers)
+    return None if caller is None else caller.name
+
+
+def bearer(token):
+    return [(b"host", b"x"), (b"authorization", f"Bearer {token}".encode())]
+
+
+def test_both_headers_carry_a_token():
+    auth = Auth([Token(name="trainer", token=SECRET)])
+    assert name_of(auth, bearer(SECRET)) == "trainer"
+    assert name_of(auth, [(b"x-polar-control-token", SECRET.encode())]) == "trainer"
+    assert name_of(auth, [(b"authorization", b"bearer " + SECRET.encode())]) == "trainer"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[], bearer(""), bearer(SECRET + "x"), bearer("é"), [(b"authorization", SECRET.encode())]],
+)
+def test_nothing_else_is_known(headers):
+    assert Auth([Token(name="trainer", token=SECRET)]).caller(headers) is None
+
+
+def test_roles_are_what_the_token_has_and_admin_has_all():
+    auth = Auth(
+        [
+            Token(name="r", token=SECRET + "r", roles=(Role.READ,)),
+            Token(name="a", token=SECRET + "a", roles=(Role.ADMIN,)),
+        ]
+    )
+    reader, admin = auth.caller(bearer(SECRET + "r")), auth.caller(bearer(SECRET + "a"))
+    assert reader is not None
+    assert admin is not None
+    assert [role for role in Role if reader.may(role)] == [Role.READ]
+    assert all(admin.may(role) for role in Role)
+
+
+def test_without_tokens_anyone_may_do_all():
+    auth = Auth()
+    assert auth.is_off
+    assert auth.caller([]) is ANYONE
+
+
+def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    file = tmp_path / "tokens.toml"
+    file.write_text(f'[[tokens]]\nname = "t"\nsha256 = "{digest}"\nroles = ["read"]\n')
+    tokens = load_tokens(file, {TOKEN_ENV: "another-of-sixteen"})
+    assert [token.name for token in tokens] == ["t", "environment"]
+    auth = Auth(tokens)
+    assert name_of(auth, bearer(SECRET)) == "t"
+    assert name_of(auth, bearer("another-of-sixteen")) == "environment"
+    assert load_tokens(None, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[tokens]]\nname = "t"\n', "give one of"),
+        ('[[tokens]]\nname = "t"\ntoken = "short"\n', "at least 16"),
+        ('[[tokens]]\nname = "t"\ntoken = "a-secret-of-sixteen"\nroles = ["king"]\n', "roles"),
+        ("[[tokens]\n", "tokens.toml"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path, text, message):
+    file = tmp_path / "tokens.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_tokens(file, {})
+
+
+def test_two_tokens_of_one_name_are_refused(tmp_path):
+    file = tmp_path / "tokens.toml"
+    one = '[[tokens]]\nname = "t"\ntoken = "a-secret-of-sixteen"\n'
+    file.write_text(one + one)
+    with pytest.raises(ConfigError, match="two tokens have one name"):
+        load_tokens(file, {})
+
+
+def test_a_token_is_not_shown():
+    assert SECRET not in repr(Token(name="t", token=SECRET))

@@ -1,0 +1,204 @@
+"""How groups end: early, short, refilled, cancelled; and the accounts, whatever the order."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.house import submission
+from tests.server.test_state import NOW, a_state, claim, done, submit
+
+from bridle.server.closing import MAX_INTERRUPTIONS, delivery_id
+from bridle.server.rows import Ended
+from bridle.server.states import SessionState, TaskState
+from bridle.types import Cause
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["complete", "fail", "break", "claim", "cancel", "interrupt"]),
+        st.integers(0, 7),
+    ),
+    max_size=25,
+)
+
+
+def failed(one, cause=Cause.HARNESS_CRASH):
+    result = {"error": "it broke"}
+    return Ended(one.session_id, one.attempt, "ERROR", cause, usable=False, result=result)
+
+
+async def finish(state, *ends):
+    return [await state.finish(one, owner="me", now=NOW) for one in ends]
+
+
+async def states(state, task_id):
+    task = await state.views.task(task_id)
+    rows = await state.views.sessions(task["seq"])
+    return task, {row["session_id"]: row["state"] for row in rows}
+
+
+async def test_a_harness_failure_is_a_result_and_infrastructure_is_run_again_so_often(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2, max_attempts=2))
+        first, second = await claim(state)
+        ends = await finish(state, failed(first), failed(second, Cause.INFRASTRUCTURE))
+        assert [one.what for one in ends] == ["final", "again"]
+        (again,) = await claim(state)
+        (last,) = await finish(state, failed(again, Cause.INFRASTRUCTURE))
+        assert (last.what, last.task_id) == ("final", "a")
+        row = await state.views.session("a.1")
+        assert (row["attempt"], '"why":"failed"' in row["earlier"]) == (2, True)
+        assert (await state.views.task("a"))["state"] == TaskState.FAILED
+
+
+async def test_early_stop_ends_what_runs_and_tells_what_never_began(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 6, early_stop_min_usable_sessions=2))
+        one, two, three, four = await claim(state, 4)
+        await finish(state, done(one), failed(three))
+        (stopped,) = await finish(state, done(two))
+        assert stopped.run_ids == (four.run_id,)
+        assert await claim(state) == []
+        cancelled = Ended("a.3", 1, "CANCELLED", Cause.CANCELLED, usable=False, result={})
+        (last,) = await finish(state, cancelled)
+        assert last.task_id == "a"
+        task, sessions = await states(state, "a")
+        assert (task["state"], task["stopped"], task["usable"]) == ("completed", "early_stop", 2)
+        assert list(sessions.values()) == [
+            *("COMPLETED", "COMPLETED", "ERROR", "CANCELLED", "CANCELLED", "CANCELLED"),
+        ]
+
+
+async def test_a_group_needs_its_fraction(tmp_path):
+    async with a_state(tmp_path) as state:
+        for name, fraction in (("a", 0.5), ("b", 0.51), ("c", 0.0)):
+            await submit(state, submission(name, 2, min_completed_fraction=fraction))
+        for one in await claim(state):
+            await finish(state, done(one) if one.sample_index else failed(one))
+        found = [(await state.views.task(name))["state"] for name in "abc"]
+        assert found == ["completed", "failed", "completed"]
+
+
+async def test_unusable_sessions_are_refilled_so_often(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2, max_refills=2))
+        one, two = await claim(state)
+        await finish(state, failed(one), done(two))
+        (refill,) = await claim(state)
+        assert refill.session_id == "a.2"
+        await finish(state, failed(refill))
+        (last,) = await claim(state)
+        (end,) = await finish(state, failed(last))
+        assert end.task_id == "a"
+        task, _ = await states(state, "a")
+        assert (task["samples"], task["target"], task["ended"], task["usable"]) == (2, 4, 4, 1)
+
+
+async def test_a_cancelled_task_ends_when_its_last_run_does(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 3), submission("queued", 2))
+        one, two = await claim(state, 2)
+        await finish(state, failed(two, Cause.INFRASTRUCTURE))  # waits to be run again
+        stopped = await state.stop_task("a", "cancelled", now=NOW)
+        assert (stopped.run_ids, stopped.task_id) == ((one.run_id,), None)
+        (end,) = await finish(state, done(one))
+        assert end.task_id == "a"
+        task, sessions = await states(state, "a")
+        assert task["state"] == TaskState.CANCELLED
+        assert list(sessions.values()) == ["COMPLETED", "CANCELLED", "CANCELLED"]
+        assert (await state.stop_task("a", "cancelled", now=NOW)).what == "lost"
+        assert (await state.stop_task("queued", "cancelled", now=NOW)).task_id == "queued"
+        assert await state.stop_task("nobody", "cancelled", now=NOW) is None
+
+
+async def test_a_waiting_session_is_cancelled_alone(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2))
+        one, two = await claim(state)
+        await finish(state, failed(two, Cause.INFRASTRUCTURE))
+        assert (await state.stop_waiting("a.0", "cancelled", now=NOW)).what == "lost"
+        assert (await state.stop_waiting("a.1", "cancelled", now=NOW)).what == "final"
+        assert (await finish(state, done(one)))[0].task_id == "a"
+
+
+async def test_a_session_that_kills_its_server_each_time_is_given_up(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a"))
+        for _ in range(MAX_INTERRUPTIONS):
+            (one,) = await claim(state)
+            ended = await state.put_back(
+                one.session_id, one.attempt, owner="me", why="interrupted", now=NOW
+            )
+        assert ended.task_id == "a"
+        assert "died 20 times" in (await state.views.session("a.0"))["result"]
+
+
+async def test_a_callback_is_made_with_each_result_and_has_the_same_id_ever_after(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2, callback_url="http://127.0.0.1:9/x"))
+        await finish(state, *(done(one) for one in await claim(state)))
+        rows = await state.views.callbacks(after=0, limit=9)
+        assert [row["session_id"] for row in rows] == ["a.0", "a.1", None]
+        assert [row["delivery_id"] for row in rows] == [
+            delivery_id("a", session) for session in ("a.0", "a.1", None)
+        ]
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=12
+)
+@given(
+    EVENTS,
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.none() | st.integers(1, 3),
+)
+async def test_whatever_happens_every_sample_ends_exactly_once(
+    tmp_path_factory, events, samples, refills, early
+):
+    """The law of the room: accounts add up at every step, and everything comes to its end."""
+    async with a_state(tmp_path_factory.mktemp("law")) as state:
+        task = submission(
+            "t", samples, max_refills=refills, max_attempts=2, early_stop_min_usable_sessions=early
+        )
+        await submit(state, task)
+        running, finals = {}, []
+
+        async def apply(what, which):
+            if what == "claim":
+                running.update({one.run_id: one for one in await claim(state, 1 + which % 2)})
+            elif what == "cancel":
+                await state.stop_task("t", "cancelled", now=NOW)
+            elif running:
+                one = running.pop(sorted(running)[which % len(running)])
+                if what == "interrupt":
+                    ended = await state.put_back(
+                        one.session_id, one.attempt, owner="me", why="interrupted", now=NOW
+                    )
+                else:
+                    cause = Cause.INFRASTRUCTURE if what == "break" else Cause.HARNESS_CRASH
+                    end = done(one) if what == "complete" else failed(one, cause)
+                    ended = (await finish(state, end))[0]
+                assert ended.what != "lost"
+                finals.append(ended.task_id)
+
+        for what, which in events:
+            await apply(what, which)
+            row = await state.views.task("t")
+            sessions = await state.views.sessions(row["seq"])
+            over = [one for one in sessions if one["ended_at"] is not None]
+            assert row["ended"] == len(over)
+            assert row["expanded"] == len(sessions)
+            assert row["usable"] == sum(one["usable"] for one in sessions)
+        for _ in range(100):
+            await apply("claim", 1)
+            if not running:
+                break
+            await apply("complete", 0)
+        row, sessions = await states(state, "t")
+        assert TaskState(row["state"]) in (
+            TaskState.COMPLETED,
+            TaskState.FAILED,
+            TaskState.CANCELLED,
+        )
+        assert len(sessions) == row["target"] >= samples
+        assert not {SessionState.QUEUED, SessionState.RUNNING} & set(sessions.values())
+        assert sum(name is not None for name in finals) <= 1
+        assert row["done_seq"] == 1

@@ -1,0 +1,110 @@
+import asyncio
+import sqlite3
+
+import pytest
+from sqlalchemy import insert, select
+
+from bridle.errors import ConfigError, StateError
+from bridle.server import tables as t
+from bridle.server.database import Database, database_url, until_done
+
+
+def test_a_path_is_a_sqlite_file_and_urls_get_their_async_driver():
+    assert database_url("/tmp/x.sqlite") == "sqlite+aiosqlite:////tmp/x.sqlite"
+    assert database_url("postgresql://u:p@h/d") == "postgresql+asyncpg://u:p@h/d"
+    with pytest.raises(ConfigError, match="'mysql' is not known"):
+        database_url("mysql://h/d")
+    with pytest.raises(ConfigError, match="database: "):
+        database_url("postgresql://h:port/d")
+
+
+async def test_opening_twice_finds_what_was_written(tmp_path):
+    for _ in range(2):
+        async with await Database.open(tmp_path / "a.sqlite") as database:
+            async with database.write() as connection:
+                await connection.execute(t.numbers.update().values(value=7))
+            async with database.read() as connection:
+                values = (await connection.execute(select(t.numbers.c.value))).scalars().all()
+            assert set(values) == {7}
+
+
+async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
+    async with await Database.open(tmp_path / "a.sqlite") as database:
+
+        async def fail():
+            async with database.write() as connection:
+                await connection.execute(insert(t.numbers).values(name="new", value=1))
+                raise ValueError("mine")
+
+        with pytest.raises(ValueError, match="mine"):
+            await fail()
+        async with database.read() as connection:
+            assert "new" not in (await connection.execute(select(t.numbers.c.name))).scalars()
+
+
+async def test_writers_of_one_process_queue_and_none_is_lost(tmp_path):
+    async with await Database.open(tmp_path / "a.sqlite") as database:
+
+        async def add():
+            async with database.write() as connection:
+                row = select(t.numbers.c.value).where(t.numbers.c.name == "paused")
+                value = (await connection.execute(row)).scalar_one()
+                await asyncio.sleep(0)
+                change = t.numbers.update().where(t.numbers.c.name == "paused")
+                await connection.execute(change.values(value=value + 1))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(add())
+        async with database.read() as connection:
+            row = select(t.numbers.c.value).where(t.numbers.c.name == "paused")
+            assert (await connection.execute(row)).scalar_one() == 20
+
+
+async def test_a_database_that_cannot_be_opened_is_a_state_error(tmp_path):
+    with pytest.raises(StateError, match="cannot be used: unable to open"):
+        await Database.open(tmp_path / "no-folder" / "a.sqlite")
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "a.sqlite").write_bytes(b"something else" * 100)
+    with pytest.raises(StateError, match="not a database"):
+        await Database.open(tmp_path / "a.sqlite")
+
+
+async def test_a_writer_waits_for_another_process_that_holds_the_lock(tmp_path):
+    async with await Database.open(tmp_path / "a.sqlite") as database:
+        other = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+
+        async def write():
+            async with database.write() as connection:
+                await connection.execute(insert(t.numbers).values(name="late", value=1))
+
+        async with asyncio.TaskGroup() as group:
+            writing = group.create_task(write())
+            await asyncio.sleep(0.05)
+            assert not writing.done()
+            other.execute("COMMIT")
+        other.close()
+
+
+async def test_what_cannot_be_done_is_tried_until_it_can():
+    left = [StateError("locked"), StateError("full")]
+
+    async def attempt():
+        if left:
+            raise left.pop()
+        return "done"
+
+    assert await until_done(attempt, "testing") == "done"
+
+
+async def test_a_server_that_stops_does_not_try_for_ever():
+    async def attempt():
+        raise StateError("gone")
+
+    closing = asyncio.Event()
+    closing.set()
+    with pytest.raises(StateError, match="gone"):
+        await until_done(attempt, "testing", closing=closing)

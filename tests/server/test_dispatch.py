@@ -1,0 +1,189 @@
+"""From a free slot to a stored result, with workers that do as they are told."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from tests.server.house import (
+    FakeWorkers,
+    a_service,
+    ended,
+    failure,
+    result,
+    submission,
+    trace,
+    until,
+)
+
+from bridle.config import Task
+from bridle.errors import ConfigError, StoreError
+from bridle.server.dispatch import is_usable, versions_of
+from bridle.trajectory.sample import Trajectory
+
+TASK = Task(task_id="t", instruction="x")
+
+
+async def submit(service, *submissions):
+    return await service.submit(submissions, owner="o")
+
+
+async def test_sessions_run_in_free_slots_and_their_results_are_kept(tmp_path):
+    workers = FakeWorkers(capacity=2)
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a", 5))
+        task = await ended(service, "a")
+        assert (task["state"], task["usable"]) == ("completed", 5)
+        assert sorted(workers.ran) == [f"a.{index}" for index in range(5)]
+        (row, *_) = await service.views.sessions(task["seq"])
+        kept = await service.files.read(row["file"])
+        assert (kept.session_id, kept.metadata["run_id"]) == ("a.0", "a.0")
+        assert (row["version_min"], row["version_max"]) == (3, 3)
+
+
+async def test_never_more_runs_than_there_is_room_for(tmp_path):
+    workers = FakeWorkers(capacity=3, held=True)
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a", 5))
+        await until(lambda: len(workers.living) == 3)
+        workers.let("a.1")
+        await until(lambda: "a.3" in workers.living)
+        assert len(workers.living) == 3
+        for name in ("a.0", "a.2", "a.3", "a.4"):
+            await until(lambda name=name: name in workers.living)
+            workers.let(name)
+        await ended(service, "a")
+
+
+async def test_infrastructure_failures_are_run_again_and_no_file_of_theirs_stays(tmp_path):
+    workers = FakeWorkers(answers={"a.0": failure(), "a.0.r2": StoreError("full")})
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a"))
+        task = await ended(service, "a")
+        assert workers.ran == ["a.0", "a.0.r2", "a.0.r3"]
+        (row,) = await service.views.sessions(task["seq"])
+        assert (row["state"], row["attempt"]) == ("COMPLETED", 3)
+        files = [path.name for path in (tmp_path / "trajectories").rglob("*.parquet")]
+        assert files == ["a.0.r3.parquet"]
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a bug"), StoreError("full")])
+async def test_a_run_that_raises_ends_as_infrastructure_and_does_not_hang(tmp_path, fault):
+    workers = FakeWorkers(answers={"a": fault})
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a", max_attempts=2))
+        task = await ended(service, "a")
+        (row,) = await service.views.sessions(task["seq"])
+        assert (row["state"], row["attempt"]) == ("ERROR", 2)
+        assert '"cause":"infrastructure"' in row["result"]
+
+
+async def test_a_task_whose_parts_are_gone_is_not_tried_again(tmp_path):
+    workers = FakeWorkers(answers={"a": ConfigError("unknown harness 'x'")})
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a"))
+        await ended(service, "a")
+        assert workers.ran == ["a.0"]
+
+
+async def test_a_result_waits_for_room_on_the_disk(tmp_path):
+    blocked = tmp_path / "trajectories"
+    blocked.write_text("in the way")
+    workers = FakeWorkers(held=True)
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a"))
+        await until(lambda: workers.living)
+        workers.let("a.0")
+        await until(lambda: not workers.living)
+        blocked.unlink()
+        await ended(service, "a")
+        assert workers.ran == ["a.0"]
+
+
+async def test_a_cancelled_run_gives_its_result_and_one_that_is_just_starting_never_runs(tmp_path):
+    workers = FakeWorkers(held=True)
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a", 2))
+        await until(lambda: len(workers.living) == 2)
+        await service.cancel_task("a")
+        task = await ended(service, "a")
+        assert task["state"] == "cancelled"
+        rows = await service.views.sessions(task["seq"])
+        assert {row["state"] for row in rows} == {"CANCELLED"}
+
+
+async def test_groups_are_held_back_by_version_lag_and_go_on_with_the_next_version(tmp_path):
+    workers = FakeWorkers(capacity=9)
+    async with a_service(tmp_path, workers, max_version_lag=1, groups_per_version=1) as service:
+        await submit(service, *(submission(name) for name in "abcd"))
+        await ended(service, "b")
+        await asyncio.sleep(0.05)
+        assert workers.ran == ["a.0", "b.0"]
+        await service.set_policy(version_of(1))
+        await ended(service, "c")
+        assert "d.0" not in workers.ran
+
+
+async def test_unacknowledged_groups_hold_new_ones_back(tmp_path):
+    workers = FakeWorkers(capacity=1)
+    async with a_service(tmp_path, workers, max_unacked_groups=1) as service:
+        await submit(service, submission("a"), submission("b"))
+        await ended(service, "a")
+        await asyncio.sleep(0.05)
+        assert workers.ran == ["a.0"]
+        await service.ack(cursor=1, task_ids=())
+        await ended(service, "b")
+
+
+async def test_so_many_groups_are_in_flight_and_each_gets_all_its_slots(tmp_path):
+    workers = FakeWorkers(capacity=4, held=True)
+    async with a_service(tmp_path, workers, max_inflight_groups=1) as service:
+        await submit(service, submission("a", 2), submission("b", 1))
+        await until(lambda: len(workers.living) == 2)
+        workers.let("a.0")
+        await until(lambda: "a.0" not in workers.living)
+        assert "b.0" not in workers.ran
+        workers.let("a.1")
+        await until(lambda: "b.0" in workers.living)
+        workers.let("b.0")
+        await ended(service, "b")
+
+
+async def test_a_stopping_server_puts_its_runs_back_and_the_next_one_runs_them(tmp_path):
+    held = FakeWorkers(held=True)
+    async with a_service(tmp_path, held) as service:
+        await submit(service, submission("a", 2))
+        await until(lambda: len(held.living) == 2)
+        held.let("a.0")
+        await until(lambda: len(held.living) == 1)
+        await until(lambda: one_ended(service))
+    workers = FakeWorkers()
+    async with a_service(tmp_path, workers) as service:
+        task = await ended(service, "a")
+        assert (task["state"], workers.ran) == ("completed", ["a.1.r2"])
+
+
+async def one_ended(service):
+    return (await service.views.task("a"))["ended"] == 1
+
+
+def version_of(number):
+    from bridle.gateway.weights import SetPolicy
+
+    return SetPolicy(version=number)
+
+
+def test_what_counts_for_a_group():
+    assert is_usable(result("r", TASK, 0))
+    late = {"status": "TIMEOUT", "cause": "timeout"}
+    assert is_usable(result("r", TASK, 0, **late))
+    assert not is_usable(result("r", TASK, 0, **late, reward=None))
+    assert not is_usable(result("r", TASK, 0, **late, traces=0))
+    assert not is_usable(result("r", TASK, 0, status="ERROR", cause="evaluator"))
+
+
+def test_the_versions_of_a_trajectory_are_those_of_its_sampled_tokens():
+    mixed = dataclasses.replace(trace(4), versions=np.array([-1, 5, 7, -1], dtype=np.int32))
+    whole = Trajectory("s", "COMPLETED", (mixed, trace(2, version=6)), None, None, {})
+    assert versions_of(whole) == (5, 7)
+    assert versions_of(Trajectory("s", "ERROR", (), None, None, {})) == (None, None)

@@ -1,0 +1,47 @@
+import pytest
+from tests.server.house import trace
+
+from bridle.bridges import parquet
+from bridle.errors import StoreError
+from bridle.server.files import TrajectoryFiles
+from bridle.trajectory.result import trajectory_bytes
+from bridle.trajectory.sample import Trajectory
+
+WHOLE = Trajectory("s", "COMPLETED", (trace(), trace(9)), 1.0, None, {"stats": {"traces": 2}})
+EMPTY = Trajectory("s", "ERROR", (), None, "it broke", {"a": 1})
+
+
+@pytest.mark.parametrize("trajectory", [WHOLE, EMPTY], ids=["traces", "none"])
+@pytest.mark.parametrize("root", ["folder", "memory://bridle-test-files"])
+async def test_what_is_written_is_read_back(tmp_path, root, trajectory):
+    files = TrajectoryFiles(root if "://" in root else tmp_path / root, parquet)
+    name = files.name("s.0")
+    size = await files.write(name, trajectory)
+    assert size > 100
+    assert trajectory_bytes(await files.read(name)) == trajectory_bytes(trajectory)
+    await files.remove(name)
+    await files.remove(name)
+    with pytest.raises(StoreError, match="cannot read"):
+        await files.read(name)
+
+
+async def test_a_write_that_fails_leaves_no_file_of_that_name(tmp_path):
+    (tmp_path / "root").write_text("no folder")
+    files = TrajectoryFiles(tmp_path / "root", parquet)
+    with pytest.raises(StoreError, match="cannot write"):
+        await files.write(files.name("s"), WHOLE)
+
+
+async def test_a_file_is_written_aside_and_moved_into_its_place(tmp_path):
+    files = TrajectoryFiles(tmp_path, parquet)
+    name = files.name("s")
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / f"{name}.part").write_bytes(b"torn by a kill")
+    await files.write(name, WHOLE)
+    assert [path.name for path in tmp_path.rglob("*.parquet*")] == ["s.parquet"]
+
+
+def test_the_files_of_many_runs_lie_in_many_folders():
+    files = TrajectoryFiles("x", parquet)
+    folders = {files.name(f"run-{number}").partition("/")[0] for number in range(2000)}
+    assert len(folders) > 200

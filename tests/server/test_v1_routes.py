@@ -1,0 +1,199 @@
+import asyncio
+
+import msgspec
+import pyarrow as pa
+import pytest
+from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
+
+from bridle.trajectory.packed import from_packed
+from bridle.trajectory.result import trajectory_json
+
+
+async def submit(http, *bodies):
+    return await http.post("/v1/tasks", json={"tasks": [*bodies]})
+
+
+async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
+    async with an_app(tmp_path) as http:
+        told = await submit(http, body("a"), body("b"))
+        assert told.json() == {
+            "tasks": [{"task_id": "a", "new": True}, {"task_id": "b", "new": True}]
+        }
+        wrong = body("d", agent={"harness": "nope"})
+        told = await submit(http, body("c"), wrong)
+        assert told.status_code == 422
+        assert (told.json()["error"]["task_id"], told.json()["error"]["index"]) == ("d", 1)
+        assert (await submit(http, body("c"), body("c"))).status_code == 422
+        assert (await http.get("/v1/tasks/c")).status_code == 404
+        told = await submit(http, body("b"), body("c"))
+        assert [one["new"] for one in told.json()["tasks"]] == [False, True]
+
+
+async def test_our_default_builder_is_prefix_merging(tmp_path):
+    async with an_app(tmp_path) as http:
+        await submit(http, body("a"))
+        spec = (await http.service.views.task("a"))["spec"]
+        assert '"strategy":"prefix_merging"' in spec
+
+
+async def test_tasks_are_listed_by_state_and_shown(tmp_path):
+    async with an_app(tmp_path, FakeWorkers(answers={"b": failure("harness_crash")})) as http:
+        await submit(http, body("a", dispatch_priority=3), body("b"))
+        await ended(http.service, "a")
+        await ended(http.service, "b")
+        told = (await http.get("/v1/tasks?state=failed")).json()
+        assert [one["task_id"] for one in told["tasks"]] == ["b"]
+        assert (await http.get("/v1/tasks?state=lost")).status_code == 422
+        told = (await http.get("/v1/tasks/a?wait_s=30")).json()
+        assert (told["state"], told["priority"], told["usable_sessions"]) == ("completed", 3, 1)
+
+
+async def test_waiting_for_a_task_ends_with_it(tmp_path):
+    workers = FakeWorkers(held=True)
+    async with an_app(tmp_path, workers) as http:
+        await submit(http, body("a"))
+        await until(lambda: workers.living)
+        assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(http.get("/v1/tasks/a?wait_s=60"))
+            await asyncio.sleep(0.02)
+            workers.let("a.0")
+        assert waiting.result().json()["state"] == "completed"
+
+
+async def test_tasks_and_sessions_are_cancelled(tmp_path):
+    workers = FakeWorkers(capacity=2, held=True)
+    async with an_app(tmp_path, workers) as http:
+        await submit(http, body("a", 2), body("b"), body("c"))
+        await until(lambda: len(workers.living) == 2)
+        told = await http.delete("/v1/sessions/a.0")
+        assert told.status_code == 200
+        assert (await http.delete("/v1/sessions/x")).status_code == 404
+        told = await http.post("/v1/tasks/cancel", json={"task_ids": ["a", "nobody"]})
+        assert told.json() == {"unknown": ["nobody"]}
+        await ended(http.service, "a")
+        assert (await http.delete("/v1/tasks/b")).status_code == 200
+        assert (await http.delete("/v1/tasks/nobody")).status_code == 404
+        assert (await http.get("/v1/tasks/b?wait_s=30")).json()["state"] == "cancelled"
+        await until(lambda: "c.0" in workers.living)
+        workers.let("c.0")
+        await ended(http.service, "c")
+
+
+async def test_a_trajectory_comes_as_json_msgpack_or_arrow(tmp_path):
+    async with an_app(tmp_path) as http:
+        await submit(http, body("a"))
+        await ended(http.service, "a")
+        path = "/v1/sessions/a.0/trajectory"
+        plain = (await http.get(path)).json()
+        packed = await http.get(path, headers={"accept": "application/msgpack"})
+        assert trajectory_json(from_packed(msgspec.msgpack.decode(packed.content))) == plain
+        kind = "application/vnd.apache.arrow.stream"
+        arrow = await http.get(path, headers={"accept": kind})
+        assert arrow.headers["content-type"] == kind
+        table = pa.ipc.open_stream(arrow.content).read_all()
+        assert table.column("response_ids").to_pylist() == [plain["traces"][0]["response_ids"]]
+
+
+async def test_what_has_no_trajectory_says_so(tmp_path):
+    workers = FakeWorkers(held=True)
+    async with an_app(tmp_path, workers) as http:
+        await submit(http, body("a"))
+        await until(lambda: workers.living)
+        told = await http.get("/v1/sessions/a.0/trajectory")
+        assert (told.status_code, "has not ended" in told.text) == (404, True)
+        assert (await http.get("/v1/sessions/a.0")).json()["status"] == "RUNNING"
+        assert (await http.get("/v1/sessions/none/trajectory")).status_code == 404
+        workers.let("a.0")
+        await ended(http.service, "a")
+
+
+async def test_artifacts_are_files_of_the_run_and_nothing_else(tmp_path):
+    log = tmp_path / "stdout.log"
+    log.write_text("hello")
+    async with an_app(tmp_path, FakeWorkers(artifacts={("a.0", "stdout.log"): log})) as http:
+        await submit(http, body("a"))
+        await ended(http.service, "a")
+        assert (await http.get("/v1/sessions/a.0/artifacts/stdout.log")).text == "hello"
+        assert (await http.get("/v1/sessions/a.0/artifacts/none")).status_code == 404
+
+
+async def test_groups_come_again_until_they_are_acknowledged(tmp_path):
+    async with an_app(tmp_path) as http:
+        await submit(http, body("a", 2), body("b"))
+        for name in "ab":
+            await ended(http.service, name)
+        first = (await http.get("/v1/groups?limit=1")).json()
+        again = (await http.get("/v1/groups?limit=1")).json()
+        assert first == again
+        (group,) = first["groups"]
+        assert len(group["sessions"]) == group["total_sessions"]
+        assert "results" not in group
+        told = await http.post("/v1/groups/ack", json={"cursor": first["cursor"]})
+        assert told.json() == {"acked": 1}
+        rest = (await http.get("/v1/groups?include=trajectories")).json()
+        assert [one["task_id"] for one in rest["groups"]] != [group["task_id"]]
+        assert rest["groups"][0]["results"][0]["trajectory"]["traces"]
+        told = (await http.get(f"/v1/groups?cursor={rest['cursor']}")).json()
+        assert told == {"groups": [], "cursor": rest["cursor"]}
+
+
+async def test_a_reader_of_groups_waits_for_the_next_one(tmp_path):
+    async with an_app(tmp_path) as http:
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(http.get("/v1/groups?wait_s=60"))
+            await asyncio.sleep(0.02)
+            await submit(http, body("a"))
+        assert [one["task_id"] for one in waiting.result().json()["groups"]] == ["a"]
+
+
+async def test_packed_groups_hold_whole_results(tmp_path):
+    async with an_app(tmp_path) as http:
+        await submit(http, body("a"))
+        await ended(http.service, "a")
+        told = await http.get(
+            "/v1/groups?include=trajectories", headers={"accept": "application/msgpack"}
+        )
+        (group,) = msgspec.msgpack.decode(told.content)["groups"]
+        assert from_packed(group["results"][0]["trajectory"]).reward == 1.0
+
+
+async def test_dead_callbacks_are_listed_and_replayed(tmp_path):
+    async with an_app(tmp_path) as http:
+        task = submission("a", callback_url="http://127.0.0.1:9/x")
+        await http.service.submit([task], owner="o")
+        await ended(http.service, "a")
+        (first, last) = (await http.get("/v1/callbacks")).json()["callbacks"]
+        assert (await http.post(f"/v1/callbacks/{first['delivery_id']}/replay")).status_code == 404
+        for one in (first, last):
+            await http.service.state.note_callback(
+                one["delivery_id"], tries=1, fault="500", dead=True, now=1.0, next_at=1.0
+            )
+        dead = (await http.get("/v1/callbacks?state=dead")).json()["callbacks"]
+        assert [one["error"] for one in dead] == ["500", "500"]
+        told = await http.post(f"/v1/callbacks/{first['delivery_id']}/replay")
+        assert told.json() == {"replayed": 1}
+        assert (await http.post("/v1/callbacks/replay")).json() == {"replayed": 1}
+
+
+async def test_pace_and_policy_are_steered(tmp_path):
+    workers = FakeWorkers()
+    async with an_app(tmp_path, workers) as http:
+        assert (await http.post("/v1/pause")).json()["paused"] is True
+        assert (await http.post("/v1/drain?timeout_s=1")).json()["running"] == 0
+        assert (await http.post("/v1/resume")).json()["paused"] is False
+        told = await http.post("/policy", json={"version": 7, "hold": "wait", "timeout_s": 3})
+        assert told.json()["version"] == 7
+        assert (workers.asked[-1].hold, workers.asked[-1].timeout_s) == ("wait", 3)
+        assert (await http.get("/policy")).json()["version"] == 7
+        assert (await http.get("/v1/status")).json()["policy"]["version"] == 7
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"version": "x"}, {"hold": "maybe"}, {"weights": "/w"}, {"a": 1}]
+)
+async def test_a_wrong_policy_changes_nothing(tmp_path, wrong):
+    workers = FakeWorkers()
+    async with an_app(tmp_path, workers) as http:
+        assert (await http.post("/policy", json=wrong)).status_code == 422
+        assert workers.asked == []

@@ -1,0 +1,103 @@
+from tests.server.house import submission
+from tests.server.test_closing import failed
+from tests.server.test_state import NOW, a_state, claim, done, submit
+
+from bridle.server.states import DeliveryState, TaskState
+from bridle.server.views import is_final
+
+
+async def end(state, *names):
+    """End the one session of each of these tasks, in this order."""
+    claims = {one.task_id: one for one in await claim(state)}
+    for name in names:
+        await state.finish(done(claims[name]), owner="me", now=NOW)
+
+
+async def names(state, **query):
+    return [row["task_id"] for row in await state.views.groups(**{"after": 0, "limit": 9, **query})]
+
+
+async def test_groups_come_as_they_end_as_submitted_or_by_priority(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(
+            state,
+            submission("a"),
+            submission("b", dispatch_priority=5),
+            submission("c"),
+            submission("d"),
+        )
+        await end(state, "c", "a", "b")
+        assert await names(state) == ["c", "a", "b"]
+        assert await names(state, order="submitted") == ["a", "b", "c"]
+        assert await names(state, order="priority") == ["b", "c", "a"]
+        assert await names(state, after=1) == ["a", "b"]
+        assert await names(state, limit=1) == ["c"]
+
+
+async def test_in_the_order_of_submission_none_comes_before_those_ahead_of_it(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, *(submission(name) for name in "abc"))
+        await end(state, "a", "c")
+        assert await names(state, order="submitted") == ["a"]
+
+
+async def test_acknowledged_groups_come_only_when_asked_for(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a"), submission("b"))
+        await end(state, "a", "b")
+        await state.ack(cursor=None, task_ids=["a"], now=NOW)
+        assert await names(state) == ["b"]
+        assert await names(state, acked=True) == ["a", "b"]
+
+
+async def test_pages_go_on_where_the_last_one_ended(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, *(submission(name, 3) for name in "abc"))
+        first = await state.views.tasks(after=0, limit=2)
+        rest = await state.views.tasks(after=first[-1]["seq"], limit=2)
+        assert [row["task_id"] for row in [*first, *rest]] == ["a", "b", "c"]
+        await claim(state, 3)
+        sessions = await state.views.sessions(first[0]["seq"], after=0, limit=1)
+        assert [row["session_id"] for row in sessions] == ["a.1"]
+        assert await state.views.sessions(first[0]["seq"], final=True) == []
+        queued = await state.views.tasks(after=0, limit=9, state=TaskState.QUEUED)
+        assert [row["task_id"] for row in queued] == ["b", "c"]
+
+
+async def test_counts_and_paces(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", callback_url="http://h/x"), submission("b", 2))
+        one, two = await claim(state, 2)
+        await state.finish(failed(one), owner="me", now=NOW)
+        counts = await state.views.counts()
+        assert counts.tasks == {"failed": 1, "running": 1}
+        assert counts.sessions == {"ERROR": 1, "RUNNING": 1}
+        assert (counts.waiting, counts.unacked) == (1, 1)
+        assert counts.callbacks == {"pending": 2}
+        assert await state.views.inflight_groups() == 1
+        assert await state.views.unacked_groups() == 1
+        assert await state.views.started_groups() == 2
+        running = await state.views.running_since(1)
+        assert [row["session_id"] for row in running] == [two.session_id]
+        assert is_final(await state.views.task("a"))
+        assert not is_final(await state.views.task("b"))
+        assert await state.views.file_bytes() == 0
+
+
+async def test_callbacks_are_due_in_their_order(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", callback_url="http://h/x"))
+        assert await state.views.next_callback() is None
+        await end(state, "a")
+        first, last = await state.views.due_callbacks(now=NOW, limit=9)
+        assert (first["session_id"], last["session_id"]) == ("a.0", None)
+        later = {"tries": 1, "fault": "500", "dead": False, "now": NOW, "next_at": NOW + 5}
+        await state.note_callback(first["delivery_id"], **later)
+        due = await state.views.due_callbacks(now=NOW, limit=9)
+        assert [row["session_id"] for row in due] == [None]
+        assert await state.views.next_callback() == NOW
+        await state.note_callback(last["delivery_id"], **(later | {"dead": True}))
+        dead = await state.views.callbacks(after=0, limit=9, state=DeliveryState.DEAD)
+        assert [row["error"] for row in dead] == ["500"]
+        assert await state.replay(None, now=NOW) == 1
+        assert await state.replay(first["delivery_id"], now=NOW) == 0

@@ -1,0 +1,95 @@
+"""The real node behind the service: what ends, what was cut off, what a file is."""
+
+import pytest
+from tests.lifecycle.house import a_node, checked, task
+from tests.server.house import ended, submission
+
+from bridle.bridges import parquet
+from bridle.capture.records import Outcome
+from bridle.capture.sqlite import SqliteStore
+from bridle.errors import ConfigError
+from bridle.gateway.weights import SetPolicy
+from bridle.lifecycle.run_folder import RunFolder
+from bridle.server.database import Database
+from bridle.server.files import TrajectoryFiles
+from bridle.server.service import Service
+from bridle.server.workers import KILLED, NodeWorkers, ServerFolder
+
+
+def work(task_id="t", samples=1):
+    """A task that a real agent does in a real runtime."""
+    whole = submission(task_id, samples)
+    real = task(task_id=task_id, evaluator=checked())
+    return whole.model_copy(
+        update={"agent": real.agent, "evaluator": real.evaluator, "budgets": real.budgets}
+    )
+
+
+async def test_a_task_is_done_by_a_node_and_its_result_kept(tmp_path):
+    async with a_node(tmp_path) as node, await Database.open(tmp_path / "s.sqlite") as database:
+        workers = NodeWorkers(node, node.gateway, node.store)
+        files = TrajectoryFiles(tmp_path / "trajectories", parquet)
+        async with Service(database=database, files=files, workers=workers) as service:
+            await service.submit([work()], owner="o")
+            row = await ended(service, "t")
+            (session,) = await service.views.sessions(row["seq"])
+            assert (row["state"], session["state"]) == ("completed", "COMPLETED")
+            trajectory = await files.read(session["file"])
+            assert trajectory.metadata["stats"]["tokens_trained"] > 0
+            assert trajectory.reward == 1.0
+            log = workers.artifact("t.0", "stdout.log")
+            assert log is not None
+            assert log.read_text().strip() == "It is done."
+            assert workers.artifact("t.0", "../../run.json") is None
+            assert workers.artifact("t.0", "none.log") is None
+            assert service.stage("t.0", 1) is None
+
+
+async def test_a_run_that_had_ended_is_recalled_and_one_that_had_not_is_closed(tmp_path):
+    async with (
+        await SqliteStore.open(tmp_path / "capture.sqlite") as store,
+        a_node(tmp_path, store=store) as node,
+    ):
+        await node.run(task(task_id="whole"), 0, session_id="whole.0")
+        await node.gateway.open_session("cut.0", task_id="cut")
+    async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
+        (tmp_path / "again").mkdir()
+        async with a_node(tmp_path / "again", store=store) as node:
+            workers = NodeWorkers(node, node.gateway, store)
+            found = await workers.recall("whole.0")
+            assert found is not None
+            assert (found.status, found.task_id) == ("COMPLETED", "whole")
+            assert await workers.recall("never.0") is None
+            assert await workers.recall("cut.0") is None
+            outcome = store.outcome("cut.0")
+            assert outcome is not None
+            assert outcome.error == KILLED
+            assert await workers.recall("cut.0") is None  # and at the next start again
+
+
+async def test_a_run_that_the_stopping_server_ended_did_not_come_to_its_end(tmp_path):
+    async with a_node(tmp_path) as node:
+        await node.gateway.open_session("a.0", task_id="a")
+        await node.gateway.seal("a.0")
+        await node.store.close_session(
+            Outcome(session_id="a.0", status="CANCELLED", ended_at=1.0, reward=None)
+        )
+        assert await NodeWorkers(node, node.gateway, node.store).recall("a.0") is None
+
+
+async def test_the_policy_is_the_gateways(tmp_path):
+    async with a_node(tmp_path) as node:
+        workers = NodeWorkers(node, node.gateway, node.store)
+        await workers.set_policy(SetPolicy(version=5))
+        assert workers.policy()["version"] == 5
+        assert workers.capacity == node.capacity
+        assert workers.cancel("nobody") is False
+
+
+def test_a_servers_folder_is_taken_again_but_not_by_two(tmp_path):
+    with ServerFolder.open(tmp_path / "node"), pytest.raises(ConfigError, match="in use"):
+        ServerFolder.open(tmp_path / "node")
+    with ServerFolder.open(tmp_path / "node") as folder:
+        folder.append(None)  # type: ignore[arg-type]  # it looks at nothing
+        assert isinstance(folder, RunFolder)
+        assert not folder.trajectories.exists()

@@ -1,0 +1,235 @@
+"""The client against a real server with workers that do as they are told."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.server.house import FakeWorkers, a_service, body, ended, failure, served, until
+
+from bridle.client import AsyncClient, Client
+from bridle.config import AgentSpec, RuntimeSpec, Task
+from bridle.errors import ServerError
+from bridle.server.app import serving
+from bridle.server.auth import Role, Token
+
+TOKEN = Token(name="admin", token="a-token-of-sixteen", roles=(Role.ADMIN,))
+
+
+@asynccontextmanager
+async def a_client(tmp_path, workers=None, *, port=0, **settings):
+    async with (
+        a_service(tmp_path, workers, **settings) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=port) as url,
+        AsyncClient(url, token=TOKEN.token, patience_s=10) as client,
+    ):
+        client.service = service  # type: ignore[attr-defined]  # for the tests
+        yield client
+
+
+def task(task_id, samples=1):
+    return Task(
+        task_id=task_id,
+        instruction="Do it.",
+        num_samples=samples,
+        runtime=RuntimeSpec(backend="local"),
+        agent=AgentSpec(harness="command", command="true"),
+    )
+
+
+async def taken(groups, count):
+    """The first `count` groups."""
+    found = []
+    async for group in groups:
+        found.append(group)
+        if len(found) == count:
+            break
+    await groups.aclose()
+    return found
+
+
+async def test_tasks_go_in_and_groups_come_out(tmp_path):
+    workers = FakeWorkers(answers={"b": failure("harness_crash", "it fell")})
+    async with a_client(tmp_path, workers) as client:
+        assert await client.submit_many([task("a", 2), body("b")], dispatch_priority=3) == [
+            *(True, True)
+        ]
+        assert await client.submit(task("a", 2), dispatch_priority=3) is False
+        groups = {one.task_id: one for one in await taken(client.groups(), 2)}
+        assert (groups["a"].state, groups["a"].usable, groups["a"].version_lag) == (
+            *("completed", 2, 0),
+        )
+        first, second = groups["a"].results
+        assert (first.session_id, second.sample_index, first.reward) == ("a.0", 1, 1.0)
+        assert first.trajectory.traces[0].response_ids.tolist() == [0, 1, 2, 3]
+        (failed,) = groups["b"].results
+        assert (failed.status, failed.cause, failed.error) == ("ERROR", "harness_crash", "it fell")
+        assert failed.trajectory.traces == ()
+        assert [one["session_id"] for one in groups["b"].missing] == ["b.0"]
+
+
+async def test_a_consumer_that_dies_sees_what_it_had_not_finished_again(tmp_path):
+    async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
+        await client.submit_many([task(name) for name in "abcd"])
+        for name in "abcd":
+            await ended(client.service, name)
+        seen = await taken(client.groups(page=2), 3)  # it dies with the third in hand
+        assert [one.task_id for one in seen] == ["a", "b", "c"]
+        again = await taken(client.groups(), 2)
+        assert [one.task_id for one in again] == ["c", "d"]
+
+
+async def test_a_consumer_may_acknowledge_by_itself_and_go_on_from_its_cursor(tmp_path):
+    async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
+        await client.submit_many([task(name) for name in "abc"])
+        for name in "abc":
+            await ended(client.service, name)
+        first, second = await taken(client.groups(ack=False, trajectories=False), 2)
+        assert first.results == ()
+        rest = await taken(client.groups(cursor=second.cursor, ack=False), 1)
+        assert [one.task_id for one in rest] == ["c"]
+        assert await client.ack(cursor=second.cursor) == 2
+        assert await client.ack(task_ids=["c"]) == 1
+
+
+@pytest.mark.parametrize("ack", [True, False])
+async def test_groups_by_priority_come_once_each(tmp_path, ack):
+    async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
+        await client.pause()
+        for name, priority in (("low", 1), ("high", 9), ("mid", 5)):
+            await client.submit(task(name), dispatch_priority=priority)
+        await client.resume()
+        for name in ("low", "mid", "high"):
+            await ended(client.service, name)
+        groups = client.groups(order="priority", ack=ack, page=1, quiet_s=0.2)
+        assert [one.task_id async for one in groups] == ["high", "mid", "low"]
+
+
+async def test_it_ends_after_the_quiet_that_was_asked_for(tmp_path):
+    async with a_client(tmp_path) as client:
+        assert [one async for one in client.groups(quiet_s=0.05)] == []
+
+
+async def test_a_server_that_is_restarted_is_waited_for(tmp_path):
+    async with a_client(tmp_path) as client:
+        port = int(client.url.rpartition(":")[2])
+        await client.submit(task("a"))
+        await ended(client.service, "a")
+    async with (
+        AsyncClient(f"http://127.0.0.1:{port}", token=TOKEN.token) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        taking = group.create_task(taken(client.groups(), 2))
+        submitting = group.create_task(client.submit(task("b")))
+        await asyncio.sleep(0.05)
+        async with a_client(tmp_path, port=port):
+            await submitting
+            await until(taking.done)
+    assert [one.task_id for one in taking.result()] == ["a", "b"]
+
+
+async def test_refusals_say_what_is_wrong(tmp_path):
+    async with a_client(tmp_path) as client:
+        with pytest.raises(ServerError, match="unknown harness 'nope'; known: ") as caught:
+            await client.submit(body("a", agent={"harness": "nope"}))
+        assert (caught.value.status, caught.value.code) == (422, "invalid")
+        with pytest.raises(ServerError, match="no task 'nobody'"):
+            await client.task("nobody")
+        async with AsyncClient(client.url, token="wrong") as stranger:
+            with pytest.raises(ServerError, match="a known token is needed"):
+                await stranger.status()
+            with pytest.raises(ServerError, match="token"):
+                async for _ in stranger.events():
+                    pass
+
+
+async def test_a_server_that_is_not_there_is_told_after_the_clients_patience():
+    async with AsyncClient("http://127.0.0.1:1", patience_s=0.2) as client:
+        with pytest.raises(ServerError, match="cannot be reached") as caught:
+            await client.status()
+        assert caught.value.code == "unreachable"
+
+
+async def test_what_runs_is_seen_waited_for_and_ended(tmp_path):
+    workers = FakeWorkers(capacity=2, held=True)
+    async with a_client(tmp_path, workers) as client:
+        await client.submit_many([task("a", 2), task("b"), task("c")])
+        await until(lambda: len(workers.living) == 2)
+        assert [one["status"] for one in await client.sessions("a")] == ["RUNNING", "RUNNING"]
+        with pytest.raises(TimeoutError):
+            await client.wait("a", timeout_s=0.05)
+        await client.cancel_session("a.0")
+        assert await client.cancel("a", "c", "nobody") == ["nobody"]
+        assert (await client.wait("a", timeout_s=10))["state"] == "cancelled"
+        await until(lambda: "b.0" in workers.living)
+        workers.let("b.0")
+        await client.wait("b", timeout_s=10)
+        states = {one["task_id"]: one["state"] async for one in client.tasks()}
+        assert states == {"a": "cancelled", "b": "completed", "c": "cancelled"}
+        assert [one["task_id"] async for one in client.tasks(state="completed")] == ["b"]
+        assert (await client.trajectory("b.0")).session_id == "b.0"
+        with pytest.raises(ServerError, match="no artifact"):
+            await client.artifact("b.0", "stdout.log")
+
+
+async def test_the_server_is_steered(tmp_path):
+    async with a_client(tmp_path) as client:
+        assert (await client.set_policy(version=3))["version"] == 3
+        assert (await client.policy())["version"] == 3
+        assert (await client.drain(1))["paused"] is True
+        assert (await client.resume())["paused"] is False
+        assert (await client.status())["slots"] == 4
+        assert await client.dead_callbacks() == []
+        assert await client.replay() == 0
+        with pytest.raises(ServerError, match="no dead callback"):
+            await client.replay("nothing")
+
+
+async def test_events_are_heard(tmp_path):
+    async with a_client(tmp_path) as client:
+        events = client.events()
+        async with asyncio.TaskGroup() as group:
+            hearing = group.create_task(anext(events))
+            await until(lambda: client.service.events._readers)
+            await client.submit(task("a"))
+        assert hearing.result()["task_id"] == "a"
+        await events.aclose()
+
+
+async def test_the_client_without_await_does_the_same(tmp_path):
+    """In a thread, as a trainer has it, while this loop serves."""
+    async with a_client(tmp_path) as served_client:
+
+        def train():
+            with Client(served_client.url, token=TOKEN.token) as client:
+                assert client.submit_many([task("a", 2), task("b")]) == [True, True]
+                assert client.submit(task("b")) is False
+                names = []
+                for group in client.groups():
+                    names.append(group.task_id)
+                    if len(names) == 2:
+                        break
+                assert client.wait("a", timeout_s=10)["state"] == "completed"
+                assert {one["task_id"] for one in client.tasks()} == {"a", "b"}
+                assert len(client.sessions("a")) == 2
+                assert client.trajectory("a.0").reward == 1.0
+                assert client.set_policy(version=2)["version"] == client.policy()["version"]
+                assert client.pause()["paused"]
+                assert client.drain(0)["running"] == 0
+                assert not client.resume()["paused"]
+                assert client.ack(cursor=9) == 1  # the one that was in hand
+                assert client.cancel("a") == []
+                assert client.cancel_session("a.0")["status"] == "COMPLETED"
+                assert client.dead_callbacks() == []
+                assert client.replay() == 0
+                assert client.task("a")["usable_sessions"] == 2
+                assert client.status()["groups_unacked"] == 0
+                with pytest.raises(ServerError):
+                    client.artifact("a.0", "none")
+            return sorted(names)
+
+        assert await asyncio.to_thread(train) == ["a", "b"]
+
+
+def test_a_client_that_was_not_entered_says_so():
+    with pytest.raises(RuntimeError, match="context manager"):
+        asyncio.run(AsyncClient().status())

@@ -1,0 +1,63 @@
+import msgspec
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.trajectory.packed import from_packed, packed_json
+from bridle.trajectory.result import trajectory_bytes
+from bridle.trajectory.sample import Trace, Trajectory
+
+
+def traces(rewarded):
+    def make(count):
+        rewards = np.linspace(0, 1, count, dtype=np.float32) if rewarded else None
+        return Trace(
+            "t",
+            np.arange(5, dtype=np.int32),
+            np.arange(count, dtype=np.int32),
+            np.ones(count, dtype=np.uint8),
+            np.linspace(-3, 0, count, dtype=np.float32),
+            np.full(count, 7, dtype=np.int32),
+            np.zeros(count, dtype=np.uint8),
+            ("e",),
+            (count,),
+            "stop",
+            "raw",
+            prompt_messages=[{"role": "user", "content": "é"}],
+            tools=[],
+            reward=0.5,
+            token_rewards=rewards,
+        )
+
+    return st.integers(0, 50).map(make)
+
+
+@given(st.booleans().flatmap(lambda rewarded: st.lists(traces(rewarded), max_size=3)))
+def test_a_packed_trajectory_is_the_same_one(made):
+    whole = Trajectory("s", "COMPLETED", tuple(made), 1.0, None, {"stats": {}})
+    sent = msgspec.msgpack.encode(packed_json(whole))
+    assert trajectory_bytes(from_packed(msgspec.msgpack.decode(sent))) == trajectory_bytes(whole)
+
+
+def test_an_array_is_as_many_bytes_as_its_values():
+    count = 1000
+    one = Trace(
+        "t",
+        np.arange(count, dtype=np.int32),
+        np.arange(count, dtype=np.int32),
+        np.ones(count, dtype=np.uint8),
+        np.zeros(count, dtype=np.float32),
+        np.zeros(count, dtype=np.int32),
+        np.zeros(count, dtype=np.uint8),
+        (),
+        (),
+        "stop",
+        "raw",
+    )
+    packed = packed_json(Trajectory("s", "COMPLETED", (one,), None, None, {}))["traces"][0]
+    assert packed["prompt_ids"] == {
+        "dtype": "int32",
+        "data": np.arange(count, dtype="<i4").tobytes(),
+    }
+    assert len(packed["loss_mask"]["data"]) == count
+    assert packed["token_rewards"] is None
