@@ -3,6 +3,7 @@
 import asyncio
 import socket
 
+import numpy as np
 import pytest
 from tests.gateway.house import TOKEN, house, renderer, scripted, user
 from tests.gateway.test_exchange import GatedStore
@@ -221,6 +222,34 @@ async def test_an_engine_that_cannot_be_trained_on_is_refused_and_closed(info, m
             pass
     assert "--allow-untokenized" in str(refused.value)
     assert engine.closed
+
+
+class Tokenizes(Lacking):
+    """A good engine whose tokenizer is a mirror image of ours, or ours, or not told."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    async def tokenize(self, text):
+        return self._tokenizer(renderer().tokenizer.encode(text, add_special_tokens=False))
+
+    async def render(self, _messages, _tools, _arguments):
+        return None
+
+
+async def test_an_engine_with_another_tokenizer_is_refused_and_closed():
+    engine = Tokenizes(lambda ids: np.array(ids[::-1]))
+    with pytest.raises(EngineError, match=r"other ids for 'Plain.*--tokenizer DIR"):
+        async with gateway(engine):
+            pass
+    assert engine.closed
+
+
+@pytest.mark.parametrize("tokenizer", [np.array, lambda _: None])
+async def test_an_engine_with_our_tokenizer_or_a_silent_one_is_served(tokenizer):
+    async with gateway(Tokenizes(tokenizer)) as served:
+        assert served.info.token_in
 
 
 async def test_text_only_capture_is_an_explicit_choice():

@@ -28,6 +28,8 @@ async def compare(
 
     With `logprobs` also a plain forward pass of the model's folder, which must be on this machine.
     """
+    import numpy as np
+
     from bridle.engines.compare import compare_rendering, compare_vocabulary
     from bridle.engines.probe import Finding
     from bridle.prompting.renderer import load_renderer
@@ -41,8 +43,8 @@ async def compare(
     except BridleError as error:
         yield failed("tokenizer", str(error), "Give the model's own tokenizer: --tokenizer DIR.")
         return
-    encode = partial(renderer.text_ids, control=True)
-    yield await compare_vocabulary(engine, encode, renderer.vocab_size)
+    plain = partial(renderer.tokenizer.encode, add_special_tokens=False)
+    yield await compare_vocabulary(engine, lambda text: np.array(plain(text)), renderer.vocab_size)
     render = _render(renderer)
     yield await compare_rendering(engine, render)
     if logprobs:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Final, Self
 
+import numpy as np
 import structlog
 from aiohttp import web
 
@@ -23,6 +25,7 @@ from bridle.capture.records import SessionRecord
 from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import Engine, EngineInfo, PauseMode, Weights
+from bridle.engines.compare import compare_vocabulary
 from bridle.engines.pool import as_pool
 from bridle.errors import EngineError
 from bridle.gateway.call import Stage
@@ -104,6 +107,7 @@ class Gateway:
             stack.push_async_callback(self._engine.aclose)
             self.info = await self._engine.start()
             check_engine(self.info, allow_untokenized=self._settings.allow_untokenized)
+            await self._check_tokenizer()
             nursery = await stack.enter_async_context(Nursery(_log_lost))
             self._assemble(nursery)
             await self._start_others(stack)
@@ -117,6 +121,19 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         """Stop; nothing is left behind."""
         await self._stack.aclose()
+
+    async def _check_tokenizer(self) -> None:
+        """Refuse replicas that read other words in our ids than were written (law 8)."""
+        if not self.info.token_in:
+            return
+        plain = partial(self._renderer.tokenizer.encode, add_special_tokens=False)
+        for one in self._engine.each():
+            found = await compare_vocabulary(
+                one.engine, lambda text: np.array(plain(text)), self._renderer.vocab_size
+            )
+            if not found.ok:
+                message = f"engine {self.info.model!r}, tokenizer: {found.found}."
+                raise EngineError(f"{message} {found.means} {found.fix}")
 
     def _assemble(self, nursery: Nursery) -> None:
         settings, metrics = self._settings, self._metrics
