@@ -10,6 +10,7 @@ from bridle.runtimes.docker_client import (
     client_environment,
     docker,
     image_facts,
+    layers,
     remove_left_behind,
 )
 from bridle.runtimes.owner import owner_mark
@@ -59,7 +60,26 @@ async def test_an_image_that_cannot_be_pulled_is_named(fake):
     calls = fake("echo nowhere >&2; exit 1")
     with pytest.raises(RuntimeFailure, match="image 'gone:1' is not here and cannot be pulled"):
         await image_facts("gone:1")
-    assert calls.read_text().splitlines() == ["image inspect gone:1", "pull --quiet gone:1"]
+    assert calls.read_text().splitlines() == ["image inspect gone:1", "pull gone:1"]
+
+
+def test_how_far_a_pull_is_is_read_from_what_it_says():
+    said = (
+        "3.12: Pulling from library/python\n0123456789ab: Pulling fs layer\n"
+        "ba9876543210: Pulling fs layer\nba9876543210: Verifying Checksum\n"
+        "0123456789ab: Pull complete\nfedcba987654: Already exists\n"
+    )
+    assert layers(said) == (2, 3)
+    assert layers("") == (0, 0)
+    assert layers(said + "ba9876543210: Pull complete\nDigest: sha256:0123456789ab\n") == (3, 3)
+
+
+async def test_a_pulled_image_is_known_afterwards(fake, tmp_path):
+    calls = fake(f"""case "$1" in
+    pull) echo "0123456789ab: Pull complete"; touch {tmp_path}/here;;
+    image) [ -e {tmp_path}/here ] && echo '[{{"Id": "x"}}]';; esac""")
+    assert await image_facts("far:1") == {"Id": "x"}
+    assert calls.read_text().splitlines().count("pull far:1") == 1
 
 
 async def test_an_image_of_a_folder_is_built_once(fake, tmp_path):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import structlog
 
+from bridle.aio import Nursery
 from bridle.errors import RuntimeFailure
 from bridle.runtimes.owner import is_dead
 from bridle.runtimes.process import Command, run_process
@@ -25,6 +28,9 @@ SESSION_LABEL = "bridle.session"
 CALL_S = 120.0
 """How long one call of the daemon may take; pulling an image may take as long as it takes."""
 OUTPUT = 16 << 20
+LOOK_S = 2.0
+"""Between looks at how far a pull is."""
+DONE = ("Pull complete", "Already exists")
 CLIENT = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
 
 _pulls: dict[str, asyncio.Lock] = {}
@@ -38,6 +44,7 @@ async def docker(
     stdout: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = CALL_S,
+    log: Path | None = None,
 ) -> str:
     """What `docker WORDS` says on stdout. `RuntimeFailure` says what it said on stderr."""
     result = await run_process(
@@ -49,6 +56,7 @@ async def docker(
             stdout=stdout,
             timeout_s=timeout_s,
             output_limit=OUTPUT,
+            log=log,
         )
     )
     if result.ok:
@@ -94,12 +102,41 @@ async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]
             return await _inspected(image)
         log.info("pulling an image", image=image)
         try:
-            await docker(["pull", "--quiet", image], timeout_s=None)
+            await _pull(image)
         except RuntimeFailure as error:
             message = f"image {image!r} is not here and cannot be pulled: {error}"
             raise RuntimeFailure(message) from error
         log.info("pulled an image", image=image)
         return await _inspected(image)
+
+
+async def _pull(image: str) -> None:
+    """Pull an image; the log is told how far it is."""
+    with tempfile.TemporaryDirectory(prefix="bridle-pull-") as folder:
+        said = Path(folder, "said")
+        async with Nursery(_raise_nothing) as nursery:
+            nursery.start(_tell_layers(image, said), name="image-pull")
+            await docker(["pull", image], timeout_s=None, log=said)
+
+
+async def _tell_layers(image: str, said: Path) -> None:
+    told = (0, 0)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        found = layers(said.read_text(errors="replace")) if said.exists() else told  # noqa: ASYNC240 - quick
+        if found != told:
+            told = found
+            log.info("pulling an image", image=image, layers_done=found[0], layers=found[1])
+
+
+def layers(said: str) -> tuple[int, int]:
+    """How many layers of an image are here, of how many, by what `docker pull` has said so far."""
+    states = dict(re.findall(r"^([0-9a-f]{12}): (.+?)\s*$", said, re.MULTILINE))
+    return sum(state in DONE for state in states.values()), len(states)
+
+
+def _raise_nothing(_error: BaseException) -> None:
+    """How far a pull is matters less than the pull."""
 
 
 async def _inspected(image: str) -> dict[str, Any]:
