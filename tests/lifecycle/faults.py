@@ -65,7 +65,7 @@ _TIMEOUT = ("TIMEOUT", Cause.TIMEOUT)
 FAULTS: dict[str, Fault] = {
     "none": Fault(_WORK, "COMPLETED", None, 1.0),
     "wrong": Fault("turn hello", "COMPLETED", None, 0.0),
-    "no-workdir": Fault(f'{_WORK}; rm -rf "$PWD"', "COMPLETED", None, 0.0),
+    "no-workdir": Fault(f'{_WORK}; rm -rf "$PWD"; true', "COMPLETED", None, 0.0),
     "loud": Fault(f"{_WORK}; head -c 8000000 /dev/zero", "COMPLETED", None, 1.0),
     "daemon": Fault(f"{_WORK}; {_DAEMON}", "COMPLETED", None, 1.0),
     "crash": Fault(f"{_WORK}; exit 3", "ERROR", Cause.HARNESS_CRASH),
@@ -185,7 +185,7 @@ def _each_has_its_cause(tasks, ended):
             fault.reward,
         ):
             wrong[one.task_id] = (result.status, result.cause, result.reward, result.error)
-    assert not wrong
+    assert not wrong, wrong
 
 
 def _each_is_accounted_for(node, tasks, ended, summary):
