@@ -6,6 +6,7 @@ import pytest
 from tests.cli.models import untrained
 
 from bridle.cli.demo import Part
+from bridle.cli.demo_model import demo_model
 from bridle.cli.demo_training import GROUPS, SAMPLES, training_part
 from bridle.cli.output import console
 
@@ -28,3 +29,18 @@ def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
     assert told["rewards"] == [0.0]
     assert "held-out tasks: 50.0% at step 0, 0.0% at step 1 (3 sessions)" in written.getvalue()
     assert (tmp_path / "training" / "course.json").is_file()
+
+
+@pytest.mark.train
+@pytest.mark.timeout(1200)
+def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path):
+    model = demo_model()
+    lines = [{"task_id": f"q{n}", "reward": float(n % 6 == 0)} for n in range(64)]
+
+    told = training_part(tmp_path / "training", model, 16, Part(tmp_path, lines, 1.0))
+
+    assert told["updates"] == 16
+    assert told["logprob_error"] < 1e-4
+    first, last = (sum(told["rewards"][at]) / 4 for at in (slice(4), slice(-4, None)))
+    assert last > first + 0.08, told["rewards"]
+    assert (tmp_path / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")
