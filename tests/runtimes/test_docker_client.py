@@ -89,7 +89,7 @@ async def test_an_image_of_a_folder_is_built_once(fake, tmp_path):
     for _ in range(2):
         assert await image_facts("made:1", build="/tasks/environment") == {"Id": "x"}
     lines = calls.read_text().splitlines()
-    assert lines.count("build --quiet --tag made:1 /tasks/environment") == 1
+    assert lines.count("build --quiet --force-rm --tag made:1 /tasks/environment") == 1
 
 
 async def test_a_folder_that_cannot_be_built_is_named(fake):

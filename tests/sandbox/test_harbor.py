@@ -11,6 +11,7 @@ from tests.sandbox.images import put_image
 
 from bridle.datasets.jsonl import load_tasks
 from bridle.executors.local import LocalExecutor
+from bridle.runtimes.docker_client import docker
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(600)]
 
@@ -54,3 +55,4 @@ async def test_a_dockerfile_that_cannot_be_built_is_infrastructure(examples, tmp
     (result,) = await ran(tmp_path, tasks)
     assert (result.status, result.cause, result.reward) == ("ERROR", "infrastructure", None)
     assert "exit 9" in (result.error or "")
+    assert "exit 9" not in await docker(["ps", "--all", "--format", "{{.Command}}"])

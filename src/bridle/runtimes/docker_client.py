@@ -95,7 +95,8 @@ async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]
         if build is not None:
             log.info("building an image", image=image, folder=build)
             try:
-                await docker(["build", "--quiet", "--tag", image, build], timeout_s=None)
+                words = ["build", "--quiet", "--force-rm", "--tag", image, build]
+                await docker(words, timeout_s=None)
             except RuntimeFailure as error:
                 message = f"image {image!r} cannot be built of {build}: {error}"
                 raise RuntimeFailure(message) from error
