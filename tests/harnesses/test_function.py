@@ -208,3 +208,9 @@ async def test_a_function_whose_session_is_cancelled_is_ended(written, tmp_path)
         running.cancel()
         await asyncio.wait({running})
         assert all(nothing_lives(folder.name) for folder in log.iterdir())
+
+
+def test_it_names_the_folders_of_the_python_that_runs_it(written):
+    path = written("def run(task): ...")
+    assert Path(sys.prefix) in function(path).sees
+    assert function(path, python="/usr/bin/python3").sees == ()

@@ -42,6 +42,8 @@ def runtime(**fields):
             ),
         ),
         ("runtime.kwargs.binds", runtime(backend="bubblewrap", kwargs={"binds": ["/root"]})),
+        ("runtime.image", runtime(backend="bubblewrap", image="/")),
+        ("runtime.image", runtime(backend="apptainer", image="/srv/x.sif")),
         ("runtime.kwargs.build", runtime(kwargs={"build": "/srv"})),
         ("agent.import_path", {"agent": {"import_path": "mine:Harness"}}),
         ("agent.function", {"agent": {"harness": "function", "function": "os:system"}}),

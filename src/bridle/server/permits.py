@@ -15,6 +15,8 @@ from bridle.config import Action, Settings, Task
 from bridle.runtimes import RUNTIMES, chosen
 from bridle.types import JSON
 
+FOLDERS = ("bubblewrap", "apptainer")
+"""Runtimes whose image is a folder or a file of the machine."""
 NOT_LISTED = "is not in a folder that the operator lists"
 
 
@@ -58,7 +60,11 @@ class Permits(Settings):
 
     def _runtime(self, task: Task) -> Iterator[tuple[str, str]]:
         runtime = task.runtime
-        yield from self._backend(chosen(runtime).backend)
+        backend = chosen(runtime).backend
+        yield from self._backend(backend)
+        image = runtime.image or ""
+        if image and backend in FOLDERS and "://" not in image:
+            yield from self._path("runtime.image", image, task)
         for stage in ("prepare", "eval_prepare"):
             actions: tuple[Action, ...] = getattr(runtime, stage)
             for place, action in enumerate(actions):
