@@ -64,6 +64,53 @@ def test_a_body_is_read_the_same_whatever_was_read_before(bodies):
         assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
 
 
+ONE = '{"role":"user","content":"b"}'
+PIECES = [ONE, ",", " ", "[", "]", "{", "}", '"', "\\", "]}", ',"messages":[', "5", LONG]
+
+
+@given(
+    before=frames,
+    after=frames,
+    said=st.lists(
+        st.one_of(
+            st.just(["", ONE]),
+            st.just(["", ONE, ONE]),
+            st.lists(st.sampled_from(["", *PIECES]), max_size=5),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_a_body_that_grows_between_the_same_ends_is_read_the_same(before, after, said):
+    memo = History()
+    body = chat(LONG, before=before, after=after)
+    end = f"]{after}}}".encode()
+    assert parsed(CHAT, body, memo) == parsed(CHAT, body, {})
+    for pieces in said:
+        more = (",".join(pieces) if pieces[:1] == [""] else "".join(pieces)).encode()
+        longer = body.removesuffix(end) + more + end
+        read = parsed(CHAT, longer, memo)
+        assert read == parsed(CHAT, longer, {})
+        if not isinstance(read, tuple):
+            body = longer
+
+
+def test_what_stands_beside_a_growing_array_is_not_read_again():
+    tools = ',"tools":[{"type":"function","function":{"name":"f"}}]'
+    memo = History()
+    for texts_so_far in ([LONG], [LONG, "a"], [LONG, "a", "b"]):
+        told = parsed(CHAT, chat(*texts_so_far, before=tools), memo)
+        assert [spec.name for spec in told.tools] == ["f"]
+    grown = memo.grown(chat(LONG, "a", "b", "c", before=tools), "messages", b"chat:")
+    assert grown is not None
+    begun, inside = grown
+    assert set(begun.fields) == {"model", "tools"}
+    assert len(begun.items) == 3
+    assert inside == b'{"role": "user", "content": "c"}'
+    for other in (chat(LONG, "a", "b", "c"), chat(LONG, "a", "b", "c", before=tools, after=" ")):
+        assert memo.grown(other, "messages", b"chat:") is None
+
+
 def test_only_new_messages_are_looked_at():
     memo = Counting()
     history = [LONG]

@@ -4,13 +4,16 @@ Harnesses send their whole history again with every call. A body that begins wit
 earlier one, up to the end of that one's last message, holds the same messages there: the same bytes
 put a JSON reader into the same state. So only what follows is split, hashed and decoded, and the
 cost of a request is one comparison of bytes plus its new messages. Comparing 100 kB takes 2 us,
-splitting and hashing them 110.
+splitting and hashing them 110. Where a body ends as the earlier one did, too, its other fields
+(tools among them) are those of then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from bridle.types import Message
 
@@ -37,6 +40,22 @@ class Begun:
     digests: tuple[bytes, ...]
     lengths: tuple[int, ...]
     messages: tuple[Message, ...]
+    tail: bytes = b""
+    """The body behind `prefix`."""
+    fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    """The body's other fields; empty = not kept."""
+
+    def grown(self, body: bytes) -> bytes | None:
+        """What stands in `body` between a comma behind these items and the same `tail`.
+
+        If that is whole items, `body` is this one with more of them, and all else in it is known.
+        `None` if it does not begin and end like this.
+        """
+        start, end = len(self.prefix), len(body) - len(self.tail)
+        if not self.fields or body[start : min(start + 1, end)] != b",":
+            return None
+        alike = body.endswith(self.tail) and body.startswith(self.prefix)
+        return body[start + 1 : end] if alike else None
 
     def rest(self, body: bytes) -> bytes | None:
         """`body` without the items that are known; `None` if it does not begin like this."""
@@ -57,8 +76,8 @@ class Begun:
 class History(dict[bytes, tuple[Message, ...]]):
     """A `bridle.dialects.base.SpanMemo` that remembers beginnings too; one per session.
 
-    Used by `bridle.dialects.reading` in this order: `find` when a body is split, `reads` when its
-    items are known, `begun` and `remember` when they are read.
+    Used by `bridle.dialects.reading` in this order: `grown` and `find` when a body is split,
+    `reads` when its items are known, `begun` and `remember` when they are read.
     """
 
     def __init__(self) -> None:
@@ -66,8 +85,20 @@ class History(dict[bytes, tuple[Message, ...]]):
         self._begun: list[Begun] = []
         """Newest first."""
         self._found: Begun | None = None
-        self._place: tuple[bytes, int, int] | None = None
-        """Body, start and end of the items that are being read."""
+        self._place: tuple[bytes, int, int, Mapping[str, msgspec.Raw]] | None = None
+        """Body, start and end of the items that are being read, and the other fields."""
+
+    def grown(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
+        """The longest body that `body` may be with more items, and their text: `Begun.grown`."""
+        best: tuple[Begun, bytes] | None = None
+        for begun in self._begun:
+            if begun.key != key or begun.salt != salt:
+                continue
+            if best is not None and len(begun.prefix) <= len(best[0].prefix):
+                continue
+            if (inside := begun.grown(body)) is not None:
+                best = begun, inside
+        return best
 
     def find(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
         """The longest known beginning of `body`, and the body without its items."""
@@ -82,10 +113,25 @@ class History(dict[bytes, tuple[Message, ...]]):
                 best = begun, rest
         return best
 
-    def reads(self, found: Begun | None, body: bytes, start: int, end: int) -> None:
-        """The items between these offsets of `body` are about to be read, after those `found`."""
+    def reads(
+        self,
+        found: Begun | None,
+        body: bytes,
+        start: int,
+        end: int,
+        fields: Mapping[str, msgspec.Raw],
+    ) -> None:
+        """The items between these offsets of `body` are about to be read, after those `found`.
+
+        `fields` are the body's others.
+        """
         self._found = found
-        self._place = (body, start, end) if end - start >= SMALLEST else None
+        self._place = None
+        if end - start >= SMALLEST:
+            # A raw field is a view of its body, which shall not be kept for it.
+            known = found is not None and fields is found.fields
+            kept = fields if known else {name: raw.copy() for name, raw in fields.items()}
+            self._place = body, start, end, kept
 
     def begun(self, items: Sequence[bytes]) -> Begun | None:
         """What is known of the first of these items."""
@@ -97,12 +143,12 @@ class History(dict[bytes, tuple[Message, ...]]):
     def remember(self, begun: Begun | None, read: Begun) -> None:
         """Keep what was read of the present body, in place of the shorter beginning `begun`.
 
-        Of `read`, `prefix` and `start` are filled in here.
+        Of `read`, what tells of the body is filled in here.
         """
         place, self._place = self._place, None
         if place is None:
             return
-        body, start, end = place
+        body, start, end, fields = place
         kept = [other for other in self._begun if other is not begun]
-        newest = replace(read, prefix=body[:end], start=start)
+        newest = replace(read, prefix=body[:end], start=start, tail=body[end:], fields=fields)
         self._begun = [newest, *kept][:KEPT]

@@ -164,6 +164,10 @@ def split_body(
     enough for that; `RequestError` as `split_object`.
     """
     history = memo if isinstance(memo, History) else None
+    if history is not None and (grown := history.grown(body, key, salt)) is not None:
+        read = _split_grown(history, body, *grown)
+        if read is not None:
+            return read
     known = None if history is None else history.find(body, key, salt)
     text = body if known is None else known[1]
     try:
@@ -184,10 +188,24 @@ def split_body(
         start, end = place
         if begun is not None:
             start, end = begun.start, end + len(body) - len(text)
-        history.reads(begun, body, start, end)
+        history.reads(begun, body, start, end, fields)
     elif begun is not None:
-        history.reads(begun, body, begun.start, len(begun.prefix))
+        history.reads(begun, body, begun.start, len(begun.prefix), fields)
     return fields, new if begun is None else begun.items + new
+
+
+def _split_grown(
+    history: History, body: bytes, begun: Begun, inside: bytes
+) -> tuple[dict[str, msgspec.Raw], tuple[bytes, ...]] | None:
+    """`split_body` of a body that is `begun` with `inside` as its new items; `None` = it isn't."""
+    try:
+        items = _ARRAY.decode(b"[%b]" % inside)
+    except _REFUSED:
+        return None
+    if not items:  # a comma before the end of the array
+        return None
+    history.reads(begun, body, begun.start, len(body) - len(begun.tail), begun.fields)
+    return dict(begun.fields), begun.items + tuple(map(bytes, items))
 
 
 def _place(body: bytes, items: Sequence[msgspec.Raw]) -> tuple[int, int]:
