@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import numpy as np
@@ -159,3 +160,14 @@ def test_text_of_content_is_its_text_parts():
 
 def test_ids_are_int32():
     assert TOKENIZER.encode("abc").dtype == np.int32
+
+
+def test_engines_of_one_process_read_a_folder_once_until_it_changes(folder):
+    first, second = load_tokenizer(str(folder)), load_tokenizer(str(folder))
+    assert first._template is second._template
+    assert first._tokenizer is second._tokenizer
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|end_im|>"))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ConfigError, match="eos_token"):
+        load_tokenizer(str(folder))

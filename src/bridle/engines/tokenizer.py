@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,13 +37,11 @@ class ChatTokenizer:
     """One tokenizer folder, read. `folder` holds `tokenizer.json` and perhaps a chat template."""
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer
-
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder}: no tokenizer.json; give the folder of a fast tokenizer")
         self.folder = folder
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer = _read_tokenizer(str(path), path.stat().st_mtime_ns)
         self._config: JSON = _read_json(folder / "tokenizer_config.json")
         self._template = self._compile(folder)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -70,7 +69,7 @@ class ChatTokenizer:
         if not isinstance(source, str):
             return None
         try:
-            return _environment().from_string(source)
+            return _compiled(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"{folder}: chat template: {error}") from error
 
@@ -152,6 +151,20 @@ def load_tokenizer(source: str | None) -> ChatTokenizer:
     if not folder.is_dir():
         raise ConfigError(f"tokenizer {source!r}: no such folder; give a folder or 'builtin'")
     return ChatTokenizer(folder)
+
+
+@lru_cache(maxsize=8)
+def _read_tokenizer(path: str, _: int) -> Tokenizer:
+    """The file as it is since that time; nobody changes the object, so engines can share it."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(path)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    """A chat template, once for all engines of this process. Raises `jinja2.TemplateError`."""
+    return _environment().from_string(source)
 
 
 def text_of(content: object) -> str:
