@@ -18,7 +18,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
@@ -140,7 +140,7 @@ class AsyncClient:
         """Where a task stands, in counts."""
         return await self._json("GET", f"/v1/tasks/{task_id}")
 
-    async def tasks(self, *, state: str | None = None) -> AsyncIterator[JSON]:
+    async def tasks(self, *, state: str | None = None) -> AsyncGenerator[JSON, None]:
         """All tasks, oldest first."""
         cursor = 0
         while True:
@@ -194,7 +194,7 @@ class AsyncClient:
         ack: bool = True,
         page: int = 4,
         quiet_s: float | None = None,
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group, None]:
         """Groups as they end; without `cursor`, all that are not acknowledged, then new ones.
 
         With `ack` a group is acknowledged when the next one is asked for, and when the iterator is
@@ -285,7 +285,7 @@ class AsyncClient:
         count: int = (await self._json("POST", f"/v1/callbacks{middle}/replay"))["replayed"]
         return count
 
-    async def events(self) -> AsyncIterator[JSON]:
+    async def events(self) -> AsyncGenerator[JSON, None]:
         """What happens from here on, until the server ends."""
         http = self._session()
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=60)
@@ -377,7 +377,7 @@ class Client:
             pending.cancel()
             raise
 
-    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
+    def _each(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         async def following() -> tuple[bool, T | None]:
             try:
                 return True, await anext(items)
@@ -385,7 +385,7 @@ class Client:
                 return False, None
 
         async def close() -> None:
-            await items.aclose()  # type: ignore[attr-defined]  # they are generators
+            await items.aclose()
 
         try:
             while True:
