@@ -11,7 +11,7 @@ def test_the_list_has_every_harness_with_version_dialects_and_whether_it_is_here
     rows = {row["harness"]: row for row in say("harness", "list", "--json").json}
 
     assert set(rows) == set(HARNESSES)
-    assert rows["pi"]["dialects"] == ["openai_chat"]
+    assert rows["aider"]["dialects"] == ["openai_chat"]
     assert rows["cline"]["dialects"][0] == "openai_chat"
     assert set(rows["cline"]["dialects"]) == set(rows["command"]["dialects"])
     assert rows["qwen_code"]["dialects"] == ["openai_chat", "anthropic", "google"]

@@ -29,6 +29,13 @@ def test_the_launch_line_is_its_own_main_with_the_instruction_from_stdin():
     assert launch.env["HERMES_HOME"] == "/h/.hermes"
 
 
+def test_it_waits_for_a_slow_model_and_writes_no_skills_after_a_turn():
+    env = hermes().launch(ROOMY).env
+    assert env["HERMES_CODEX_TTFB_TIMEOUT_SECONDS"] == "0"
+    assert env["HERMES_CODEX_EVENT_STALE_TIMEOUT_SECONDS"] == "0"
+    assert config(hermes())["skills"] == {"creation_nudge_interval": 0}
+
+
 @pytest.mark.parametrize(
     ("api", "mode", "url"),
     [

@@ -27,7 +27,7 @@ def test_the_guide_s_table_is_what_can_be_run():
 
 
 def test_a_harness_without_a_choice_speaks_one_dialect():
-    assert dialects_of("pi") == (Dialect.OPENAI_CHAT,)
+    assert dialects_of("aider") == (Dialect.OPENAI_CHAT,)
     assert set(dialects_of("function")) == set(Dialect)
 
 

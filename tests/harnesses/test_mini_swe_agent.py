@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec
@@ -44,6 +45,29 @@ def test_its_own_configuration_is_merged_under_ours():
         "run": {"task": "do it"},
     }
     assert launch.env["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("api", "model", "variables"),
+    [
+        ("openai_chat", {"model_name": "openai/bridle-policy"}, ("OPENAI", "http://gw/s/x/v1")),
+        (
+            "openai_responses",
+            {"model_name": "openai/bridle-policy", "model_class": "litellm_response"},
+            ("OPENAI", "http://gw/s/x/v1"),
+        ),
+        ("anthropic", {"model_name": "anthropic/bridle-policy"}, ("ANTHROPIC", "http://gw/s/x")),
+        ("google", {"model_name": "gemini/bridle-policy"}, ("GEMINI", "http://gw/s/x/v1beta")),
+    ],
+)
+def test_it_speaks_every_wire_format(api, model, variables):
+    harness = mini(api=api)
+    assert harness.dialect == api
+    launch = harness.launch(context())
+    (config,) = launch.files.values()
+    assert json.loads(config)["model"] == model
+    name, url = variables
+    assert (launch.env[f"{name}_API_BASE"], launch.env[f"{name}_API_KEY"]) == (url, "key-1")
 
 
 def test_a_traceback_is_a_crash():

@@ -37,6 +37,23 @@ def test_the_provider_is_the_gateway_with_the_models_true_context():
     assert provider["models"][0]["maxTokens"] == 2048
 
 
+@pytest.mark.parametrize(
+    ("api", "told", "url"),
+    [
+        ("openai_chat", "openai-completions", "http://gw/s/x/v1"),
+        ("openai_responses", "openai-responses", "http://gw/s/x/v1"),
+        ("anthropic", "anthropic-messages", "http://gw/s/x"),
+        ("google", "google-generative-ai", "http://gw/s/x/v1beta"),
+    ],
+)
+def test_it_speaks_every_wire_format(api, told, url):
+    harness = pi(api=api)
+    assert harness.dialect == api
+    models = json.loads(harness.launch(context()).files["/h/.pi/agent/models.json"])
+    provider = models["providers"]["gw"]
+    assert (provider["api"], provider["baseUrl"]) == (told, url)
+
+
 def test_settings_become_flags():
     line = pi(thinking="off", tools=["bash", "read"], context_files=False).launch(context()).command
     assert line[9:] == ("--thinking", "off", "--tools", "bash,read", "--no-context-files")

@@ -62,6 +62,8 @@ class Door:
         self.made: list[Cut] = []
         self.waits: list[float] = []
         """Seconds."""
+        self.refused = 0
+        """Answers of status 400."""
         self._refused_at: float | None = None
         self._due = list(cuts)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -100,6 +102,7 @@ class Door:
 
     def answered(self, reply: bytes) -> None:
         """Bytes of an answer, its head if it is the first."""
+        self.refused += reply.startswith(b"HTTP/1.1 400")
         if reply.startswith(b"HTTP/1.1 429"):
             self._refused_at = time.monotonic()
 

@@ -28,8 +28,6 @@ ONE_DIALECT = frozenset(
         "codex",
         "gemini_cli",
         "google_adk",
-        "mini_swe_agent",
-        "pi",
     )
 )
 """Programs whose wire format is no setting."""

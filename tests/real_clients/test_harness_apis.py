@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.real_clients.matrix import HAS_NO_STREAM, MINI_ENDS, ROWLESS, cases
+from tests.real_clients.matrix import HAS_NO_STREAM, MINI_ENDS, cases
 from tests.real_clients.real import TURNS, at_once, chosen, did_its_work, run
 
 from bridle.harnesses import open_harness
+from bridle.types import Dialect
 
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
 
@@ -35,23 +36,27 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("google_adk", {"stream": True}),
     ("hermes", {"api": "openai_chat"}),
     ("hermes", {"api": "anthropic"}),
-    ("mini_swe_agent", {}),
+    ("hermes", {"api": "openai_responses"}),
+    *(("mini_swe_agent", {"api": str(dialect)}) for dialect in Dialect),
     ("openai_agents", {"api": "openai_responses"}),
     ("openai_agents", {"api": "openai_responses", "stream": True}),
     ("openai_agents", {"api": "openai_chat"}),
     ("openai_agents", {"api": "openai_chat", "stream": True}),
-    ("openclaw", {"api": "openai_chat"}),
+    *(("openclaw", {"api": str(dialect)}) for dialect in Dialect),
     ("opencode", {"api": "openai_chat"}),
     ("opencode", {"api": "openai_responses"}),
     ("opencode", {"api": "anthropic"}),
     ("opencode", {"api": "google"}),
     ("openhands", {"api": "openai_chat"}),
     ("openhands", {"api": "anthropic"}),
-    ("pi", {}),
+    *(("pi", {"api": str(dialect)}) for dialect in Dialect),
     ("qwen_code", {"api": "openai_chat"}),
     ("qwen_code", {"api": "anthropic"}),
     ("qwen_code", {"api": "google"}),
 ]
+
+
+ROWS = {case.row for case in cases()}
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def ran(request, tmp_path_factory):
 @pytest.mark.parametrize("work", list(works()), ids=str)
 def test_it_works_through_the_gateway_and_nothing_is_lost(ran, tried, work):
     with ExitStack() as cells:
-        if work.harness not in ROWLESS:
+        if (work.harness, work.dialect) in ROWS:
             for column in work.columns:
                 cells.enter_context(tried(work.harness, work.dialect, column))
         result, exchanges = ran[work].result()

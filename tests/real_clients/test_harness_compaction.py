@@ -6,11 +6,15 @@ what goes on from the summary is a new root that says what it continues. Nothing
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from tests.real_clients.door import Door
+from tests.real_clients.matrix import cases, wanted
 from tests.real_clients.side_by_side import Run, side_by_side, succeeded
 from tests.real_clients.work import TOOLS, Turn, tool
 
+from bridle.harnesses import open_harness
 from bridle.types import Dialect, Kind
 
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
@@ -67,6 +71,10 @@ PLANNED = {
         KEPT,
     ),
     "opencode": Plan(1500, {"system_contains": "context summarization"}, "first", TEXT, KEPT),
+    "hermes": Plan(1000, {"last_contains": "a summarization agent"}, "first", TEXT, KEPT),
+    "openclaw": Plan(
+        1200, {"system_contains": "context summarization"}, "first", TEXT, KEPT + QUOTED
+    ),
     "openhands": Plan(1500, {"system_contains": "state summary"}, "first", TEXT, KEPT + QUOTED),
     "pi": Plan(1700, {"system_contains": "context summarization"}, "first", TEXT, KEPT),
     "qwen_code": Plan(
@@ -77,6 +85,11 @@ PLANNED = {
         KEPT,
         later="what it tells at a start is put back before the summary one call later",
     ),
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    # By itself it keeps twenty messages: more than this context has room for.
+    "hermes": {"config": {"compression": {"protect_last_n": 4}}},
 }
 
 WITHOUT_THINKING = {("qwen_code", "google"): "template_args_changed"}
@@ -91,21 +104,25 @@ CASES = (
     ("copilot", "openai_responses"),
     ("copilot", "anthropic"),
     ("gemini_cli", "google"),
+    ("hermes", "openai_chat"),
+    ("hermes", "openai_responses"),
+    ("hermes", "anthropic"),
+    ("openclaw", "openai_chat"),
     *(("opencode", str(dialect)) for dialect in Dialect),
     ("openhands", "openai_chat"),
     ("openhands", "anthropic"),
-    ("pi", "openai_chat"),
+    *(("pi", str(dialect)) for dialect in Dialect),
     ("qwen_code", "openai_chat"),
     ("qwen_code", "anthropic"),
     ("qwen_code", "google"),
 )
 ASKED_ONLY = "the SDK compacts only where its user's script asks for it"
-NEVER = (
-    ("google_adk", "google", ASKED_ONLY),
-    ("mini_swe_agent", "openai_chat", "the program never shortens its history"),
-    ("openai_agents", "openai_chat", ASKED_ONLY),
-    ("openai_agents", "openai_responses", ASKED_ONLY),
-)
+NEVER = {
+    "aider": "one instruction is one or two calls",
+    "google_adk": ASKED_ONLY,
+    "mini_swe_agent": "the program never shortens its history",
+    "openai_agents": ASKED_ONLY,
+}
 
 
 def script(harness, prints=None):
@@ -165,8 +182,15 @@ async def test_a_compaction_is_a_call_that_trains_and_what_follows_is_linked_to_
     tmp_path, subtests, tried
 ):
     runs = [
-        Run(harness, dialect, script(harness), check='test "$(cat on.txt)" = "a b"')
+        Run(
+            harness,
+            dialect,
+            script(harness),
+            check='test "$(cat on.txt)" = "a b"',
+            settings=SETTINGS.get(harness, {}),
+        )
         for harness, dialect in CASES
+        if wanted(harness)
     ]
     for ran in await side_by_side(tmp_path, runs, context_length=CONTEXT):
         with (
@@ -198,7 +222,80 @@ def compacted(ran):
     assert [t[0] for t in trees if t not in (before, after, *later)] == own, ran.table()
 
 
-@pytest.mark.parametrize(("harness", "dialect", "why"), NEVER)
-def test_the_other_programs_never_compact(cell, harness, dialect, why):
-    assert harness not in PLANNED
-    cell(harness, dialect, "compaction", "n/a", why)
+def test_the_other_programs_never_compact(cell):
+    others = {case.row for case in cases()} - set(CASES)
+    assert {harness for harness, _ in others} == NEVER.keys()
+    for harness, dialect in others:
+        cell(harness, dialect, "compaction", "n/a", NEVER[harness])
+
+
+OVERFLOWS = {"claude_code": 2, "codex": 11, "opencode": 9, "qwen_code": 4}
+"""Program -> how many outputs at once are more than the context has room for."""
+FULL = 115_000
+
+
+def overflowing(harness):
+    """One turn, then one whose results no request has room for; the summary; one turn after it."""
+
+    def conversations(mark, _):
+        shell = TOOLS[harness].run
+        asks = {**PLANNED[harness].asks, "user_contains": mark}
+        after = {"user_contains": f"{mark} summed-up"}
+        if harness == "opencode":  # there the model tells the summary, and the mark in it
+            after = {"last_contains": "The previous request exceeded"}
+        if harness == "qwen_code":
+            asks = {"system_contains": "component that summarizes"}
+        summed = f"<state_snapshot>\nNumbers were printed {mark} summed-up.\n</state_snapshot>"
+        summary: Turn = {
+            "content": f"<analysis>\nFew.\n</analysis>\n\n<summary>\n{summed}\n</summary>"
+        }
+        if harness == "qwen_code":
+            summary = {"content": summed}
+        many = [shell(f"seq {n}0000 {n}4900") for n in range(1, OVERFLOWS[harness] + 1)]
+        main: list[Turn] = [
+            {"content": "One.", "tool_calls": [shell("seq 90000 94900")]},
+            {"content": "Many.", "tool_calls": many},
+        ]
+        work = {"content": "On.", "tool_calls": [shell("echo 'a b' > on.txt; echo on-one")]}
+        return [
+            {"when": asks, "turns": [summary]},
+            {"when": {**after, "results_contain": "on-one"}, "turns": [{"content": "Done."}]},
+            {"when": after, "turns": [work]},
+            {"when": {"user_contains": mark}, "turns": main},
+        ]
+
+    return conversations
+
+
+async def test_the_gateway_s_overflow_error_makes_programs_compact(tmp_path, subtests):
+    """As the provider's own does. opencode goes on, but its exit code stays that of the error;
+    Codex compacts by numbers alone and ends."""
+    runs = [
+        Run(
+            harness,
+            "anthropic" if harness == "claude_code" else str(open_harness(harness).dialect),
+            overflowing(harness),
+            check='test "$(cat on.txt)" = "a b"',
+        )
+        for harness in OVERFLOWS
+        if wanted(harness)
+    ]
+    async with Door() as door:
+        rans = await side_by_side(tmp_path, runs, context_length=FULL, door=door)
+    in_stream = sum(run.harness == "codex" for run in runs)
+    assert door.refused >= len(runs) - in_stream
+    for ran in rans:
+        with subtests.test(ran.run.name):
+            kinds = [e.kind for e in ran.exchanges]
+            if ran.run.harness == "codex":
+                assert (ran.result.cause, ran.result.exit_code) == ("harness_model_error", 1)
+                assert "prompt is too long" in str(ran.result.error)
+                assert set(kinds) == {Kind.AGENT}, ran.table()
+                continue
+            if ran.run.harness == "opencode":
+                assert (ran.result.cause, ran.result.exit_code) == ("harness_crash", 1), ran.table()
+            else:
+                succeeded(ran)
+            assert kinds[:3] == [Kind.AGENT, Kind.AGENT, Kind.COMPACTION], ran.table()
+            assert kinds[-1] == Kind.AGENT, ran.table()
+            assert ran.stats["tokens_excluded"] == {}, ran.table()

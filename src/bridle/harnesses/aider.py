@@ -14,14 +14,14 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_json,
     merged,
     output_budget,
-    refuse_extras,
 )
 from bridle.harnesses.installers import PYTHON, find_python, python_recipe
 from bridle.types import JSON, Cause, Dialect
@@ -52,9 +52,7 @@ class Aider:
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent, transports=(), skills=False)
-        self._settings = parse_settings(agent, AiderSettings)
+        self._settings = accepted(agent, VERSION, AiderSettings, transports=(), skills=False)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""

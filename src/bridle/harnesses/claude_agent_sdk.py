@@ -13,10 +13,10 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.claude_code import claude_env, claude_mcp
-from bridle.harnesses.configuration import as_json, refuse_extras, skill_folders
+from bridle.harnesses.configuration import accepted, as_json, skill_folders
 from bridle.harnesses.installers import PYTHON, python_recipe
 from bridle.harnesses.sdk_agents import script_cause, script_launch
 from bridle.types import JSON, Cause, Dialect
@@ -45,10 +45,8 @@ class ClaudeAgentSdk:
     dialect = Dialect.ANTHROPIC
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, ClaudeAgentSdkSettings)
+        self._settings = accepted(agent, VERSION, ClaudeAgentSdkSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """A Python with 430 MB of packages, most of it the Claude Code in it."""

@@ -14,16 +14,16 @@ from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_json,
     events_backwards,
     mcp_entries,
     merged,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import node_recipe
@@ -63,10 +63,8 @@ class Cline:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, ClineSettings)
+        self._settings = accepted(agent, VERSION, ClineSettings)
         self.dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:

@@ -14,15 +14,15 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_toml,
     events_backwards,
     mcp_entries,
     merged,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import NODE, node_recipe
@@ -54,10 +54,10 @@ class Codex:
     dialect = Dialect.OPENAI_RESPONSES
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent, transports=("stdio", "streamable-http"))
         self._agent = agent
-        self._settings = parse_settings(agent, CodexSettings)
+        self._settings = accepted(
+            agent, VERSION, CodexSettings, transports=("stdio", "streamable-http")
+        )
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """590 MB: the program and the node that starts it."""

@@ -16,13 +16,13 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import Builder, ensure
 from bridle.harnesses.configuration import (
+    accepted,
     as_json,
     mcp_entries,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import node_recipe
@@ -64,10 +64,8 @@ class Copilot:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, CopilotSettings)
+        self._settings = accepted(agent, VERSION, CopilotSettings)
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:

@@ -15,14 +15,14 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
+    accepted,
     as_json,
     events_backwards,
     mcp_entries,
     merged,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import NODE, node_recipe
@@ -57,10 +57,8 @@ class GeminiCli:
     dialect = Dialect.GOOGLE
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, GeminiCliSettings)
+        self._settings = accepted(agent, VERSION, GeminiCliSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """290 MB: the program and its own node 22."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import refuse_extras, skill_folders
+from bridle.harnesses.configuration import accepted, skill_folders
 from bridle.harnesses.installers import PYTHON, python_recipe
 from bridle.harnesses.sdk_agents import INSTRUCTIONS, plain_servers, script_cause, script_launch
 from bridle.types import Cause, Dialect
@@ -43,10 +43,8 @@ class GoogleAdk:
     dialect = Dialect.GOOGLE
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, GoogleAdkSettings)
+        self._settings = accepted(agent, VERSION, GoogleAdkSettings)
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """A Python with 155 MB of packages."""

@@ -2,8 +2,9 @@
 
 Facts: version 0.19.0, its `--help`, its default configuration and its requests as they came. It
 exits 0 after API errors and prints them as its answer, so its usage report, which says `failed`,
-goes to stdout ahead of the answer and is read. The call that makes a title, the memory that is
-written after a turn, and the look at the machine's Python that goes into the prompt are off.
+goes to stdout ahead of the answer and is read. The call that makes a title, the memory and the
+skills that are written after a turn, and the look at the machine's Python that goes into the prompt
+are off.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_json,
     mcp_entries,
     merged,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import PYTHON, python_recipe
@@ -68,10 +69,8 @@ class Hermes:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, HermesSettings)
+        self._settings = accepted(agent, VERSION, HermesSettings)
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
@@ -100,7 +99,13 @@ class Hermes:
             *(f"{context.bundle}/{PYTHON}", "-c", START),
             *("--toolsets", ",".join(toolsets), "--usage-file", "/dev/stdout"),
         )
-        env = {"HERMES_HOME": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {
+            "HERMES_HOME": folder,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # With Responses it gives a stream up after 12 s without an event.
+            "HERMES_CODEX_TTFB_TIMEOUT_SECONDS": "0",
+            "HERMES_CODEX_EVENT_STALE_TIMEOUT_SECONDS": "0",
+        }
         return Launch(
             command,
             env,
@@ -120,6 +125,8 @@ class Hermes:
             "auxiliary": {"title_generation": {"enabled": False}},
             "memory": {"memory_enabled": False, "user_profile_enabled": False},
             "curator": {"enabled": False},
+            # After ten calls it would look back and write skills, which a next session reads.
+            "skills": {"creation_nudge_interval": 0},
             # Their tools are there from the first call on.
             "mcp_discovery_timeout": 30,
             "mcp_servers": mcp_entries(self._agent, remote),

@@ -1,4 +1,4 @@
-"""mini-swe-agent, unmodified, from PyPI: one tool (bash), Chat Completions, never streams.
+"""mini-swe-agent, unmodified, from PyPI: one tool (bash), any wire format, never streams.
 
 Facts: HARNESSES notes of version 2.4.6. It ends on `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`.
 Its configuration comes in one file of the private home (no argument limit, no instruction in the
@@ -16,19 +16,28 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import merged, refuse_extras
+from bridle.harnesses.configuration import accepted, merged
 from bridle.harnesses.installers import PYTHON, python_recipe
 from bridle.types import JSON, Cause, Dialect
 
 VERSION = "2.4.6"
 BASE_CONFIG = "mini.yaml"
+PROVIDERS = {
+    Dialect.OPENAI_CHAT: ("openai", "OPENAI", "openai", ""),
+    Dialect.OPENAI_RESPONSES: ("openai", "OPENAI", "openai", ""),
+    Dialect.ANTHROPIC: ("anthropic", "ANTHROPIC", "anthropic", ""),
+    Dialect.GOOGLE: ("gemini", "GEMINI", "google", "/v1beta"),
+}
+"""Wire format -> (litellm's name; beginning of its variables; base URL; what it wants after it)."""
 
 
 class MiniSettings(Settings):
     """Settings of harness `mini_swe_agent`."""
 
+    api: Dialect = Dialect.OPENAI_CHAT
+    """Wire format that it speaks."""
     config: JSON = Field(default_factory=dict)
     """Merged over the program's own `mini.yaml`, e.g. `{"agent": {"step_limit": 20}}`."""
     model_attempts: int = Field(default=4, ge=1)
@@ -40,12 +49,10 @@ class MiniSweAgent:
 
     name = "mini_swe_agent"
     version = VERSION
-    dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent, transports=(), skills=False)
-        self._settings = parse_settings(agent, MiniSettings)
+        self._settings = accepted(agent, VERSION, MiniSettings, transports=(), skills=False)
+        self.dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """A Python with 735 MB of packages, most of it what litellm brings."""
@@ -62,10 +69,11 @@ class MiniSweAgent:
         """`mini -c mini.yaml -c <ours> --yolo --exit-immediately`, with its files in the home."""
         config = f"{context.home}/.config/mini-swe-agent/bridle.yaml"
         log = f"{context.home}/trajectory.traj.json"
-        own = {
-            "run": {"task": context.instruction},
-            "model": {"model_name": f"openai/{context.model_name}"},
-        }
+        provider, name, url, path = PROVIDERS[self.dialect]
+        model = {"model_name": f"{provider}/{context.model_name}"}
+        if self.dialect is Dialect.OPENAI_RESPONSES:
+            model["model_class"] = "litellm_response"
+        own = {"run": {"task": context.instruction}, "model": model}
         command = (
             f"{context.bundle}/{PYTHON}",
             *("-m", "minisweagent.run.mini"),
@@ -73,8 +81,8 @@ class MiniSweAgent:
             *("--yolo", "--exit-immediately", "--cost-limit", "0", "-o", log),
         )
         env = {
-            "OPENAI_BASE_URL": context.base_urls["openai"],
-            "OPENAI_API_KEY": context.key,
+            f"{name}_API_BASE": context.base_urls[url] + path,
+            f"{name}_API_KEY": context.key,
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_COST_TRACKING": "ignore_errors",

@@ -13,9 +13,9 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import PATIENCE_S, refuse_extras
+from bridle.harnesses.configuration import PATIENCE_S, accepted
 from bridle.harnesses.installers import PYTHON, python_recipe
 from bridle.harnesses.sdk_agents import INSTRUCTIONS, plain_servers, script_cause, script_launch
 from bridle.types import Cause, Dialect
@@ -45,10 +45,8 @@ class OpenaiAgents:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent, skills=False)
         self._agent = agent
-        self._settings = parse_settings(agent, OpenaiAgentsSettings)
+        self._settings = accepted(agent, VERSION, OpenaiAgentsSettings, skills=False)
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:

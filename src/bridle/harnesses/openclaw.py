@@ -18,18 +18,19 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_json,
     mcp_entries,
     merged,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.pi import ADAPTERS
 from bridle.types import JSON, Cause, Dialect
 
 VERSION = "2026.9.6"
@@ -37,13 +38,6 @@ CLI = "node_modules/openclaw/openclaw.mjs"
 PROVIDER = "gw"
 DEADLINE_S = 86_400
 """Its own deadline for the turn; the session's budget ends it long before."""
-ADAPTERS = {
-    Dialect.OPENAI_CHAT: ("openai-completions", "openai", ""),
-    Dialect.OPENAI_RESPONSES: ("openai-responses", "openai", ""),
-    Dialect.ANTHROPIC: ("anthropic-messages", "anthropic", ""),
-    Dialect.GOOGLE: ("google-generative-ai", "google", "/v1beta"),
-}
-"""Wire format -> (its name for it; base URL; what it wants after that)."""
 VOLATILE = ("process", "sessions_spawn")
 """Tools whose state it tells in a message at the end of each request."""
 
@@ -71,10 +65,8 @@ class Openclaw:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, OpenclawSettings)
+        self._settings = accepted(agent, VERSION, OpenclawSettings)
         self.dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:

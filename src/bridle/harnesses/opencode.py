@@ -13,15 +13,15 @@ from pathlib import Path
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import Builder, ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_json,
     events_backwards,
     merged,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import NODE, node_recipe
@@ -58,10 +58,8 @@ class Opencode:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, OpencodeSettings)
+        self._settings = accepted(agent, VERSION, OpencodeSettings)
         self.dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:

@@ -14,13 +14,13 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     mcp_entries,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import PYTHON, find_python, python_recipe
@@ -55,10 +55,8 @@ class Openhands:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, OpenhandsSettings)
+        self._settings = accepted(agent, VERSION, OpenhandsSettings)
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:

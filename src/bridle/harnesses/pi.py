@@ -1,4 +1,4 @@
-"""pi, unmodified, from npm: four tools, Chat Completions, streams.
+"""pi, unmodified, from npm: four tools, any of the four wire formats, streams.
 
 Facts: HARNESSES notes of version 0.87.1 and its own documentation (models, environment variables,
 JSON event stream). Exit codes lie: it exits 0 after API errors, so its event stream is read. It
@@ -13,20 +13,29 @@ from pathlib import Path
 from typing import Literal
 
 from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash
 from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import refuse_extras, skill_folders
+from bridle.harnesses.configuration import accepted, skill_folders
 from bridle.harnesses.installers import NODE, node_recipe
 from bridle.types import JSON, Cause, Dialect
 
 VERSION = "0.87.1"
 CLI = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
 PROVIDER = "gw"
+ADAPTERS = {
+    Dialect.OPENAI_CHAT: ("openai-completions", "openai", ""),
+    Dialect.OPENAI_RESPONSES: ("openai-responses", "openai", ""),
+    Dialect.ANTHROPIC: ("anthropic-messages", "anthropic", ""),
+    Dialect.GOOGLE: ("google-generative-ai", "google", "/v1beta"),
+}
+"""Wire format -> (its name for it; base URL; what it wants after that)."""
 
 
 class PiSettings(Settings):
     """Settings of harness `pi`."""
 
+    api: Dialect = Dialect.OPENAI_CHAT
+    """Wire format that it speaks."""
     thinking: Literal["off", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Reasoning effort that it asks for; `None` = its own default."""
     tools: tuple[str, ...] | None = None
@@ -42,13 +51,11 @@ class Pi:
 
     name = "pi"
     version = VERSION
-    dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent, transports=())
         self._agent = agent
-        self._settings = parse_settings(agent, PiSettings)
+        self._settings = accepted(agent, VERSION, PiSettings, transports=())
+        self.dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
         """345 MB: the program and its own node 22."""
@@ -91,9 +98,10 @@ class Pi:
             "contextWindow": context.context_length,
             "maxTokens": min(self._settings.max_output_tokens, context.context_length // 2),
         }
+        api, url, path = ADAPTERS[self.dialect]
         provider = {
-            "baseUrl": context.base_urls["openai"],
-            "api": "openai-completions",
+            "baseUrl": context.base_urls[url] + path,
+            "api": api,
             "apiKey": context.key,
             "models": [model],
         }

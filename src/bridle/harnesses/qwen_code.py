@@ -15,16 +15,16 @@ from typing import Literal
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.bundles import ensure
 from bridle.harnesses.claude_code import claude_cause
 from bridle.harnesses.configuration import (
     PATIENCE_S,
+    accepted,
     as_json,
     mcp_entries,
     merged,
     output_budget,
-    refuse_extras,
     skill_folders,
 )
 from bridle.harnesses.installers import NODE, node_recipe
@@ -56,10 +56,8 @@ class QwenCode:
     version = VERSION
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, VERSION)
-        refuse_extras(agent)
         self._agent = agent
-        self._settings = parse_settings(agent, QwenCodeSettings)
+        self._settings = accepted(agent, VERSION, QwenCodeSettings)
         self.dialect: Dialect = self._settings.api
 
     async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
