@@ -1,6 +1,6 @@
 """Law 6: every accepted session ends exactly once in the trainer's hands, whoever is killed.
 
-`BRIDLE_KILLS` draws more random points than the few of the default run; `BRIDLE_TEST_DATABASE`
+`BRIDLE_TEST_KILLS` draws more random points than the few of the default run; `BRIDLE_TEST_DATABASE`
 names another database than a file.
 """
 
@@ -10,7 +10,7 @@ import pytest
 from tests.server.house import database_of
 from tests.server.killing import crash_run
 
-KILLS = int(os.environ.get("BRIDLE_KILLS", "2"))
+KILLS = int(os.environ.get("BRIDLE_TEST_KILLS", "2"))
 
 
 @pytest.mark.timeout(60 + 20 * KILLS)

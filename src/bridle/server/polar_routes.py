@@ -130,7 +130,10 @@ async def cancel_task(asked: Asked) -> Response:
     if not await asked.service.cancel_task(task_id):
         if not register:
             raise Refusal(404, "not_found", f"no task {task_id[:200]!r}", param="task_id")
-        await asked.service.bar(task_id, owner=asked.caller.name)
+        try:
+            await asked.service.bar(task_id, owner=asked.caller.name)
+        except ValidationError as error:
+            raise invalid(error) from None
     return reply(await task_status(asked.service, await task_row(asked), results=False))
 
 
