@@ -95,7 +95,7 @@ def simulate(sessions, *, sigma=1.0, init_share=0.2, seed=0, **settings):
             if isinstance(event, SessionChanged):
                 changes.append((loop.time(), str(event.status)))
 
-        async with a_node(folder, settings=settings) as node:
+        async with a_node(folder, settings={"reap_s": 1e9, **settings}) as node:
             began = loop.time()
             with node.events.listening(note), loop.jumping():
                 async with LocalExecutor(node).run(batch) as results:
