@@ -1,5 +1,7 @@
 """How groups end: early, short, refilled, cancelled; and the accounts, whatever the order."""
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server.house import submission
@@ -46,6 +48,15 @@ async def test_a_harness_failure_is_a_result_and_infrastructure_is_run_again_so_
         row = await state.views.session("a.1")
         assert (row["attempt"], '"why":"failed"' in row["earlier"]) == (2, True)
         assert (await state.views.task("a"))["state"] == TaskState.FAILED
+
+
+async def test_a_slow_stage_of_ours_is_run_again_and_an_agent_s_timeout_is_not(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2, max_attempts=2))
+        ours, agents = await claim(state)
+        slow = replace(failed(agents, Cause.TIMEOUT), status="TIMEOUT")
+        ends = await finish(state, failed(ours, Cause.TIMEOUT), slow)
+        assert [one.what for one in ends] == ["again", "final"]
 
 
 async def test_early_stop_ends_what_runs_and_tells_what_never_began(tmp_path):

@@ -15,6 +15,7 @@ import orjson
 from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from bridle.lifecycle.ending import Blame, blame
 from bridle.server import tables as t
 from bridle.server.rows import Closed, Ended, run_id, session_id
 from bridle.server.schemas import Terms
@@ -26,7 +27,7 @@ from bridle.server.states import (
     TaskState,
     step,
 )
-from bridle.types import JSON, Cause
+from bridle.types import JSON, Cause, SessionStatus
 
 EARLY_STOP = "early_stop"
 """`tasks.stopped` of a task that has all the usable sessions it asked for."""
@@ -54,7 +55,8 @@ async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: 
     earlier = _earlier(session)
     failed = sum(one["why"] == "failed" for one in earlier)
     may_again = task["stopped"] is None and failed + 1 < terms.max_attempts
-    if ended.cause is Cause.INFRASTRUCTURE and may_again:
+    blamed = blame(SessionStatus(ended.status), ended.cause)
+    if blamed is Blame.INFRASTRUCTURE and may_again:
         wait_s = terms.retry_backoff_s * 2**failed
         await _again(connection, session, "failed", ended.error, now=now, not_before=now + wait_s)
         return Closed("again")
