@@ -1,15 +1,16 @@
 """What routing is worth: prefix-cache hits with sticky sessions, and replies that survive.
 
-`cache`: sessions of an agent on two replicas of the embedded engine, whose prompts grow turn by
-turn, once with every session on one replica and once with every call where the fewest run. From
-what was captured: the share of prompt tokens that came from a prefix cache, and the tokens that
-were computed beyond each turn's new ones.
+`cache`: sessions of an agent on two replicas, of the embedded engine or of a real vLLM, whose
+prompts grow turn by turn, once with every session on one replica and once with every call where the
+fewest run. From what was captured: the share of prompt tokens that came from a prefix cache, and
+the tokens that were computed beyond each turn's new ones.
 
 `seams`: the official SDK of each dialect reads a stream from a replica in a process of its own; in
 the middle all replicas take new weights, and later that process is killed. What the clients read,
 which tokens have which version, and how long no token came.
 
     python -m benchmarks.routing [cache|seams] [--sessions 16] [--turns 12] [--json]
+    python -m benchmarks.routing cache --vllm     # after make test-vllm, which installs it
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ import aiohttp
 import structlog
 from benchmarks.embedded import make_model
 from tests.gateway.test_failover import DIALECTS
+from tests.vllm.serving import VllmServer
+from tests.vllm.serving import make_model as make_small_model
 
 from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
@@ -97,9 +101,10 @@ class CacheRow:
     seconds: float
 
 
-async def cache_row(folder: Path, *, sticky: bool, sessions: int, turns: int) -> CacheRow:
-    """Run all sessions at once on two fresh replicas."""
-    replicas = [Replica(name, EmbeddedEngine(folder, device="cpu")) for name in ("a", "b")]
+async def cache_row(
+    folder: Path, replicas: list[Replica], *, sticky: bool, sessions: int, turns: int
+) -> CacheRow:
+    """Run all sessions at once on the replicas, which remember nothing yet."""
     pool = EnginePool(replicas, settings=RoutingSettings(sticky=sticky))
     began = time.perf_counter()
     async with gateway(pool, folder, stream="whole") as (served, store):
@@ -148,13 +153,48 @@ async def one_session(
         messages += [reply, {"role": "user", "content": f"Result {turn}: " + RESULT * LINES}]
 
 
-async def cache(folder: Path, sessions: int, turns: int) -> list[CacheRow]:
-    """Both ways of routing."""
+async def cache(
+    folder: Path, fresh: Callable[[], list[Replica]], sessions: int, turns: int
+) -> list[CacheRow]:
+    """Both ways of routing, each on what `fresh` gives."""
     rows = []
     for sticky in (False, True):
-        row = await cache_row(folder, sticky=sticky, sessions=sessions, turns=turns)
+        row = await cache_row(folder, fresh(), sticky=sticky, sessions=sessions, turns=turns)
         rows.append(row)
     return rows
+
+
+def embedded_cache(folder: Path, sessions: int, turns: int) -> list[CacheRow]:
+    """On the embedded engine, both replicas in this process."""
+    make_model(folder)
+
+    def fresh() -> list[Replica]:
+        return [Replica(name, EmbeddedEngine(folder, device="cpu")) for name in ("a", "b")]
+
+    return asyncio.run(cache(folder, fresh, sessions, turns))
+
+
+BLOCK = 32
+"""Tokens that vLLM's cache holds or lacks together; a CPU takes no fewer."""
+
+
+def vllm_cache(folder: Path, sessions: int, turns: int) -> list[CacheRow]:
+    """On two real vLLM servers of a small model."""
+    make_small_model(folder)
+    with ExitStack() as stack:
+        servers = []
+        for name in ("a", "b"):
+            folder.with_name(name).mkdir()
+            servers.append(stack.enter_context(VllmServer(folder.with_name(name), folder)))
+        with ThreadPoolExecutor() as both:
+            list(both.map(lambda server: server.running("--block-size", str(BLOCK)), servers))
+
+        def fresh() -> list[Replica]:
+            for server in servers:
+                server.call("POST", "/reset_prefix_cache")
+            return [make_replica(server.url, VllmEngine) for server in servers]
+
+        return asyncio.run(cache(folder, fresh, sessions, turns))
 
 
 # ---- seams
@@ -300,6 +340,8 @@ class Caller:
 
 async def seams(folder: Path, newer: Path) -> list[SeamRow]:
     """New weights, then a killed replica."""
+    make_model(folder)
+    make_model(newer)
     with ExitStack() as stack:
         servers = [Server(stack, folder) for _ in range(2)]
         urls = [server.url() for server in servers]
@@ -332,18 +374,17 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=("cache", "seams"))
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--vllm", action="store_true", help="the cache part on real vLLM servers")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     found: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder, newer = Path(scratch, "model"), Path(scratch, "newer")
-        make_model(folder)
-        make_model(newer)
         if given.part in {None, "cache"}:
-            found["cache"] = asyncio.run(cache(folder, given.sessions, given.turns))
+            measured = vllm_cache if given.vllm else embedded_cache
+            found["cache"] = measured(Path(scratch, "cached"), given.sessions, given.turns)
         if given.part in {None, "seams"}:
-            found["seams"] = asyncio.run(seams(folder, newer))
+            found["seams"] = asyncio.run(seams(Path(scratch, "model"), Path(scratch, "newer")))
     if given.json:
         print(json.dumps({part: [asdict(row) for row in rows] for part, rows in found.items()}))
         return
