@@ -3,6 +3,7 @@ import sqlite3
 
 import pytest
 from sqlalchemy import insert, select
+from sqlalchemy.exc import DBAPIError
 
 from bridle.errors import ConfigError, StateError
 from bridle.server import tables as t
@@ -108,3 +109,31 @@ async def test_a_server_that_stops_does_not_try_for_ever():
     closing.set()
     with pytest.raises(StateError, match="gone"):
         await until_done(attempt, "testing", closing=closing)
+
+
+class Said(Exception):
+    """A driver's error with PostgreSQL's state."""
+
+    def __init__(self, sqlstate):
+        super().__init__(f"state {sqlstate}")
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("57P03", StateError),  # the database system is starting up
+        ("57P01", StateError),  # terminating connection due to administrator command
+        ("53300", StateError),  # too many connections
+        ("40P01", StateError),  # deadlock detected
+        ("23505", DBAPIError),  # unique violation: a mistake of ours
+        (None, DBAPIError),
+    ],
+)
+async def test_a_server_that_cannot_now_is_asked_again_and_a_mistake_of_ours_is_not(
+    tmp_path, state, expected
+):
+    async with await Database.open(tmp_path / "a.sqlite") as database:
+        with pytest.raises(expected):
+            async with database.write():
+                raise DBAPIError("UPDATE", {}, Said(state))

@@ -175,8 +175,19 @@ class _as_state_error:  # noqa: N801 - used as a function
             raise StateError(f"the database cannot be used: {_short(cause)}") from cause
         # DatabaseError itself, not one of its kinds: the file is no database.
         broken = type(cause) in (DatabaseError, sqlite3.DatabaseError)
-        if broken or (isinstance(cause, DBAPIError) and cause.connection_invalidated):
+        if broken or (isinstance(cause, DBAPIError) and _is_down(cause)):
             raise StateError(f"the database cannot be used: {_short(cause)}") from cause
+
+
+_DOWN = ("08", "40", "53", "57", "58")
+"""Classes of PostgreSQL's states: the connection, a deadlock, resources, a shutdown or a start, the
+system."""
+
+
+def _is_down(error: DBAPIError) -> bool:
+    """Whether the statement may do well later: the server is away, or said that it cannot now."""
+    state = getattr(error.orig, "sqlstate", None)
+    return error.connection_invalidated or (isinstance(state, str) and state.startswith(_DOWN))
 
 
 def _short(error: BaseException | None) -> str:
