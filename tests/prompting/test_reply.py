@@ -20,7 +20,7 @@ def qwen3(tokens):
     return make_family("qwen3", tokens, thinking=None, history="exact")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def parse(tokens, qwen3):
     def parse(
         text,
@@ -53,6 +53,16 @@ def test_text_reasoning_and_calls_are_told_apart(parse):
         ("call_2", "bash", TEXT),
     ]
     assert (reply.finish_reason, reply.tokens_unseen) == (FinishReason.STOP, 0)
+
+
+@given(text=st.text(alphabet="ab \n\t", max_size=12), ended=st.booleans())
+def test_no_text_that_is_handed_out_ends_in_white_space(parse, text, ended):
+    """So Messages refuses none for it that a harness sends back as its last message."""
+    finish = FinishReason.STOP if ended else FinishReason.LENGTH
+    reply = parse(f"{text}{'<|im_end|>' * ended}", finish=finish)
+    assert reply.content == text.strip()
+    called = parse(f"{text}\n{CALL}<|im_end|>")
+    assert (called.content, len(called.tool_calls)) == (text.strip(), 1)
 
 
 def test_calls_that_nobody_wants_stay_in_the_text_as_sampled(parse):

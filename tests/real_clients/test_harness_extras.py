@@ -1,13 +1,17 @@
-"""MCP servers and skills of a task reach the unmodified programs in the form that each takes."""
+"""MCP servers and skills of a task reach the unmodified programs in the form that each takes.
+
+The sessions run beforehand, some at a time; each test judges one.
+"""
 
 import asyncio
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from tests.real_clients.real import run
+from tests.real_clients.real import at_once, chosen, run
 
 from bridle.prompting.renderer import load_renderer
 
@@ -54,12 +58,13 @@ async def http_server(folder):
         await process.wait()
 
 
-@pytest.mark.parametrize("harness", sorted(PREFIXES))
-async def test_tools_of_mcp_servers_are_called_over_stdio_and_http(tmp_path, harness):
+async def stamped(harness, folder):
+    """What a session said that called a tool of each server, and what the servers were told."""
+    folder.mkdir()
     stdio = {
         "name": "near",
         "command": sys.executable,
-        "args": [str(SERVER), str(tmp_path / "stamps.txt")],
+        "args": [str(SERVER), str(folder / "stamps.txt")],
     }
     near, far = (PREFIXES[harness].format(name) + "stamp" for name in ("near", "far"))
     turns = [
@@ -67,34 +72,57 @@ async def test_tools_of_mcp_servers_are_called_over_stdio_and_http(tmp_path, har
         {"tool_calls": [{"name": far, "arguments": {"text": "by http"}}]},
         {"content": "Both are stamped."},
     ]
-    async with http_server(tmp_path) as url:
+    async with http_server(folder) as url:
         remote = {"name": "far", "transport": "streamable-http", "url": url}
         result, exchanges = await run(
-            tmp_path,
+            folder,
             harness,
             agent={"mcp_servers": [stdio, remote]},
             runtime={"kwargs": {"doors": [urlsplit(url).port]}},
             turns=turns,
             check="true",
         )
-    assert (result.status, result.error) == ("COMPLETED", None)
-    assert (tmp_path / "stamps.txt").read_text().split("\n")[:2] == ["by stdio", "by http"]
-    assert len(exchanges) == 3
-    assert result.trajectory.metadata["stats"]["merge_ratio"] == 1.0
+    return result, exchanges, (folder / "stamps.txt").read_text()
 
 
-@pytest.mark.parametrize("harness", sorted({*PREFIXES, "pi"} - {"openai_agents"}))
-async def test_skills_are_told_to_the_model(tmp_path, harness):
-    (tmp_path / "skills/tidy-up").mkdir(parents=True)
-    (tmp_path / "skills/tidy-up/SKILL.md").write_text(SKILL)
-    result, exchanges = await run(
-        tmp_path,
+async def skilled(harness, folder):
+    """What a session said that was given a skill."""
+    (folder / "skills/tidy-up").mkdir(parents=True)
+    (folder / "skills/tidy-up/SKILL.md").write_text(SKILL)
+    return await run(
+        folder,
         harness,
         agent={"skills_path": "skills"},
         turns=[{"content": "I see it."}],
         check="true",
     )
+
+
+@pytest.fixture(scope="module")
+def sessions(request, tmp_path_factory):
+    """Which kind of session, and harness -> its outcome; some run at a time."""
+    folder = tmp_path_factory.mktemp("extras")
+    works = {
+        (work, harness): partial(work, harness, folder / f"{work.__name__}-{harness}")
+        for work, name in ((stamped, "caller"), (skilled, "reader"))
+        for harness in sorted(chosen(request, name))
+    }
+    return asyncio.run(at_once(works))
+
+
+@pytest.mark.parametrize("caller", sorted(PREFIXES))
+def test_tools_of_mcp_servers_are_called_over_stdio_and_http(sessions, caller):
+    result, exchanges, stamps = sessions[stamped, caller].result()
+    assert (result.status, result.error) == ("COMPLETED", None)
+    assert stamps.split("\n")[:2] == ["by stdio", "by http"]
+    assert len(exchanges) == 3
+    assert result.trajectory.metadata["stats"]["merge_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("reader", sorted({*PREFIXES, "pi"} - {"openai_agents"}))
+def test_skills_are_told_to_the_model(sessions, reader):
+    result, exchanges = sessions[skilled, reader].result()
     assert (result.status, result.error) == ("COMPLETED", None)
     # Cline tells only their names.
-    told = "tidy-up" if harness == "cline" else "quartzbarn"
+    told = "tidy-up" if reader == "cline" else "quartzbarn"
     assert told in load_renderer("builtin").decode(exchanges[0].suffix_ids)
