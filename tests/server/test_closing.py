@@ -1,5 +1,6 @@
 """How groups end: early, short, refilled, cancelled; and the accounts, whatever the order."""
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,9 @@ from bridle.server.closing import MAX_INTERRUPTIONS, delivery_id
 from bridle.server.rows import Ended
 from bridle.server.states import SessionState, TaskState
 from bridle.types import Cause
+
+NUMBERS = itertools.count()
+"""Examples share a database where the suite is PostgreSQL's."""
 
 EVENTS = st.lists(
     st.tuples(
@@ -166,17 +170,19 @@ async def test_whatever_happens_every_sample_ends_exactly_once(
 ):
     """The law of the room: accounts add up at every step, and everything comes to its end."""
     async with a_state(tmp_path_factory.mktemp("law")) as state:
+        name = f"t{next(NUMBERS)}"
         task = submission(
-            "t", samples, max_refills=refills, max_attempts=2, early_stop_min_usable_sessions=early
+            name, samples, max_refills=refills, max_attempts=2, early_stop_min_usable_sessions=early
         )
         await submit(state, task)
         running, finals = {}, []
 
         async def apply(what, which):
             if what == "claim":
-                running.update({one.run_id: one for one in await claim(state, 1 + which % 2)})
+                claims = await claim(state, 1 + which % 2)
+                running.update({one.run_id: one for one in claims})
             elif what == "cancel":
-                await state.stop_task("t", "cancelled", now=NOW)
+                await state.stop_task(name, "cancelled", now=NOW)
             elif running:
                 one = running.pop(sorted(running)[which % len(running)])
                 if what == "interrupt":
@@ -192,7 +198,7 @@ async def test_whatever_happens_every_sample_ends_exactly_once(
 
         for what, which in events:
             await apply(what, which)
-            row = await state.views.task("t")
+            row = await state.views.task(name)
             sessions = await state.views.sessions(row["seq"])
             over = [one for one in sessions if one["ended_at"] is not None]
             assert row["ended"] == len(over)
@@ -203,7 +209,7 @@ async def test_whatever_happens_every_sample_ends_exactly_once(
             if not running:
                 break
             await apply("complete", 0)
-        row, sessions = await states(state, "t")
+        row, sessions = await states(state, name)
         assert TaskState(row["state"]) in (
             TaskState.COMPLETED,
             TaskState.FAILED,
@@ -211,5 +217,5 @@ async def test_whatever_happens_every_sample_ends_exactly_once(
         )
         assert len(sessions) == row["target"] >= samples
         assert not {SessionState.QUEUED, SessionState.RUNNING} & set(sessions.values())
-        assert sum(name is not None for name in finals) <= 1
-        assert row["done_seq"] == 1
+        assert sum(one is not None for one in finals) <= 1
+        assert row["done_seq"] is not None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import RowMapping, Select, func, select
+from sqlalchemy import RowMapping, Select, case, func, literal, select, union_all
 
 from bridle.server import tables as t
 from bridle.server.database import Database
@@ -94,18 +94,27 @@ class Views:
     async def counts(self) -> Counts:
         """What the status page shows."""
         tasks, sessions, callbacks = t.tasks.c, t.sessions.c, t.callbacks.c
-        by_task = select(tasks.state, func.count()).group_by(tasks.state)
-        by_session = select(sessions.state, func.count()).group_by(sessions.state)
-        by_callback = select(callbacks.state, func.count()).group_by(callbacks.state)
-        waiting = select(func.sum(tasks.target - tasks.expanded)).where(tasks.open == 1)
-        unacked = select(func.count()).where(tasks.acked_at.is_(None), tasks.done_seq.is_not(None))
+        nothing = literal(0)
+        waits = func.sum(case((tasks.open == 1, tasks.target - tasks.expanded), else_=0))
+        is_unacked = tasks.acked_at.is_(None) & tasks.done_seq.is_not(None)
+        unacked = func.sum(case((is_unacked, 1), else_=0))
+        # One query, because each is a way to the database and back.
+        query = union_all(
+            select(literal("tasks"), tasks.state, func.count(), waits, unacked).group_by(
+                tasks.state
+            ),
+            *(
+                select(literal(name), state, func.count(), nothing, nothing).group_by(state)
+                for name, state in (("sessions", sessions.state), ("callbacks", callbacks.state))
+            ),
+        )
+        found: dict[str, dict[str, int]] = {"tasks": {}, "sessions": {}, "callbacks": {}}
+        totals = [0, 0]
         async with self._database.read() as connection:
-            tables = [
-                {str(name): count for name, count in await connection.execute(query)}
-                for query in (by_task, by_session, by_callback)
-            ]
-            numbers = [(await connection.execute(one)).scalar_one() for one in (waiting, unacked)]
-        return Counts(tables[0], tables[1], numbers[0] or 0, numbers[1], tables[2])
+            for what, state, count, waiting, left in await connection.execute(query):
+                found[what][state] = count
+                totals = [totals[0] + int(waiting), totals[1] + int(left)]
+        return Counts(found["tasks"], found["sessions"], totals[0], totals[1], found["callbacks"])
 
     async def inflight_groups(self) -> int:
         """Groups that are started and have not ended."""
