@@ -16,7 +16,7 @@ from tests.real_clients.real import AT_ONCE, run
 
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1200)]
 
-ASLEEP = 40
+ASLEEP = 20
 """Sessions of a slow model that sleep beside those that work."""
 SLOW_S = 90
 FAULTS = ("500", "429", "late_error", "cut_before", "cut_after")
