@@ -188,7 +188,9 @@ class Views:
 
     async def _number(self, query: Select[int | None]) -> int | None:
         async with self._database.read() as connection:
-            return (await connection.execute(query)).scalar_one_or_none()
+            value = (await connection.execute(query)).scalar_one_or_none()
+        # PostgreSQL's sum of large integers is a decimal.
+        return None if value is None else int(value)
 
     async def _first(self, query: Select[*tuple[object, ...]]) -> RowMapping | None:
         async with self._database.read() as connection:

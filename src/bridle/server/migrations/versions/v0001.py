@@ -57,7 +57,8 @@ def _tasks() -> None:
         sa.Column("acked_at", sa.Float),
     )
     op.create_index("ix_tasks_open", "tasks", ["open", "priority", "seq"])
-    op.create_index("ix_tasks_state", "tasks", ["state", "seq"])
+    counted = ["state", "seq", "open", "target", "expanded", "done_seq", "acked_at"]
+    op.create_index("ix_tasks_state", "tasks", counted)
     op.create_index("ix_tasks_acked", "tasks", ["acked_at", "done_seq"])
 
 
