@@ -4,6 +4,7 @@ The trainer takes groups with ack, and dies too: its iterator is thrown away wit
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -11,15 +12,20 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.server.house import body
+from tests.server.killed_receiver import KEPT
 from tests.server.killed_server import Journal
 from tests.server.test_delivery import Receiver
 
 from bridle.client import AsyncClient
 
 SAMPLES = 3
+PATIENCE_S = 300.0
+"""How long a trainer waits for a server that is being started again; a busy machine takes long."""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,12 +36,13 @@ def free_port():
 
 
 class Killed:
-    """The server's process, started again after every kill."""
+    """A process that is started again after every kill; the server's, if no other is named."""
 
-    def __init__(self, folder, database):
+    def __init__(self, folder, *arguments, program="killed_server.py"):
         self.port = free_port()
-        program = Path(__file__).with_name("killed_server.py")
-        self.command = [sys.executable, str(program), str(folder), str(database), str(self.port)]
+        path = Path(__file__).with_name(program)
+        words = [path, folder, *arguments, self.port]
+        self.command = [sys.executable, *map(str, words)]
         self.log = folder / "log"
         self.kills = 0
 
@@ -45,7 +52,7 @@ class Killed:
             self.process = subprocess.Popen(self.command, stderr=log, env=environment)
 
     def kill(self):
-        assert self.process.poll() is None, "the server ended by itself: see its log"
+        assert self.process.poll() is None, f"it ended by itself: {self.log.read_text()[-4000:]}"
         self.end()
         self.kills += 1
 
@@ -53,14 +60,18 @@ class Killed:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    async def run(self, kills, random_s):
-        """So many lives; the last one goes on."""
+    async def again(self):
+        """Killed, and started again."""
+        self.kill()
+        self.start()
+
+    async def run(self, kills, drawn, others):
+        """So many kills, of it or of one of `others`; it answers before each, and at last."""
         self.start()
         for _ in range(kills):
             await self.answers()
-            await asyncio.sleep(random_s())
-            self.kill()
-            self.start()
+            await asyncio.sleep(drawn.uniform(0, 0.4))
+            await drawn.choice([self.again, *others])()
 
     async def answers(self):
         async with AsyncClient(f"http://127.0.0.1:{self.port}") as client:
@@ -70,10 +81,10 @@ class Killed:
 async def train(url, wanted, seen):
     """Take groups until all of `wanted` were acknowledged; die now and then with one in hand."""
     done = set()
-    async with AsyncClient(url, patience_s=60) as client:
+    async with AsyncClient(url, patience_s=PATIENCE_S) as client:
         while not wanted <= done:
             takes = random.randint(1, 5)
-            groups = client.groups(ack=False, quiet_s=60)
+            groups = client.groups(ack=False, quiet_s=PATIENCE_S)
             async for group in groups:
                 seen.append(group)
                 takes -= 1
@@ -86,20 +97,49 @@ async def train(url, wanted, seen):
             await groups.aclose()
 
 
-async def crash_run(folder, database, *, tasks, kills, seed):
-    """The whole story; returns what it came to. Fails by its assertions."""
+class KilledReceiver(Killed):
+    """A receiver of callbacks in a process of its own."""
+
+    def __init__(self, folder):
+        super().__init__(folder, program="killed_receiver.py")
+        self.kept = folder / KEPT
+        self.url = f"http://127.0.0.1:{self.port}/callbacks/session_result"
+
+    @asynccontextmanager
+    async def up(self):
+        self.start()
+        try:
+            yield self
+        finally:
+            self.end()
+
+    def bodies(self):
+        lines = self.kept.read_text().split("\n")[:-1] if self.kept.exists() else []
+        return [json.loads(line) for line in lines]
+
+    @property
+    def got(self):
+        return self.bodies()
+
+
+async def crash_run(folder, database, *, tasks, kills, seed, others=(), told_to=None):
+    """The whole story; returns what it came to. Fails by its assertions.
+
+    `others` are killed as well: each kills what it knows and starts it again. `told_to` is the
+    receiver of callbacks.
+    """
     drawn = random.Random(seed)
     server = Killed(folder, database)
     url = f"http://127.0.0.1:{server.port}"
     seen = []
-    async with Receiver().up() as receiver:
+    async with (told_to or Receiver()).up() as receiver:
         bodies = [body(f"t{number}", SAMPLES) for number in range(tasks)]
         for one in bodies[::5]:
             one["callback_url"] = receiver.url
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(server.run(kills, lambda: drawn.uniform(0, 0.4)))
-                async with AsyncClient(url, patience_s=60) as client:
+                group.create_task(server.run(kills, drawn, others))
+                async with AsyncClient(url, patience_s=PATIENCE_S) as client:
                     for start in range(0, tasks, 7):
                         await client.submit_many(bodies[start : start + 7])
                         await asyncio.sleep(drawn.uniform(0, 0.1))
