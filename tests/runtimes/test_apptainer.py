@@ -10,7 +10,12 @@ import pytest
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
-from bridle.runtimes.apptainer import PROGRAMS, ApptainerRuntime, client_environment
+from bridle.runtimes.apptainer import (
+    PROGRAMS,
+    ApptainerRuntime,
+    _is_gone,
+    client_environment,
+)
 from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
 
@@ -135,6 +140,7 @@ async def test_one_that_is_ended_from_outside_is_no_failure_of_the_command(start
         while not calls(fake, "exec"):  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.01)
         os.kill(first_process(fake), signal.SIGKILL)
+        assert await _is_gone(first_process(fake), 10)
         (fake / "fifo").write_text("go\n")
     assert "was ended from outside" in running.result()
 
