@@ -24,11 +24,11 @@ COLUMNS = ("task", "state", "#ended", "#usable", "#of", "#priority", "why")
 """Of a table of tasks."""
 
 
-def client(server: str, token: str | None) -> Client:
-    """A client that says at once when the server is not there."""
+def client(server: str, token: str | None, *, patience_s: float = 1.0) -> Client:
+    """A client that soon says when the server is not there."""
     from bridle.client import Client
 
-    return Client(server, token=token, patience_s=5.0)
+    return Client(server, token=token, patience_s=patience_s)
 
 
 def row(task: dict[str, object]) -> list[object]:

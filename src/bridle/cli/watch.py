@@ -12,6 +12,9 @@ from bridle.cli.output import console, notes, print_json, table
 if TYPE_CHECKING:
     from bridle.types import JSON
 
+RESTART_S = 300.0
+"""How long a server that was there may be away while it is watched."""
+
 OPEN_STATES = ("queued", "running", "ending")
 
 
@@ -27,7 +30,9 @@ def watch(
 
     Ends with code 0 if all of them were completed, else 1.
     """
-    with client(server, token) as open_client:
+    with client(server, token) as quick:
+        quick.status()
+    with client(server, token, patience_s=RESTART_S) as open_client:
         names = tasks or [
             one["task_id"] for state in OPEN_STATES for one in open_client.tasks(state=state)
         ]
