@@ -22,6 +22,7 @@ def test_a_submission_is_a_task_and_its_terms():
         {"dispatch_priority": 101},
         {"callback_url": "ftp://x/"},
         {"callback_url": "/x"},
+        {"callback_url": "http://h/\x00"},
         {"num_samples": 0},
         {"num_samples": 10_001},
         {"min_completed_fraction": -0.1},

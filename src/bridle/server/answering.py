@@ -80,8 +80,10 @@ class Asked:
         return self.served.service
 
     def path(self, name: str) -> str:
-        """A part of the path."""
+        """A part of the path. `Refusal` 404 for what nothing can be called."""
         value: str = self.request.path_params[name]
+        if "\x00" in value:  # nothing has such a name, and PostgreSQL does not take it
+            raise Refusal(404, "not_found", f"no {name} holds a NUL", param=name)
         return value
 
     def query(self, name: str) -> str | None:

@@ -5,7 +5,7 @@ Fields that Polar's clients know keep their names; what is ours stands beside th
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,6 +14,10 @@ from bridle.types import JSON
 
 BATCH = 1000
 """Most tasks of one submit, and most rows of one page."""
+
+
+Name = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=300)]
+"""What may be the name of a task; PostgreSQL takes no NUL."""
 
 
 class Terms(Settings):
@@ -38,7 +42,7 @@ class Terms(Settings):
     @field_validator("callback_url")
     @classmethod
     def _is_http(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
+        if url is not None and ("\x00" in url or not url.startswith(("http://", "https://"))):
             message = "a callback goes to an http:// or https:// URL"
             raise ValueError(message)
         return url
@@ -68,14 +72,14 @@ class Ack(Settings):
 
     cursor: int | None = Field(default=None, ge=0)
     """All groups up to here have been dealt with."""
-    task_ids: tuple[str, ...] = Field(default=(), max_length=BATCH)
+    task_ids: tuple[Name, ...] = Field(default=(), max_length=BATCH)
     """These groups have been dealt with."""
 
 
 class CancelBody(Settings):
     """Body of `POST /v1/tasks/cancel`."""
 
-    task_ids: tuple[str, ...] = Field(min_length=1, max_length=BATCH)
+    task_ids: tuple[Name, ...] = Field(min_length=1, max_length=BATCH)
 
 
 class ServiceSettings(Settings):
