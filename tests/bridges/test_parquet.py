@@ -52,6 +52,24 @@ def test_a_plain_reader_finds_one_row_per_trace_with_the_names_of_the_json(tmp_p
     assert json.loads(row["trajectory_metadata"])["stats"]["exchanges"] == 3
 
 
+@pytest.mark.train
+def test_the_package_datasets_loads_it_with_every_number(tmp_path):
+    from datasets import load_dataset
+
+    trajectory = made_trajectory()
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, [trajectory, made_trajectory("s2")])
+    rows = load_dataset(
+        "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert rows["session_id"] == ["s1", "s2"]
+    assert set(rows.column_names) == set(SCHEMA.names)
+    (trace,) = trajectory.traces
+    for name in ("prompt_ids", "response_ids", "loss_mask", "versions", "reasons"):
+        assert rows[0][name] == getattr(trace, name).tolist()
+    assert np.array_equal(np.float32(rows[0]["response_logprobs"]), trace.response_logprobs)
+
+
 def test_the_file_says_what_its_mask_reasons_are(tmp_path):
     write_trajectories(tmp_path / "t.parquet", [made_trajectory()])
     about = pq.read_metadata(tmp_path / "t.parquet").metadata
