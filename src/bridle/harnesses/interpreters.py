@@ -123,7 +123,8 @@ async def carry_libraries(builder: Builder, programs: Iterable[Path]) -> None:
     said = ""
     for first in range(0, len(files), AT_ONCE):
         # It answers for each file, and fails for one that loads nothing.
-        line = ("/bin/sh", "-c", 'ldd "$@" 2>/dev/null; true', "sh")
+        asked = 'PATH=$PATH:/usr/bin:/bin; ldd "$@" 2>/dev/null; true'
+        line = ("/bin/sh", "-c", asked, "sh")
         said += (await builder.run((*line, *files[first : first + AT_ONCE]))).decode()
     found = dict(re.findall(r"^\s+(\S+) => (/\S+) \(0x", said, re.MULTILINE))
     loader = re.search(r"^\s+(/\S+) \(0x", said, re.MULTILINE)
