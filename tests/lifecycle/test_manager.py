@@ -41,6 +41,7 @@ async def test_what_a_dead_node_leaves_is_removed_while_another_one_runs(tmp_pat
         async with asyncio.timeout(10):
             while left.folder.exists():  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.01)
+        assert list((tmp_path / "scratch").glob(left.folder.name)) == []
 
 
 async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):

@@ -10,7 +10,7 @@ splitting and hashing them 110. Where a body ends as the earlier one did, too, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -90,27 +90,24 @@ class History(dict[bytes, tuple[Message, ...]]):
 
     def grown(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
         """The longest body that `body` may be with more items, and their text: `Begun.grown`."""
-        best: tuple[Begun, bytes] | None = None
-        for begun in self._begun:
-            if begun.key != key or begun.salt != salt:
-                continue
-            if best is not None and len(begun.prefix) <= len(best[0].prefix):
-                continue
-            if (inside := begun.grown(body)) is not None:
-                best = begun, inside
-        return best
+        return self._longest(Begun.grown, body, key, salt)
 
     def find(self, body: bytes, key: str, salt: bytes) -> tuple[Begun, bytes] | None:
         """The longest known beginning of `body`, and the body without its items."""
         self._found = self._place = None
+        return self._longest(Begun.rest, body, key, salt)
+
+    def _longest(
+        self, cut: Callable[[Begun, bytes], bytes | None], body: bytes, key: str, salt: bytes
+    ) -> tuple[Begun, bytes] | None:
         best: tuple[Begun, bytes] | None = None
         for begun in self._begun:
             if begun.key != key or begun.salt != salt:
                 continue
             if best is not None and len(begun.prefix) <= len(best[0].prefix):
                 continue
-            if (rest := begun.rest(body)) is not None:
-                best = begun, rest
+            if (found := cut(begun, body)) is not None:
+                best = begun, found
         return best
 
     def reads(
