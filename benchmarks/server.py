@@ -70,7 +70,9 @@ class InstantWorkers:
             response_messages=turns,
         )
 
-    async def run(self, task: Task, sample_index: int, run_id: str) -> SessionResult:
+    async def run(
+        self, task: Task, sample_index: int, run_id: str, _: frozenset[str]
+    ) -> SessionResult:
         """One result."""
         await asyncio.sleep(0)
         return SessionResult(

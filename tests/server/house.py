@@ -52,7 +52,16 @@ def trace(length=4, version=3, session_id="s"):
 
 
 def result(
-    run_id, task, index, *, status="COMPLETED", cause=None, error=None, reward=1.0, traces=1
+    run_id,
+    task,
+    index,
+    *,
+    status="COMPLETED",
+    cause=None,
+    error=None,
+    reward=1.0,
+    traces=1,
+    node_id=None,
 ):
     """A session's result as a node gives it."""
     made = tuple(trace(session_id=run_id) for _ in range(traces))
@@ -73,6 +82,7 @@ def result(
         signal=None,
         logs={},
         metadata=task.metadata,
+        node_id=node_id,
     )
 
 
@@ -93,14 +103,16 @@ class FakeWorkers:
         self.answers = answers or {}
         self.artifacts = artifacts or {}
         self.ran = []
+        self.avoided = {}
         self.living = {}
         self.recallable = {}
         self.version = 0
         self.asked = []
         self._listeners = []
 
-    async def run(self, task, sample_index, run_id):
+    async def run(self, task, sample_index, run_id, avoid=frozenset()):
         self.ran.append(run_id)
+        self.avoided[run_id] = avoid
         answer = self.answers.get(run_id, self.answers.get(task.task_id, {}))
         if self.held:
             self.living[run_id] = asyncio.get_running_loop().create_future()

@@ -58,7 +58,7 @@ class JournalWorkers(FakeWorkers):
         super().__init__(capacity=4)
         self.journal = journal
 
-    async def run(self, task, sample_index, run_id):
+    async def run(self, task, sample_index, run_id, avoid=frozenset()):
         self.journal.write("began", run_id)
         await asyncio.sleep(random.uniform(0, RUN_S))
         if fails(run_id):

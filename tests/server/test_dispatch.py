@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -65,6 +66,19 @@ async def test_infrastructure_failures_are_run_again_and_no_file_of_theirs_stays
         assert (row["state"], row["attempt"]) == ("COMPLETED", 3)
         files = [path.name for path in (tmp_path / "trajectories").rglob("*.parquet")]
         assert files == ["a.0.r3.parquet"]
+
+
+async def test_a_session_is_run_again_elsewhere_than_where_it_failed(tmp_path):
+    answers = {
+        f"a.0{run}": failure() | {"node_id": node} for run, node in (("", "n1"), (".r2", "n2"))
+    }
+    workers = FakeWorkers(answers=answers)
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a"))
+        await ended(service, "a")
+        assert workers.avoided == {"a.0": set(), "a.0.r2": {"n1"}, "a.0.r3": {"n1", "n2"}}
+        told = (await service.views.session("a.0"))["earlier"]
+        assert [one["node_id"] for one in json.loads(told)] == ["n1", "n2"]
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("a bug"), StoreError("full")])

@@ -58,13 +58,19 @@ class SessionRunner(Protocol):
         """The sessions that live now."""
 
     async def run(
-        self, task: Task, sample_index: int = 0, *, session_id: str | None = None
+        self,
+        task: Task,
+        sample_index: int = 0,
+        *,
+        session_id: str | None = None,
+        avoid: frozenset[str] = frozenset(),
     ) -> SessionResult:
         """Run one session to its end; what became of it is in the result, with its files.
 
-        `session_id` is the caller's own, else one is made. Raises `ConfigError` for a task that
-        names what is not there and for an id that lives already. A cancelled caller leaves a
-        session that has ended and is recorded, and no result.
+        `session_id` is the caller's own, else one is made. `avoid` are nodes (`node_id` of results)
+        on which earlier runs of it failed: it goes elsewhere while any other node lives. Raises
+        `ConfigError` for a task that names what is not there and for an id that lives already. A
+        cancelled caller leaves a session that has ended and is recorded, and no result.
         """
 
     def cancel(self, session_id: str) -> bool:

@@ -238,14 +238,20 @@ class Node:
             return error
 
     async def run(
-        self, task: Task, sample_index: int = 0, *, session_id: str | None = None
+        self,
+        task: Task,
+        sample_index: int = 0,
+        *,
+        session_id: str | None = None,
+        avoid: frozenset[str] = frozenset(),  # noqa: ARG002 - for runners of many nodes; this is one
     ) -> SessionResult:
         """Run one session of a task to its end and append its result to the run folder.
 
-        `session_id` is the caller's own, else one is made. Raises `ConfigError` for a task that
-        names what is not there and for an id that lives already, before anything is done, and
-        `StoreError` if the result cannot be written. A cancelled caller leaves a session that has
-        ended and is recorded, and no result.
+        `session_id` is the caller's own, else one is made. `avoid` names nodes that it is not to
+        run on if there are others; here are none. Raises `ConfigError` for a task that names what
+        is not there and for an id that lives already, before anything is done, and `StoreError` if
+        the result cannot be written. A cancelled caller leaves a session that has ended and is
+        recorded, and no result.
         """
         session = Session(plan(task), sample_index, self, session_id)
         if session.session_id in self._sessions:

@@ -40,6 +40,8 @@ class SessionResult:
     metadata: JSON
     """The task's own metadata; under `evaluation` the evaluator's, under `left_out` the files that
     were not kept, with the reason."""
+    node_id: str | None = None
+    """Which node computed it; `None` = the only one there is."""
 
     def json(self) -> JSON:
         """As the rollout API gives it (Polar's `SessionResult` and our additions)."""
@@ -57,6 +59,7 @@ class SessionResult:
             exit_code=self.exit_code,
             signal=self.signal,
             logs=self.logs,
+            node_id=self.node_id,
         )
 
     def summary(self) -> JSON:

@@ -58,7 +58,10 @@ async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: 
     blamed = blame(SessionStatus(ended.status), ended.cause)
     if blamed is Blame.INFRASTRUCTURE and may_again:
         wait_s = terms.retry_backoff_s * 2**failed
-        await _again(connection, session, "failed", ended.error, now=now, not_before=now + wait_s)
+        node = ended.result.get("node_id")
+        await _again(
+            connection, session, "failed", ended.error, now=now, not_before=now + wait_s, node=node
+        )
         return Closed("again")
     return await make_final(connection, session, task, ended, now=now)
 
@@ -318,12 +321,14 @@ async def _again(
     *,
     now: float,
     not_before: float,
+    node: str | None = None,
 ) -> None:
     told = {
         "attempt": session["attempt"],
         "run_id": run_id(session["session_id"], session["attempt"]),
         "why": why,
         "error": error,
+        "node_id": node,
         "at": now,
     }
     await connection.execute(
@@ -338,6 +343,12 @@ async def _again(
             earlier=orjson.dumps([*_earlier(session), told]).decode(),
         )
     )
+
+
+def failed_on(session: RowMapping) -> frozenset[str]:
+    """The nodes on which earlier runs of a session failed by infrastructure."""
+    nodes = (one.get("node_id") for one in _earlier(session) if one["why"] == "failed")
+    return frozenset(node for node in nodes if node is not None)
 
 
 def _earlier(session: RowMapping) -> list[JSON]:

@@ -162,7 +162,9 @@ class Dispatcher:
         task = Task.model_validate_json(claim.spec)
         try:
             with boundary(StoreError, f"running {claim.run_id}"):
-                result = await self._workers.run(task, claim.sample_index, claim.run_id)
+                result = await self._workers.run(
+                    task, claim.sample_index, claim.run_id, claim.avoid
+                )
         except ConfigError as error:
             # What was found at submit is not there any more; another try would not find it either.
             return await self._store(_not_run(claim, str(error), None))

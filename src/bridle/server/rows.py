@@ -20,6 +20,8 @@ class Claim:
     """From 1."""
     spec: str
     """The task's JSON."""
+    avoid: frozenset[str] = frozenset()
+    """Nodes on which earlier runs of it failed."""
 
     @property
     def run_id(self) -> str:

@@ -387,5 +387,10 @@ async def _update_all(
 
 def _claim(row: RowMapping) -> Claim:
     return Claim(
-        row["session_id"], row["task_id"], row["sample_index"], row["attempt"], row["spec"]
+        row["session_id"],
+        row["task_id"],
+        row["sample_index"],
+        row["attempt"],
+        row["spec"],
+        closing.failed_on(row),
     )

@@ -35,9 +35,12 @@ class Workers(Protocol):
     def capacity(self) -> int:
         """How many runs may be under way at once."""
 
-    async def run(self, task: Task, sample_index: int, run_id: str) -> SessionResult:
-        """One run to its end. `ConfigError`, or `StoreError` if it could not be recorded.
+    async def run(
+        self, task: Task, sample_index: int, run_id: str, avoid: frozenset[str]
+    ) -> SessionResult:
+        """One run to its end, on none of the nodes `avoid` while there is another.
 
+        `ConfigError`, or `StoreError` if it could not be recorded.
         Cancelling the caller ends the run; nothing of it is left behind.
         """
 
@@ -89,9 +92,11 @@ class NodeWorkers:
         """As the node's."""
         return self._node.capacity
 
-    async def run(self, task: Task, sample_index: int, run_id: str) -> SessionResult:
+    async def run(
+        self, task: Task, sample_index: int, run_id: str, avoid: frozenset[str]
+    ) -> SessionResult:
         """As `Workers.run`."""
-        return await self._node.run(task, sample_index, session_id=run_id)
+        return await self._node.run(task, sample_index, session_id=run_id, avoid=avoid)
 
     def cancel(self, run_id: str) -> bool:
         """As `Workers.cancel`."""
