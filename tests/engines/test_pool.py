@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engines.fakes import INFO, Fake, call, lost, pooled, said, state, until
+from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, state, until
 
 from bridle.engines.base import CutError
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_choice import How
-from bridle.engines.pool_replica import Replica, ReplicaState
+from bridle.engines.pool_replica import Replica, ReplicaState, RoutingSettings
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.types import FinishReason, LogprobMode, VersionSpan
 
@@ -382,6 +382,39 @@ async def test_one_that_cannot_join_is_closed_and_forgotten():
             await pool.add(Replica("b", small))
         assert small.closed
         assert len(pool.replicas()) == 1
+
+
+async def test_each_replica_is_vouched_for_before_it_serves_whenever_it_comes():
+    a, late, joining, fresh = Fake(), Fake(), Fake(), Fake()
+    strangers = [late, joining, fresh]
+
+    async def vouch(engine, info):
+        assert info.model == "m"
+        if engine in strangers:
+            raise EngineError("another tokenizer")
+
+    late.sick = lost()
+    replicas = [Replica("a", a, lambda: fresh), Replica("late", late)]
+    pool = EnginePool(replicas, settings=RoutingSettings.model_validate(QUICK))
+    pool.vouch = vouch
+    try:
+        await pool.start()
+        late.sick = None
+        await until(lambda: pool.replicas()[1]["error"] == "another tokenizer")
+        with pytest.raises(EngineError, match="another tokenizer"):
+            await pool.add(Replica("joining", joining))
+        assert [state(pool, name) for name in ("a", "late")] == ["live", "down"]
+        strangers.remove(late)
+        await until(lambda: state(pool, "late") == "live")
+        a.sick = lost()
+        await pool._look(pool.each()[0], failures=1)
+        await until(lambda: a.looked > 2)
+        a.sick = None
+        await until(lambda: pool.replicas()[0]["error"] == "another tokenizer")
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+        assert (len(a.asked), len(late.asked), fresh.asked) == (0, 1, [])
+    finally:
+        await pool.aclose()
 
 
 async def test_a_replica_that_leaves_gives_its_calls_to_the_others():

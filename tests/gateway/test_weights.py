@@ -1,10 +1,13 @@
 """`POST /policy` and `/replicas`: weights and replicas change while sessions go on."""
 
 import asyncio
+import json
+import shutil
 
 import pytest
 from tests.gateway.house import TOKEN, house, scripted, user
 
+from bridle.config import builtin_tokenizer_dir
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.engines.server import EngineServer
@@ -141,6 +144,28 @@ async def test_a_server_joins_and_leaves():
         assert (await (await home.session()).ask([user("go")]))["content"] == "b"
         for query in (f"name={second.url}", "name=none", f"name={second.url}&drain_s=x"):
             assert (await home.control("DELETE", f"/replicas?{query}"))[0] == 400
+
+
+def other_tokenizer(folder):
+    """The shipped tokenizer, that joins nothing to words; returns `folder`."""
+    shutil.copytree(builtin_tokenizer_dir(), folder)
+    path = folder / "tokenizer.json"
+    read = json.loads(path.read_text())
+    read["model"]["merges"] = []
+    path.write_text(json.dumps(read))
+    return folder
+
+
+async def test_a_server_with_another_tokenizer_cannot_join(tmp_path):
+    folder = other_tokenizer(tmp_path / "tokenizer")
+    async with (
+        EngineServer(scripted({"content": "b"}), tokenizer=str(folder)) as server,
+        house({"content": "a"}) as home,
+    ):
+        status, told = await home.control("POST", "/replicas", {"engine": server.url})
+        assert status == 500
+        assert "other ids for" in told["error"]["message"]
+        assert [one["name"] for one in await replicas(home)] == ["engine"]
 
 
 @pytest.mark.parametrize("engine", ["scripted:x", "file:///etc/passwd", ""])

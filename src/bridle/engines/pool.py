@@ -13,7 +13,7 @@ Replicas join and leave at run time. `hold` stops all sampling for a weight upda
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
@@ -51,6 +51,8 @@ class EnginePool(SeesByReplica):
     ) -> None:
         """Nothing is started. `ConfigError` if there is no replica, or two have one name."""
         self.settings = settings or RoutingSettings()
+        self.vouch: Callable[[Engine, EngineInfo], Awaitable[None]] | None = None
+        """Asked of each replica before it serves, whenever it comes; raises `EngineError`."""
         self.routed = dict.fromkeys(How, 0)
         """Calls by the reason for which they went where they went."""
         self._replicas: dict[str, Replica] = {}
@@ -126,6 +128,8 @@ class EnginePool(SeesByReplica):
             with boundary(EngineError, f"starting {one.name}"):
                 async with asyncio.timeout(self.settings.start_timeout_s):
                     info = await engine.start()
+                    if self.vouch is not None:
+                        await self.vouch(engine, info)
             self._check_fit(one, info)
         except BaseException:
             if engine is not one.engine:

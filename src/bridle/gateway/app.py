@@ -105,9 +105,9 @@ class Gateway:
         """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.aclose)
+            self._engine.vouch = self._check_tokenizer
             self.info = await self._engine.start()
             check_engine(self.info, allow_untokenized=self._settings.allow_untokenized)
-            await self._check_tokenizer()
             nursery = await stack.enter_async_context(Nursery(_log_lost))
             self._assemble(nursery)
             await self._start_others(stack)
@@ -122,18 +122,17 @@ class Gateway:
         """Stop; nothing is left behind."""
         await self._stack.aclose()
 
-    async def _check_tokenizer(self) -> None:
-        """Refuse replicas that read other words in our ids than were written (law 8)."""
-        if not self.info.token_in:
+    async def _check_tokenizer(self, engine: Engine, info: EngineInfo) -> None:
+        """Refuse a replica that reads other words in our ids than were written (law 8)."""
+        if not info.token_in:
             return
         plain = partial(self._renderer.tokenizer.encode, add_special_tokens=False)
-        for one in self._engine.each():
-            found = await compare_vocabulary(
-                one.engine, lambda text: np.array(plain(text)), self._renderer.vocab_size
-            )
-            if not found.ok:
-                message = f"engine {self.info.model!r}, tokenizer: {found.found}."
-                raise EngineError(f"{message} {found.means} {found.fix}")
+        found = await compare_vocabulary(
+            engine, lambda text: np.array(plain(text)), self._renderer.vocab_size
+        )
+        if not found.ok:
+            message = f"engine {info.model!r}, tokenizer: {found.found}."
+            raise EngineError(f"{message} {found.means} {found.fix}")
 
     def _assemble(self, nursery: Nursery) -> None:
         settings, metrics = self._settings, self._metrics
