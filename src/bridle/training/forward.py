@@ -143,14 +143,18 @@ class Tree:
 Piece = Rows | Tree
 
 
-def rows_of(samples: Sequence[Sample], batch_tokens: int, *, share: bool) -> Iterator[Rows]:
+def rows_of(
+    samples: Sequence[Sample], batch_tokens: int, *, share: bool, width: int | None = None
+) -> Iterator[Rows]:
     """Samples in pieces of at most `batch_tokens` computed tokens, like lengths together.
 
     With `share` a piece's common beginning is computed once; only for models whose cache is of keys
-    and values.
+    and values. `width` is the model's hidden size: given it, only where that is less work.
     """
     order = sorted(samples, key=_length)
     prefix = _common_prefix(order) if share and order else 0
+    if width is not None and not sharing_saves([*map(_length, order)], prefix, width):
+        prefix = 0
     piece: list[Sample] = []
     for sample in order:
         if piece and prefix + (len(piece) + 1) * (_length(sample) - prefix) > batch_tokens:
@@ -159,6 +163,17 @@ def rows_of(samples: Sequence[Sample], batch_tokens: int, *, share: bool) -> Ite
         piece.append(sample)
     if piece:
         yield Rows(tuple(piece), prefix)
+
+
+def sharing_saves(lengths: Sequence[int], prefix: int, width: int) -> bool:
+    """Whether rows of these lengths cost less with their first `prefix` tokens computed once.
+
+    A layer's linear part costs a token as much as attention to `6 * width` others. Rows behind a
+    shared beginning attend under an explicit mask, whose kernels compute the masked half as well.
+    """
+    apart = sum(length * length / 2 for length in lengths)
+    shared = prefix * prefix / 2 + sum((length - prefix) * length for length in lengths)
+    return 6 * width * (len(lengths) - 1) * prefix > shared - apart
 
 
 def trees_of(samples: Sequence[Sample], batch_tokens: int) -> Iterator[Tree]:

@@ -220,7 +220,8 @@ class Learner:
         if settings.packing == "tree":
             yield from trees_of(samples, settings.batch_tokens)
         else:
-            yield from rows_of(samples, settings.batch_tokens, share=self._shares())
+            width = int(self.model.config.get_text_config().hidden_size)
+            yield from rows_of(samples, settings.batch_tokens, share=self._shares(), width=width)
 
     def _shares(self) -> bool:
         """Whether the model's cache is of keys and values alone."""
