@@ -437,3 +437,17 @@ def test_a_loop_that_ended_does_not_stop_the_writer(path):
         asyncio.run(store.commit(exchange, made.bodies))
     assert_same(store.exchanges("s1"), made.exchanges)
     asyncio.run(store.aclose())
+
+
+async def test_a_file_whose_old_sessions_are_removed_does_not_grow(tmp_path):
+    async with await SqliteStore.open(tmp_path / "capture.sqlite") as store:
+        sizes = []
+        for number in range(12):
+            made = MadeSession(f"s{number}", seed=number)
+            made.call(new=30_000)
+            made.end(1.0)
+            await made.write(store)
+            await store.forget(f"s{number - 2}")
+            sizes.append(store.size())
+        assert max(sizes[3:]) <= 1.2 * sizes[2]
+        assert len(store.sessions()) == 2

@@ -89,6 +89,31 @@ class StoreConformance:
                 assert store.bodies(made.session_id) == made.bodies
             assert [s.session_id for s in store.sessions()] == ["one", "two"]
 
+    async def test_a_session_that_is_forgotten_was_never_there_and_costs_the_others_nothing(self):
+        one, two = MadeSession("one", seed=1), MadeSession("two", seed=2)
+        for made in (one, two):
+            made.call(new=4000)
+            made.call("x0", new=4000)
+            made.end(0.5)
+        async with self.open_store() as store:
+            await store.forget("one")
+            for made in (one, two):
+                await made.write(store)
+            whole = store.size()
+            assert store.read("one").outcome is not None
+            await store.forget("one")
+            await store.forget("one")
+            assert [s.session_id for s in store.sessions()] == ["two"]
+            assert (store.exchanges("one"), store.outcome("one")) == ([], None)
+            with pytest.raises(StoreError):
+                store.read("one")
+            assert_same(store.exchanges("two"), two.exchanges)
+            assert store.size() <= whole
+            again = MadeSession("one", seed=3)
+            again.call()
+            await again.write(store)
+            assert_same(store.exchanges("one"), again.exchanges)
+
     async def test_the_last_delivery_record_of_an_exchange_counts(self):
         made = MadeSession()
         made.call()

@@ -81,6 +81,14 @@ INSERT_EXCHANGE = (
 )
 """Takes an `exchange_row`."""
 
+FORGET = (
+    "DELETE FROM exchanges WHERE session = ?",
+    "DELETE FROM deliveries WHERE session = ?",
+    "DELETE FROM outcomes WHERE session = ?",
+    "DELETE FROM sessions WHERE n = ?",
+)
+"""Each takes a session's number."""
+
 Converter = Callable[[sqlite3.Connection], None]
 
 

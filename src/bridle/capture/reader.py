@@ -32,6 +32,20 @@ class SqliteReader:
             rows = self._rows("SELECT * FROM sessions ORDER BY n")
             return [formats.session_of(row) for row in rows]
 
+    def size(self) -> int:
+        """Bytes of the file that hold records: without the room that removed ones left."""
+        with self._reading():
+            ((pages,), (free,), (each,)) = (
+                self._rows(f"PRAGMA {name}")[0]
+                for name in ("page_count", "freelist_count", "page_size")
+            )
+            return int((pages - free) * each)
+
+    def forget(self, session_id: str) -> None:
+        """Note that a session was removed."""
+        with self._reading():
+            self._numbers.pop(session_id, None)
+
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
         """A session's exchanges in commit order; empty if there are none or it is unknown.
 

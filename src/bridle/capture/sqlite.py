@@ -34,17 +34,14 @@ from bridle.capture.jobs import Job, Jobs
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.capture.texts import (
-    BODY,
-    DATA,
     DIGEST_BYTES,
     HEAD,
-    PARTED,
     REPLY,
     Entry,
+    body_digests,
     body_entries,
     head_digest,
     pack,
-    unpack,
 )
 from bridle.errors import StoreError, boundary
 
@@ -129,6 +126,11 @@ class SqliteStore:
         """Record how a session ended; a second outcome of the same session is an error."""
         await self._write(lambda writer: writer.close_session(outcome))
 
+    async def forget(self, session_id: str) -> None:
+        """Remove all of a session; the room in the file is used again, the file is not shorter."""
+        await self._write(lambda writer: writer.forget(session_id), size=sys.maxsize)
+        self._reader.forget(session_id)
+
     async def flush(self) -> None:
         """Return when all that was given before is on the disk itself."""
         await self._write(lambda writer: writer.want_sync(), size=sys.maxsize)
@@ -170,6 +172,10 @@ class SqliteStore:
     def outcome(self, session_id: str) -> Outcome | None:
         """How the session ended; `None` = it has not, or was killed."""
         return self._given_before().outcome(session_id)
+
+    def size(self) -> int:
+        """Bytes of the file that hold records."""
+        return self._given_before().size()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -437,6 +443,13 @@ class _Writer:
         )
         self._states.pop(outcome.session_id)
 
+    def forget(self, session_id: str) -> None:
+        """Remove all of a session."""
+        if (state := self._find(session_id)) is not None:
+            for query in formats.FORGET:
+                self._connection.execute(query, (state.number,))
+            self._states.pop(session_id, None)
+
     def want_sync(self) -> None:
         """Have this transaction and all before it on the disk when its jobs are finished."""
         self._sync_wanted = True
@@ -467,8 +480,7 @@ class _Writer:
         for exchange_id, head, texts in rows(query, state.number):
             state.exchange_ids.add(exchange_id)
             state.heads.add(head)
-            kept = (entry.digest for entry in unpack(texts) if entry.kind in {BODY, DATA, PARTED})
-            state.bodies.update(kept)
+            state.bodies.update(body_digests(texts))
         query = "SELECT count(*) FROM deliveries WHERE session = ?"
         state.deliveries = rows(query, state.number)[0][0]
         state.closed = bool(rows("SELECT 1 FROM outcomes WHERE session = ?", state.number))

@@ -33,6 +33,9 @@ class Store(Protocol):
     async def close_session(self, outcome: Outcome) -> None:
         """Record how a session ended; a second outcome of the same session is an error."""
 
+    async def forget(self, session_id: str) -> None:
+        """Remove all that is recorded of a session; of one that is not known there is nothing."""
+
     async def flush(self) -> None:
         """Return when all that was given before is durable."""
 
@@ -58,6 +61,9 @@ class Store(Protocol):
 
     def read(self, session_id: str) -> SessionCapture:
         """Everything of one session, read once. `StoreError` if it was never opened."""
+
+    def size(self) -> int:
+        """Bytes that the records take where they are kept; without the room that removed ones left."""
 
 
 @dataclass(slots=True)
@@ -110,6 +116,11 @@ class MemoryStore:
             raise StoreError(message)
         session.outcome = outcome
 
+    async def forget(self, session_id: str) -> None:
+        """Remove all that is recorded of a session; of one that is not known there is nothing."""
+        self._check_open()
+        self._sessions.pop(session_id, None)
+
     async def flush(self) -> None:
         """Nothing to do: memory is as durable as it gets."""
         self._check_open()
@@ -153,6 +164,10 @@ class MemoryStore:
             dict(session.bodies),
             session.outcome,
         )
+
+    def size(self) -> int:
+        """Nothing: memory is not kept."""
+        return 0
 
     def _check_open(self) -> None:
         if self._closed:

@@ -128,6 +128,11 @@ def unpack(blob: bytes) -> Iterator[Entry]:
         at += length
 
 
+def body_digests(blob: bytes) -> Iterator[bytes]:
+    """The digests of the bodies, and of their data, in a blob; raises as `unpack`."""
+    return (entry.digest for entry in unpack(blob) if entry.kind in {BODY, DATA, PARTED})
+
+
 def head_digest(head: bytes) -> bytes:
     """Content address of a request's head."""
     return hashlib.sha256(head).digest()[:DIGEST_BYTES]
