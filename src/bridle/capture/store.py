@@ -63,7 +63,7 @@ class Store(Protocol):
         """Everything of one session, read once. `StoreError` if it was never opened."""
 
     def size(self) -> int:
-        """Bytes that the records take where they are kept; without the room that removed ones left."""
+        """Bytes that the records take where they are kept, without the room of removed ones."""
 
 
 @dataclass(slots=True)
