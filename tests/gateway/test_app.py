@@ -94,6 +94,20 @@ async def test_a_seal_cancels_calls_and_tells_their_clients():
         assert await home.gateway.seal(caller.session_id) == caller.facts
 
 
+async def test_an_ended_session_can_be_dropped_from_memory_and_stays_in_the_store():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        assert not home.gateway.forget(caller.session_id)  # it lives
+        await home.gateway.seal(caller.session_id)
+        assert home.gateway.forget(caller.session_id)
+        assert not home.gateway.forget(caller.session_id)
+        assert home.gateway.session_ids() == []
+        status, _ = await caller.post({"model": "m", "messages": [user("go")]})
+        assert status == 401
+        assert len(home.store.exchanges(caller.session_id)) == 1
+
+
 async def test_a_seal_waits_for_commits_and_settles_what_was_not_delivered():
     async with house(SLOW) as home:
         caller = await home.session()

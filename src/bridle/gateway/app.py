@@ -331,6 +331,19 @@ class Gateway:
         """What the control route `GET /policy` answers."""
         return policy_json(self._exchanges.policy, self._engine, self.info.model)
 
+    def forget(self, session_id: str) -> bool:
+        """Drop an ended session from memory; whether there was one. What is stored stays.
+
+        Its id and its key are then as unknown as any other.
+        """
+        session = self._registry.get(session_id)
+        ending = session is not None and session.ended is not None and not session.ended.is_set()
+        if session is None or not session.sealed or ending:
+            return False
+        digest = session.record.metadata[STORED_AS]["key_sha256"]
+        self._registry.remove(session, bytes.fromhex(digest))
+        return True
+
     def session_ids(self) -> list[str]:
         """All sessions, those of earlier processes on this store included, oldest first."""
         return [session.session_id for session in self._registry]
