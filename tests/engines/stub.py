@@ -35,7 +35,7 @@ class Stub:
         body = await request.read()
         self.headers.append(dict(request.headers))
         if request.method == "POST":
-            self.bodies.append(json.loads(body))
+            self.bodies.append(json.loads(body or b"null"))
         if callable(reply):
             reply = await reply(request) if asyncio.iscoroutinefunction(reply) else reply(body)
         if isinstance(reply, web.StreamResponse):

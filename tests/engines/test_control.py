@@ -173,7 +173,7 @@ class Trained:
         self.loaded.append((source, version))
 
 
-async def test_weights_come_from_a_folder_by_vllm_s_own_command(served):
+async def test_weights_come_from_a_folder_by_vllm_s_own_command(served, tmp_path):
     engine = Trained()
     server, ask = await served(engine)
     load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
@@ -181,14 +181,15 @@ async def test_weights_come_from_a_folder_by_vllm_s_own_command(served):
     assert engine.loaded == [("folder", 0)]
     for body in ({"method": "reload_weights"}, {**load, "method": "sleep"}):
         assert (await ask("/collective_rpc", body))[0] == 400
+    (tmp_path / "model.safetensors").touch()
     # The adapter does all of it.
     adapter = VllmEngine(server.url)
     try:
         await adapter.start()
         assert await adapter.pause("abort")
-        await adapter.update_weights("other", 3)
+        await adapter.update_weights(tmp_path, 3)
         await adapter.resume()
-        assert engine.loaded[-1] == ("other", 0)
+        assert engine.loaded[-1] == (str(tmp_path), 0)
         assert (engine.version, (await adapter.start()).version) == (3, 3)
         chunks = await collect(adapter.generate(request()))
         assert {span.version for span in chunks[-1].versions} == {3}

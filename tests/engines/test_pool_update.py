@@ -4,8 +4,10 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.engines.fakes import INFO, Fake, call, pooled, said, until
+from tests.engines.fakes import INFO, Fake, call, lost, pooled, said, until
 
+from bridle.engines.base import WeightsLostError
+from bridle.engines.pool_replica import Replica
 from bridle.errors import EngineError
 from bridle.types import FinishReason, VersionSpan
 
@@ -163,6 +165,71 @@ async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_v
         assert [one["version"] for one in pool.replicas()] == [5, 0, 1]
         assert pool.held is None
         assert (await said(pool))[0] == [0, 1, 2, 3]
+
+
+async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again():
+    a, b, late = Trained(), Trained(), Trained()
+    async with pooled(a, b, patience_s=5) as pool:
+        b.sick = lost()
+        await pool._look(pool.each()[1], failures=1)
+        await until(lambda: b.looked > 1)
+        await pool.update_weights("folder", 5)
+        assert ([one[:2] for one in a.loaded], b.loaded) == ([("folder", 5)], [])
+        pool.each()[1].reopen = lambda: b
+        b.sick = None
+        await until(lambda: [one["state"] for one in pool.replicas()] == ["live", "live"])
+        await pool.add(Replica("late", late))
+        assert [one.loaded[-1][:2] for one in (b, late)] == [("folder", 5)] * 2
+        assert [one["version"] for one in pool.replicas()] == [5, 5, 5]
+
+
+async def test_weights_that_nobody_took_are_not_given_to_those_that_come():
+    a, late = Trained(), Trained()
+    async with pooled(a) as pool:
+        a.fault = RuntimeError("disk full")
+        with pytest.raises(EngineError, match="not everywhere"):
+            await pool.update_weights("folder", 5)
+        await pool.add(Replica("late", late))
+        assert late.loaded == []
+
+
+async def test_without_any_replica_up_there_is_no_update():
+    a = Trained()
+    async with pooled(a) as pool:
+        a.sick = lost()
+        await pool._look(pool.each()[0], failures=1)
+        with pytest.raises(EngineError, match="no replica is there"):
+            await pool.update_weights("folder", 5)
+        assert pool.held is None
+
+
+async def test_a_replica_that_lost_its_weights_gets_no_calls_until_it_was_started_anew():
+    a, b, anew = Trained(), Trained(), Trained()
+    async with pooled(a, b) as pool:
+        b.fault = WeightsLostError("gone", status=500)
+        pool.each()[1].reopen = lambda: anew
+        anew.sick = EngineError("it has no weights")
+        with pytest.raises(EngineError, match="b: gone"):
+            await pool.update_weights("folder", 5)
+        assert [one["state"] for one in pool.replicas()] == ["live", "down"]
+        assert pool.held is None
+        await until(lambda: anew.started)
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+        anew.sick = None
+        await until(lambda: pool.replicas()[1]["state"] == "live")
+        assert anew.loaded[0][:2] == ("folder", 5)
+
+
+async def test_an_update_under_a_hold_keeps_the_hold():
+    a, b = Held(), Held()
+    async with pooled(a, b) as pool:
+        await pool.hold("keep")
+        await pool.update_weights("folder", 5, only={"a"})
+        assert ([one[:2] for one in a.loaded], b.loaded) == ([("folder", 5)], [])
+        assert pool.held == "keep"
+        assert a.paused == ["keep"]
+        await pool.release()
+        assert a.paused == b.paused == ["keep", "resume"]
 
 
 async def test_a_replica_that_cannot_go_on_is_looked_at():

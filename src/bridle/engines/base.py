@@ -218,8 +218,8 @@ class Updatable(Protocol):
     async def update_weights(self, source: Weights, version: int) -> None:
         """Load the weights of `source`; tokens sampled from then on carry `version`.
 
-        Calls in flight go on. `EngineError` = the weights are as they were, unless it says
-        otherwise.
+        Calls in flight go on. `EngineError` = the weights are as they were; `WeightsLostError` =
+        the engine has none any more.
         """
 
 
@@ -228,3 +228,7 @@ class CutError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
+class WeightsLostError(EngineError):
+    """New weights broke off half-way: the engine has to be started anew."""
+
+

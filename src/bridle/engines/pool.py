@@ -28,12 +28,11 @@ from bridle.engines.base import (
     GenerateRequest,
     PauseMode,
     Versioned,
-    Weights,
 )
 from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_images import SeesByReplica
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
-from bridle.engines.pool_update import load_at_once, load_in_turn
+from bridle.engines.pool_update import TakesWeights
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
 from bridle.types import JSON
 
@@ -43,7 +42,7 @@ BUSY = 429
 """The status of a replica that lives and has too much to do."""
 
 
-class EnginePool(SeesByReplica):
+class EnginePool(SeesByReplica, TakesWeights):
     """An `Engine` (and `Versioned`) over replicas of one model; `add` and `remove` change them."""
 
     def __init__(
@@ -130,7 +129,8 @@ class EnginePool(SeesByReplica):
                     info = await engine.start()
                     if self.vouch is not None:
                         await self.vouch(engine, info)
-            self._check_fit(one, info)
+                    self._check_fit(one, info)
+                    info = await self.caught_up(engine, info)
         except BaseException:
             if engine is not one.engine:
                 await engine.aclose()
@@ -419,11 +419,6 @@ class EnginePool(SeesByReplica):
 
     # ---- weights
 
-    @property
-    def held(self) -> PauseMode | None:
-        """How sampling is stopped; `None` = it is not."""
-        return self._held
-
     async def set_version(self, version: int) -> None:
         """All replicas' weights are `version` from here on, where replies don't tell their own."""
         for one in self._replicas.values():
@@ -433,52 +428,15 @@ class EnginePool(SeesByReplica):
         self._version = version
         self._refresh()
 
-    async def hold(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
-        """Stop all sampling; returns when nothing samples. New calls wait for `release`.
-
-        `abort` ends running calls, which go on from their tokens after `release`; `wait` lets them
-        end; `keep` holds them where they are, on engines that can. `EngineError` if it takes more
-        than `timeout_s`; nothing is held then.
-        """
+    def held_as(self, mode: PauseMode | None) -> None:
+        """Give no calls out until `None`."""
         self._held = mode
-        try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                for one in self.each():
-                    if one.state is not ReplicaState.DOWN:
-                        group.create_task(one.hold(mode))
-        except BaseException as error:
-            await self.release()
-            if isinstance(error, TimeoutError):
-                raise EngineError(f"calls still ran {timeout_s:g} s after the hold") from None
-            raise
-
-    async def release(self) -> None:
-        """Sampling goes on; idempotent."""
-        held, self._held = self._held, None
-        if held is not None:
-            for one in self.each():
-                if one.state is not ReplicaState.DOWN and (error := await one.release()):
-                    self._lose(one, error)
         self._refresh()
 
-    async def update_weights(
-        self,
-        source: Weights,
-        version: int,
-        *,
-        mode: PauseMode = "abort",
-        rolling: bool = False,
-        timeout_s: float = 60.0,
-    ) -> None:
-        """Load the weights of `source` into all replicas; sessions go on.
-
-        All at once under a `hold` of `mode`, or `rolling`: one replica after the other, while the
-        rest samples under the old weights. `EngineError` names replicas that did not take them.
-        """
-        if rolling:
-            await load_in_turn(self, source, version, wait=mode == "wait")
-        else:
-            await load_at_once(self, source, version, mode=mode, timeout_s=timeout_s)
+    @property
+    def held(self) -> PauseMode | None:
+        """How sampling is stopped; `None` = it is not."""
+        return self._held
 
     def each(self) -> list[Replica]:
         """The replicas that have started."""
@@ -488,6 +446,11 @@ class EnginePool(SeesByReplica):
         """Some replica has weights `version`."""
         self._version = max(self._version, version)
         self._refresh()
+
+    def lost(self, one: Replica, error: EngineError) -> None:
+        """A replica cannot sample any more until it has been started anew."""
+        self._lose(one, error)
+        one.gone = True
 
 
 def as_pool(engine: Engine) -> EnginePool:

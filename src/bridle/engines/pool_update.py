@@ -1,88 +1,181 @@
-"""New weights into every replica of a pool, while sessions go on."""
+"""New weights into every replica of a pool, while sessions go on.
+
+A replica that is down is passed over; it gets the weights before it serves again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from bridle.engines.base import PauseMode, Updatable, Weights
+from bridle.engines.base import Engine, EngineInfo, PauseMode, Updatable, Weights, WeightsLostError
+from bridle.engines.pool_replica import ReplicaState
 from bridle.errors import EngineError, boundary
 
 if TYPE_CHECKING:
     from bridle.engines.pool_replica import Replica
 
 
-class Updated(Protocol):
-    """What an update needs of a pool; `bridle.engines.pool.EnginePool` says what each does."""
+class TakesWeights(ABC):
+    """Holds and updates of something that has replicas of one model.
 
+    `bridle.engines.pool.EnginePool` says what the abstract methods do.
+    """
+
+    _latest: tuple[Weights, int] | None = None
+    """The weights that were loaded last, and their version."""
+
+    @abstractmethod
     def each(self) -> list[Replica]:
         """Replicas that have started."""
 
-    async def hold(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
-        """Stop all sampling."""
+    @property
+    @abstractmethod
+    def held(self) -> PauseMode | None:
+        """How sampling is stopped."""
 
-    async def release(self) -> None:
-        """Go on."""
+    @abstractmethod
+    def held_as(self, mode: PauseMode | None) -> None:
+        """Give no calls out until `None`."""
 
+    @abstractmethod
     async def drain(self, name: str, *, timeout_s: float | None = None) -> None:
         """No calls for one."""
 
+    @abstractmethod
     def readmit(self, name: str) -> None:
         """Calls for it again."""
 
+    @abstractmethod
     def published(self, version: int) -> None:
         """Some replica has these weights."""
 
+    @abstractmethod
+    def lost(self, one: Replica, error: EngineError) -> None:
+        """A replica cannot sample."""
 
-async def load_at_once(
-    pool: Updated, source: Weights, version: int, *, mode: PauseMode, timeout_s: float
-) -> None:
-    """Hold all replicas and put the weights into all of them; see `EnginePool.update_weights`."""
-    await pool.hold(mode, timeout_s=timeout_s)
-    try:
-        async with asyncio.TaskGroup() as group:
-            loads = [group.create_task(_loaded(pool, one, source, version)) for one in pool.each()]
-        failed = [text for load in loads for text in load.result()]
-    finally:
-        await pool.release()
-    _require(failed, version)
+    async def hold(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
+        """Stop all sampling; returns when nothing samples. New calls wait for `release`.
 
-
-async def load_in_turn(pool: Updated, source: Weights, version: int, *, wait: bool) -> None:
-    """Put the weights into one replica after the other, its calls having ended or gone elsewhere.
-
-    The only replica is not drained: its calls would have nowhere to go.
-    """
-    failed: list[str] = []
-    for one in pool.each():
-        alone = len(pool.each()) == 1
-        if not alone:
-            await pool.drain(one.name, timeout_s=None if wait else 0)
+        `abort` ends running calls, which go on from their tokens after `release`; `wait` lets them
+        end; `keep` holds them where they are, on engines that can. `EngineError` if it takes more
+        than `timeout_s`; nothing is held then.
+        """
+        self.held_as(mode)
         try:
-            failed += await _loaded(pool, one, source, version)
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for one in self.each():
+                    if one.state is not ReplicaState.DOWN:
+                        group.create_task(one.hold(mode))
+        except BaseException as error:
+            await self.release()
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"calls still ran {timeout_s:g} s after the hold") from None
+            raise
+
+    async def release(self) -> None:
+        """Sampling goes on; idempotent."""
+        if self.held is not None:
+            for one in self.each():
+                if one.state is not ReplicaState.DOWN and (error := await one.release()):
+                    self.lost(one, error)
+        self.held_as(None)
+
+    async def update_weights(
+        self,
+        source: Weights,
+        version: int,
+        *,
+        mode: PauseMode = "abort",
+        rolling: bool = False,
+        timeout_s: float = 60.0,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Load the weights of `source` into all replicas, or those named in `only`.
+
+        Sessions go on. All at once under a `hold` of `mode`, which is taken over if there is one
+        already; or `rolling`: one replica after the other, while the rest samples under the old
+        weights. `EngineError` names replicas that did not take them.
+        """
+        up = [one for one in self.each() if one.state is not ReplicaState.DOWN]
+        chosen = [one for one in up if only is None or one.name in only]
+        if not up:
+            raise EngineError("no replica is there to take weights", retryable=True)
+        if rolling and self.held is None:
+            failed = await self._in_turn(chosen, source, version, wait=mode == "wait")
+        else:
+            failed = await self._at_once(chosen, source, version, mode, timeout_s)
+        if failed:
+            raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
+
+    async def caught_up(self, engine: Engine, info: EngineInfo) -> EngineInfo:
+        """Give a replica that comes (back) the weights that the others have got meanwhile."""
+        if self._latest is None:
+            return info
+        source, version = self._latest
+        if info.version >= version or isinstance(source, Mapping):
+            return info
+        if isinstance(engine, Updatable):
+            await engine.update_weights(source, version)
+            return replace(info, version=version)
+        return info
+
+    async def _at_once(
+        self,
+        replicas: list[Replica],
+        source: Weights,
+        version: int,
+        mode: PauseMode,
+        timeout_s: float,
+    ) -> list[str]:
+        """Put the weights into all while nothing samples; what went wrong."""
+        holds = self.held is None
+        if holds:
+            await self.hold(mode, timeout_s=timeout_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                loads = [group.create_task(self._load(one, source, version)) for one in replicas]
+            return [text for load in loads for text in load.result()]
         finally:
+            if holds:
+                await self.release()
+
+    async def _in_turn(
+        self, replicas: list[Replica], source: Weights, version: int, *, wait: bool
+    ) -> list[str]:
+        """Put them into one after the other, its calls having ended or gone elsewhere.
+
+        The only replica is not drained: its calls would have nowhere to go.
+        """
+        failed: list[str] = []
+        for one in replicas:
+            alone = len(self.each()) == 1
             if not alone:
-                pool.readmit(one.name)
-    _require(failed, version)
+                await self.drain(one.name, timeout_s=None if wait else 0)
+            try:
+                failed += await self._load(one, source, version)
+            finally:
+                if not alone:
+                    self.readmit(one.name)
+        return failed
 
-
-def _require(failed: list[str], version: int) -> None:
-    if failed:
-        raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
-
-
-async def _loaded(pool: Updated, one: Replica, source: Weights, version: int) -> list[str]:
-    """Load the weights into one replica; what went wrong."""
-    if not isinstance(one.engine, Updatable):
-        return [f"{one.name} takes no weights from a folder"]
-    if isinstance(source, Mapping) and one.reopen is not None:
-        return [f"{one.name} is in another process and takes weights from a folder"]
-    try:
-        with boundary(EngineError, "loading"):
-            await one.engine.update_weights(source, version)
-    except EngineError as error:
-        return [f"{one.name}: {error}"]
-    one.version = version
-    pool.published(version)
-    return []
+    async def _load(self, one: Replica, source: Weights, version: int) -> list[str]:
+        """Load the weights into one replica; what went wrong."""
+        if not isinstance(one.engine, Updatable):
+            return [f"{one.name} takes no weights from a folder"]
+        if isinstance(source, Mapping) and one.reopen is not None:
+            return [f"{one.name} is in another process and takes weights from a folder"]
+        try:
+            with boundary(EngineError, "loading"):
+                await one.engine.update_weights(source, version)
+        except EngineError as error:
+            if isinstance(error, WeightsLostError):
+                self.lost(one, error)
+            return [f"{one.name}: {error}"]
+        one.version = version
+        self._latest = source, version
+        self.published(version)
+        return []

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bridle.engines.base import (
+from bridle.engines import vllm_weights
     CutError,
     EngineInfo,
     GenerateChunk,
@@ -41,7 +42,7 @@ route tells which tokens are whose (vLLM 0.32.0)."""
 
 
 class VllmEngine(Serving):
-    """Talks to one vLLM server; implements `bridle.engines.base.Engine` and `Versioned`.
+    """Talks to one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
     changed) that gives all that training needs. `logprob_mode` is
@@ -69,6 +70,9 @@ class VllmEngine(Serving):
         self._wanted_route = route
         self._assumed_mode = logprob_mode
         self._allow_untokenized = allow_untokenized
+        self._served: Path | None = None
+        """The folder of the server's model, if that is on this machine."""
+        self._takes_weights = False
         self._engine_parses = engine_parses
         self._calls: dict[str, Call] = {}
         self._model = model or ""
@@ -101,15 +105,15 @@ class VllmEngine(Serving):
         self._context_length = length
         self.server_version = (await self._client.get("/version", optional=True)).get("version")
         weights = await self._client.get("/weight_info", optional=True)
-        versioned = "weight_version" in weights
+        self._takes_weights = versioned = "weight_version" in weights
         if versioned:
             self.version = as_version(weights["weight_version"], unnamed=self.version)
+        folder = self._served = tokenizer_dir(model.get("root"))
         tell_versions = versioned and not self._engine_parses
         self.report = await self._probe_routes(VERSIONED_ROUTES if tell_versions else ROUTES)
         self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
         self._strict = not self._allow_untokenized or self.report.usable
         self._token_in = self.report.token_in
-        folder = tokenizer_dir(model.get("root"))
         return EngineInfo(
             model=self._model,
             context_length=length,
@@ -166,7 +170,8 @@ class VllmEngine(Serving):
             means="" if self._paired else "A shift between ids and logprobs could not be seen.",
             fix="" if self._paired else "Use a vLLM that knows `return_tokens_as_token_ids`.",
         )
-        return route, context, paired
+        weights = vllm_weights.finding(served=self._served, routes=self._takes_weights)
+        return route, context, paired, weights
 
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
@@ -179,16 +184,9 @@ class VllmEngine(Serving):
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
 
-        Hold it first: vLLM gives tokens of the moment between the two no version. Wrong for models
-        with tied embeddings (vLLM 0.32.0 says nothing). `EngineError` without its control routes.
+        Hold it first: vLLM gives tokens of the moment between the two no version.
         """
-        load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
-        if not await self._client.tell("/collective_rpc", load):
-            raise EngineError(
-                f"{self._client.base_url} takes no weights: start it with VLLM_SERVER_DEV_MODE=1"
-            )
-        await self._client.tell("/reset_prefix_cache")
-        await self._client.tell("/update_weight_version", {"new_version": str(version)})
+        await vllm_weights.load(self._client, source, version, served=self._served)
         self.version = version
 
     async def health(self) -> None:

@@ -36,6 +36,8 @@ class SetPolicy(Settings):
     """How sampling is held while `weights` are loaded."""
     rolling: bool = False
     """Load `weights` into one replica after the other; the rest goes on under the old ones."""
+    replicas: tuple[str, ...] | None = None
+    """The replicas that load `weights`; `None` = all."""
     timeout_s: float = Field(default=60, gt=0)
     """How long a hold may take; then nothing is held."""
 
@@ -63,6 +65,7 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
             mode=wanted.mode,
             rolling=wanted.rolling,
             timeout_s=wanted.timeout_s,
+            only=wanted.replicas,
         )
         policy.version = wanted.version
     else:
@@ -84,6 +87,7 @@ def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:
         "paused": policy.paused,
         "hold": engines.held,
         "model": model,
+        "replicas": [one["name"] for one in engines.replicas()],
     }
 
 

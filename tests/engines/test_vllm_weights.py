@@ -1,0 +1,92 @@
+"""What is looked at before a vLLM puts its weights away for others, and what it is told."""
+
+import json
+
+import pytest
+
+from bridle.engines.base import WeightsLostError
+from bridle.engines.http import EngineClient
+from bridle.engines.vllm_weights import check_folder, finding, load
+from bridle.errors import EngineError
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "num_hidden_layers": 2}
+GOOD = {"collective_rpc": {"results": [None]}, "reset_prefix_cache": b"",
+        "update_weight_version": b"{}"}  # fmt: skip
+
+
+def model(folder, *, weights="model.safetensors", **changes):
+    """A folder that looks like a model's; returns it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    if weights:
+        (folder / weights).touch()
+    return folder
+
+
+async def told(stub, source, **replies):
+    """Have a server told to load a folder as version 7; the bodies that it got."""
+    server = await stub(**{**GOOD, **replies})
+    client = EngineClient(server.url, api_key=None, timeout_s=10)
+    try:
+        await load(client, source, 7)
+    finally:
+        await client.aclose()
+    return server.bodies
+
+
+async def test_a_server_is_told_to_load_to_forget_and_which_version_it_has(stub, tmp_path):
+    folder = model(tmp_path / "a")
+    command = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    assert await told(stub, folder) == [command, None, {"new_version": "7"}]
+
+
+async def test_a_folder_that_only_the_server_sees_is_passed_on(stub):
+    (command, *_) = await told(stub, "/nowhere/here")
+    assert command["kwargs"] == {"weights_path": "/nowhere/here"}
+
+
+async def test_a_server_without_these_routes_says_how_it_is_to_be_started(stub, tmp_path):
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1") as caught:
+        await told(stub, model(tmp_path / "a"), collective_rpc=404)
+    assert not isinstance(caught.value, WeightsLostError)
+
+
+async def test_a_server_that_failed_half_way_has_no_weights_any_more(stub, tmp_path):
+    with pytest.raises(WeightsLostError, match="start it anew"):
+        await told(stub, model(tmp_path / "a"), collective_rpc=500)
+
+
+async def test_a_server_that_is_not_there_has_lost_nothing(tmp_path):
+    client = EngineClient("http://127.0.0.1:9", api_key=None, timeout_s=1)
+    try:
+        with pytest.raises(EngineError) as caught:
+            await load(client, model(tmp_path / "a"), 7)
+    finally:
+        await client.aclose()
+    assert not isinstance(caught.value, WeightsLostError)
+    assert caught.value.retryable
+
+
+def test_a_folder_that_cannot_be_meant_is_refused_before_anything_is_changed(tmp_path):
+    served = model(tmp_path / "served")
+    check_folder(model(tmp_path / "good"), served)
+    check_folder(model(tmp_path / "old", weights="pytorch_model.bin"), served)
+    with pytest.raises(EngineError, match="has no weights"):
+        check_folder(model(tmp_path / "empty", weights=None), None)
+    with pytest.raises(EngineError, match="is no folder"):
+        check_folder(tmp_path / "none", served)
+    check_folder(tmp_path / "none", None)
+    with pytest.raises(EngineError, match="hidden_size 16 instead of 8, num_hidden_layers 3"):
+        check_folder(model(tmp_path / "big", hidden_size=16, num_hidden_layers=3), served)
+    (served / "config.json").write_text("[")
+    check_folder(tmp_path / "big", served)
+
+
+def test_a_probe_tells_whether_weights_can_be_put_in_and_which_flag_it_takes(tmp_path):
+    assert "VLLM_SERVER_DEV_MODE=1" in finding(served=None, routes=False).fix
+    assert not finding(served=None, routes=False).needed
+    assert finding(served=None, routes=True).ok
+    assert finding(served=model(tmp_path / "a", tie_word_embeddings=False), routes=True).ok
+    tied = finding(served=model(tmp_path / "b", tie_word_embeddings=True), routes=True)
+    assert (tied.ok, tied.needed) == (False, False)
+    assert "tied" in tied.found
