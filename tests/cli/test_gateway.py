@@ -19,7 +19,7 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
     command = [
         *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0"),
         *("--engine", f"scripted:{tmp_path / 's.json'}", "--data", str(tmp_path / "data")),
-        *("--stream", "live"),
+        *("--stream", "live", "--prompt", "engine"),
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         line = process.stderr.readline() if process.stderr else ""
@@ -54,6 +54,7 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
     with SqliteReader(tmp_path / "data" / "capture.sqlite") as reader:
         exchanges = reader.exchanges(session["session_id"])
         assert [exchange.extra.get("stream") for exchange in exchanges] == [None, "live"]
+        assert [exchange.extra.get("prompt") for exchange in exchanges] == ["engine", "engine"]
 
 
 def test_without_an_engine_it_says_where_one_is_named(say):

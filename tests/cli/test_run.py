@@ -15,14 +15,14 @@ def test_overrides_apply_to_every_task_and_the_run_folder_says_so(say, finished_
     said = say(
         "run", tasks, "--engine", f"scripted:{script}", "--out", tmp_path / "run", "--samples", 2,
         "--first", 1, "--builder", "per_request", "--concurrency", 2,
-        "--stream", "live",
+        "--stream", "live", "--prompt", "engine",
     )  # fmt: skip
 
     assert said.code == 0
     assert "2 sessions" in said.out
     assert "mean reward 1.000 over 2 scored of 2" in said.out
     config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
-    assert (config["concurrency"], config["stream"]) == (2, "live")
+    assert (config["concurrency"], config["stream"], config["prompt"]) == (2, "live", "engine")
     assert [task["num_samples"] for task in config["tasks"]] == [2]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [line["traces"] for line in summary["sessions"]] == [2, 2]

@@ -9,11 +9,12 @@ from bridle.engines.compare import (
     CASES,
     TEXTS,
     compare_rendering,
+    compare_template,
     compare_vocabulary,
     recompute_logprobs,
 )
 from bridle.engines.scripted import scripted_logprobs
-from bridle.errors import RenderError
+from bridle.errors import EngineError, RenderError
 from bridle.testing import RecordingEngine, scripted_engine
 from bridle.types import LogprobMode
 
@@ -128,3 +129,44 @@ async def test_a_server_of_text_has_nothing_to_recompute():
         engine, LogprobMode.NONE, lambda _p, ids, _t: scripted_logprobs(ids), PROMPT
     )
     assert "0 logprobs for" in finding.found
+
+
+@pytest.mark.parametrize("shape", [*SERVED, "vllm generate"])
+async def test_an_engine_tells_the_prompts_that_its_chat_route_makes(shape):
+    async with SHAPES[shape].over(scripted_engine([{"content": "x"}])) as engine:
+        finding = await compare_template(engine)
+    assert finding.ok, finding
+    assert finding.found == "it tells prompts, as its chat route makes them"
+
+
+class Picky(RecordingEngine):
+    """Its template refuses what it is told to."""
+
+    def __init__(self, *refused):
+        super().__init__(scripted_engine([{"content": "x"}]))
+        self.refused = refused
+
+    async def template(self, messages, tools, arguments):
+        if any(case.messages == messages for case in CASES if case.name in self.refused):
+            raise EngineError("no", status=400)
+        return await self.engine.template(messages, tools, arguments)
+
+
+@pytest.mark.parametrize(
+    ("refused", "ok"),
+    [(["system in the middle"], True), (["tools"], False), ([case.name for case in CASES], False)],
+)
+async def test_a_template_may_refuse_only_what_those_of_some_families_do(refused, ok):
+    finding = await compare_template(Picky(*refused))
+    assert finding.ok is ok
+    assert not finding.needed
+
+
+async def test_a_server_whose_chat_route_tells_no_prompt_is_taken_at_its_word():
+    class Silent(Picky):
+        async def generate(self, request):
+            async for chunk in self.engine.generate(request):
+                yield replace(chunk, prompt_ids_json=None)
+
+    finding = await compare_template(Silent())
+    assert (finding.ok, finding.found) == (True, "it tells prompts, its chat route tells none")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.engines.fakes import Fake, pooled
 
-from bridle.engines.base import Seeing, Seen
+from bridle.engines.base import Seeing, Seen, Templating
 from bridle.engines.pool_replica import ReplicaState
 from bridle.errors import EngineError
 
@@ -36,3 +36,31 @@ async def test_while_none_is_ready_nothing_is_seen_yet():
         with pytest.raises(EngineError, match="no replica") as failed:
             await pool.see([], None, {})
         assert failed.value.retryable
+
+
+class Lettered(Fake):
+    """It has a template."""
+
+    failure: EngineError | None = None
+
+    async def template(self, messages, tools, arguments):
+        if self.failure is not None:
+            raise self.failure
+        return SEEN.ids
+
+
+async def test_a_prompt_is_told_by_a_living_replica_that_can():
+    first, second = Lettered(), Lettered()
+    first.failure = EngineError("busy", retryable=True)
+    async with pooled(Fake(), first, second) as pool:
+        assert isinstance(pool, Templating)
+        assert await pool.template([], None, {}) is SEEN.ids
+        second.failure = EngineError("no such role", status=400)
+        with pytest.raises(EngineError, match="no such role"):
+            await pool.template([], None, {})
+        pool.each()[2].enter(ReplicaState.DOWN)
+        with pytest.raises(EngineError, match="busy"):
+            await pool.template([], None, {})
+        pool.each()[1].enter(ReplicaState.DOWN)
+        with pytest.raises(EngineError, match="no replica"):
+            await pool.template([], None, {})

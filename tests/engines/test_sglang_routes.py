@@ -160,6 +160,27 @@ def test_ids_are_taken_from_logprobs_where_nothing_else_tells_them():
     assert (chunk.output_ids.tolist(), chunk.logprobs.tolist()) == ([5, 6], [-5.0, -6.0])
 
 
+def test_a_chat_call_that_takes_no_calls_says_so():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    made = body(Route.CHAT, tools=tools, calls=False)
+    assert (made["tools"], made["tool_choice"]) == (tools, "none")
+    assert "tool_choice" not in body(Route.CHAT, tools=tools)
+    assert "tool_choice" not in body(Route.CHAT, calls=False)
+
+
+def test_messages_that_are_the_prompt_go_without_ids_and_with_their_tools():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    fields = {"messages": [{"role": "user", "content": "hi"}], "arguments": {"enable_thinking": 1}}
+    made = body(Route.CHAT, tools=tools, calls=False, by_messages=True, **fields)
+    assert "input_ids" not in made
+    assert "tool_choice" not in made  # SGLang's template would not show the tools then
+    assert (made["tools"], made["messages"]) == (tools, fields["messages"])
+    assert (made["chat_template_kwargs"], made["return_prompt_token_ids"]) == (
+        fields["arguments"],
+        True,
+    )
+
+
 @pytest.mark.parametrize(
     ("meta", "says"),
     [

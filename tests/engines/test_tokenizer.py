@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.engines.tokenizer import TextStream, load_tokenizer, text_of
-from bridle.errors import ConfigError, RenderError
+from bridle.errors import ConfigError, EngineError, RenderError
 
 TOKENIZER = load_tokenizer("builtin")
 printable = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -171,3 +171,10 @@ def test_engines_of_one_process_read_a_folder_once_until_it_changes(folder):
     os.utime(path, ns=(1, 1))
     with pytest.raises(ConfigError, match="eos_token"):
         load_tokenizer(str(folder))
+
+
+def test_messages_that_a_template_refuses_are_an_error_of_the_request(folder):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(EngineError, match="refuses these messages") as failed:
+        load_tokenizer(str(folder)).prompt_ids([], None, {})
+    assert failed.value.status == 400

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.engines.stub import honest
 
-from bridle.engines.base import GenerateRequest, Seeing
+from bridle.engines.base import GenerateRequest, Seeing, Templating
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm_routes import Route
 from bridle.errors import EngineError
@@ -170,3 +170,31 @@ async def test_a_call_by_messages_takes_the_chat_route_whatever_the_route_is(stu
     assert (body["messages"], body["tools"], body["tool_choice"]) == (MESSAGES, TOOLS, "none")
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert body["return_token_ids"] is True
+
+
+async def test_messages_without_images_are_told_as_their_ids(stub, connected):
+    replies = {RENDER: {"token_ids": [5, 6]}, "tokenize": {"tokens": [7]}}
+    server = await stub(**{CHAT: honest(), **replies})
+    engine = await connected(server.url, route=Route.CHAT)
+    assert isinstance(engine, Templating)
+    said = [{"role": "user", "content": "hi"}]
+    assert (await engine.template(said, TOOLS, {})).tolist() == [5, 6]
+    assert server.bodies[-1]["tool_choice"] == "none"
+
+
+async def test_a_server_that_cannot_render_calls_is_asked_for_that_once(stub, connected):
+    server = await stub(**{CHAT: honest(), RENDER: 404, "tokenize": {"tokens": [7, 8]}})
+    engine = await connected(server.url, route=Route.CHAT)
+    server.bodies.clear()
+    for _ in range(3):
+        assert (await engine.template([], None, {})).tolist() == [7, 8]
+    assert len(server.bodies) == 4
+
+
+@pytest.mark.parametrize(("reply", "status"), [(400, 400), (503, 503), ({"tokens": "x"}, None)])
+async def test_why_a_server_tells_no_prompt_is_said(stub, connected, reply, status):
+    server = await stub(**{CHAT: honest(), RENDER: reply})
+    engine = await connected(server.url, route=Route.CHAT)
+    with pytest.raises(EngineError) as failed:
+        await engine.template([], None, {})
+    assert failed.value.status == status

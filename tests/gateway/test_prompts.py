@@ -120,11 +120,11 @@ class Thinking:
         return Reply("", renderer().decode(ids), (), FinishReason.LENGTH)
 
 
-def test_a_turn_that_does_not_begin_with_text_cannot_be_begun_by_the_client():
+async def test_a_turn_that_does_not_begin_with_text_cannot_be_begun_by_the_client():
     turns = [user("2+2?"), begun("It is")]
     request_ = parse(Dialect.ANTHROPIC, {"model": "m", "max_tokens": 9, "messages": turns})
     question: Any = SimpleNamespace(request=request_, placement=Placement(PlacementKind.ROOT))
     fake: Any = Thinking()
     with pytest.raises(RequestError, match="beginning of an answer") as told:
-        Prompts(fake).prompted(question, None)
+        await Prompts(fake).prompted(question, None)
     assert told.value.status == 400

@@ -140,6 +140,7 @@ def _config(batch: Batch) -> JSON:
         **batch.setup().model_dump(mode="json", include={"engines", "tokenizer", "models"}),
         "concurrency": batch.concurrency,
         "stream": batch.setup().gateway.stream,
+        "prompt": batch.setup().gateway.prompt,
         "tasks": [task.model_dump(mode="json") for task in batch.tasks],
     }
 

@@ -30,7 +30,7 @@ async def compare(
     """
     import numpy as np
 
-    from bridle.engines.compare import compare_rendering, compare_vocabulary
+    from bridle.engines.compare import compare_rendering, compare_template, compare_vocabulary
     from bridle.engines.probe import Finding
     from bridle.prompting.renderer import load_renderer
 
@@ -47,6 +47,7 @@ async def compare(
     yield await compare_vocabulary(engine, lambda text: np.array(plain(text)), renderer.vocab_size)
     render = _render(renderer)
     yield await compare_rendering(engine, render)
+    yield await compare_template(engine)
     if logprobs:
         yield await _recomputed(engine, info, render, source)
 

@@ -33,6 +33,11 @@ StreamOption = Annotated[
     Streaming | None,
     typer.Option(help="Streamed replies leave as they are sampled (live) or when committed."),
 ]
+Rendering: TypeAlias = Literal["renderer", "engine"]
+PromptOption = Annotated[
+    Rendering | None,
+    typer.Option(help="Who renders where a conversation begins: Bridle or the engine's template."),
+]
 
 
 PORT = 8100
@@ -51,6 +56,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     tokenizer: TokenizerOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     stream: StreamOption = None,
+    prompt: PromptOption = None,
     control_port: Annotated[
         int | None, typer.Option(help="A listener of their own for the control routes.")
     ] = None,
@@ -71,6 +77,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
         "control_port": control_port,
         "data_dir": data,
         "stream": stream,
+        "prompt": prompt,
         "allow_untokenized": allow_untokenized,
     }
     loaded = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=flags)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.gateway import ConfigOption, EnginesOption, StreamOption, TokenizerOption
+from bridle.cli.gateway import (
+    ConfigOption,
+    EnginesOption,
+    PromptOption,
+    StreamOption,
+    TokenizerOption,
+)
 from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
 
@@ -46,6 +52,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
         int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
     ] = None,
     stream: StreamOption = None,
+    prompt: PromptOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     scores: Annotated[
         bool, typer.Option("--report", help="Print pass@k, mean rewards and failures by cause.")
@@ -68,9 +75,8 @@ def run(  # noqa: PLR0913 - one parameter per flag
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))
-    setup = load_config(
-        config, engines=engine or (), tokenizer=tokenizer, gateway={"stream": stream}
-    )
+    gateway = {"stream": stream, "prompt": prompt}
+    setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)
     lines = run_batch(Batch(loaded[:first], setup, None, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.gateway import ConfigOption, EnginesOption, StreamOption, TokenizerOption
+from bridle.cli.gateway import (
+    ConfigOption,
+    EnginesOption,
+    PromptOption,
+    StreamOption,
+    TokenizerOption,
+)
 from bridle.cli.output import notes
 from bridle.cli.serving import Stop, long_running, run_until_signal
 
@@ -51,6 +57,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         typer.Option(help="Name or network that callbacks may go to; repeatable."),
     ] = None,
     stream: StreamOption = None,
+    prompt: PromptOption = None,
 ) -> None:
     """Serve rollouts over HTTP until Ctrl-C; what was accepted is kept over any restart."""
     from bridle.cli.config import load_config
@@ -69,7 +76,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         config,
         engines=engine or (),
         tokenizer=tokenizer,
-        gateway={"stream": stream},
+        gateway={"stream": stream, "prompt": prompt},
         server={name: value for name, value in flags.items() if value not in (None, {})},
     )
     run_until_signal(lambda stop: _serve(loaded, concurrency, stop))

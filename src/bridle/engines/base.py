@@ -166,6 +166,19 @@ class Tokenizing(Protocol):
         """
 
 
+@runtime_checkable
+class Templating(Protocol):
+    """An engine whose own chat template makes prompts, and that tells them before it samples."""
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """Ids of the prompt that its chat route would make of OpenAI Chat messages.
+
+        `arguments` goes to the template. `EngineError` of status 400 = not these messages.
+        """
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
     """Messages with images as an engine's template and processor show them to its model."""
@@ -223,12 +236,12 @@ class Updatable(Protocol):
         """
 
 
+class WeightsLostError(EngineError):
+    """New weights broke off half-way: the engine has to be started anew."""
+
+
 class CutError(EngineError):
     """The connection to the engine ended in the middle of a reply; what came so far stands."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
-class WeightsLostError(EngineError):
-    """New weights broke off half-way: the engine has to be started anew."""
-
-

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
 
 import numpy as np
 
-from bridle.engines.base import Engine, GenerateRequest, Tokenizing
-from bridle.engines.ids import ArrayIds
+from bridle.engines.base import Engine, GenerateRequest, Templating, Tokenizing
+from bridle.engines.ids import ArrayIds, compact, parse_ids
 from bridle.engines.probe import Finding
 from bridle.errors import BridleError, EngineError
 from bridle.types import JSON, LogprobMode, Sampling
@@ -27,6 +28,8 @@ Render = Callable[[list[JSON], list[JSON]], "Ids"]
 """OpenAI Chat messages and tools -> our ids of the whole prompt."""
 Score = Callable[["Ids", "Ids", float], "Logprobs"]
 """Prompt, sampled ids, temperature -> logprobs by a plain forward pass."""
+
+TEMPLATE: Final = "engine's template"
 
 TEXTS = (
     "Plain words, and 1234567890.",
@@ -45,6 +48,8 @@ class Case:
     name: str
     messages: list[JSON]
     tools: tuple[JSON, ...] = ()
+    refusable: bool = False
+    """Whether some families' templates refuse it."""
 
 
 def _call(number: int) -> JSON:
@@ -71,7 +76,8 @@ CASES = (
     Case("several turns", [*_ANSWERED, *_MORE]),
     Case("tools", _ASKED, (_TOOL,)),
     Case("parallel calls", [*_ASKED, _CALLS, *_RESULTS], (_TOOL,)),
-    Case("system in the middle", [*_ANSWERED, {"role": "system", "content": "Stop."}, *_MORE]),
+    Case("system in the middle", [*_ANSWERED, {"role": "system", "content": "Stop."}, *_MORE],
+         refusable=True),
     Case(
         "reasoning",
         [*_ASKED, {"role": "assistant", "content": "Hello.", "reasoning_content": "Greet.",
@@ -105,8 +111,66 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
         needed=False,
         found=found + (f"; others: {', '.join(differ)}" if differ else ""),
         means="The engine's template says something else there." if differ else "",
-        fix="Nothing: Bridle renders, and the engine samples under its ids." if differ else "",
+        fix="Nothing: Bridle renders, and the engine samples under its ids; `--prompt engine` lets "
+        "the engine render where a conversation begins."
+        if differ
+        else "",
     )
+
+
+async def compare_template(engine: Engine) -> Finding:
+    """Whether the engine tells the prompts of its chat route, which `prompt = "engine"` needs.
+
+    A chat call with messages and tools, of one token, says what that route made of them.
+    """
+    if not isinstance(engine, Templating):
+        return _no_template("it is not asked for prompts")
+    unlike: list[str] = []
+    told_by_chat = 0
+    for case in CASES:
+        try:
+            ids = await engine.template(case.messages, case.tools or None, {})
+            used = await _chat_prompt(engine, case, ids)
+        except EngineError as error:
+            if error.status == 400 and case.refusable:
+                continue
+            return _no_template(f"it tells no prompt of messages: {error}")
+        told_by_chat += used is not None
+        if used is not None and not np.array_equal(ids, used):
+            unlike.append(f"{case.name} (from token {_first_difference(ids, used)})")
+    if unlike:
+        return _no_template(
+            f"its chat route makes other prompts than it tells: {', '.join(unlike)}"
+        )
+    seen = "as its chat route makes them" if told_by_chat else "its chat route tells none"
+    return Finding.note(TEMPLATE, f"it tells prompts, {seen}")
+
+
+def _no_template(found: str) -> Finding:
+    return Finding(
+        TEMPLATE,
+        ok=False,
+        needed=False,
+        found=found,
+        means='Its template cannot render prompts (`prompt = "engine"`).',
+        fix='Keep `prompt = "renderer"`, or use vLLM with --enable-scale-out or SGLang 0.5.',
+    )
+
+
+async def _chat_prompt(engine: Engine, case: Case, ids: Ids) -> Ids | None:
+    """The prompt that the engine says it used for messages; `None` = it does not say."""
+    request = GenerateRequest(
+        request_id=f"probe-{uuid4().hex}",
+        prompt=ArrayIds(ids),
+        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1),
+        messages=case.messages,
+        tools=case.tools or None,
+        by_messages=True,
+        calls=False,
+    )
+    told = [chunk.prompt_ids_json async for chunk in engine.generate(request)]
+    texts = [text for text in told if text is not None]
+    return parse_ids(compact(texts[0])) if texts else None
 
 
 async def _rendered(engine: Engine, case: Case) -> Ids | None:

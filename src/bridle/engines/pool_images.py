@@ -1,18 +1,22 @@
-"""What a pool says of images: what the first of its living replicas says."""
+"""What a pool says of messages: what the first of its living replicas says."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from bridle.engines.base import Seeing, Seen
+from bridle.engines.base import Seeing, Seen, Templating
 from bridle.engines.pool_replica import Replica, ReplicaState
 from bridle.errors import EngineError
 from bridle.types import JSON
 
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
 
 class SeesByReplica(ABC):
-    """`bridle.engines.base.Seeing` of something that has replicas of one model."""
+    """`Seeing` and `Templating` of something that has replicas of one model."""
 
     @abstractmethod
     def each(self) -> list[Replica]:
@@ -28,3 +32,19 @@ class SeesByReplica(ABC):
             if one.state is ReplicaState.LIVE:
                 return await one.engine.see(messages, tools, arguments)
         raise EngineError("no replica is ready", retryable=True)
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """See `Templating.template`; another replica is asked where one fails."""
+        failed: EngineError | None = None
+        for one in self.each():
+            if one.state is not ReplicaState.LIVE or not isinstance(one.engine, Templating):
+                continue
+            try:
+                return await one.engine.template(messages, tools, arguments)
+            except EngineError as error:
+                if not error.retryable:
+                    raise
+                failed = error
+        raise failed or EngineError("no replica is ready", retryable=True)

@@ -135,6 +135,12 @@ class ScriptedEngine:
         """Tokens from here on carry `version`."""
         self.version = version
 
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """The prompt by the tokenizer's own template; see `Templating`."""
+        return self.tokenizer.prompt_ids(messages, tools, arguments)
+
     async def abort(self, request_id: str) -> None:
         """End a call; tokens that were not given out yet are not sampled."""
         if request_id in self._calls:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
-import numpy as np
 
+from bridle.engines import wire
 from bridle.engines.http import Call, EngineClient
+from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.errors import EngineError
 from bridle.types import JSON
 
@@ -55,8 +56,17 @@ class Serving:
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids | None:
         """The prompt that the server's own template makes; `None` = it cannot be asked."""
+        try:
+            return await self.template(messages, tools, arguments)
+        except EngineError:
+            return None
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """The prompt that the server's own template makes; see `Templating`."""
         body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
-        return await tokenized(self._client, body | ({"tools": tools} if tools else {}))
+        return await told_ids(self._client, "/tokenize", body | ({"tools": tools} if tools else {}))
 
 
 def tokenizer_dir(root: object) -> Path | None:
@@ -83,13 +93,27 @@ def end_ids(folder: Path | None) -> tuple[int, ...]:
 
 
 async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
-    """What `POST /tokenize` answers, in vLLM's form and SGLang's; `None` = it does not."""
+    """What `POST /tokenize` answers; `None` = it does not."""
     try:
-        text = await client.post("/tokenize", msgspec.json.encode(body), Call(), prompt_tokens=0)
-        answer = msgspec.json.decode(text, type=JSON)
-    except (EngineError, msgspec.MsgspecError):
+        return await told_ids(client, "/tokenize", body)
+    except EngineError:
         return None
-    ids = answer.get("tokens")
-    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
-        return None
-    return np.array(ids, dtype=np.int32)
+
+
+async def told_ids(client: EngineClient, path: str, body: JSON) -> Ids:
+    """The ids in what a route answers: `tokens` in vLLM's form and SGLang's, or `token_ids`."""
+    text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
+    try:
+        answer = _TOLD.decode(text)
+        listed = answer.tokens if wire.given(answer.tokens) else answer.token_ids
+        return parse_ids(compact(bytes(listed)))
+    except (msgspec.MsgspecError, IdsError) as error:
+        raise EngineError(f"{client.base_url}{path} tells no ids: {error}") from None
+
+
+class _Told(msgspec.Struct):
+    tokens: msgspec.Raw = wire.EMPTY
+    token_ids: msgspec.Raw = wire.EMPTY
+
+
+_TOLD = msgspec.json.Decoder(_Told)

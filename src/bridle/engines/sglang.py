@@ -287,7 +287,7 @@ class SglangEngine(Serving):
         running = _Running(f"{request.request_id}-{uuid4().hex}", Call())
         self._calls[request.request_id] = running
         self._idle.clear()
-        length = len(request.prompt) if self._token_in else None
+        length = len(request.prompt) if self._token_in and not request.by_messages else None
         reading = Reading(length, self.version, strict=self._strict)
         ended = False
         try:
@@ -337,12 +337,13 @@ class SglangEngine(Serving):
     async def _answers(
         self, request: GenerateRequest, running: _Running
     ) -> AsyncGenerator[bytes, None]:
-        body = call_body(self._route, request, running.rid, self._ask(request))
+        route = Route.CHAT if request.by_messages else self._route
+        body = call_body(route, request, running.rid, self._ask(request))
         size = len(request.prompt)
-        if not request.stream or self._route is Route.CHAT:
-            yield await self._client.post(self._route.path, body, running.call, prompt_tokens=size)
+        if not request.stream or route is Route.CHAT:
+            yield await self._client.post(route.path, body, running.call, prompt_tokens=size)
             return
-        stream = self._client.stream(self._route.path, body, running.call, prompt_tokens=size)
+        stream = self._client.stream(route.path, body, running.call, prompt_tokens=size)
         async with aclosing(stream) as events:
             async for data in events:
                 yield data

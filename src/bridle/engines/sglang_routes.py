@@ -79,6 +79,8 @@ def call_body(route: Route, request: GenerateRequest, rid: str, ask: Ask) -> byt
         head |= _chat_fields(request, ask)
     else:
         head |= _generate_fields(request, ask)
+    if request.by_messages:
+        return _ENCODER.encode(head)
     text = request.prompt.json()
     return b"".join((_ENCODER.encode(head)[:-1], b',"input_ids":', text, b"}"))
 
@@ -135,6 +137,12 @@ def _chat_fields(request: GenerateRequest, ask: Ask) -> JSON:
     fields["messages"] = list(request.messages or [{"role": "user", "content": "."}])
     if request.tools:
         fields["tools"] = list(request.tools)
+        if not request.calls and not request.by_messages:
+            fields["tool_choice"] = "none"  # its template would leave the tools out of messages
+    if request.by_messages:
+        fields["return_prompt_token_ids"] = True
+        if request.arguments:
+            fields["chat_template_kwargs"] = request.arguments
     if request.grammar is not None:
         schema = request.grammar.get("json_schema") or {"type": "object"}
         named_schema = {"name": "reply", "schema": schema}

@@ -20,7 +20,7 @@ import jinja2.sandbox
 import numpy as np
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.errors import ConfigError, RenderError
+from bridle.errors import ConfigError, EngineError, RenderError
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -120,6 +120,15 @@ class ChatTokenizer:
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             raise RenderError(f"the chat template refuses these messages: {error}") from error
+
+    def prompt_ids(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: Mapping[str, Any]
+    ) -> Ids:
+        """Ids of the whole prompt of these messages; `EngineError` of status 400 = not of these."""
+        try:
+            return self.encode(self.render(messages, tools, arguments=arguments))
+        except RenderError as error:
+            raise EngineError(str(error), status=400) from error
 
 
 class TextStream:

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridle.engines.base import (
 from bridle.engines import vllm_weights
+from bridle.engines.base import (
     CutError,
     EngineInfo,
     GenerateChunk,
@@ -32,6 +33,9 @@ from bridle.engines.vllm_images import Eyes
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
 
 ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
 """The order in which routes are tried where none is asked for."""
@@ -66,13 +70,13 @@ class VllmEngine(Serving):
     ) -> None:
         self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
         self._eyes = Eyes()
+        self._served: Path | None = None
+        """The folder of the server's model, if that is on this machine."""
+        self._takes_weights = False
         self._wanted_model = model
         self._wanted_route = route
         self._assumed_mode = logprob_mode
         self._allow_untokenized = allow_untokenized
-        self._served: Path | None = None
-        """The folder of the server's model, if that is on this machine."""
-        self._takes_weights = False
         self._engine_parses = engine_parses
         self._calls: dict[str, Call] = {}
         self._model = model or ""
@@ -104,11 +108,11 @@ class VllmEngine(Serving):
             )
         self._context_length = length
         self.server_version = (await self._client.get("/version", optional=True)).get("version")
+        folder = self._served = tokenizer_dir(model.get("root"))
         weights = await self._client.get("/weight_info", optional=True)
         self._takes_weights = versioned = "weight_version" in weights
         if versioned:
             self.version = as_version(weights["weight_version"], unnamed=self.version)
-        folder = self._served = tokenizer_dir(model.get("root"))
         tell_versions = versioned and not self._engine_parses
         self.report = await self._probe_routes(VERSIONED_ROUTES if tell_versions else ROUTES)
         self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
@@ -214,6 +218,12 @@ class VllmEngine(Serving):
     ) -> Seen | None:
         """The prompt of messages with images; see `Seeing`."""
         return await self._eyes.see(self._client, self._model, messages, tools, arguments)
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """The prompt of the server's chat route; see `Templating`."""
+        return await self._eyes.read(self._client, self._model, messages, tools, arguments)
 
     # ---- sampling
 

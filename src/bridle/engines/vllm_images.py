@@ -1,4 +1,4 @@
-"""What messages with images come to on a vLLM, asked before they are sampled under.
+"""What messages come to on a vLLM, with images or without, asked before they are sampled under.
 
 `/v1/chat/completions/render` (served with `--enable-scale-out`) tells the ids with all placeholders
 expanded and where each image's stands; `/tokenize`, which every vLLM has, tells the ids alone.
@@ -12,16 +12,22 @@ from __future__ import annotations
 
 import base64
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from bridle.engines.base import Seen
 from bridle.engines.http import Call, EngineClient
+from bridle.engines.serving import told_ids
 from bridle.errors import EngineError
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+T = TypeVar("T")
 
 RENDER, TOKENIZE = "/v1/chat/completions/render", "/tokenize"
 
@@ -62,6 +68,8 @@ class Eyes:
     def __init__(self) -> None:
         self._known: OrderedDict[str, JSON] = OrderedDict()
         """Hash of an image -> its sizes; empty = the server does not tell them."""
+        self._renders = True
+        """Whether the server may have the route that renders whole calls."""
 
     async def see(
         self,
@@ -72,17 +80,9 @@ class Eyes:
         arguments: JSON,
     ) -> Seen | None:
         """See `bridle.engines.base.Seeing.see`."""
-        body: JSON = {"model": model, "messages": messages, "chat_template_kwargs": arguments}
-        if tools:
-            body["tools"] = tools
+        body = _chat_body(model, messages, tools, arguments)
         try:
-            try:
-                asked = {**body, "tool_choice": "none", "mm_payload": "none"}
-                told = await _rendered(client, RENDER, asked)
-            except EngineError as error:
-                if error.status not in MISSING:
-                    raise
-                told = await _rendered(client, TOKENIZE, body)
+            told = await self._asked(client, body, _rendered)
         except EngineError as error:
             if error.status == 400 and any(words in str(error) for words in BLIND):
                 return None
@@ -90,6 +90,34 @@ class Eyes:
         listed = told.tokens if told.token_ids is None else told.token_ids
         places = await self._places(client, model, told.features or _Features(), _images(messages))
         return Seen(np.array(listed, dtype=np.int32), places)
+
+    async def read(
+        self,
+        client: EngineClient,
+        model: str,
+        messages: Sequence[JSON],
+        tools: Sequence[JSON] | None,
+        arguments: JSON,
+    ) -> Ids:
+        """The prompt of messages without images; see `bridle.engines.base.Templating.template`."""
+        return await self._asked(client, _chat_body(model, messages, tools, arguments), told_ids)
+
+    async def _asked(
+        self,
+        client: EngineClient,
+        body: JSON,
+        ask: Callable[[EngineClient, str, JSON], Awaitable[T]],
+    ) -> T:
+        """What the server's chat route makes of a body, by the route that it has for that."""
+        if self._renders:
+            try:
+                asked = {**body, "tool_choice": "none", "mm_payload": "none"}
+                return await ask(client, RENDER, asked)
+            except EngineError as error:
+                if error.status not in MISSING:
+                    raise
+            self._renders = False
+        return await ask(client, TOKENIZE, body)
 
     async def _places(
         self, client: EngineClient, model: str, features: _Features, images: Iterator[JSON]
@@ -120,6 +148,13 @@ class Eyes:
                 self._known.popitem(last=False)
         self._known.move_to_end(name)
         return known
+
+
+def _chat_body(
+    model: str, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+) -> JSON:
+    body: JSON = {"model": model, "messages": messages, "chat_template_kwargs": arguments}
+    return body | ({"tools": tools} if tools else {})
 
 
 async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:

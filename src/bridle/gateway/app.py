@@ -25,7 +25,7 @@ from bridle.capture.records import SessionRecord
 from bridle.capture.store import Store
 from bridle.config import Limits, SamplingPolicy
 from bridle.engines.base import Engine, EngineInfo, PauseMode, Weights
-from bridle.engines.compare import compare_vocabulary
+from bridle.engines.compare import compare_template, compare_vocabulary
 from bridle.engines.pool import as_pool
 from bridle.errors import EngineError
 from bridle.gateway.call import Stage
@@ -133,6 +133,11 @@ class Gateway:
         if not found.ok:
             message = f"engine {info.model!r}, tokenizer: {found.found}."
             raise EngineError(f"{message} {found.means} {found.fix}")
+        if self._settings.prompt == "engine":
+            found = await compare_template(engine)
+            if not found.ok:
+                message = f"engine {info.model!r} cannot render prompts: {found.found}."
+                raise EngineError(f"{message} {found.fix}")
 
     def _assemble(self, nursery: Nursery) -> None:
         settings, metrics = self._settings, self._metrics

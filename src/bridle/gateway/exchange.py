@@ -82,7 +82,10 @@ class Exchanges:
         self._deliveries = deliveries
         self._metrics = metrics
         self.policy = Policy(info.version)
-        self.models = Models(make_policy(engine, info, renderer, lambda: self.policy.version))
+        by_engine = settings.prompt == "engine"
+        self.models = Models(
+            make_policy(engine, info, renderer, lambda: self.policy.version, by_engine=by_engine)
+        )
         self.closing = False
         """Whether the gateway is going down."""
 
@@ -133,8 +136,8 @@ class Exchanges:
         served = self.models.find(request.model, Kind.AGENT)
         question = self._place(session, wire, request, served)
         shown = await show(served, request)
-        prompted = served.prompts.prompted(question, _parent(session, question.placement), shown)
-        return len(prompted.prompt)
+        parent = _parent(session, question.placement)
+        return len((await served.prompts.prompted(question, parent, shown)).prompt)
 
     def _place(
         self, session: Session, wire: WireFormat, request: ModelRequest, served: Served
@@ -223,7 +226,7 @@ class Exchanges:
         shown = await show(question.served, question.request)
         with boundary(RenderError, "rendering the prompt"):
             parent = _parent(session, question.placement)
-            prompted = question.served.prompts.prompted(question, parent, shown)
+            prompted = await question.served.prompts.prompted(question, parent, shown)
         effective = await self._effective(session, call, len(prompted.prompt))
         head = call.reply_head()
         call.head = ReplyHead(head.reply_id, head.model, head.created, len(prompted.prompt))

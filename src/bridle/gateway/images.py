@@ -23,12 +23,12 @@ from bridle.dialects.messages import chat_part
 from bridle.engines.base import Seeing, Seen
 from bridle.errors import EngineError, RequestError
 from bridle.gateway.faults import REFUSED
+from bridle.gateway.templates import Parting, template_arguments
 from bridle.prompting.messages import chat_tools, server_messages
 from bridle.types import JSON, MediaPart, Message, ModelRequest
 
 if TYPE_CHECKING:
     from bridle.gateway.models import Served
-    from bridle.prompting.renderer import PromptRenderer
     from bridle.types import Ids
 
 log = structlog.get_logger()
@@ -75,11 +75,10 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
         raise RequestError("images must be inline (base64), not URLs", param="messages")
     if request.prefill is not None:
         raise RequestError("an answer that is begun can't follow images", param="messages")
-    parting = _Parting(served.renderer)
+    parting = Parting(served.renderer)
     messages = server_messages(request.messages, escape=parting, media=chat_part)
     tools = chat_tools(request.tools, parting)
-    thinking = served.renderer.template_args(request)
-    arguments = {} if thinking is None else {"enable_thinking": thinking}
+    arguments = template_arguments(served.renderer, request)
     seen = await _seen(served.engine, messages, tools, arguments)
     if seen is None:
         return None
@@ -87,19 +86,6 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
     if len(seen.places) == len(told):
         told = [image | place for image, place in zip(told, seen.places, strict=True)]
     return Shown(messages, tools, arguments, seen.ids, told, parting.count)
-
-
-class _Parting:
-    """Parts the markers in texts, and counts the texts that held any."""
-
-    def __init__(self, renderer: PromptRenderer) -> None:
-        self._renderer = renderer
-        self.count = 0
-
-    def __call__(self, text: str) -> str:
-        made = self._renderer.apart(text)
-        self.count += made != text
-        return made
 
 
 async def _seen(

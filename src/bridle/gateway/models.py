@@ -14,11 +14,12 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from bridle.config import ModelSpec, SamplingPolicy
-from bridle.engines.base import Engine, EngineInfo
+from bridle.engines.base import Engine, EngineInfo, Templating
 from bridle.errors import ConfigError
 from bridle.gateway.budgets import SamplingPlan
 from bridle.gateway.prompts import Prompts
 from bridle.gateway.sampling import Sampler
+from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import Kind, ModelRequest
 
@@ -153,11 +154,22 @@ def template_args(other: str | None, renderer: PromptRenderer, request: ModelReq
 
 
 def make_policy(
-    engine: Engine, info: EngineInfo, renderer: PromptRenderer, version: Callable[[], int]
+    engine: Engine,
+    info: EngineInfo,
+    renderer: PromptRenderer,
+    version: Callable[[], int],
+    *,
+    by_engine: bool = False,
 ) -> Served:
-    """The policy, which answers whatever no entry of the table is for."""
+    """The policy, which answers whatever no entry of the table is for.
+
+    `by_engine` = the engine's own template renders the roots; it must be `Templating`.
+    """
     sampler = make_sampler(engine, info, renderer, version)
-    return Served(None, engine, info, renderer, Prompts(renderer), sampler)
+    template = None
+    if by_engine and info.token_in and isinstance(engine, Templating):
+        template = EngineTemplate(engine, renderer)
+    return Served(None, engine, info, renderer, Prompts(renderer, template), sampler)
 
 
 def make_sampler(

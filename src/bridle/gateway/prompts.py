@@ -18,10 +18,11 @@ from bridle.gateway.call import Call, Question
 from bridle.gateway.images import Shown
 from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import Sample
+from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.canonical import messages_after
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import FinishReason, ModelRequest, Reply
+from bridle.types import FinishReason, Message, ModelRequest, Reply
 
 PROMPT_TAIL = 64
 """Last prompt ids that a parser may need (whether reasoning is open where the reply begins)."""
@@ -30,24 +31,26 @@ PROMPT_TAIL = 64
 class Prompts:
     """Makes the prompts of one gateway."""
 
-    def __init__(self, renderer: PromptRenderer) -> None:
+    def __init__(self, renderer: PromptRenderer, template: EngineTemplate | None = None) -> None:
+        """`template` renders the roots; `None` = `renderer` does."""
         self._renderer = renderer
+        self._template = template
 
-    def prompted(
+    async def prompted(
         self, question: Question, parent: Call | None, shown: Shown | None = None
     ) -> Prompted:
         """The ids to sample under: the parent's extended, else rendered anew.
 
         `parent` is the call that the question's placement names; `shown` is what the engine told of
-        messages with images, which are always a root. Raises `RenderError`, or
-        `RequestError` for a completion's prompt that cannot be sampled under or a prefill that the
-        model's template does not take.
+        messages with images, which are always a root. Raises `RenderError`, `EngineError` if the
+        engine was to render and failed, or `RequestError` for a completion's prompt that cannot be
+        sampled under or a prefill that the model's template does not take.
         """
         request, placement = question.request, question.placement
         if request.raw_prompt is not None:
             return Prompted(self._raw(request.raw_prompt), None, "completion")
         if shown is not None:
-            return Prompted(PromptIds.root(shown.ids), None, "image", shown)
+            return Prompted(PromptIds.root(shown.ids), None, "image", shown, None, shown.parted)
         messages = request.messages if request.prefill is None else request.messages[:-1]
         reason = placement.reason
         if parent is not None and parent.finish is FinishReason.ABORT:
@@ -72,8 +75,22 @@ class Prompts:
                     extended = before.extend(output_ids, suffix)
                     return Prompted(self._prefilled(extended, request), parent, None)
                 reason = "unbridged"
-        ids = self._renderer.render(messages, request.tools, thinking=request.thinking)
-        return Prompted(self._prefilled(PromptIds.root(ids), request), None, reason or "first")
+        return await self._root(messages, request, reason or "first")
+
+    async def _root(
+        self, messages: tuple[Message, ...], request: ModelRequest, reason: str
+    ) -> Prompted:
+        """All messages rendered, by the engine's template where that is wanted and takes them."""
+        parted, rendered_by = 0, None
+        if self._template is not None:
+            told = await self._template.prompt(messages, request)
+            rendered_by = "renderer" if told is None else "engine"
+        if self._template is None or told is None:
+            ids = self._renderer.render(messages, request.tools, thinking=request.thinking)
+        else:
+            ids, parted = told
+        prompt = self._prefilled(PromptIds.root(ids), request)
+        return Prompted(prompt, None, reason, None, rendered_by, parted)
 
     def _raw(self, prompt: str | tuple[int, ...]) -> PromptIds:
         """A completion's own prompt."""

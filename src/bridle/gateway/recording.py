@@ -30,6 +30,11 @@ class Prompted:
     """Why it is a root; `None` where it extends."""
     shown: Shown | None = None
     """The messages that the engine renders, because they hold images; `None` = ids do."""
+    rendered_by: str | None = None
+    """Who rendered a root where the engine was to (`prompt = "engine"`): `engine`, or `renderer`
+    for what its template refuses."""
+    parted: int = 0
+    """How many texts that the engine tokenised held what looks like a control token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,8 @@ def _extra(finished: Finished) -> JSON:
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
         "media": _media(finished),
-        "markers_parted": 0 if finished.prompted.shown is None else finished.prompted.shown.parted,
+        "prompt": finished.prompted.rendered_by,
+        "markers_parted": finished.prompted.parted,
         "cached_tokens": sample.last.cached_tokens,
         "engine": sample.extra,
         "engine_before": sample.extra_before,

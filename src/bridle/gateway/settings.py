@@ -37,6 +37,10 @@ class GatewaySettings(Settings):
     """How a streamed reply leaves: `live`, as it is sampled (where the model's calls begin with a
     token of their own, or the engine parses by itself), or `whole`, when it is committed: then no
     harness ever keeps half of a turn."""
+    prompt: Literal["renderer", "engine"] = "renderer"
+    """Who renders a prompt that extends none: Bridle's `renderer`, the same on every engine, or the
+    `engine` by its own chat template, asked once per such prompt. Extensions are rendered here in
+    either case, from the tokens as sampled."""
     max_body_bytes: int = Field(default=1 << 30, gt=0)
     """Larger requests are refused with 413."""
     head_timeout_s: float = Field(default=20, gt=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.embedded.call import Call, Mailbox
+from bridle.engines.tokenizer import load_tokenizer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, LogprobMode, Sampling
 
@@ -118,6 +119,13 @@ class EmbeddedEngine:
             "decoder": loaded.decoder.name,
             "version": batch.version,
         }
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """The prompt by the model folder's own template; see `Templating`."""
+        tokenizer = await asyncio.to_thread(load_tokenizer, str(self._folder))
+        return await asyncio.to_thread(tokenizer.prompt_ids, messages, tools, arguments)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Sample one reply; see `Engine.generate`.
