@@ -1,21 +1,40 @@
 """Runs and sessions by name."""
 
+import shutil
+
 import pytest
 
-from bridle.cli.captured import capture_file, find_session, sessions
+from bridle.cli.captured import capture_files, find_session, sessions
 from bridle.errors import ConfigError
 
 
 def test_a_run_folder_and_its_capture_file_are_the_same_run(finished_run):
-    assert capture_file(finished_run) == capture_file(finished_run / "capture.sqlite")
+    assert capture_files(finished_run) == capture_files(finished_run / "capture.sqlite")
     assert len(list(sessions(finished_run))) == 3
 
 
 def test_a_folder_without_capture_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="is no run"):
-        capture_file(tmp_path)
+        capture_files(tmp_path)
 
 
 def test_an_unknown_session_says_where_was_looked(finished_run):
     with pytest.raises(ConfigError, match=str(finished_run)):
         find_session("nobody", finished_run)
+
+
+def test_the_files_of_a_gateways_workers_are_one_run(finished_run, tmp_path):
+    data = tmp_path / "gateway"
+    for number in (0, 10, 2):
+        (data / f"worker-{number}").mkdir(parents=True)
+        shutil.copy(finished_run / "capture.sqlite", data / f"worker-{number}")
+    names = [path.parent.name for path in capture_files(data)]
+    assert names == ["worker-0", "worker-2", "worker-10"]
+    assert len(list(sessions(data))) == 9
+    (data / "worker-2" / "capture.sqlite").unlink()
+    (data / "worker-10" / "capture.sqlite").unlink()
+    name = next(sessions(data)).session.session_id
+    for runs in (data, tmp_path):
+        path, found = find_session(name, runs)
+        assert path == data / "worker-0" / "capture.sqlite"
+        assert found.session.session_id == name

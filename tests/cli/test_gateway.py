@@ -1,13 +1,20 @@
 """`bridle gateway`: the model API in a process of its own."""
 
+import http.client
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+
+from bridle.cli.captured import sessions
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,3 +69,82 @@ def test_without_an_engine_it_says_where_one_is_named(say):
     assert said.code == 2
     assert "--engine" in said.err
     assert "engines = [" in said.err
+
+
+def test_an_embedded_engine_is_not_divided_among_processes(say, tmp_path):
+    said = say("gateway", "--workers", 2, "--engine", "embedded:x", "--data", tmp_path / "data")
+    assert said.code == 2
+    assert "bridle engine" in said.err
+
+
+def test_why_a_worker_cannot_start_is_the_commands_own_error(say, tmp_path):
+    missing = f"scripted:{tmp_path / 'nothing.json'}"
+    command = ("--workers", 2, "--port", 0, "--engine", missing, "--data", tmp_path / "data")
+    said = say("gateway", *command)
+    assert said.code == 2
+    assert "nothing.json" in said.err
+
+
+@contextmanager
+def two_workers(folder: Path):
+    """A gateway of two processes on `folder`: what it says, and a way to ask it."""
+    script = folder / "s.json"
+    script.write_text(json.dumps({"conversations": [{"turns": [{"content": "hi"}]}]}))
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0", "--workers", "2"),
+        *("--engine", f"scripted:{script}", "--data", str(folder / "data"), "--json"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        token = Path(said["control_token"]).read_text().strip()
+
+        def ask(line, method, path, body=None, key=token):
+            sent = None if body is None else json.dumps(body)
+            line.request(method, path, sent, {"Authorization": f"Bearer {key}"})
+            reply = line.getresponse()
+            return reply.status, reply.read()
+
+        yield process, urlsplit(said["url"]).netloc, ask
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_sessions_of_several_processes_survive_the_death_of_one(tmp_path):
+    """One test for a whole life: each start of a process costs a second."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    chat = "/v1/chat/completions"
+    opened = []
+    with two_workers(tmp_path) as (process, where, ask):
+        line = http.client.HTTPConnection(where, timeout=30)
+        for _ in range(4):
+            status, said = ask(line, "POST", "/sessions", {})
+            assert status == 200
+            opened.append(json.loads(said))
+        for session in opened * 2:  # over one connection, which began with a control request
+            assert ask(line, "POST", chat, body, session["key"])[0] == 200
+        line.close()
+        line = http.client.HTTPConnection(where, timeout=30)
+        for session in opened:  # over one connection, which is its first session's worker's
+            path = urlsplit(session["base_url"]["openai"]).path
+            status, said = ask(line, "POST", f"{path}/chat/completions", body, session["key"])
+            assert json.loads(said)["choices"][0]["message"]["content"] == "hi"
+        assert ask(line, "POST", chat, body, "bk-nobody-of-ours")[0] == 401
+        assert json.loads(ask(line, "POST", "/policy", {"version": 7})[1])["version"] == 7
+        line.close()
+
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        line = http.client.HTTPConnection(where, timeout=30)
+        for session in opened:
+            assert ask(line, "POST", chat, body, session["key"])[0] == 200
+        assert b"bridle_worker_restarts_total 1.0" in ask(line, "GET", "/metrics")[1]
+        assert json.loads(ask(line, "GET", "/policy")[1])["version"] == 7
+        ended = opened.pop()
+        assert ask(line, "DELETE", f"/sessions/{ended['session_id']}")[0] == 200
+        line.close()
+
+    captured = {one.session.session_id: one for one in sessions(tmp_path / "data")}
+    assert [len(one.exchanges) for one in captured.values()] == [4] * 4
+    assert captured[ended["session_id"]].outcome is not None

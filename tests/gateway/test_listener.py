@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from bridle.errors import ConfigError
-from bridle.gateway.listener import Listener
+from bridle.gateway.listener import Listener, is_first
 
 
 async def echo(http: web.BaseRequest) -> web.StreamResponse:
@@ -133,3 +133,24 @@ async def test_an_ipv6_address_is_written_in_brackets():
             assert listener.url.startswith("http://[::1]:")
     except ConfigError:
         assert listener.url == ""  # a machine without an IPv6 loopback
+
+
+async def test_a_connection_accepted_elsewhere_is_served_and_its_first_request_is_known():
+    told: list[bool] = []
+
+    async def note(http: web.BaseRequest) -> web.StreamResponse:
+        told.append(is_first(http))
+        return web.Response(body=await http.read())
+
+    async with listening(note, port=None) as listener:
+        assert listener.url == ""
+        ours, its = socket.socketpair()
+        its.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        await listener.adopt(its)
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok")
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(2) == b"ok"
+        writer.close()
+    assert told == [True, False]

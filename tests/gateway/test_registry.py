@@ -97,3 +97,13 @@ def test_the_last_word_may_be_an_error():
     session.told_error("busy")
     facts = session.facts()
     assert (facts.failed_last, facts.last_error) == (True, "busy")
+
+
+def test_a_session_is_known_by_any_of_its_names_sealed_or_not(registry):
+    session, key = opened(registry, "a")
+    session.sealed = True
+    assert registry.knows("a", ())
+    assert registry.knows(key, ())
+    assert registry.knows(None, ["dummy", key])
+    assert not registry.knows(None, ["dummy"])
+    assert not registry.knows("b", [])

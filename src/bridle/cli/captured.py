@@ -12,20 +12,31 @@ from bridle.errors import ConfigError
 CAPTURE = "capture.sqlite"
 
 
-def capture_file(target: Path) -> Path:
-    """The capture file of a run folder, or the file itself. `ConfigError` if there is none."""
+BY_WORKER = f"worker-*/{CAPTURE}"
+"""The capture files of a gateway of several processes, in its data folder."""
+
+
+def capture_files(target: Path) -> list[Path]:
+    """The capture file of a run folder, those of a gateway's workers, or the file itself.
+
+    `ConfigError` if there is none.
+    """
     path = target / CAPTURE if target.is_dir() else target
-    if not path.is_file():
+    if path.is_file():
+        return [path]
+    found = sorted(target.glob(BY_WORKER), key=lambda file: (len(file.parent.name), file))
+    if not found:
         raise ConfigError(f"{target} is no run: there is no {path}")
-    return path
+    return found
 
 
 def sessions(target: Path) -> Iterator[SessionCapture]:
-    """All sessions of harnesses in a run, in the order they were opened, read one at a time."""
-    with SqliteReader(capture_file(target)) as reader:
-        for session in reader.sessions():
-            if not session.is_aside:
-                yield reader.read(session.session_id)
+    """All sessions of harnesses in a run, read one at a time; of each file in order of opening."""
+    for path in capture_files(target):
+        with SqliteReader(path) as reader:
+            for session in reader.sessions():
+                if not session.is_aside:
+                    yield reader.read(session.session_id)
 
 
 def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
@@ -33,7 +44,9 @@ def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
 
     Returns its capture file with it. `ConfigError` if there is none, or more than one.
     """
-    files = [runs / CAPTURE] if (runs / CAPTURE).is_file() else sorted(runs.glob(f"*/{CAPTURE}"))
+    files = [runs / CAPTURE]
+    if not files[0].is_file():
+        files = sorted([*runs.glob(f"*/{CAPTURE}"), *runs.glob(f"*/{BY_WORKER}")])
     found: list[tuple[Path, str]] = []
     for path in files:
         with SqliteReader(path) as reader:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
+import orjson
 import typer
 
 from bridle.cli.output import notes
 from bridle.cli.serving import Stop, long_running, run_until_signal
+from bridle.errors import ConfigError
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
+    from bridle.types import JSON
 
 EnginesOption = Annotated[
     list[str] | None,
@@ -67,9 +71,16 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
         bool | None,
         typer.Option(help="Serve an engine that gives no ids: text only, no training."),
     ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes that sessions are spread over.")
+    ] = 1,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON when it listens: where.")
+    ] = False,
 ) -> None:
     """Serve the model API until Ctrl-C; sessions are opened over HTTP."""
     from bridle.cli.config import load_config
+    from bridle.gateway.front import check_folder
 
     flags = {
         "host": host,
@@ -81,18 +92,22 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
         "allow_untokenized": allow_untokenized,
     }
     loaded = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=flags)
+    if "port" not in loaded.gateway.model_fields_set:
+        served = loaded.gateway.model_copy(update={"port": PORT})
+        loaded = loaded.model_copy(update={"gateway": served})
     data.mkdir(parents=True, exist_ok=True)
-    run_until_signal(lambda stop: _serve(loaded, data, fsync, stop))
+    check_folder(data, workers)
+    if workers == 1:
+        run_until_signal(lambda stop: _serve(loaded, data, fsync, json, stop))
+    else:
+        run_until_signal(lambda stop: _serve_workers(loaded, data, fsync, json, workers, stop))
 
 
-async def _serve(config: FileConfig, data: Path, fsync: bool, stop: Stop) -> None:
+async def _serve(config: FileConfig, data: Path, fsync: bool, as_json: bool, stop: Stop) -> None:
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.parts import open_all
     from bridle.gateway.app import Gateway
 
-    settings = config.gateway
-    if "port" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"port": PORT})
     parts = open_all(config)
     async with (
         await SqliteStore.open(data / "capture.sqlite", fsync="group" if fsync else "off") as store,
@@ -100,11 +115,48 @@ async def _serve(config: FileConfig, data: Path, fsync: bool, stop: Stop) -> Non
             engine=parts.engine,
             renderer=parts.renderer,
             store=store,
-            settings=settings,
+            settings=config.gateway,
             models=parts.models,
         ) as served,
     ):
-        notes.print(f"model API at {served.url}, control routes at {served.control_url}")
-        notes.print(f"capture in {store.path}; control token in {data / 'control.token'}")
+        _tell(served.url, str(served.control_url), [store.path], data, as_json=as_json)
         with long_running():
             await stop.wait()
+
+
+async def _serve_workers(
+    config: FileConfig, data: Path, fsync: bool, as_json: bool, workers: int, stop: Stop
+) -> None:
+    """Serve with so many processes; this one listens, and keeps the others alive."""
+    from bridle.cli.gateway_worker import MODULE, told
+    from bridle.gateway.front import CAPTURE, Front, worker_folder
+
+    embedded = [spec for spec in config.engines if spec.startswith("embedded:")]
+    if embedded:
+        message = f"{embedded[0]} lives in one process: serve it with `bridle engine`, and name its"
+        raise ConfigError(f"{message} URL, or leave --workers at 1")
+    front = Front(
+        settings=config.gateway,
+        data=data,
+        workers=workers,
+        command=(sys.executable, "-m", MODULE),
+        told=lambda number, front: told(config, worker_folder(data, number), front, fsync=fsync),
+    )
+    async with front:
+        files = [worker_folder(data, number) / CAPTURE for number in range(workers)]
+        _tell(front.url, front.control_url, files, data, as_json=as_json)
+        await stop.wait()
+
+
+def _tell(url: str, control_url: str, files: list[Path], data: Path, *, as_json: bool) -> None:
+    """Say where everything is."""
+    token = data / "control.token"
+    if as_json:
+        said: JSON = {"url": url, "control_url": control_url, "workers": len(files)}
+        said |= {"capture": [str(file) for file in files], "control_token": str(token)}
+        sys.stdout.write(orjson.dumps(said).decode() + "\n")  # a line that can be waited for
+        sys.stdout.flush()
+        return
+    where = str(files[0]) if len(files) == 1 else f"{len(files)} files {data}/worker-*/"
+    notes.print(f"model API at {url}, control routes at {control_url}")
+    notes.print(f"capture in {where}; control token in {token}")

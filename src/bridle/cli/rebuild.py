@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +34,7 @@ def rebuild(
     Works on finished runs, running ones, and those whose process was killed; what is written is,
     for a finished run and the same builder, byte for byte what the run wrote.
     """
-    from bridle.cli.captured import capture_file
+    from bridle.cli.captured import capture_files
     from bridle.config import BuilderSpec
     from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
     from bridle.trajectory import BUILDERS
@@ -44,7 +45,7 @@ def rebuild(
     base = target if target.is_dir() else target.parent
     folder = out or base / "rebuilt"
     folder.mkdir(parents=True, exist_ok=True)
-    totals = _write(capture_file(target), folder, spec, workers)
+    totals = _write(capture_files(target), folder, spec, workers)
     if json:
         print_json({"folder": str(folder), **totals})
         return
@@ -56,16 +57,18 @@ def rebuild(
 
 
 def _write(
-    path: Path, folder: Path, spec: BuilderSpec | None, workers: int | None
+    paths: list[Path], folder: Path, spec: BuilderSpec | None, workers: int | None
 ) -> dict[str, int]:
-    """Write the trajectories of a capture file's sessions into `folder`, and count them."""
+    """Write the trajectories of the sessions of capture files into `folder`, and count them."""
     from bridle.bridges.parquet import TrajectoryWriter
     from bridle.bridges.rebuild import rebuild_all
     from bridle.capture.sqlite import SqliteReader
     from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
 
-    with SqliteReader(path) as reader:
-        names = [one.session_id for one in reader.sessions() if not one.is_aside]
+    names: dict[Path, list[str]] = {}
+    for path in paths:
+        with SqliteReader(path) as reader:
+            names[path] = [one.session_id for one in reader.sessions() if not one.is_aside]
     totals = {"sessions": 0, "exchanges": 0, "traces": 0, "captured": 0, "trained": 0}
     lines = folder / f"{TRAJECTORIES}.part"
     with (
@@ -73,8 +76,9 @@ def _write(
         lines.open("wb") as file,
         TrajectoryWriter(folder / TRAJECTORIES_PARQUET) as parquet,
     ):
-        task = shown.add_task("rebuild", total=len(names), note="")
-        for rebuilt in rebuild_all(path, names, spec, workers=workers):
+        task = shown.add_task("rebuild", total=sum(map(len, names.values())), note="")
+        every = (rebuild_all(path, ids, spec, workers=workers) for path, ids in names.items())
+        for rebuilt in chain.from_iterable(every):
             file.write(rebuilt.line + b"\n")
             parquet.add(rebuilt.rows)
             totals["sessions"] += 1

@@ -9,6 +9,9 @@ One request goes through these files in order:
 - `registry`  sessions with their keys, limits and facts; `restore` brings them back after a crash;
 - `control`   the routes for those who run sessions, with a token of their own.
 
+Several gateways are one behind a `front`: it places sessions on `worker` processes and hands their
+connections over.
+
 The one entry is `bridle.gateway.app.Gateway`. Everything runs on one event loop, so there are no
 locks: between two awaits nobody else acts.
 """

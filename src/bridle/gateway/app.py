@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -32,8 +33,8 @@ from bridle.gateway.call import Stage
 from bridle.gateway.control import ControlPlane, control_token
 from bridle.gateway.data import DataPlane
 from bridle.gateway.exchange import Exchanges
-from bridle.gateway.keys import key_digest, mint_key
-from bridle.gateway.listener import Handler, Listener
+from bridle.gateway.keys import key_digest, mint_key, presented_keys
+from bridle.gateway.listener import Handler, Listener, is_first
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import POLICY, OtherModel, check_models
 from bridle.gateway.registry import (
@@ -73,8 +74,11 @@ class Gateway:
         store: Store,
         settings: GatewaySettings,
         models: Sequence[OtherModel] = (),
+        elsewhere: Handler | None = None,
     ) -> None:
+        """`elsewhere` answers for sessions of others on connections that were adopted."""
         check_models(models)
+        self._elsewhere = elsewhere
         self._engine = as_pool(engine)
         self._models = models
         self._pools = {POLICY: self._engine}
@@ -205,6 +209,8 @@ class Gateway:
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         data = await stack.enter_async_context(self._listener(self._on_data, self._settings.port))
+        handler = self._on_adopted
+        self._adopter = await stack.enter_async_context(self._listener(handler, None))
         self.url = (self._settings.public_url or data.url).rstrip("/")
         self.control_url = data.url
         if self._settings.control_port is not None:
@@ -212,7 +218,11 @@ class Gateway:
             control = await stack.enter_async_context(listener)
             self.control_url = control.url
 
-    def _listener(self, handler: Handler, port: int) -> Listener:
+    async def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection of a harness that was accepted elsewhere; it is the gateway's then."""
+        await self._adopter.adopt(connection)
+
+    def _listener(self, handler: Handler, port: int | None) -> Listener:
         return Listener(
             handler,
             host=self._settings.host,
@@ -225,6 +235,17 @@ class Gateway:
         target = split_target(http.raw_path)
         if target.is_control and (self._settings.control_port is None or target.path == "/health"):
             return await self._control.handle(http, target)
+        return await self._data.handle(http, target)
+
+    async def _on_adopted(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Data routes only. The first request was sent here on purpose; others may be another's."""
+        target = split_target(http.raw_path)
+        if self._elsewhere is not None and not is_first(http):
+            keys = presented_keys(
+                {name.lower(): value for name, value in http.headers.items()}, target.query
+            )
+            if target.is_control or not self._registry.knows(target.token, keys):
+                return await self._elsewhere(http)
         return await self._data.handle(http, target)
 
     async def _on_control(self, http: web.BaseRequest) -> web.StreamResponse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Self
@@ -37,12 +38,14 @@ BACKLOG: Final = 4096
 class _Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request."""
 
-    __slots__ = ("_deadline", "_head_timeout_s")
+    __slots__ = ("_deadline", "_head_timeout_s", "heads")
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(manager, **settings)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
+        self.heads = 0
+        """Requests that have begun on this connection."""
 
     def data_received(self, data: bytes) -> None:
         """Start the clock at a request's first byte."""
@@ -53,13 +56,17 @@ class _Connection(RequestHandler):
 
     def head_arrived(self) -> None:
         """A request is whole but for its body."""
+        self.heads += 1
+        self._end_deadline()
+
+    def _end_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client has gone."""
-        self.head_arrived()
+        self._end_deadline()
         super().connection_lost(exc)
 
 
@@ -71,10 +78,19 @@ class _Server(web.Server):
 
 
 class Listener(AbstractAsyncContextManager["Listener"]):
-    """Serves `handler` at `host:port` while entered. `ConfigError` when it cannot listen there."""
+    """Serves `handler` at `host:port` while entered. `ConfigError` when it cannot listen there.
+
+    Without a port it serves only the connections that it is given.
+    """
 
     def __init__(
-        self, handler: Handler, *, host: str, port: int, max_body_bytes: int, head_timeout_s: float
+        self,
+        handler: Handler,
+        *,
+        host: str,
+        port: int | None,
+        max_body_bytes: int,
+        head_timeout_s: float,
     ) -> None:
         self._handler = handler
         self._host = host
@@ -83,7 +99,17 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         self._head_timeout_s = head_timeout_s
         self._runner: web.ServerRunner | None = None
         self.url = ""
-        """`http://host:port`, known when entered."""
+        """`http://host:port`, known when entered; empty without a port."""
+
+    async def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted elsewhere; it is no longer the caller's."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(self._runner.server, connection)
+        except OSError:
+            connection.close()  # its client has gone
 
     async def __aenter__(self) -> Self:
         server = _Server(
@@ -99,13 +125,15 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         )
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=2.0)
         await runner.setup()
+        self._runner = runner
+        if self._port is None:
+            return self
         try:
             site = web.TCPSite(runner, self._host, self._port, backlog=BACKLOG)
             await site.start()
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(self._why(error)) from error
-        self._runner = runner
         port = runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{port}"
@@ -141,3 +169,8 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             asyncio.get_running_loop(),
             client_max_size=self._max_body_bytes,
         )
+
+
+def is_first(http: web.BaseRequest) -> bool:
+    """Whether no other request came before this one on its connection."""
+    return isinstance(http.protocol, _Connection) and http.protocol.heads == 1

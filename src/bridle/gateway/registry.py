@@ -207,6 +207,14 @@ class Registry:
             return None
         return known[1]
 
+    def knows(self, path_token: str | None, keys: Sequence[str]) -> bool:
+        """Whether some session is named, sealed or not; see `authenticate`."""
+        if path_token is not None:
+            if path_token in self._by_id:
+                return True
+            keys = (path_token, *keys)
+        return any(self._of_key(key) is not None for key in keys)
+
     def authenticate(self, path_token: str | None, keys: Sequence[str]) -> Session:
         """The living session that the path and the keys name.
 
