@@ -16,6 +16,7 @@ from bridle.cli import (
     engine,
     export,
     gateway,
+    generate,
     harness,
     init,
     rebuild,
@@ -64,6 +65,7 @@ app.command("run")(run.run)
 app.command("show")(show.show)
 app.command("rebuild")(rebuild.rebuild)
 app.command("export")(export.export)
+app.command("generate")(generate.generate)
 app.command("train")(train.train)
 app.command("doctor")(doctor.doctor)
 app.command("gateway")(gateway.gateway)

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.bridges.sft import SftCounts, export_sft
+from bridle.bridges.examples import examples_of
+from bridle.bridges.sft import SftCounts, write_sft
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli import light_agent
@@ -59,8 +60,8 @@ async def collect(
                         group.create_task(_demonstrate(task, gateway, store, threads, folder))
                 report(start + len(batch))
         captures = (store.read(session.session_id) for session in store.sessions())
-        trajectories = [rebuild(capture) for capture in captures]
-    return export_sft(folder / "demonstrations.jsonl", trajectories, min_reward=0.0)
+        examples = [one for capture in captures for one in examples_of(rebuild(capture))]
+    return write_sft(folder / "demonstrations.jsonl", examples)
 
 
 def _write_script(tasks: list[Lookup], folder: Path, seed: int) -> Path:

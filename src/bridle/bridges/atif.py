@@ -1,0 +1,211 @@
+"""Sessions in the Agent Trajectory Interchange Format (ATIF v1.8) of Harbor.
+
+The format is that of its RFC 0001 and of the package `atif` 1.8.0, which validates what is written
+here (tests). One document per session: its first conversation is the trajectory, the others stand
+in `subagent_trajectories`. Every turn of the model is a step of source `agent` whose `metrics` hold
+the exact prompt ids, completion ids and logprobs; results of its calls are its `observation`. Model
+messages that were given and not sampled (examples, an earlier context) are `is_copied_context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from bridle.bridges.base import Turn, turns_of
+from bridle.bridges.examples import Example
+from bridle.bridges.sft import write_lines
+from bridle.capture.records import SessionCapture
+from bridle.trajectory.sample import Trajectory
+from bridle.types import JSON
+
+SCHEMA = "ATIF-v1.8"
+
+
+def write_atif(
+    path: str | Path, sessions: Iterable[tuple[SessionCapture, Trajectory, Sequence[Example]]]
+) -> int:
+    """Write each session with an example as one JSON line; how many. `BridleError`."""
+    return write_lines(path, (document(*one) for one in sessions if one[2]))
+
+
+def document(capture: SessionCapture, trajectory: Trajectory, examples: Sequence[Example]) -> JSON:
+    """A session as ATIF; `examples` are its conversations, at least one."""
+    kept = capture.session.metadata
+    names = {exchange.exchange_id: _model(exchange.request.head) for exchange in capture.exchanges}
+    agent: JSON = {
+        "name": str(kept.get("harness") or "unknown"),
+        "version": str(kept.get("harness_version") or "unknown"),
+    }
+    if model := next((name for name in names.values() if name), None):
+        agent["model_name"] = model
+    times = {exchange.exchange_id: exchange.started_at for exchange in capture.exchanges}
+    whole, *others = [_conversation(one, agent, times) for one in examples]
+    whole["session_id"] = trajectory.session_id
+    whole["extra"] = {
+        "task_id": trajectory.metadata.get("task_id"),
+        "status": str(trajectory.status),
+        "reward": trajectory.reward,
+        "error": trajectory.error,
+    }
+    if others:
+        whole["subagent_trajectories"] = others
+    return whole
+
+
+def _model(head: bytes) -> str | None:
+    try:
+        name = orjson.loads(head).get("model")
+    except (ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _conversation(example: Example, agent: JSON, times: dict[str, float]) -> JSON:
+    tools = {} if example.tools is None else {"tool_definitions": [*example.tools]}
+    steps = _Steps()
+    for message in example.prompt_messages:
+        steps.add(message, copied=True)
+    turns = [] if example.trace is None else turns_of(example.trace)
+    told = bool(turns) and all(turn.said for turn in turns)
+    prompt = completion = 0
+    if told:
+        for turn in turns:
+            for message in turn.given:
+                steps.add(message)
+            metrics = _metrics(example, turn)
+            prompt += metrics["prompt_tokens"]
+            completion += metrics["completion_tokens"]
+            steps.add(_merged(turn.said), metrics=metrics, at=times.get(turn.exchange_id))
+    else:
+        for message in example.response_messages:
+            steps.add(message)
+    final = {"total_steps": len(steps.steps)}
+    if told:
+        final |= {"total_prompt_tokens": prompt, "total_completion_tokens": completion}
+    return {
+        "schema_version": SCHEMA,
+        "trajectory_id": example.trace_id,
+        "agent": {**agent, **tools},
+        "steps": steps.steps,
+        "final_metrics": final,
+    }
+
+
+def _metrics(example: Example, turn: Turn) -> JSON:
+    """What a call was given and sampled; logprobs where all of it trains."""
+    trace = example.trace
+    assert trace is not None
+    given = np.concatenate([trace.prompt_ids, trace.response_ids[: turn.start]]).tolist()
+    sampled = trace.response_ids[turn.start : turn.end].tolist()
+    metrics: JSON = {
+        "prompt_tokens": len(given),
+        "completion_tokens": len(sampled),
+        "prompt_token_ids": given,
+        "completion_token_ids": sampled,
+    }
+    mask = trace.loss_mask[turn.start : turn.end]
+    if mask.all():
+        metrics["logprobs"] = trace.response_logprobs[turn.start : turn.end].tolist()
+    else:
+        metrics["extra"] = {"loss_mask": mask.tolist()}
+    return metrics
+
+
+class _Steps:
+    """Puts messages together as steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[JSON] = []
+
+    def add(
+        self,
+        message: JSON,
+        *,
+        copied: bool = False,
+        metrics: JSON | None = None,
+        at: float | None = None,
+    ) -> None:
+        """Add one message of OpenAI Chat."""
+        role = message["role"]
+        if role == "tool" and self.steps and self.steps[-1]["source"] == "agent":
+            self._observe(message)
+            return
+        step: JSON = {"step_id": len(self.steps) + 1, "message": _content(message.get("content"))}
+        if role == "assistant":
+            step |= {"source": "agent"} | _agent_fields(message)
+            step |= {"metrics": metrics, "llm_call_count": 1} if metrics else {}
+            step |= {"is_copied_context": True} if copied else {}
+        else:
+            step["source"] = "system" if role in ("system", "developer") else "user"
+        if at is not None:
+            step["timestamp"] = datetime.fromtimestamp(at, UTC).isoformat()
+        self.steps.append(step)
+
+    def _observe(self, message: JSON) -> None:
+        """A result belongs to the step that called."""
+        step = self.steps[-1]
+        calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}
+        result: JSON = {"content": _content(message.get("content"))}
+        if message.get("tool_call_id") in calls:
+            result["source_call_id"] = message["tool_call_id"]
+        step.setdefault("observation", {"results": []})["results"].append(result)
+
+
+def _agent_fields(message: JSON) -> JSON:
+    fields: JSON = {}
+    if reasoning := message.get("reasoning_content"):
+        fields["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        fields["tool_calls"] = [
+            {
+                "tool_call_id": str(call.get("id") or f"call_{number}"),
+                "function_name": call["function"]["name"],
+                "arguments": _arguments(call["function"]["arguments"]),
+            }
+            for number, call in enumerate(calls)
+        ]
+    return fields
+
+
+def _arguments(text: str | None) -> JSON:
+    """An object; what the model wrote that is none stands under `arguments`."""
+    try:
+        value: Any = orjson.loads(text or "{}")
+    except ValueError:
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _content(content: object) -> str | list[JSON]:
+    """Text, or parts; a part that the format does not know is its JSON as text."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return [_part(part) for part in content]
+
+
+def _part(part: JSON) -> JSON:
+    if part.get("type") == "text":
+        return {"type": "text", "text": part["text"]}
+    url = (part.get("image_url") or {}).get("url") or ""
+    media_type = url.partition(":")[2].partition(";")[0]
+    if media_type in ("image/jpeg", "image/png", "image/gif", "image/webp"):
+        return {"type": "image", "source": {"media_type": media_type, "path": url}}
+    return {"type": "text", "text": orjson.dumps(part).decode()}
+
+
+def _merged(said: Sequence[JSON]) -> JSON:
+    """A turn's messages as one."""
+    if len(said) == 1:
+        return said[0]
+    texts = [m["content"] for m in said if isinstance(m.get("content"), str) and m["content"]]
+    reasons = [m["reasoning_content"] for m in said if m.get("reasoning_content")]
+    calls = [call for m in said for call in m.get("tool_calls") or ()]
+    merged: JSON = {"role": "assistant", "content": "\n".join(texts)}
+    merged |= {"reasoning_content": "\n".join(reasons)} if reasons else {}
+    return merged | ({"tool_calls": calls} if calls else {})

@@ -1,0 +1,318 @@
+"""What every bridge into a trainer is made of: groups -> sessions -> rows.
+
+A trainer gets *rows*: one training sequence each, with the group and the session that it belongs
+to, its reward, and its weight. A session may give several rows (sub-agents, compactions, forks) or
+none. What a trainer must be protected from is done here, once, the same for all of them:
+
+- a session whose reward is not known never trains, and does not move its group's mean: its rows
+  have mask 0 and the mean of the others as reward (law 5);
+- rows over a trainer's limits are cut, masked or left out, as the caller says, and counted;
+- trainers that want exactly one row per session get the one with the most tokens that train; what
+  was left is counted.
+
+`Sessions` is how a bridge has tasks played: `bridle.bridges.local.LocalSessions` in this process,
+`bridle.bridges.remote.ServerSessions` on a rollout server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from bridle.config import Task
+from bridle.errors import ConfigError
+from bridle.trajectory.sample import MaskReason, Trace, Trajectory
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from bridle.types import Ids, Logprobs
+
+Overlong = Literal["mask", "truncate", "drop"]
+
+
+class Sessions(Protocol):
+    """Has tasks played."""
+
+    def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
+        """One session per entry, in order; a task may stand there several times."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The sessions of one task that are compared with each other."""
+
+    task_id: str
+    sessions: tuple[Trajectory, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the known rewards; 0.0 = there is none."""
+        known = [s.reward for s in self.sessions if s.reward is not None]
+        return sum(known) / len(known) if known else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One training sequence."""
+
+    group: int
+    """Place of its group."""
+    task_id: str
+    sample: int
+    """Place of its session in the group."""
+    session: Trajectory
+    trace: Trace
+    """Cut to the limits; of a session without any, one token that does not train."""
+    reward: float
+    """Of the session; of one whose reward is not known, the mean of the group's others."""
+    known: bool
+    """Whether that is its own reward."""
+    weight: float
+    """So that all rows of a session together weigh 1."""
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """Before the first sampled token."""
+        return self.trace.prompt_ids
+
+    @property
+    def response_ids(self) -> Ids:
+        """From the first sampled token on."""
+        return self.trace.response_ids
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """1 = trains; aligned with `response_ids`, as are the next two."""
+        return self.trace.loss_mask
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """0.0 where nothing trains."""
+        return self.trace.response_logprobs
+
+    @property
+    def versions(self) -> npt.NDArray[np.int32]:
+        """-1 where nothing was sampled."""
+        return self.trace.versions
+
+    @property
+    def lags(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version that sampled a token; `None` = none was sampled."""
+        told = self.versions[self.versions >= 0]
+        return (int(told.min()), int(told.max())) if len(told) else None
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """What became of the sessions."""
+
+    sessions: int = 0
+    rows: int = 0
+    tokens: int = 0
+    """That train."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Reason -> sessions (`unknown`, `empty`), rows (`overlong`) or tokens (`other_rows`)."""
+
+    def json(self, prefix: str = "bridle") -> dict[str, float]:
+        """As trainers log it."""
+        left = {f"{prefix}/left_out/{name}": float(n) for name, n in sorted(self.left_out.items())}
+        return {
+            f"{prefix}/sessions": float(self.sessions),
+            f"{prefix}/rows": float(self.rows),
+            f"{prefix}/tokens_trained": float(self.tokens),
+            **left,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a trainer takes."""
+
+    max_prompt: int | None = None
+    """Most ids before the first sampled one; `None` = any number."""
+    max_response: int | None = None
+    """Most ids from there on."""
+    overlong: Overlong = "mask"
+    """A longer row is cut and trains nothing (`mask`), is cut and trains what is left (`truncate`:
+    only the response may be over), or goes (`drop`)."""
+    one_each: bool = False
+    """Exactly one row per session, also for one of which nothing trains."""
+
+
+def play(sessions: Sessions, tasks: Sequence[Task], samples: int) -> list[Group]:
+    """Have each task played `samples` times. `ConfigError` for what a task names wrongly."""
+    played = iter(sessions.play([task for task in tasks for _ in range(samples)]))
+    return [Group(task.task_id, tuple(itertools.islice(played, samples))) for task in tasks]
+
+
+def by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """The groups of a run's trajectories, in the order of their first sessions."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(str(trajectory.metadata.get("task_id") or ""), []).append(trajectory)
+    return [Group(task_id, tuple(of)) for task_id, of in found.items()]
+
+
+class TaskTable:
+    """Tasks by id: what a trainer's data set names."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        """`ConfigError` if two have one id."""
+        listed = list(tasks)
+        self._tasks = {task.task_id: task for task in listed}
+        if len(self._tasks) != len(listed):
+            raise ConfigError("two tasks have one task_id")
+
+    def __getitem__(self, task_id: str) -> Task:
+        if (task := self._tasks.get(task_id)) is None:
+            raise ConfigError(f"the data set names task {task_id!r}, which is not in the task file")
+        return task
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks.values())
+
+
+def rows_of(groups: Sequence[Group], shape: Shape | None = None) -> tuple[list[Row], RowCounts]:
+    """The rows of groups, in the order of groups, samples and traces; and what became of them."""
+    shape = shape or Shape()
+    counts = RowCounts()
+    rows: list[Row] = []
+    for place, group in enumerate(groups):
+        for sample, session in enumerate(group.sessions):
+            counts.sessions += 1
+            known = session.reward is not None
+            traces = _of_session(session, shape, counts)
+            reward = session.reward if session.reward is not None else group.mean
+            rows += [
+                Row(
+                    place, group.task_id, sample, session,
+                    trace if known else untrained(trace), reward, known, 1.0 / len(traces),
+                )
+                for trace in traces
+            ]  # fmt: skip
+            counts.left_out["unknown"] += not known
+    counts.rows = len(rows)
+    counts.tokens = sum(int(row.mask.sum()) for row in rows)
+    counts.left_out = +counts.left_out
+    return rows, counts
+
+
+def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Trace]:
+    """A session's traces as the shape wants them."""
+    trained = [trace for trace in session.traces if trace.loss_mask.any()]
+    if not trained:
+        counts.left_out["empty"] += 1
+        return [blank(session)] if shape.one_each else []
+    if shape.one_each:
+        trained.sort(key=lambda trace: -int(trace.loss_mask.sum()))
+        left = sum(int(trace.loss_mask.sum()) for trace in trained[1:])
+        counts.left_out["other_rows"] += left
+        trained = trained[:1]
+    fitting = []
+    for trace in trained:
+        fitted = fit(trace, shape)
+        counts.left_out["overlong"] += fitted is not trace
+        if fitted is not None:
+            fitting.append(fitted)
+    return fitting or ([blank(session)] if shape.one_each else [])
+
+
+def fit(trace: Trace, shape: Shape) -> Trace | None:
+    """The trace itself if it fits, else what the shape's policy leaves of it; `None` = nothing."""
+    prompt, response = len(trace.prompt_ids), len(trace.response_ids)
+    most = prompt if shape.max_prompt is None else shape.max_prompt
+    long_prompt = prompt > most
+    if not long_prompt and (shape.max_response is None or response <= shape.max_response):
+        return trace
+    if shape.overlong == "drop":
+        return None
+    end = response if shape.max_response is None else min(response, shape.max_response)
+    rewards = trace.token_rewards
+    cut = dataclasses.replace(
+        trace,
+        prompt_ids=trace.prompt_ids[max(0, prompt - most) :],
+        response_ids=trace.response_ids[:end],
+        loss_mask=trace.loss_mask[:end],
+        response_logprobs=trace.response_logprobs[:end],
+        versions=trace.versions[:end],
+        reasons=trace.reasons[:end],
+        turn_ends=tuple(min(at, end) for at in trace.turn_ends),
+        token_rewards=None if rewards is None else rewards[:end],
+    )
+    # A token behind a cut prompt was sampled under another context.
+    return untrained(cut) if long_prompt or shape.overlong == "mask" else cut
+
+
+def untrained(trace: Trace) -> Trace:
+    """The trace with nothing that trains."""
+    return dataclasses.replace(
+        trace,
+        loss_mask=np.zeros_like(trace.loss_mask),
+        response_logprobs=np.zeros_like(trace.response_logprobs),
+    )
+
+
+def blank(session: Trajectory) -> Trace:
+    """One given token and one more, neither of which trains."""
+    return Trace(
+        trace_id=f"{session.session_id}/blank",
+        prompt_ids=np.zeros(1, np.int32),
+        response_ids=np.zeros(1, np.int32),
+        loss_mask=np.zeros(1, np.uint8),
+        response_logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, -1, np.int32),
+        reasons=np.full(1, MaskReason.PROMPT, np.uint8),
+        exchange_ids=(),
+        turn_ends=(),
+        finish_reason="stop",
+        logprob_mode="none",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model call on a trace: `response_ids[start:end]` was sampled, all before it given."""
+
+    start: int
+    end: int
+    exchange_id: str
+    given: tuple[JSON, ...]
+    """Messages since the turn before, or since the prompt; none where they cannot be told."""
+    said: tuple[JSON, ...]
+    """The model's messages: one, as a rule; none where they cannot be told."""
+
+
+def turns_of(trace: Trace) -> list[Turn]:
+    """The turns along a trace with their messages.
+
+    The messages can be told where there are as many runs of model messages as turns. (A harness may
+    write model messages of its own.)
+    """
+    spans = []
+    before = 0
+    for exchange_id, end in zip(trace.exchange_ids, trace.turn_ends, strict=False):
+        own = trace.reasons[before:end]
+        spans.append((before + int((own == MaskReason.PROMPT).sum()), end, exchange_id))
+        before = end
+    texts = list(_runs(trace.response_messages))
+    if len(texts) != len(spans):
+        texts = [((), ())] * len(spans)
+    return [Turn(*span, *text) for span, text in zip(spans, texts, strict=True)]
+
+
+def _runs(messages: Sequence[JSON]) -> Iterator[tuple[tuple[JSON, ...], tuple[JSON, ...]]]:
+    """What is given, then what the model says, over and over."""
+    given: tuple[JSON, ...] = ()
+    for is_model, run in itertools.groupby(messages, lambda m: bool(m["role"] == "assistant")):
+        if is_model:
+            yield given, tuple(run)
+        else:
+            given = tuple(run)

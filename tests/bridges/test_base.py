@@ -1,0 +1,119 @@
+"""Groups become rows; what must not train does not, and is counted."""
+
+import numpy as np
+import pytest
+from tests.bridges.by_hand import CALLS, DONE, RESULT, group, session, trace
+
+from bridle.bridges.base import Shape, TaskTable, by_task, fit, play, rows_of, turns_of
+from bridle.config import Task
+from bridle.errors import ConfigError
+
+TASKS = [Task(task_id=name, instruction="go") for name in "ab"]
+
+
+class Player:
+    """Gives prepared sessions, and notes what it is asked for."""
+
+    def __init__(self, *sessions):
+        self.sessions = list(sessions)
+        self.asked = []
+
+    def play(self, tasks):
+        self.asked.append([task.task_id for task in tasks])
+        return [self.sessions.pop(0) for _ in tasks]
+
+
+def test_every_trace_that_trains_is_a_row_and_a_session_weighs_1():
+    nothing = trace("t2", loss_mask=trace().loss_mask * 0)
+    groups = [group(session("a", 1.0, trace(), trace("t1"), nothing), session("b", 0.0, trace()))]
+    rows, counts = rows_of(groups)
+    assert [(row.sample, row.trace.trace_id, row.weight) for row in rows] == [
+        (0, "t0", 0.5), (0, "t1", 0.5), (1, "t0", 1.0),
+    ]  # fmt: skip
+    assert [row.reward for row in rows] == [1.0, 1.0, 0.0]
+    assert rows[0].lags == (3, 4)
+    assert counts.json("x") == {"x/sessions": 2, "x/rows": 3, "x/tokens_trained": 15}
+
+
+def test_an_unknown_reward_trains_nothing_and_leaves_the_groups_mean():
+    (good, bad, unknown), counts = rows_of(
+        [group(session("a", 1.0, trace()), session("b", 0.0, trace()), session("c", None, trace()))]
+    )
+    assert unknown.reward == 0.5 == np.mean([good.reward, bad.reward])
+    assert not unknown.known
+    assert not unknown.mask.any()
+    assert not unknown.logprobs.any()
+    assert counts.left_out == {"unknown": 1}
+
+
+def test_one_row_each_is_the_largest_and_an_empty_session_is_one_that_trains_nothing():
+    small = trace("small", loss_mask=np.array([1, 0, 0, 0, 0, 0, 0], np.uint8))
+    groups = [group(session("a", 1.0, small, trace("large")), session("b", 0.0))]
+    rows, counts = rows_of(groups, Shape(one_each=True))
+    assert [row.trace.trace_id for row in rows] == ["large", "b/blank"]
+    assert rows[1].lags is None
+    assert (len(rows[1].prompt_ids), len(rows[1].response_ids)) == (1, 1)
+    assert counts.left_out == {"other_rows": 1, "empty": 1}
+    assert [row.trace.trace_id for row in rows_of(groups)[0]] == ["small", "large"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ids", "trained"),
+    [("mask", [4, 5, 6, 7, 8], 0), ("truncate", [4, 5, 6, 7, 8], 3), ("drop", None, 0)],
+)
+def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
+    cut = fit(trace(token_rewards=np.ones(7, np.float32)), Shape(max_response=5, overlong=policy))
+    assert (cut and cut.response_ids.tolist()) == ids
+    if cut:
+        assert cut.loss_mask.sum() == trained
+        assert (cut.turn_ends, np.size(cut.token_rewards)) == ((2, 5), 5)
+
+
+def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_and_never_trains():
+    cut = fit(trace(), Shape(max_prompt=2, overlong="truncate"))
+    assert cut is not None
+    assert cut.prompt_ids.tolist() == [2, 3]
+    assert not cut.loss_mask.any()
+
+
+def test_a_session_of_which_nothing_fits_is_still_a_row_where_one_is_wanted():
+    groups = [group(session("a", 1.0, trace()))]
+    rows, counts = rows_of(groups, Shape(max_response=2, overlong="drop", one_each=True))
+    assert [row.trace.trace_id for row in rows] == ["a/blank"]
+    assert counts.left_out == {"overlong": 1}
+
+
+def test_tasks_are_played_as_groups_in_order():
+    player = Player(*(session(name, 1.0) for name in "wxyz"))
+    groups = play(player, TASKS, 2)
+    assert player.asked == [["a", "a", "b", "b"]]
+    assert [(g.task_id, [s.session_id for s in g.sessions]) for g in groups] == [
+        ("a", ["w", "x"]), ("b", ["y", "z"]),
+    ]  # fmt: skip
+
+
+def test_a_runs_trajectories_are_grouped_by_their_task():
+    groups = by_task([session("x", task="u"), session("y"), session("z", task="u")])
+    assert [(g.task_id, len(g.sessions)) for g in groups] == [("u", 2), ("t", 1)]
+
+
+def test_a_table_knows_its_tasks_and_refuses_others():
+    table = TaskTable(TASKS)
+    assert table["a"] is TASKS[0]
+    assert [*table] == TASKS
+    with pytest.raises(ConfigError, match="'c', which is not in the task file"):
+        table["c"]
+    with pytest.raises(ConfigError, match="one task_id"):
+        TaskTable([*TASKS, *TASKS])
+
+
+def test_turns_have_their_span_and_their_messages():
+    first, second = turns_of(trace())
+    assert (first.start, first.end, first.given, first.said) == (0, 2, (), (CALLS,))
+    assert (second.start, second.end, second.given, second.said) == (4, 7, (RESULT,), (DONE,))
+    assert second.exchange_id == "e1"
+
+
+def test_messages_that_cannot_be_told_apart_are_none():
+    turns = turns_of(trace(response_messages=[DONE, RESULT, DONE, RESULT, DONE]))
+    assert [turn.said for turn in turns] == [(), ()]

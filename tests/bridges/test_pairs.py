@@ -1,0 +1,75 @@
+"""The best of a group beside its worst, from one prompt."""
+
+import dataclasses
+import json
+
+import pytest
+from tests.capture.made import MadeSession
+
+from bridle.bridges.examples import examples_of
+from bridle.bridges.pairs import write_pairs
+from bridle.trajectory import rebuild
+from bridle.types import LogprobMode
+
+ASK = {"role": "user", "content": "Fix it."}
+
+
+def example(name, reward, *, task="t", ask=ASK, turns=1, text=False):
+    made = MadeSession(name, seed=sum(map(ord, name)))
+    made.record = dataclasses.replace(made.record, task_id=task)
+    fields = {"output": 0, "logprob_mode": LogprobMode.NONE} if text else {}
+    ids = {} if text else {"new": [1, 2, 3]}
+    for turn in range(turns):
+        made.call(f"x{turn - 1}" if turn else None, first_message=ask, **fields, **ids)
+    made.end(reward)
+    capture = made.capture()
+    return examples_of(rebuild(capture), capture)[0]
+
+
+def written(tmp_path, examples, **settings):
+    counts = write_pairs(tmp_path / "p.jsonl", examples, **settings)
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert counts.pairs == len(lines)
+    return counts, lines
+
+
+def test_a_pair_is_the_best_and_the_worst_after_the_same_prompt(tmp_path):
+    good, bad = example("good", 1.0), example("bad", 0.0)
+    _, (line,) = written(tmp_path, [example("mid", 0.5), bad, good])
+    assert (line["chosen_session"], line["rejected_session"]) == ("good", "bad")
+    assert line["prompt"][-1] == ASK
+    assert line["chosen"] == [*good.response_messages]
+    assert line["rejected"] == [*bad.response_messages]
+    assert line["prompt_ids"] == [1, 2, 3]
+    assert line["chosen_ids"] == good.trace.response_ids.tolist()
+    assert line["rejected_mask"] == bad.trace.loss_mask.tolist()
+    assert (line["chosen_reward"], line["rejected_reward"], line["task_id"]) == (1.0, 0.0, "t")
+
+
+def test_more_pairs_go_inwards_as_long_as_rewards_differ_enough(tmp_path):
+    group = [example(f"s{n}", reward) for n, reward in enumerate([1.0, 0.9, 0.5, 0.4, 0.0])]
+    _, lines = written(tmp_path, group, per_task=5, margin=0.4)
+    rewards = [(line["chosen_reward"], line["rejected_reward"]) for line in lines]
+    assert rewards == [(1.0, 0.0), (0.9, 0.4)]
+
+
+def test_flat_groups_other_prompts_and_unknown_rewards_give_no_pair(tmp_path):
+    other = {"role": "user", "content": "Fix that."}
+    counts, lines = written(
+        tmp_path,
+        [
+            *(example("a", 1.0), example("b", 1.0)),
+            *(example("c", 1.0, task="u"), example("d", 0.0, task="u", ask=other)),
+            *(example("e", 1.0, task="v"), example("f", None, task="v")),
+        ],
+    )
+    assert lines == []
+    assert counts.left_out == {"flat": 2, "prompt_differs": 1}
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_session_stands_for_itself_by_its_largest_conversation(tmp_path, text):
+    small, large = example("s", 1.0, text=text), example("s", 1.0, turns=3, text=text)
+    _, (line,) = written(tmp_path, [small, large, example("bad", 0.0, text=text)])
+    assert line["chosen"] == [*large.response_messages]
+    assert ("prompt_ids" in line) == (not text)

@@ -1,0 +1,100 @@
+"""What is taken, what is not and why; and the statistics of both."""
+
+import dataclasses
+
+import pytest
+from tests.capture.made import MadeSession
+
+from bridle.bridges.selection import Rules, chosen, survey
+from bridle.trajectory import rebuild
+
+
+def made(session_id, reward=1.0, *, turns=1, status="COMPLETED", task="t", ids=None, source="set"):
+    one = MadeSession(session_id, seed=sum(map(ord, session_id)))
+    metadata = {"harness": "pi", "task_metadata": {"task_set": source}}
+    one.record = dataclasses.replace(one.record, task_id=task, metadata=metadata)
+    for turn in range(turns):
+        one.call(f"x{turn - 1}" if turn else None, output=5 if ids is None else ids)
+    one.end(reward, status=status)
+    capture = one.capture()
+    return capture, rebuild(capture)
+
+
+def test_only_what_the_rules_allow_is_taken_and_the_rest_is_counted_by_reason():
+    sessions = [
+        made("good"),
+        made("weak", 0.2),
+        made("unknown", None),
+        made("late", status="TIMEOUT"),
+        made("long", turns=4),
+        made("loop", ids=[7] * 30),
+        made("empty", turns=0),
+    ]
+    rules = Rules(min_reward=0.5, max_turns=3, max_repetition=0.5, finish=("stop",))
+    found = survey(sessions, rules)
+    assert list(found.accepted) == ["good"]
+    assert found.rejected == {
+        "reward": 1, "reward_unknown": 1, "status": 1, "turns": 1, "repetition": 1,
+        "nothing_sampled": 1,
+    }  # fmt: skip
+    assert (found.tasks, found.solved, found.examples) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ({"max_tokens": 14}, "length"),
+        ({"min_turns": 2}, "turns"),
+        ({"finish": ["length"]}, "finish"),
+        ({"max_reward": 0.5}, "reward"),
+    ],
+)
+def test_each_rule_has_its_reason(rules, reason):
+    assert survey([made("s")], Rules.model_validate(rules)).rejected == {reason: 1}
+
+
+def test_of_a_tasks_sessions_the_best_are_kept_then_the_shortest():
+    sessions = [
+        made("poor", 0.5), made("long", 1.0, turns=3), made("short", 1.0), made("b", task="u"),
+    ]  # fmt: skip
+    assert set(survey(sessions, Rules(keep=1)).accepted) == {"short", "b"}
+    two = survey(sessions, Rules(keep=2))
+    assert set(two.accepted) == {"short", "long", "b"}
+    assert two.rejected == {"surplus": 1}
+
+
+def test_what_says_the_same_is_taken_once_per_task():
+    sessions = [made("a", ids=[1, 2]), made("b", ids=[1, 2]), made("c", ids=[1, 2], task="u")]
+    found = survey(sessions, Rules(unique=True))
+    assert set(found.accepted) == {"a", "c"}
+    assert found.left_out == {"duplicate": 1}
+    assert len(survey(sessions, Rules()).accepted) == 3
+
+
+def test_statistics_are_of_attempts_per_source_with_turns_tokens_and_hours():
+    sessions = [made("a", turns=2), made("b", 0.0), made("c", source="other")]
+    told = survey(sessions, Rules(min_reward=1)).json()
+    assert (told["attempted"], told["accepted"]) == (3, 2)
+    assert told["sources"]["set / pi"] == {
+        "attempted": 2, "accepted": 1, "acceptance": 0.5, "turns": 2, "turns_mean": 2.0,
+        "tokens": 10, "hours": pytest.approx(7 / 3600, abs=1e-3),
+    }  # fmt: skip
+    assert list(told["sources"]) == ["other / pi", "set / pi"]
+    assert told["hours"] >= told["wall_hours"] > 0
+    assert survey([], Rules()).json()["acceptance"] is None
+
+
+def test_a_session_that_has_not_ended_is_an_attempt_without_hours():
+    capture, _ = made("s")
+    capture = dataclasses.replace(capture, outcome=None)
+    found = survey([(capture, rebuild(capture))], Rules())
+    assert found.rejected == {"status": 1}
+    assert found.sources["set / pi"].hours == 0
+
+
+def test_the_chosen_come_back_with_their_examples():
+    sessions = [made("a"), made("b", 0.0)]
+    found = survey(sessions, Rules(min_reward=1))
+    ((capture, trajectory, examples),) = chosen(sessions, found.accepted)
+    assert capture.session.session_id == trajectory.session_id == "a"
+    assert [e.trace_id for e in examples] == [trajectory.traces[0].trace_id]
