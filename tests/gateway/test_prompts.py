@@ -110,6 +110,70 @@ async def test_the_anthropic_sdk_streams_what_follows_a_prefill():
         assert [block.to_dict()["text"] for block in final.content] == [" is 4."]
 
 
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call><|im_end|>'
+BASH: Any = {
+    "name": "bash",
+    "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}},
+}
+
+
+def called(blocks):
+    """The blocks, without the ids of calls."""
+    return [{name: value for name, value in one.items() if name != "id"} for one in blocks]
+
+
+@pytest.mark.parametrize(("between", "text"), [(" look.\n", [" look."]), ("\n", [])])
+async def test_a_call_behind_a_begun_answer_is_a_call(between, text):
+    async with house({"raw": between + CALL}, {"content": "a.txt"}) as home:
+        caller = await home.session()
+        asked = [user("list it"), begun("Let me")]
+        status, reply = await said(caller, asked, tools=[BASH])
+        assert (status, reply["stop_reason"]) == (200, "tool_use")
+        call = {"type": "tool_use", "name": "bash", "input": {"command": "ls"}}
+        assert called(reply["content"]) == [*({"type": "text", "text": t} for t in text), call]
+        made = reply["content"][-1]
+        whole = {"type": "text", "text": "".join(["Let me", *text])}
+        turn = {"role": "assistant", "content": [whole, made]}
+        result = {"type": "tool_result", "tool_use_id": made["id"], "content": "a.txt"}
+        history = [asked[0], turn, {"role": "user", "content": [result]}]
+        status, _ = await said(caller, history, tools=[BASH])
+        one, two = caller.exchanges
+        assert (status, two.continues) == (200, one.exchange_id)
+
+
+async def test_a_call_behind_a_begun_answer_stays_text_where_no_call_is_wanted():
+    async with house({"raw": " look.\n" + CALL}) as home:
+        caller = await home.session()
+        asked = [user("list it"), begun("Let me")]
+        none = {"tools": [BASH], "tool_choice": {"type": "none"}}
+        for fields in ({}, none):
+            _, reply = await said(caller, asked, **fields)
+            [block] = reply["content"]
+            assert block["text"] == " look.\n" + CALL.removesuffix("<|im_end|>")
+            assert reply["stop_reason"] == "end_turn"
+
+
+async def test_a_call_behind_a_begun_answer_streams_as_one():
+    async with house({"raw": " look.\n" + CALL}) as home:
+        caller = await home.session()
+        async with (
+            anthropic.AsyncAnthropic(
+                base_url=caller.handle.base_urls["anthropic"],
+                api_key=caller.handle.key,
+                max_retries=0,
+            ) as client,
+            client.messages.stream(
+                model="m",
+                max_tokens=100,
+                messages=[user("list it"), begun("Let me")],
+                tools=[BASH],
+            ) as stream,
+        ):
+            final = await stream.get_final_message()
+        assert [block.type for block in final.content] == ["text", "tool_use"]
+        assert final.stop_reason == "tool_use"
+
+
 class Thinking:
     """A renderer whose turns begin inside a thought."""
 

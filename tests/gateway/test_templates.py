@@ -14,6 +14,7 @@ from bridle.config import builtin_tokenizer_dir
 from bridle.engines.base import Templating
 from bridle.engines.embedded import EmbeddedEngine
 from bridle.engines.server import EngineServer
+from bridle.engines.serving import Serving
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.sglang_server import SglangServer
 from bridle.engines.vllm import VllmEngine
@@ -179,7 +180,7 @@ async def test_an_engine_without_a_template_is_refused_at_the_start():
             raise AssertionError
 
 
-class Otherwise:
+class Otherwise(Serving):
     """Tells other prompts than its chat route makes, as a server of harmony's models may."""
 
     async def template(self, messages, tools, arguments):

@@ -394,7 +394,7 @@ class Exchanges:
         question = call.posed()
         request, wire, served = question.request, question.wire, question.served
         prompt, _ = sampled_under(prompted, sampled)
-        reply = served.prompts.plain_reply(request, sampled)
+        reply = served.prompts.plain_reply(request, prompt, sampled)
         reply = reply or self._parse(call, prompt, sampled)
         reply = served.prompts.with_logprobs(request, reply, sampled)
         usage = Usage(

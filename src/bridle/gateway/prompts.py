@@ -3,7 +3,7 @@
 Usually a prompt is the parent's, its output and the rendered new messages, or all messages rendered
 anew. Two kinds of request are different: a legacy completion brings its own text or ids, and a
 prefilled answer is the rendered beginning of a turn with the client's first words behind it. Their
-replies are the sampled text as it is.
+replies are the sampled text as it is, but for calls behind a prefill.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from bridle.capture.records import no_ids
 from bridle.errors import RequestError
 from bridle.gateway.call import Call, Question
+from bridle.gateway.constraints import takes_calls
 from bridle.gateway.images import Shown
 from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import Sample
@@ -120,8 +121,13 @@ class Prompts:
             raise RequestError(message + "does not begin with text.", param="messages")
         return prompt.behind(begun)
 
-    def plain_reply(self, request: ModelRequest, sampled: Sample) -> Reply | None:
-        """The reply to a completion or a prefill: the sampled text; `None` = it is to be parsed."""
+    def plain_reply(
+        self, request: ModelRequest, prompt: PromptIds, sampled: Sample
+    ) -> Reply | None:
+        """The reply to a completion or a prefill: the sampled text, and calls behind a prefill.
+
+        `None` = it is to be parsed.
+        """
         if request.raw_prompt is None and request.prefill is None:
             return None
         ids, stop = sampled.output_ids, sampled.last.stop_text
@@ -129,7 +135,30 @@ class Prompts:
             ids = ids[:-1]
         text = self._renderer.decode(ids)
         content = text.partition(stop)[0] if stop else text
-        return Reply(content, None, (), sampled.finish, stop_text=stop)
+        plain = Reply(content, None, (), sampled.finish, stop_text=stop)
+        if request.prefill is None or not takes_calls(request):
+            return plain
+        return self._calls_behind(request.prefill, request, prompt, sampled) or plain
+
+    def _calls_behind(
+        self, begun: str, request: ModelRequest, prompt: PromptIds, sampled: Sample
+    ) -> Reply | None:
+        """The rest of a turn that the client began, where it holds calls; `None` = it holds none.
+
+        The turn is parsed whole, as its family writes it; what was begun is not shown again.
+        """
+        ids = self._renderer.text_ids(begun, control=False)
+        turn = self._renderer.parse(
+            np.concatenate([ids, sampled.output_ids]),
+            tools=request.tools,
+            prompt_tail=prompt.tail(PROMPT_TAIL),
+            finish=sampled.finish,
+            stop_text=sampled.last.stop_text,
+        )
+        if not turn.tool_calls:
+            return None
+        _, found, rest = turn.content.partition(begun.strip() or "\0")
+        return replace(turn, content=rest if found else turn.content)
 
     def with_logprobs(self, request: ModelRequest, reply: Reply, sampled: Sample) -> Reply:
         """`reply` with the logprobs of its tokens, for a client that asked for them."""
