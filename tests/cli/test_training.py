@@ -1,56 +1,15 @@
 """What a training on this machine refuses, and how weights get to a server."""
 
 import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers
 from tests.cli.models import untrained
 
-from bridle.cli.training import Place, TrainSettings, _publisher, train_here
+from bridle.cli.training import TrainSettings, train_here
 from bridle.config import Task
 from bridle.errors import ConfigError, EngineError
-from bridle.lifecycle.events import Events
-from bridle.training.grpo import Learner
-from bridle.training.settings import GrpoSettings
 
 TASK = Task(task_id="t", instruction="go", num_samples=2)
-
-
-@dataclass
-class Taker:
-    """A gateway that takes weights."""
-
-    taken: list[tuple[Any, int]] = field(default_factory=list)
-    found: list[bool] = field(default_factory=list)
-
-    async def update_weights(self, source, version, **_):
-        self.taken.append((source, version))
-        self.found.append(isinstance(source, Path) and (source / "model.safetensors").is_file())
-
-
-@pytest.mark.parametrize("embedded", [True, False])
-async def test_weights_go_by_memory_or_through_a_folder_that_the_next_one_replaces(
-    embedded, tmp_path
-):
-    learner = Learner.load(untrained(tmp_path / "model"), GrpoSettings())
-    gateway = Taker()
-    place = Place(gateway, None, Events(), tmp_path, embedded)  # type: ignore[arg-type]  # a fake
-    publish = _publisher(place, learner, tmp_path / "out")
-    for version in (1, 2):
-        learner.version = version
-        await publish(learner)
-
-    assert [version for _, version in gateway.taken] == [1, 2]
-    if embedded:
-        assert set(gateway.taken[0][0]) == set(learner.model.state_dict())
-    else:
-        assert gateway.found == [True, True]
-        last = gateway.taken[1][0]
-        assert list((tmp_path / "out" / "weights").iterdir()) == [last]
-        assert transformers.AutoModelForCausalLM.from_pretrained(last) is not None
 
 
 async def test_a_folder_without_a_model_is_named_before_anything_runs(tmp_path):

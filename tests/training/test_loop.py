@@ -34,6 +34,7 @@ class Player:
         self.size = size
         self.next = (cursor or {}).get("next", 0)
         self.most = 0
+        self.keeps = []
         self._allowed = 0
         self._ready = []
 
@@ -79,6 +80,9 @@ class Player:
     def cursor(self):
         assert not self._ready, "groups that were begun would be lost"
         return {"next": self.next}
+
+    async def kept(self):
+        self.keeps.append(self.next)
 
 
 def loop(folder, learner, source, state=None, **settings):
@@ -141,6 +145,7 @@ async def test_interrupted_and_resumed_is_uninterrupted(tmp_path):
     resumed = loop(tmp_path / "parts", second, source, state)
     course = await resumed.run()
 
+    assert source.keeps == [24, 24]
     assert not torch.equal(weights(first), weights(whole))
     assert torch.equal(weights(second), weights(whole))
     assert [one["step"] for one in course.steps] == [1, 2, 3, 4, 5, 6]

@@ -29,6 +29,9 @@ def train(  # noqa: PLR0913 - one parameter per flag
     ] = None,
     held_out: Annotated[str | None, typer.Option(help="Tasks that are only evaluated.")] = None,
     engine: EnginesOption = None,
+    server: Annotated[
+        str | None, typer.Option(help="URL of a rollout server that runs the sessions instead.")
+    ] = None,
     harness: Annotated[
         str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
     ] = None,
@@ -55,16 +58,13 @@ def train(  # noqa: PLR0913 - one parameter per flag
     Ends with code 0 when all steps are done. Ctrl-C keeps what the last checkpoint has; so does an
     error, which says what is wrong.
     """
-    import uvloop
-
-    from bridle.cli.training import train_here
-
     flags: JSON = {
         "model": model,
         "tasks": tasks,
         "held_out": held_out,
         "out": out,
         "engines": engine and tuple(engine),
+        "server": server,
         "harness": harness,
         "samples": samples,
         "concurrency": concurrency,
@@ -72,17 +72,26 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "loop": {"steps": steps, "groups_per_step": groups, "max_lag": max_lag},
     }
     settings = load_settings(config, flags)
-    chosen = load(settings.tasks, settings, settings.samples)
-    held = load(settings.held_out, settings, settings.held_out_samples)
-    with progress() as bars:
-        tell = CourseBar(bars, settings.loop.steps)
-        trained = uvloop.run(train_here(settings, chosen, held, resume=resume, tell=tell))
+    trained = _trained(settings, resume=resume)
     if json:
         print_json({"checkpoint": str(trained.checkpoint), **as_json(trained.course)})
     else:
         show_course(trained.course)
         show_picture(trained, Path(settings.out) / "curve.png", title=settings.model)
         console.print(f"the model: {trained.checkpoint}; its sessions: {trained.rollouts}")
+
+
+def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
+    """All of a training, with its progress."""
+    import uvloop
+
+    from bridle.cli.training import train_here
+
+    chosen = load(settings.tasks, settings, settings.samples)
+    held = load(settings.held_out, settings, settings.held_out_samples)
+    with progress() as bars:
+        tell = CourseBar(bars, settings.loop.steps)
+        return uvloop.run(train_here(settings, chosen, held, resume=resume, tell=tell))
 
 
 def load_settings(config: Path | None, flags: JSON) -> TrainSettings:

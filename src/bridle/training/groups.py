@@ -54,6 +54,9 @@ class GroupSource(Protocol):
     def cursor(self) -> JSON:
         """Where it stands: groups begun and not taken are begun again after a resume."""
 
+    async def kept(self) -> None:
+        """A checkpoint has the last `cursor`: what was taken before it is not needed again."""
+
 
 class LocalGroups:
     """Groups of an executor's sessions; `local_groups` opens one."""
@@ -85,6 +88,9 @@ class LocalGroups:
         """See `GroupSource.cursor`."""
         left = sorted([*self._open.items(), *self._again])
         return {"next": self._next, "open": [list(one) for one in left]}
+
+    async def kept(self) -> None:
+        """See `GroupSource.kept`: nothing is held for one that comes back."""
 
     async def evaluate(self) -> Evaluation | None:
         """See `GroupSource.evaluate`."""

@@ -136,9 +136,11 @@ class Loop:
             "course": asdict(self.course),
         }
         keep = self.settings.keep_checkpoints
-        return await asyncio.to_thread(
+        saved = await asyncio.to_thread(
             save_checkpoint, self.checkpoints, self.learner, self.tokenizer, state, keep=keep
         )
+        await self.source.kept()
+        return saved
 
     async def _evaluate(self) -> None:
         found = await self.source.evaluate()

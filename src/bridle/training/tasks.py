@@ -110,6 +110,10 @@ class TaskDraws:
         random = np.random.default_rng([self._seed, number])
         return self._tasks[self._ids[int(random.choice(size, p=weights / weights.sum()))]]
 
+    def __contains__(self, task_id: str) -> bool:
+        """Whether the set has a task of that id."""
+        return task_id in self._tasks
+
     def named(self, task_id: str) -> Task:
         """The task of that id; `ConfigError` if the set has none."""
         if task_id not in self._tasks:

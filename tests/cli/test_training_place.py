@@ -1,0 +1,108 @@
+"""How weights get to engines and servers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tests.cli.models import untrained
+from tests.training.server import Death, a_server, tasks
+
+from bridle.cli.training import TrainSettings, train_here
+from bridle.cli.training_place import LocalPlace, Weights, _name, open_place
+from bridle.errors import ConfigError
+from bridle.training.grpo import Learner
+from bridle.training.settings import GrpoSettings
+
+
+@dataclass
+class Taker:
+    """A gateway that takes weights."""
+
+    taken: list[tuple[Any, int]] = field(default_factory=list)
+    found: list[bool] = field(default_factory=list)
+
+    async def update_weights(self, source, version, **_):
+        self.taken.append((source, version))
+        self.found.append(isinstance(source, Path) and (source / "model.safetensors").is_file())
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+async def test_weights_go_by_memory_or_through_a_folder_that_the_next_one_replaces(
+    embedded, tmp_path
+):
+    learner = Learner.load(untrained(tmp_path / "model"), GrpoSettings())
+    gateway = Taker()
+    weights = Weights(tmp_path / "weights", tmp_path / "model")
+    place = LocalPlace(gateway, None, tmp_path, embedded, weights)  # type: ignore[arg-type]  # a fake
+    for version in (1, 2):
+        learner.version = version
+        await place.publish(learner)
+
+    assert [version for _, version in gateway.taken] == [1, 2]
+    if embedded:
+        assert set(gateway.taken[0][0]) == set(learner.model.state_dict())
+    else:
+        assert gateway.found == [True, True]
+        last = gateway.taken[1][0]
+        assert list((tmp_path / "weights").iterdir()) == [last]
+        assert transformers.AutoModelForCausalLM.from_pretrained(last) is not None
+
+
+async def test_a_training_has_its_sessions_on_a_server_and_goes_on_after_its_death(tmp_path):
+    model = untrained(tmp_path / "model")
+    settings = {
+        "model": str(model),
+        "tasks": "x",
+        "out": str(tmp_path / "out"),
+        "grpo": {"learning_rate": 1e-3},
+    }
+    loop = {"groups_per_step": 2, "max_lag": 1, "checkpoint_every": 1}
+
+    async def train(steps, tell=lambda _: None, *, resume=False):
+        wanted = {**settings, "server": client.url, "loop": {**loop, "steps": steps}}
+        return await train_here(
+            TrainSettings.model_validate(wanted), tasks(), resume=resume, tell=tell
+        )
+
+    def die(course):
+        if course.step == 2:
+            raise Death
+
+    async with a_server(tmp_path) as client:
+        with pytest.raises(Death):
+            await train(4, die)
+        killed = len(client.workers.ran)
+        trained = await train(4, resume=True)
+        ran, asked = client.workers.ran, client.workers.asked
+        left = [one["task_id"] async for one in client.tasks() if not one["acked_at"]]
+
+    assert [one["step"] for one in trained.course.steps] == [1, 2, 3, 4]
+    assert [one["groups"] for one in trained.course.steps] == [2, 2, 2, 2]
+    assert all(one["update"] for one in trained.course.steps)
+    assert killed < len(ran)
+    assert left == []
+    versions = [one.version for one in asked]
+    assert versions == [0, 1, 2, 1, 2, 3, 4]  # version 2 of the first life is lost
+    assert all(one.weights is not None for one in asked)
+    assert [path.name for path in (tmp_path / "out" / "weights").iterdir()] == ["000004"]
+
+
+async def test_a_server_and_engines_at_once_are_refused(tmp_path):
+    settings = TrainSettings(
+        model="m",
+        tasks="x",
+        out=str(tmp_path),
+        server="http://127.0.0.1:1",
+        engines=("scripted:x",),
+    )
+    with pytest.raises(ConfigError, match="on a server or on engines"):
+        async with open_place(settings, tmp_path):
+            pass
+
+
+def test_a_training_has_one_name_in_all_its_lives(tmp_path):
+    first = _name(tmp_path / "a")
+    assert _name(tmp_path / "a") == first != _name(tmp_path / "b")
+    assert "." not in first

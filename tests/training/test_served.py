@@ -1,0 +1,205 @@
+"""Groups of a real server whose workers do as they are told, for trainers that die and return."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from tests.server.house import until
+from tests.training.server import Death, Workers, a_server, tasks
+
+from bridle.config import RuntimeSpec
+from bridle.errors import ServerError
+from bridle.training.served import Name, server_groups
+from bridle.training.tasks import History, TaskDraws
+
+
+def draws():
+    return TaskDraws(tasks(), History(), seed=1)
+
+
+ORDER = [draws().draw(n).task_id for n in range(12)]
+
+
+async def taken(source, count):
+    async with asyncio.timeout(15):
+        return [await source.take() for _ in range(count)]
+
+
+async def test_groups_come_with_their_numbers_and_sessions(tmp_path):
+    async with a_server(tmp_path) as client, server_groups(client, draws(), training="x") as source:
+        source.allow(3)
+        groups = await taken(source, 3)
+
+    assert sorted((group.index, group.task_id) for group in groups) == [*enumerate(ORDER[:3])]
+    assert [len(group.sessions) for group in groups] == [2, 2, 2]
+    assert {one.session_id for group in groups for one in group.sessions} == {
+        f"x.{n:06d}.0.{ORDER[n]}.{sample}" for n in range(3) for sample in range(2)
+    }
+
+
+async def test_no_more_groups_begin_than_are_allowed(tmp_path):
+    workers = Workers(capacity=64, held=True)
+    async with a_server(tmp_path, workers) as client:
+        async with server_groups(client, draws(), training="x") as source:
+            source.allow(2)
+            await until(lambda: len(workers.living) == 4)
+            source.allow(1)
+            await until(lambda: len(workers.living) == 6)
+            assert source.cursor() == {"next": 3, "open": [[n, ORDER[n]] for n in range(3)]}
+        await until(lambda: not workers.living)  # the training is over: they are ended
+
+
+async def life(client, cursor, *, version=0, allow=8, take=0, keep=0, publish=None):
+    """One life of a trainer that dies: takes groups, `keep` of them into a checkpoint.
+
+    The numbers of all it took, and the cursor of its checkpoint.
+    """
+    found, saved = [], cursor
+    try:
+        async with server_groups(
+            client, draws(), training="x", version=version, cursor=cursor
+        ) as source:
+            if publish is not None:
+                await client.set_policy(version=publish)
+            source.allow(allow)
+            await until(lambda: len(source.cursor()["open"]) >= allow)
+            for n in range(take):
+                found += [group.index for group in await taken(source, 1)]
+                if n + 1 == keep:
+                    saved = source.cursor()
+                    await source.kept()
+            raise Death
+    except Death:
+        return found, saved
+
+
+async def test_a_trainer_that_dies_loses_no_group_and_gets_none_twice(tmp_path):
+    """What a checkpoint has is not handed out again; all else is, whoever took it before."""
+    async with a_server(tmp_path) as client:
+        first, cursor = await life(client, {}, take=5, keep=3, publish=0)
+        assert cursor["next"] == 8
+        second, cursor = await life(client, cursor, allow=5, take=5, keep=5)
+        third, _ = await life(client, cursor, allow=2, take=2)
+
+    in_checkpoints = first[:3] + second
+    assert sorted(in_checkpoints) == [*range(8)]
+    assert sorted(third) == [8, 9]
+    assert len(client.workers.ran) == len(set(client.workers.ran)) == 20
+
+
+async def test_without_a_checkpoint_all_begins_at_the_first_group_and_nothing_runs_again(tmp_path):
+    async with a_server(tmp_path) as client:
+        first, _ = await life(client, {}, take=2, allow=4)
+        second, _ = await life(client, {}, take=4, allow=4)
+        assert (sorted(second), len(first)) == ([0, 1, 2, 3], 2)
+        assert Counter(client.workers.ran).most_common(1)[0][1] == 1
+
+
+async def test_what_was_sampled_from_weights_that_are_lost_is_begun_again(tmp_path):
+    """Groups 2 and 3 end under version 1, of which there is no checkpoint."""
+    async with a_server(tmp_path) as client:
+        workers = client.workers
+        first, cursor = await life(client, {}, take=2, keep=2, allow=2, publish=0)
+        assert sorted(first) == [0, 1]
+        await life(client, cursor, take=2, allow=2, publish=1)
+        assert workers.version == 1
+        workers.held = True
+        await life(client, cursor, allow=4)  # groups 4 and 5 run when it dies
+        workers.held = False
+
+        async with server_groups(client, draws(), training="x", version=0, cursor=cursor) as source:
+            await client.set_policy(version=0)
+            source.allow(4)
+            groups = await taken(source, 4)
+        assert not workers.living
+
+    assert sorted(group.index for group in groups) == [2, 3, 4, 5]
+    assert {int(s.traces[0].versions.max()) for g in groups for s in g.sessions} == {0}
+    again = {s.session_id for g in groups for s in g.sessions}
+    assert again.isdisjoint({f"x.{n:06d}.0.{ORDER[n]}.0" for n in (2, 3)})
+
+
+async def test_groups_from_before_the_lost_weights_are_taken_as_they_are(tmp_path):
+    async with a_server(tmp_path) as client:
+        _, cursor = await life(client, {}, take=4, keep=2, allow=4, publish=0)
+        await client.set_policy(version=3)
+        found, _ = await life(client, cursor, take=2, allow=2)
+        assert len(client.workers.ran) == 8
+
+    assert len(found) == 2
+
+
+async def test_evaluations_are_played_first_and_those_of_a_dead_trainer_are_ended(tmp_path):
+    workers = Workers(capacity=64)
+    async with a_server(tmp_path, workers) as client:
+        async with server_groups(
+            client, draws(), training="x", held_out=tasks(3, samples=1)
+        ) as source:
+            source.allow(1)
+            found = await source.evaluate()
+            await source.take()
+            again = await source.evaluate()
+        assert found is not None
+        assert again is not None
+        assert found.rewards == {f"t{n}": [1.0] for n in range(3)}
+        assert found.json() == again.json() == {"reward": 1.0, "sessions": 3, "unknown": 0}
+        tasks_there = [one async for one in client.tasks()]
+        assert sorted({one["priority"] for one in tasks_there}) == [0, 100]
+
+        workers.held = True
+
+        async def dies_in_an_evaluation():
+            async with asyncio.TaskGroup() as group:
+                group.create_task(until(lambda: len(workers.living) == 3)).add_done_callback(
+                    lambda _: playing.cancel()
+                )
+                async with server_groups(
+                    client, draws(), training="x", held_out=tasks(3, samples=1)
+                ) as source:
+                    await source.evaluate()
+
+        playing = asyncio.get_running_loop().create_task(dies_in_an_evaluation())
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert len(workers.living) == 3
+        async with server_groups(client, draws(), training="x"):
+            await until(lambda: not workers.living)
+
+
+async def test_groups_of_others_are_left_alone(tmp_path):
+    async with a_server(tmp_path) as client:
+        await client.submit(tasks()[0])
+        await life(client, {}, allow=1, take=1, keep=1)
+        async with server_groups(client, draws(), training="y") as source:
+            source.allow(1)
+            [group] = await taken(source, 1)
+        assert group.index == 0
+        states = {one["task_id"]: one["acked_at"] async for one in client.tasks()}
+        assert states["t0"] is None
+
+
+async def test_a_server_that_refuses_is_told_where_groups_are_taken(tmp_path):
+    async def taking(client):
+        wrong = TaskDraws(
+            [
+                task.model_copy(update={"runtime": RuntimeSpec(backend="docker")})
+                for task in tasks()
+            ],
+            History(),
+            seed=1,
+        )
+        async with server_groups(client, wrong, training="x") as source:
+            source.allow(1)
+            await taken(source, 1)
+
+    async with a_server(tmp_path) as client:
+        with pytest.raises(ServerError, match="runtime"):
+            await taking(client)
+
+
+def test_names_say_all_of_a_group_and_others_are_none():
+    name = Name("x", 12, 3, "a.b:c")
+    assert str(name) == "x.000012.3.a.b:c"
+    assert Name.of(str(name), "x") == name
+    for other in ("y.000012.3.a", "x.eabc-1.t", "x.12", "x.12.3.", "x"):
+        assert Name.of(other, "x") is None
