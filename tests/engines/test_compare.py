@@ -149,7 +149,7 @@ class Picky(RecordingEngine):
     async def template(self, messages, tools, arguments):
         if any(case.messages == messages for case in CASES if case.name in self.refused):
             raise EngineError("no", status=400)
-        return await self.engine.template(messages, tools, arguments)
+        return TOKENIZER.prompt_ids(messages, tools, arguments)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ async def test_a_prompt_is_told_by_a_living_replica_that_can():
     first, second = Lettered(), Lettered()
     first.failure = EngineError("busy", retryable=True)
     async with pooled(Fake(), first, second) as pool:
-        assert isinstance(pool, Templating)
+        assert isinstance(first, Templating)
         assert await pool.template([], None, {}) is SEEN.ids
         second.failure = EngineError("no such role", status=400)
         with pytest.raises(EngineError, match="no such role"):
