@@ -49,6 +49,8 @@ TURNS = 20
 class InstantWorkers:
     """Ends every run at once with a trajectory of `tokens` tokens."""
 
+    outlive = False
+
     def __init__(self, capacity: int, tokens: int) -> None:
         self.capacity = capacity
         length = tokens - 1000
@@ -100,6 +102,23 @@ class InstantWorkers:
     async def recall(self, _: str) -> SessionResult | None:
         """Nothing is recalled."""
 
+    def lives(self, _: str) -> bool:
+        """No run outlives its server."""
+        return False
+
+    def settle(self) -> None:
+        """Nothing is held."""
+
+    def release(self, _: str) -> None:
+        """Nothing is held."""
+
+    async def remove(self, _: str) -> None:
+        """Nothing is kept."""
+
+    async def kept_bytes(self) -> int:
+        """None."""
+        return 0
+
     async def set_policy(self, wanted: SetPolicy) -> None:
         """No engine."""
 
@@ -112,7 +131,7 @@ class InstantWorkers:
         """Nothing is told."""
         yield
 
-    def artifact(self, run_id: str, name: str) -> Path | None:
+    async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
         """None is kept."""
 
 

@@ -68,6 +68,15 @@ class RuntimeFailure(BridleError):
     """A sandbox could not be started, used or stopped; infrastructure, never the harness."""
 
 
+class NodeLostError(BridleError):
+    """A machine that computes sessions does not answer, or is gone with what it was doing."""
+
+    def __init__(self, message: str, *, may_return: bool = False) -> None:
+        super().__init__(message)
+        self.may_return = may_return
+        """Whether the same machine may answer again soon, with what it had ended."""
+
+
 class HarnessError(BridleError):
     """A harness could not be installed or started, or is not known."""
 

@@ -97,6 +97,8 @@ class FakeWorkers:
     `answers` maps a run id, or a task id, to the fields of its result, or to an exception.
     """
 
+    outlive = False
+
     def __init__(self, capacity=4, *, held=False, answers=None, artifacts=None):
         self.capacity = capacity
         self.held = held
@@ -104,6 +106,10 @@ class FakeWorkers:
         self.artifacts = artifacts or {}
         self.ran = []
         self.avoided = {}
+        self.released = []
+        self.outliving = set()
+        self.settled = False
+        self.removed = []
         self.living = {}
         self.recallable = {}
         self.version = 0
@@ -134,8 +140,31 @@ class FakeWorkers:
         self.let(run_id, **failure("cancelled", "cancelled while RUNNING", "CANCELLED"))
         return True
 
+    outlive = False
+
+    def expect(self, run_id):
+        return False
+
+    def settle(self):
+        pass
+
     async def recall(self, run_id):
         return self.recallable.get(run_id)
+
+    def lives(self, run_id):
+        return run_id in self.outliving
+
+    def settle(self):
+        self.settled = True
+
+    def release(self, run_id):
+        self.released.append(run_id)
+
+    async def remove(self, run_id):
+        self.removed.append(run_id)
+
+    async def kept_bytes(self):
+        return 0
 
     async def set_policy(self, wanted):
         self.asked.append(wanted)
@@ -154,7 +183,7 @@ class FakeWorkers:
         for listener in self._listeners:
             listener(event)
 
-    def artifact(self, run_id, name):
+    async def artifact(self, run_id, name):
         return self.artifacts.get((run_id, name))
 
 

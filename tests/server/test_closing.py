@@ -128,8 +128,9 @@ async def test_a_waiting_session_is_cancelled_alone(tmp_path):
         await submit(state, submission("a", 2))
         one, two = await claim(state)
         await finish(state, failed(two, Cause.INFRASTRUCTURE))
-        assert (await state.stop_waiting("a.0", "cancelled", now=NOW)).what == "lost"
-        assert (await state.stop_waiting("a.1", "cancelled", now=NOW)).what == "final"
+        running = await state.stop_session("a.0", "cancelled", now=NOW)
+        assert (running.what, running.run_ids) == ("lost", ("a.0",))
+        assert (await state.stop_session("a.1", "cancelled", now=NOW)).what == "final"
         assert (await finish(state, done(one)))[0].task_id == "a"
 
 

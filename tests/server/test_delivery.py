@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import hmac
 import json
-from contextlib import asynccontextmanager
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -14,7 +15,7 @@ from bridle.aio import Nursery
 from bridle.errors import ConfigError
 from bridle.server import delivery
 from bridle.server.addresses import Addresses
-from bridle.server.delivery import Deliverer, callback_secret, signature
+from bridle.server.delivery import LEAST_TRIES, Deliverer, callback_secret, signature
 
 SECRET = b"a secret"
 
@@ -52,11 +53,22 @@ class Receiver:
         return [json.loads(content) for _, content in self.got]
 
 
+class Clock:
+    """Unix seconds that pass when they are told to."""
+
+    def __init__(self):
+        self.now = time.time()
+
+    def __call__(self):
+        return self.now
+
+
 @asynccontextmanager
-async def delivering(service, listed=("127.0.0.0/8",)):
+async def delivering(service, listed=("127.0.0.0/8",), **more):
     """Tries follow one another at once."""
     async with Nursery(service.lost) as nursery:
-        deliverer = Deliverer(service, Addresses(listed), SECRET, first_wait_s=0.0)
+        more = {"first_wait_s": 0.0, **more}
+        deliverer = Deliverer(service, Addresses(listed), SECRET, **more)
         nursery.start(deliverer.run(), name="deliverer")
         yield
     assert service.broken is None
@@ -174,6 +186,208 @@ async def test_a_slow_receiver_holds_no_other_up(tmp_path):
         assert slow.got == []
         release.set()
         await until(lambda: len(slow.got) == 2)
+
+
+async def next_tries(service, clock):
+    """Let the time pass until the next try is due; how long that was."""
+    due = await until(lambda: pause_of(service))
+    waited, clock.now = due - clock.now, due
+    service.ended.beat()
+    return waited
+
+
+async def pause_of(service):
+    """When the next try is due, once all that are under way have been noted."""
+    rows = await callbacks(service, "pending")
+    if not rows or any(row["sent_by"] for row in rows):
+        return None
+    return min(row["next_at"] for row in rows)
+
+
+async def test_a_receiver_that_answers_500_for_an_hour_gets_all_of_it_then(tmp_path):
+    clock = Clock()
+    began = clock.now
+
+    class Broken(Receiver):
+        async def take(self, request):
+            self.answers = [500] if clock.now < began + 3600 else []
+            return await super().take(request)
+
+    async with (
+        Broken().up() as receiver,
+        a_service(tmp_path, callback_give_up_s=86_400) as service,
+        delivering(service, first_wait_s=1.0, clock=clock),
+    ):
+        await service.submit([submission("a", callback_url=receiver.url)], owner="o")
+        await ended(service, "a")
+        clock.now = max(clock.now, time.time() + 1)
+        service.ended.beat()
+        await until(lambda: has_tried(service, 1))
+        tries = {headers["x-bridle-delivery"]: [] for headers, _ in receiver.got}
+        while clock.now < began + 3600:
+            await next_tries(service, clock)
+            await until(lambda: has_no_due(service, clock))
+        await until(lambda: has(service, 2, "delivered"))
+        for headers, _ in receiver.got:
+            tries[headers["x-bridle-delivery"]].append(int(headers["x-bridle-try"]))
+        for numbers in tries.values():
+            # 1, 2, 4 ... 256 s, then every 5 minutes: an hour is twenty tries, one by one.
+            assert numbers == list(range(1, len(numbers) + 1))
+            assert 19 <= len(numbers) <= 22
+        assert (await service.views.task("a"))["acked_at"] is not None
+
+
+async def has_tried(service, times):
+    return all(row["tries"] >= times for row in await callbacks(service))
+
+
+async def has_no_due(service, clock):
+    return not await service.views.due_callbacks(now=clock.now, limit=1) and all(
+        not row["sent_by"] for row in await callbacks(service, "pending")
+    )
+
+
+async def test_the_pauses_double_up_to_five_minutes(tmp_path):
+    clock = Clock()
+    async with Receiver(*[500] * 11).up() as receiver, a_service(tmp_path) as service:
+        await service.submit([submission("a", callback_url=receiver.url)], owner="o")
+        await ended(service, "a")
+        clock.now = time.time() + 1
+        only = (await callbacks(service))[0]["delivery_id"]
+        await service.state.note_callback(
+            only, tries=1, fault=None, dead=False, now=clock.now, next_at=clock.now
+        )
+        async with delivering(service, first_wait_s=1.0, clock=clock):
+            pauses = []
+            for count in range(1, 12):
+                await until(lambda count=count: len(receiver.got) == count)
+                pauses.append(round(await next_tries(service, clock)))
+            await until(lambda: has(service, 2, "delivered"))
+        assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+
+
+async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(tmp_path):
+    clock = Clock()
+    async with (
+        Receiver(*[500] * 10).up() as receiver,
+        a_service(tmp_path, callback_give_up_s=60) as service,
+        delivering(service, first_wait_s=1.0, clock=clock),
+    ):
+        await service.submit([submission("a", callback_url=receiver.url)], owner="o")
+        await ended(service, "a")
+        clock.now = time.time() + 3600  # a clock that jumps gives nothing up by itself
+        service.ended.beat()
+        await until(lambda: has_no_due(service, clock))
+        while not await has(service, 2, "dead"):
+            await next_tries(service, clock)
+            await until(lambda: has_no_due(service, clock))
+        assert len(receiver.got) == 2 * LEAST_TRIES
+        dead = await callbacks(service, "dead")
+        assert all(row["error"] == "500: said" for row in dead)
+        assert await service.replay(None) == 2
+        await until(lambda: has(service, 2, "delivered"))
+
+
+async def test_a_clock_that_jumps_back_leaves_no_callback_behind(tmp_path):
+    clock = Clock()
+    clock.now += 1e6
+    async with (
+        Receiver(500).up() as receiver,
+        a_service(tmp_path) as service,
+        delivering(service, first_wait_s=100.0, clock=clock),
+    ):
+        await service.submit([submission("a", callback_url=receiver.url)], owner="o")
+        await until(lambda: has(service, 1, "delivered"))
+        clock.now -= 1e6
+        service.ended.beat()
+        await until(lambda: has(service, 2, "delivered"))
+
+
+async def has_delivered(service, count):
+    return (await service.views.counts()).callbacks == {"delivered": count}
+
+
+async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
+    release = asyncio.Event()
+
+    class Slow(Receiver):
+        async def take(self, request):
+            await release.wait()
+            return await super().take(request)
+
+    async with (
+        AsyncExitStack() as stack,
+        Receiver().up() as quick,
+        a_service(tmp_path, FakeWorkers(capacity=8)) as service,
+        delivering(service),
+    ):
+        slow = [await stack.enter_async_context(Slow().up()) for _ in range(16)]
+        tasks = [
+            submission(f"s{number}-{one}", callback_url=receiver.url)
+            for number, receiver in enumerate(slow)
+            for one in range(2)
+        ]
+        await service.submit(tasks, owner="o")
+        for task in tasks:
+            await ended(service, task.task_id)
+        await service.submit([submission("q", 5, callback_url=quick.url)], owner="o")
+        await until(lambda: is_acked(service, "q"))
+        assert all(receiver.got == [] for receiver in slow)
+        release.set()
+        await until(lambda: has_delivered(service, 16 * 2 * 2 + 6))
+
+
+async def test_a_retry_does_not_wait_for_another_receivers_answer(tmp_path):
+    release = asyncio.Event()
+
+    class Slow(Receiver):
+        async def take(self, request):
+            await release.wait()
+            return await super().take(request)
+
+    async with (
+        Slow().up() as slow,
+        Receiver(500, 500).up() as quick,
+        a_service(tmp_path) as service,
+        delivering(service, first_wait_s=0.05),
+    ):
+        urls = {"a": slow.url, "b": quick.url}
+        tasks = [submission(name, callback_url=url) for name, url in urls.items()]
+        await service.submit(tasks, owner="o")
+        await until(lambda: is_acked(service, "b"))
+        assert slow.got == []
+        release.set()
+        await until(lambda: is_acked(service, "a"))
+
+
+async def test_two_servers_send_each_callback_once(tmp_path):
+    async with (
+        Receiver().up() as receiver,
+        a_service(tmp_path, owner="one") as one,
+        a_service(tmp_path, owner="other") as other,
+        delivering(one),
+        delivering(other),
+    ):
+        tasks = [submission(f"t{n}", 2, callback_url=receiver.url) for n in range(8)]
+        await one.submit(tasks, owner="o")
+        while not await has(one, 24, "delivered"):
+            for service in (one, other):
+                service.ended.beat()
+            await asyncio.sleep(0.005)
+        ids = [headers["x-bridle-delivery"] for headers, _ in receiver.got]
+        assert len(ids) == len(set(ids)) == 24
+
+
+async def test_what_an_earlier_life_was_sending_is_sent_at_once(tmp_path):
+    async with Receiver().up() as receiver, a_service(tmp_path, owner="me") as service:
+        await service.submit([submission("a", callback_url=receiver.url)], owner="o")
+        await ended(service, "a")
+        now = time.time()
+        ids = [row["delivery_id"] for row in await callbacks(service)]
+        taken = await service.state.take_callbacks(ids, owner="me", now=now + 1, until=now + 900)
+        assert taken == set(ids)
+        async with delivering(service):
+            await until(lambda: is_acked(service, "a"))
 
 
 def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ async def test_a_trajectory_that_was_removed_while_we_looked_is_none(tmp_path):
         await service.files.remove(rows[0]["file"])
         with pytest.raises(StoreError):
             await trajectory(service, rows[0])
-        await service.state.forget_file("a.0")
+        await service.state.forget_files(rows[0]["task_seq"])
         assert await trajectory(service, rows[0]) is None
         told = await session_result(service, await service.views.session("a.0"))
         assert told["trajectory"]["metadata"] == {"removed": True}

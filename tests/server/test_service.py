@@ -121,22 +121,6 @@ async def test_a_session_is_cancelled_alone_wherever_it_stands(tmp_path):
         assert [row["state"] for row in rows] == ["CANCELLED", "COMPLETED"]
 
 
-async def test_trajectories_of_acknowledged_groups_go_by_age_and_by_size(tmp_path):
-    async with a_service(tmp_path, keep_gb=1e-9) as service:
-        await submit(service, submission("a"), submission("b"))
-        for name in "ab":
-            await ended(service, name)
-        assert await service.remove_old() == 0
-        await service.ack(cursor=None, task_ids=["a"])
-        assert await service.remove_old() == 1
-        assert (await service.views.session("a.0"))["file"] is None
-        assert (await service.views.session("b.0"))["file"] is not None
-    async with a_service(tmp_path, keep_days=1e-9) as service:
-        await service.ack(cursor=None, task_ids=["b"])
-        await service.remove_old()
-        assert list((tmp_path / "trajectories").rglob("*.parquet")) == []
-
-
 async def test_what_a_task_names_is_looked_up_once_and_told_each_time(tmp_path):
     async with a_service(tmp_path) as service:
         task = submission("a", builder=BuilderSpec(strategy="nope")).split()[0]

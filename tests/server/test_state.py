@@ -103,14 +103,15 @@ async def test_only_the_holder_of_the_lease_ends_a_session(tmp_path):
         assert (await state.views.session("a.0"))["state"] == SessionState.COMPLETED
 
 
-async def test_a_lease_that_ran_out_is_taken_over_and_its_late_result_changes_nothing(tmp_path):
+async def test_a_dead_servers_lease_is_taken_over_and_its_late_result_changes_nothing(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"))
         (one,) = await claim(state, owner="slow", lease_s=10)
-        assert await state.take_over(owner="other", now=NOW + 9, lease_s=10) == []
+        assert await state.views.leases() == {"slow": NOW + 10}
         await state.renew(owner="slow", until=NOW + 20)
-        assert await state.take_over(owner="other", now=NOW + 15, lease_s=10) == []
-        (taken,) = await state.take_over(owner="other", now=NOW + 21, lease_s=10)
+        assert await state.views.leases() == {"slow": NOW + 20}
+        assert await state.take_over(["else"], owner="other", now=NOW + 15, lease_s=10) == []
+        (taken,) = await state.take_over(["slow"], owner="other", now=NOW + 21, lease_s=10)
         assert taken == one
         await state.put_back("a.0", 1, owner="other", why="interrupted", now=NOW + 21)
         (again,) = await claim(state, owner="other", now=NOW + 21)
@@ -123,7 +124,7 @@ async def test_the_same_server_takes_its_own_leases_over_at_once(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"), submission("b"))
         claims = await claim(state)
-        assert await state.take_over(owner="me", now=NOW, lease_s=10) == claims
+        assert await state.take_over(["me"], owner="me", now=NOW, lease_s=10) == claims
 
 
 async def test_a_session_that_is_to_be_run_again_waits_for_its_time(tmp_path):

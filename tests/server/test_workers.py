@@ -2,7 +2,7 @@
 
 import pytest
 from tests.lifecycle.house import a_node, checked, task
-from tests.server.house import ended, submission
+from tests.server.house import ended, submission, until
 
 from bridle.bridges import parquet
 from bridle.capture.records import Outcome
@@ -12,6 +12,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
+from bridle.server.schemas import ServiceSettings
 from bridle.server.service import Service
 from bridle.server.workers import KILLED, NodeWorkers, ServerFolder
 
@@ -37,12 +38,51 @@ async def test_a_task_is_done_by_a_node_and_its_result_kept(tmp_path):
             trajectory = await files.read(session["file"])
             assert trajectory.metadata["stats"]["tokens_trained"] > 0
             assert trajectory.reward == 1.0
-            log = workers.artifact("t.0", "stdout.log")
+            log = await workers.artifact("t.0", "stdout.log")
             assert log is not None
             assert log.read_text().strip() == "It is done."
-            assert workers.artifact("t.0", "../../run.json") is None
-            assert workers.artifact("t.0", "none.log") is None
+            assert await workers.artifact("t.0", "../../run.json") is None
+            assert await workers.artifact("t.0", "none.log") is None
             assert service.stage("t.0", 1) is None
+
+
+async def test_what_is_released_leaves_memory_and_what_is_removed_leaves_the_disk(tmp_path):
+    async with a_node(tmp_path) as node, await Database.open(tmp_path / "s.sqlite") as database:
+        workers = NodeWorkers(node, node.gateway, node.store)
+        files = TrajectoryFiles(tmp_path / "trajectories", parquet)
+        settings = ServiceSettings(keep_gb=1e-9)
+        async with Service(
+            database=database, files=files, workers=workers, settings=settings
+        ) as service:
+            await service.submit([work(samples=2)], owner="o")
+            await ended(service, "t")
+            await until(lambda: node.gateway.session_ids() == [])
+            assert [one.session_id for one in node.store.sessions()] == ["t.0", "t.1"]
+            assert await workers.kept_bytes() > 0
+            assert await workers.artifact("t.0", "stdout.log") is not None
+            await service.ack(cursor=None, task_ids=["t"])
+            assert await service.retention.remove_old() == 1
+            assert node.store.sessions() == []
+            assert await workers.kept_bytes() == 0
+            assert await workers.artifact("t.0", "stdout.log") is None
+            assert await service.views.file_bytes() == 0
+            assert list((tmp_path / "trajectories").rglob("*.parquet")) == []
+
+
+async def test_a_run_that_could_not_have_been_leads_no_removal_astray(tmp_path):
+    async with a_node(tmp_path) as node:
+        (node.folder.path / "precious").mkdir()
+        await NodeWorkers(node, node.gateway, node.store).remove("../precious")
+        assert (node.folder.path / "precious").exists()
+
+
+async def test_ended_sessions_of_earlier_lives_take_no_memory(tmp_path):
+    async with a_node(tmp_path) as node:
+        for name in ("ended", "living"):
+            await node.gateway.open_session(name)
+        await node.gateway.seal("ended")
+        NodeWorkers(node, node.gateway, node.store).settle()
+        assert node.gateway.session_ids() == ["living"]
 
 
 async def test_a_run_that_had_ended_is_recalled_and_one_that_had_not_is_closed(tmp_path):

@@ -142,14 +142,16 @@ async def server_of(config: FileConfig, *, concurrency: int | None = None) -> As
         node = Node(gateway=gateway, store=store, folder=folder, settings=slots)
         await stack.enter_async_context(node)
         root = settings.trajectories or data / "trajectories"
+        workers = NodeWorkers(node, gateway, store)
         service = Service(
             database=database,
             files=TrajectoryFiles(root, parquet),
-            workers=NodeWorkers(node, gateway, store),
+            workers=workers,
             settings=settings,
             owner=_owner(data),
         )
         await stack.enter_async_context(service)
+        workers.settle()
         addresses = Addresses(settings.permits.callbacks)
         nursery = await stack.enter_async_context(Nursery(service.lost))
         deliverer = Deliverer(service, addresses, callback_secret(data))

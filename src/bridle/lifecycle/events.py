@@ -38,7 +38,15 @@ class Installing:
     line: str
 
 
-Event: TypeAlias = SessionChanged | Installing
+@dataclass(frozen=True, slots=True)
+class RoomChanged:
+    """There is room for another number of sessions: nodes joined, left, or have other ones."""
+
+    slots: int
+    """How many sessions may be handed in at once."""
+
+
+Event: TypeAlias = SessionChanged | Installing | RoomChanged
 Listener: TypeAlias = Callable[[Event], None]
 
 

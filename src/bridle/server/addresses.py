@@ -36,6 +36,12 @@ class ForbiddenAddressError(BridleError):
     """A callback's address is not one that the operator permits."""
 
 
+def receiver_of(url: str) -> str:
+    """Who takes callbacks to `url`: scheme, host and port, at most 300 characters."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}".lower()[:300]
+
+
 class Addresses:
     """What the operator's list (`Permits.callbacks`) permits."""
 
@@ -51,9 +57,13 @@ class Addresses:
 
     def check_url(self, url: str) -> None:
         """What can be said before the name is resolved. Raises `ForbiddenAddressError`."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            is_plain = parts.port != 0 and parts.username is None
+        except ValueError as error:
+            raise ForbiddenAddressError(f"{url!r} is no URL: {error}") from None
         host = (parts.hostname or "").rstrip(".")
-        if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+        if parts.scheme not in ("http", "https") or not host or not is_plain:
             raise ForbiddenAddressError(f"{url!r} is not a plain http:// or https:// URL")
         address = _address(host)
         if address is not None:

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.lifecycle.ending import Blame, blame
 from bridle.server import tables as t
+from bridle.server.addresses import receiver_of
 from bridle.server.rows import Closed, Ended, run_id, session_id
 from bridle.server.schemas import Terms
 from bridle.server.states import (
@@ -54,7 +55,7 @@ async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: 
     terms = Terms.model_validate_json(task["terms"])
     earlier = _earlier(session)
     failed = sum(one["why"] == "failed" for one in earlier)
-    may_again = task["stopped"] is None and failed + 1 < terms.max_attempts
+    may_again = _stopped(session, task) is None and failed + 1 < terms.max_attempts
     blamed = blame(SessionStatus(ended.status), ended.cause)
     if blamed is Blame.INFRASTRUCTURE and may_again:
         wait_s = terms.retry_backoff_s * 2**failed
@@ -76,9 +77,8 @@ async def put_back(
     row, task = found
     if (row["state"], row["attempt"], row["leased_by"]) != (SessionState.RUNNING, attempt, owner):
         return Closed("lost")
-    if task["stopped"] is not None:
-        ended = never_ended(row, task, task["stopped"])
-        return await make_final(connection, row, task, ended, now=now)
+    if (reason := _stopped(row, task)) is not None:
+        return await make_final(connection, row, task, never_ended(row, task, reason), now=now)
     interrupted = sum(one["why"] == "interrupted" for one in _earlier(row))
     if why == "interrupted" and interrupted + 1 >= MAX_INTERRUPTIONS:
         error = f"the server died {interrupted + 1} times while it ran"
@@ -107,15 +107,19 @@ async def stop_task(
     return Closed("final", await _running(connection, task["seq"]), closed.task_id)
 
 
-async def stop_waiting(
+async def stop_session(
     connection: AsyncConnection, session: str, reason: str, *, now: float
 ) -> Closed:
-    """End a session that waits for a run; `lost` if it does not wait."""
+    """End a session that waits for a run, and have one that runs end: its run is in `run_ids`."""
     found = await _session(connection, session)
-    if found is None or found[0]["state"] != SessionState.QUEUED:
+    if found is None or found[0]["state"] not in (SessionState.QUEUED, SessionState.RUNNING):
         return Closed("lost")
     row, task = found
-    return await make_final(connection, row, task, never_ended(row, task, reason), now=now)
+    if row["state"] == SessionState.QUEUED:
+        return await make_final(connection, row, task, never_ended(row, task, reason), now=now)
+    own = update(t.sessions).where(t.sessions.c.session_id == session)
+    await connection.execute(own.values(stopped=reason))
+    return Closed("lost", (run_id(session, row["attempt"]),))
 
 
 async def make_final(
@@ -305,6 +309,7 @@ async def _call_back(
             task_seq=task["seq"],
             session_id=session,
             url=terms.callback_url,
+            receiver=receiver_of(terms.callback_url),
             state="pending",
             tries=0,
             next_at=now,
@@ -343,6 +348,12 @@ async def _again(
             earlier=orjson.dumps([*_earlier(session), told]).decode(),
         )
     )
+
+
+def _stopped(session: RowMapping, task: RowMapping) -> str | None:
+    """Why a session is not run again; `None` = it may be."""
+    reason: str | None = session["stopped"] or task["stopped"]
+    return reason
 
 
 def failed_on(session: RowMapping) -> frozenset[str]:

@@ -18,6 +18,7 @@ import hmac
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -30,17 +31,22 @@ from bridle.aio import Nursery
 from bridle.errors import BridleError, ConfigError
 from bridle.server.addresses import Addresses, ForbiddenAddressError, JudgingResolver
 from bridle.server.database import until_done
+from bridle.server.receivers import AT_ONCE, Receivers
 from bridle.server.results import session_result, task_status
 from bridle.server.service import Service
 from bridle.trajectory.result import encode
 
 SECRET_ENV: Final = "BRIDLE_CALLBACK_SECRET"  # noqa: S105 - the variable's name
 
-AT_ONCE: Final = 16
-"""Callbacks under way at once."""
-
 TRY_S: Final = 30.0
 """How long a receiver may take to answer."""
+
+TAKEN_S: Final = 10 * TRY_S
+"""How long no other server tries a callback that one is trying; its body is read before it is sent.
+A server that is known to have died leaves its callbacks sooner."""
+
+LEAST_TRIES: Final = 5
+"""No callback is given up with fewer, however old a clock that jumped makes it."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 """Wait after the first failed try, and the most after a later one."""
@@ -58,53 +64,82 @@ class Deliverer:
         secret: bytes,
         *,
         first_wait_s: float = FIRST_WAIT_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`clock` tells Unix seconds."""
         self._service = service
         self._first_wait_s = first_wait_s
         self._addresses = addresses
         self._secret = secret
-        self._under_way: set[str] = set()
+        self._clock = clock
+        self._receivers = Receivers()
 
     async def run(self) -> None:
-        """Send what is due until cancelled."""
+        """Send what is due until cancelled; what an earlier life of this server was sending is."""
         connector = aiohttp.TCPConnector(
             resolver=JudgingResolver(self._addresses), use_dns_cache=False, limit=AT_ONCE
         )
         timeout = aiohttp.ClientTimeout(total=TRY_S)
+        service = self._service
+        await until_done(
+            lambda: service.state.leave_callbacks([service.owner], now=self._clock()),
+            "looking for callbacks that were being sent",
+        )
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
             Nursery(_log_lost) as nursery,
         ):
             while True:
-                ticket = self._service.ended.ticket()
+                ticket = service.ended.ticket()
                 wait_s = await until_done(
                     lambda: self._start_due(http, nursery), "looking for callbacks"
                 )
-                await self._service.ended.after(ticket, wait_s)
+                await service.ended.after(ticket, wait_s)
 
     async def _start_due(self, http: aiohttp.ClientSession, nursery: Nursery) -> float | None:
         """Start what is due and fits; how long until there is more to do, `None` = not known."""
-        room = AT_ONCE - len(self._under_way)
-        if room <= 0:
-            return None
-        # One that ends while we look may still be pending in what we read.
-        busy = frozenset(self._under_way)
-        rows = await self._service.views.due_callbacks(now=time.time(), limit=AT_ONCE + room)
-        fresh = [row for row in rows if row["delivery_id"] not in busy][:room]
-        for row in fresh:
-            self._under_way.add(row["delivery_id"])
-            nursery.start(self._one(http, row), name=f"callback {row['delivery_id']}")
-        if fresh or self._under_way:
-            return None  # the end of one looks again
-        due = await self._service.views.next_callback()
-        return None if due is None else max(0.05, due - time.time())
+        service, receivers = self._service, self._receivers
+        while room := receivers.room:
+            now, full = self._clock(), receivers.full()
+            rows = await service.views.due_callbacks(now=now, limit=room, without=full)
+            if not rows:
+                due = await service.views.next_callback(without=full)
+                return None if due is None else max(0.05, due - self._clock())
+            chosen = []
+            for row in rows:
+                if receivers.has_room(row["receiver"]):
+                    receivers.begin(row["receiver"])
+                    chosen.append(row)
+            for row in await self._taken(chosen):
+                nursery.start(self._one(http, row), name=f"callback {row['delivery_id']}")
+        return None  # the end of one looks again
+
+    async def _taken(self, chosen: list[RowMapping]) -> list[RowMapping]:
+        """Those of `chosen` that no other server sends; the others' places are free again."""
+        now = self._clock()
+        taken: set[str] = set()
+        try:
+            taken = await self._service.state.take_callbacks(
+                [row["delivery_id"] for row in chosen],
+                owner=self._service.owner,
+                now=now,
+                until=now + TAKEN_S,
+            )
+        finally:
+            for row in chosen:
+                if row["delivery_id"] not in taken:
+                    self._receivers.leave(row["receiver"])
+        return [row for row in chosen if row["delivery_id"] in taken]
 
     async def _one(self, http: aiohttp.ClientSession, row: RowMapping) -> None:
+        began = time.monotonic()
+        fault: str | None = "broken off"
         try:
             fault = await self._try(http, row)
             await until_done(lambda: self._note(row, fault), "noting a callback")
         finally:
-            self._under_way.discard(row["delivery_id"])
+            seconds = time.monotonic() - began
+            self._receivers.end(row["receiver"], taken=fault is None, seconds=seconds)
             self._service.ended.beat()
 
     async def _try(self, http: aiohttp.ClientSession, row: RowMapping) -> str | None:
@@ -134,7 +169,7 @@ class Deliverer:
             "x-bridle-delivery": row["delivery_id"],
             "x-bridle-event": "task" if row["session_id"] is None else "session",
             "x-bridle-try": str(row["tries"] + 1),
-            "x-bridle-signature": signature(self._secret, body, at=int(time.time())),
+            "x-bridle-signature": signature(self._secret, body, at=int(self._clock())),
         }
 
     async def _body(self, row: RowMapping) -> bytes:
@@ -152,10 +187,11 @@ class Deliverer:
 
     async def _note(self, row: RowMapping, fault: str | None) -> None:
         """Write down what came of a try."""
-        now = time.time()
+        now = self._clock()
         tries = row["tries"] + 1
         wait_s = min(LONGEST_WAIT_S, self._first_wait_s * 2 ** min(row["tries"], 20))
-        too_old = now - row["made_at"] > self._service.settings.callback_give_up_s
+        age_s = now - row["made_at"]
+        too_old = age_s > self._service.settings.callback_give_up_s and tries >= LEAST_TRIES
         dead = fault is not None and (too_old or fault.startswith("forbidden: "))
         await self._service.state.note_callback(
             row["delivery_id"], tries=tries, fault=fault, dead=dead, now=now, next_at=now + wait_s

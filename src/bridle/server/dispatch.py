@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,7 +21,7 @@ import structlog
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import Task
-from bridle.errors import BridleError, ConfigError, StoreError, boundary
+from bridle.errors import BridleError, ConfigError, NodeLostError, StoreError, boundary
 from bridle.gateway.faults import trace_of
 from bridle.lifecycle.results import SessionResult
 from bridle.server.database import until_done
@@ -66,11 +66,15 @@ class Dispatcher:
         """By run id."""
         self._doomed: set[str] = set()
         """Runs that were cancelled before the workers knew them."""
+        self._adopted: list[Claim] = []
         self._closing = asyncio.Event()
         self.wake = Pulse()
         self.idle = Pulse()
         """A run has left."""
         self.paused = False
+        """Nothing is started until `resume`."""
+        self.draining = False
+        """Nothing is started in this life of the server."""
 
     @property
     def running(self) -> tuple[Claim, ...]:
@@ -90,15 +94,20 @@ class Dispatcher:
     async def _dispatch(self, nursery: Nursery) -> None:
         while True:
             ticket = self.wake.ticket()
+            adopted, self._adopted = self._adopted, []
+            self._begin(adopted, nursery)
             slots = self._workers.capacity - len(self._running)
             wait_s = None
-            if slots > 0 and not self.paused:
+            if slots > 0 and not self.paused and not self.draining:
                 claims = await until_done(lambda: self._claim(slots), "claiming sessions")  # noqa: B023 - awaited here
-                for claim in claims:
-                    self._running[claim.run_id] = claim
-                    nursery.start(self._one(claim), name=claim.run_id)
+                self._begin(claims, nursery)
                 wait_s = await until_done(self._until_due, "looking for sessions")
             await Pulse.after(ticket, wait_s)
+
+    def _begin(self, claims: Sequence[Claim], nursery: Nursery) -> None:
+        for claim in claims:
+            self._running[claim.run_id] = claim
+            nursery.start(self._one(claim), name=claim.run_id)
 
     async def _claim(self, slots: int) -> list[Claim]:
         room = Room(slots, await self._new_groups())
@@ -149,14 +158,21 @@ class Dispatcher:
         except _Doomed:
             closed = await self._store(_not_run(claim, "cancelled", Cause.CANCELLED))
         except asyncio.CancelledError:
-            await run_shielded(self._give_back(claim), timeout_s=PUT_BACK_S)
+            if not self._workers.outlive:
+                await run_shielded(self._give_back(claim), timeout_s=PUT_BACK_S)
             raise
         finally:
+            self._workers.release(claim.run_id)
             self._running.pop(claim.run_id, None)
             self._doomed.discard(claim.run_id)
             self.idle.beat()
             self.wake.beat()
         self._on_closed(closed)
+
+    def adopt(self, claims: Sequence[Claim]) -> None:
+        """Take up runs that go on without their server; they are ours in the database."""
+        self._adopted += claims
+        self.wake.beat()
 
     async def _run(self, claim: Claim) -> Closed:
         task = Task.model_validate_json(claim.spec)
@@ -168,6 +184,8 @@ class Dispatcher:
         except ConfigError as error:
             # What was found at submit is not there any more; another try would not find it either.
             return await self._store(_not_run(claim, str(error), None))
+        except NodeLostError as error:
+            return await self._again(claim, str(error))
         except BridleError as error:
             return await self._store(_not_run(claim, str(error), Cause.INFRASTRUCTURE))
         return await self.keep(claim, result)
@@ -198,9 +216,18 @@ class Dispatcher:
             version_max=high,
         )
         closed = await self._store(ended)
-        if closed.what == "again":
+        if closed.what == "again" or (closed.what == "lost" and not await self._names(name, claim)):
             await self._files.remove(name)
         return closed
+
+    async def _names(self, name: str, claim: Claim) -> bool:
+        """Whether the session's row names this file: it was stored, only the answer was lost."""
+        row = await until_done(
+            lambda: self._views.session(claim.session_id),
+            "looking for a row",
+            closing=self._closing,
+        )
+        return row is not None and row["file"] == name
 
     async def _written(self, name: str, trajectory: Trajectory) -> int:
         """Write a trajectory, waiting while there is no room or no way to where it goes."""
@@ -219,6 +246,21 @@ class Dispatcher:
         return await until_done(
             lambda: self._state.finish(ended, owner=self._owner, now=time.time()),
             f"storing {ended.session_id}",
+            closing=self._closing,
+        )
+
+    async def _again(self, claim: Claim, why: str) -> Closed:
+        """The machine of a run was lost: another run of the session, without waiting."""
+        log.warning("a run was lost with its node", run_id=claim.run_id, why=why)
+        return await until_done(
+            lambda: self._state.put_back(
+                claim.session_id,
+                claim.attempt,
+                owner=self._owner,
+                why="interrupted",
+                now=time.time(),
+            ),
+            f"putting {claim.session_id} back",
             closing=self._closing,
         )
 

@@ -108,9 +108,15 @@ class ServiceSettings(Settings):
     callback_give_up_s: float = Field(default=86_400, gt=0)
     """How long a callback is tried before it is dead."""
     keep_days: float | None = Field(default=None, gt=0)
-    """Trajectories of acknowledged groups are removed after this; `None` = kept."""
+    """Files of acknowledged groups (trajectories, capture, logs, artifacts) are removed after this;
+    `None` = kept."""
     keep_gb: float | None = Field(default=None, gt=0)
-    """Trajectories of acknowledged groups are removed, oldest first, beyond this."""
+    """Files of acknowledged groups are removed, oldest first, beyond this; `None` = kept."""
+    keep_rows_days: float | None = Field(default=None, gt=0)
+    """All of acknowledged groups but their tasks' names and counts is removed after this; `None` =
+    sessions, results and callbacks stay in the database."""
+    keep_unacked_days: float | None = Field(default=None, gt=0)
+    """Groups that nobody acknowledges count as acknowledged after this; `None` = never."""
 
 
 def error_json(code: str, message: str, *, param: str | None = None, **more: object) -> JSON:

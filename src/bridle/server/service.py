@@ -17,25 +17,23 @@ import structlog
 
 from bridle.aio import Nursery
 from bridle.config import Task
-from bridle.errors import BridleError, ConfigError
+from bridle.errors import ConfigError
 from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Event, SessionChanged
+from bridle.lifecycle.events import Event, RoomChanged, SessionChanged
 from bridle.lifecycle.manager import plan
-from bridle.server.database import Database, until_done
+from bridle.server.database import Database
 from bridle.server.dispatch import Dispatcher
 from bridle.server.files import TrajectoryFiles
+from bridle.server.neighbours import Neighbours
+from bridle.server.retention import Retention
 from bridle.server.rows import Closed, run_id
 from bridle.server.schemas import ServiceSettings, Submission
 from bridle.server.state import State
-from bridle.server.states import SessionState
 from bridle.server.telling import Broadcast, Pulse
 from bridle.server.views import Views
 from bridle.server.workers import Workers
 from bridle.types import JSON
-
-RETENTION_S = 300.0
-"""How often trajectories that need not be kept are looked for."""
 
 log = structlog.get_logger(__name__)
 
@@ -74,8 +72,10 @@ class Service:
             workers=workers,
             settings=self.settings,
             owner=owner,
-            on_closed=self._closed,
+            on_closed=self.closed,
         )
+        self.retention = Retention(self.state, self.views, files, workers, self.settings)
+        self.neighbours = Neighbours(self)
         self._stages: dict[str, str] = {}
         """Run id -> what it is doing."""
         self._plans: dict[str, str | None] = {}
@@ -90,11 +90,12 @@ class Service:
             stack.enter_context(self.workers.listening(self._hear))
             self.dispatcher.paused = bool(await self.state.number("paused"))
             await self._agree_on_version()
-            await self.recover()
+            await self.neighbours.take_over([self.owner])
             nursery = await stack.enter_async_context(Nursery(self.lost))
             nursery.start(self.dispatcher.run(), name="dispatcher")
-            nursery.start(self._keep_leases(), name="leases")
-            nursery.start(self._retain(), name="retention")
+            nursery.start(self.neighbours.keep_leases(), name="leases")
+            nursery.start(self.neighbours.run(), name="neighbours")
+            nursery.start(self.retention.run(), name="retention")
             self._stack = stack.pop_all()
         return self
 
@@ -133,22 +134,16 @@ class Service:
         closed = await self.state.stop_task(task_id, "cancelled", now=time.time())
         if closed is None:
             return False
-        self._closed(closed)
+        self.closed(closed)
         return True
 
     async def cancel_session(self, session_id: str) -> bool | None:
         """End one session; whether it had not ended yet, `None` = it is not known."""
-        row = await self.views.session(session_id)
-        if row is None:
+        if await self.views.session(session_id) is None:
             return None
-        closed = await self.state.stop_waiting(session_id, "cancelled", now=time.time())
-        if closed.what == "final":
-            self._closed(closed)
-            return True
-        if row["state"] != SessionState.RUNNING:
-            return False
-        self.dispatcher.cancel_runs((run_id(session_id, row["attempt"]),))
-        return True
+        closed = await self.state.stop_session(session_id, "cancelled", now=time.time())
+        self.closed(closed)
+        return closed.what == "final" or bool(closed.run_ids)
 
     async def bar(self, task_id: str, *, owner: str) -> None:
         """Take an id that no task has: a later submit of it is refused."""
@@ -197,8 +192,9 @@ class Service:
         """Start no session in this life of the server, and return when nothing runs or `drain_s`
         are over; how many sessions still run. Tasks are accepted meanwhile.
         """
-        self.dispatcher.paused = True
-        return await self.dispatcher.drained(self.settings.drain_s)
+        self.dispatcher.draining = True
+        patience_s = 0.0 if self.workers.outlive else self.settings.drain_s
+        return await self.dispatcher.drained(patience_s)
 
     async def resume(self) -> None:
         """Start sessions again."""
@@ -235,74 +231,10 @@ class Service:
         elif sampled > kept:
             await self.state.set_number("policy_version", sampled)
 
-    # ---- what a killed server left
-
-    async def recover(self) -> None:
-        """Take over what an earlier life was running: store what had ended, run the rest again."""
-        claims = await self.state.take_over(
-            owner=self.owner, now=time.time(), lease_s=self.settings.lease_s
-        )
-        for claim in claims:
-            result = await self.workers.recall(claim.run_id)
-            if result is not None:
-                self._closed(await self.dispatcher.keep(claim, result))
-                continue
-            await self.state.put_back(
-                claim.session_id,
-                claim.attempt,
-                owner=self.owner,
-                why="interrupted",
-                now=time.time(),
-            )
-        if claims:
-            log.info("took over what an earlier server was running", sessions=len(claims))
-
-    # ---- in the background
-
-    async def _keep_leases(self) -> None:
-        lease_s = self.settings.lease_s
-        while True:
-            await asyncio.sleep(lease_s / 3)
-            await until_done(
-                lambda: self.state.renew(owner=self.owner, until=time.time() + lease_s),
-                "renewing leases",
-            )
-
-    async def _retain(self) -> None:
-        while True:
-            try:
-                await self.remove_old()
-            except BridleError as error:
-                log.warning("old trajectories were not removed", error=str(error))
-            await asyncio.sleep(RETENTION_S)
-
-    async def remove_old(self) -> int:
-        """Remove trajectories that `keep_days` and `keep_gb` do not keep; how many."""
-        days, size = self.settings.keep_days, self.settings.keep_gb
-        removed = 0
-        if days is not None:
-            before = time.time() - days * 86_400
-            while rows := await self.views.removable(before=before, limit=100):
-                for row in rows:
-                    await self._remove(row["session_id"], row["file"])
-                removed += len(rows)
-        if size is not None:
-            over = await self.views.file_bytes() - size * 1e9
-            while over > 0 and (rows := await self.views.removable(before=None, limit=100)):
-                for row in rows:
-                    if over > 0:
-                        await self._remove(row["session_id"], row["file"])
-                        over -= row["file_bytes"]
-                        removed += 1
-        return removed
-
-    async def _remove(self, session_id: str, name: str) -> None:
-        await self.files.remove(name)
-        await self.state.forget_file(session_id)
-
     # ---- telling
 
-    def _closed(self, closed: Closed) -> None:
+    def closed(self, closed: Closed) -> None:
+        """Tell what the end of a run, or of a task, led to."""
         self.dispatcher.cancel_runs(closed.run_ids)
         self.ended.beat()
         if closed.task_id is not None:
@@ -312,6 +244,8 @@ class Service:
 
     def _hear(self, event: Event) -> None:
         """Note a run's stage, and tell it under its session's id."""
+        if isinstance(event, RoomChanged):
+            self.dispatcher.wake.beat()
         if not isinstance(event, SessionChanged):
             return
         status = str(event.status)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import RowMapping, func, insert, select, update
+from sqlalchemy import RowMapping, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -26,10 +26,12 @@ from bridle.server.states import (
     SESSIONS,
     TASKS,
     DeliveryState,
+    Kept,
     SessionState,
     TaskState,
     step,
 )
+from bridle.server.views import is_due
 
 
 class ConflictError(BridleError):
@@ -151,15 +153,16 @@ class State:
         async with self._database.write() as connection:
             await connection.execute(rows.values(leased_until=until))
 
-    async def take_over(self, *, owner: str, now: float, lease_s: float) -> list[Claim]:
-        """Lease again what an earlier life of `owner`, or a server not heard of, was running."""
+    async def take_over(
+        self, dead: Sequence[str], *, owner: str, now: float, lease_s: float
+    ) -> list[Claim]:
+        """Lease to `owner` what the servers `dead` were running; `owner` itself may be one."""
         s = t.sessions.c
-        dead = (s.leased_by == owner) | (s.leased_until < now)
         async with self._database.write() as connection:
             query = (
                 select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
                 .join(t.tasks)
-                .where(s.state == SessionState.RUNNING, dead)
+                .where(s.state == SessionState.RUNNING, s.leased_by.in_(dead))
                 .with_for_update(skip_locked=True)
             )
             rows = (await connection.execute(query)).mappings().all()
@@ -187,16 +190,35 @@ class State:
         async with self._database.write() as connection:
             return await closing.stop_task(connection, task_id, reason, now=now)
 
-    async def stop_waiting(self, session: str, reason: str, *, now: float) -> Closed:
-        """As `closing.stop_waiting`."""
+    async def stop_session(self, session: str, reason: str, *, now: float) -> Closed:
+        """As `closing.stop_session`."""
         async with self._database.write() as connection:
-            return await closing.stop_waiting(connection, session, reason, now=now)
+            return await closing.stop_session(connection, session, reason, now=now)
 
-    async def forget_file(self, session: str) -> None:
-        """Note that a session's trajectory is not kept any more."""
-        row = update(t.sessions).where(t.sessions.c.session_id == session)
+    # ---- groups are forgotten
+
+    async def forget_files(self, task_seq: int) -> None:
+        """Note that the files of a group's sessions are not kept any more."""
+        rows = update(t.sessions).where(t.sessions.c.task_seq == task_seq)
+        group = update(t.tasks).where(t.tasks.c.seq == task_seq)
         async with self._database.write() as connection:
-            await connection.execute(row.values(file=None))
+            await connection.execute(rows.values(file=None))
+            await connection.execute(group.values(kept=Kept.ROWS))
+
+    async def forget_rows(self, task_seq: int) -> None:
+        """Remove a group's sessions and callbacks, and what its task asked for."""
+        group = update(t.tasks).where(t.tasks.c.seq == task_seq)
+        async with self._database.write() as connection:
+            for table in (t.sessions, t.callbacks):
+                await connection.execute(delete(table).where(table.c.task_seq == task_seq))
+            await connection.execute(group.values(kept=Kept.NAME, spec=""))
+
+    async def give_up_groups(self, *, before: float, now: float) -> None:
+        """Count groups that ended `before` and were not acknowledged as acknowledged."""
+        tasks = t.tasks.c
+        rows = update(t.tasks).where(tasks.acked_at.is_(None), tasks.ended_at < before)
+        async with self._database.write() as connection:
+            await connection.execute(rows.values(acked_at=now))
 
     # ---- groups are taken
 
@@ -209,6 +231,27 @@ class State:
             return (await connection.execute(row.values(acked_at=now))).rowcount
 
     # ---- callbacks
+
+    async def take_callbacks(
+        self, delivery_ids: Sequence[str], *, owner: str, now: float, until: float
+    ) -> set[str]:
+        """Have `owner` alone try these callbacks, if they are due, until then; those it has got."""
+        c = t.callbacks.c
+        row = (
+            update(t.callbacks)
+            .where(c.delivery_id.in_(delivery_ids), is_due(now))
+            .values(sent_by=owner, next_at=until)
+            .returning(c.delivery_id)
+        )
+        async with self._database.write() as connection:
+            return set((await connection.execute(row)).scalars())
+
+    async def leave_callbacks(self, dead: Sequence[str], *, now: float) -> None:
+        """What the servers `dead` were trying is due."""
+        c = t.callbacks.c
+        row = update(t.callbacks).where(c.state == DeliveryState.PENDING, c.sent_by.in_(dead))
+        async with self._database.write() as connection:
+            await connection.execute(row.values(sent_by=None, next_at=now))
 
     async def note_callback(
         self,
@@ -230,6 +273,7 @@ class State:
             c.delivery_id == delivery_id, c.state == DeliveryState.PENDING
         )
         values = {"state": after, "tries": tries, "error": fault, "next_at": next_at}
+        values["sent_by"] = None
         if after is not DeliveryState.PENDING:
             values["ended_at"] = now
         async with self._database.write() as connection:

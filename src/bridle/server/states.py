@@ -7,7 +7,7 @@ These are the rows' states in the database. What a session does while it is RUNN
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Final, TypeVar
 
 State = TypeVar("State", bound=StrEnum)
@@ -52,6 +52,16 @@ class DeliveryState(StrEnum):
     """Acknowledged with 2xx."""
     DEAD = "dead"
     """Given up; can be replayed."""
+
+
+class Kept(IntEnum):
+    """What is kept of a group."""
+
+    NAME = 0
+    """Its task's id and digest, and what became of it in counts."""
+    ROWS = 1
+    """And its sessions, without what lies in files."""
+    ALL = 2
 
 
 _T, _S, _D = TaskState, SessionState, DeliveryState

@@ -50,10 +50,12 @@ tasks = Table(
     Column("stopped", String(64)),  # why no further session starts
     Column("done_seq", BigInteger, unique=True),  # order in which groups became final
     Column("acked_at", Float),
+    Column("kept", Integer, nullable=False, server_default="2"),  # `states.Kept`
     Index("ix_tasks_open", "open", "priority", "seq"),
     # With all that is counted, so that counting does not read the tasks themselves.
     Index("ix_tasks_state", "state", "seq", "open", "target", "expanded", "done_seq", "acked_at"),
     Index("ix_tasks_acked", "acked_at", "done_seq"),
+    Index("ix_tasks_kept", "kept", "acked_at", "ended_at"),
 )
 
 sessions = Table(
@@ -77,6 +79,7 @@ sessions = Table(
     Column("result", Text),  # the session's result without its trajectory
     Column("file", String(300)),  # of its trajectory
     Column("file_bytes", BigInteger),
+    Column("stopped", String(64)),  # why its run is to end, and no other begins
     Column("earlier", Text),  # JSON list: runs that did not count, and why
     UniqueConstraint("task_seq", "sample_index"),
     Index("ix_sessions_state", "state", "priority", "task_seq"),
@@ -96,6 +99,8 @@ callbacks = Table(
     Column("made_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("error", Text),  # of the last try
+    Column("receiver", String(300), nullable=False, server_default=""),  # `addresses.receiver_of`
+    Column("sent_by", String(64)),  # the server that is trying it now
     Index("ix_callbacks_due", "state", "next_at"),
     Index("ix_callbacks_task", "task_seq"),
 )

@@ -199,10 +199,12 @@ async def artifact(asked: Asked) -> Response:
     row = await _session(asked)
     name = asked.path("name")
     run = run_id(row["session_id"], max(1, row["attempt"]))
-    path = asked.service.workers.artifact(run, name)
-    if path is None:
+    found = await asked.service.workers.artifact(run, name)
+    if found is None:
         raise Refusal(404, "not_found", f"no artifact {name[:200]!r}", param="name")
-    return FileResponse(path, media_type="application/octet-stream")
+    if isinstance(found, bytes):
+        return Response(found, media_type="application/octet-stream")
+    return FileResponse(found, media_type="application/octet-stream")
 
 
 # ---- groups

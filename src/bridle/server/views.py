@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from sqlalchemy import RowMapping, Select, case, func, literal, select, union_all
+from sqlalchemy import (
+    ColumnElement,
+    RowMapping,
+    Select,
+    and_,
+    case,
+    func,
+    literal,
+    or_,
+    select,
+    union_all,
+)
 
 from bridle.server import tables as t
 from bridle.server.database import Database
-from bridle.server.states import FINAL_TASKS, DeliveryState, SessionState, TaskState
+from bridle.server.rows import run_id
+from bridle.server.states import FINAL_TASKS, DeliveryState, Kept, SessionState, TaskState
+
+FARTHEST_S: Final = 1200.0
+"""No callback waits longer than this for its next try."""
 
 Order = Literal["done", "submitted", "priority"]
 """How groups are handed out: as they end; as they were submitted, each after all before it; those
@@ -133,6 +148,24 @@ class Views:
         query = select(func.count()).where(t.tasks.c.started_at.is_not(None))
         return await self._number(query) or 0
 
+    async def leases(self) -> dict[str, float]:
+        """Until when each server's latest lease of a running session goes."""
+        s = t.sessions.c
+        query = select(s.leased_by, func.max(s.leased_until)).group_by(s.leased_by)
+        async with self._database.read() as connection:
+            rows = await connection.execute(query.where(s.state == SessionState.RUNNING))
+            return {owner: until for owner, until in rows if owner is not None}
+
+    async def held_by(self, owner: str) -> dict[str, bool]:
+        """The runs that `owner` holds, and whether each is to go on."""
+        s = t.sessions.c
+        stopped = func.coalesce(s.stopped, t.tasks.c.stopped)
+        query = select(s.session_id, s.attempt, stopped).join(t.tasks)
+        query = query.where(s.state == SessionState.RUNNING, s.leased_by == owner)
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query)).all()
+        return {run_id(session, attempt): reason is None for session, attempt, reason in rows}
+
     async def running_since(self, version: int) -> Sequence[RowMapping]:
         """Running sessions whose run began under a policy older than `version`."""
         s = t.sessions.c
@@ -143,17 +176,24 @@ class Views:
 
     # ---- callbacks
 
-    async def due_callbacks(self, *, now: float, limit: int) -> Sequence[RowMapping]:
-        """Callbacks to be tried now, oldest first."""
+    async def due_callbacks(
+        self, *, now: float, limit: int, without: Sequence[str] = ()
+    ) -> Sequence[RowMapping]:
+        """Callbacks to be tried now, oldest first; none to the receivers `without`."""
         c = t.callbacks.c
         query = select(t.callbacks, t.tasks.c.task_id).join(t.tasks)
-        query = query.where(c.state == DeliveryState.PENDING, c.next_at <= now)
+        query = query.where(is_due(now), c.receiver.not_in(without))
         return await self._all(query.order_by(c.next_at, c.seq).limit(limit))
 
-    async def next_callback(self) -> float | None:
-        """When the next callback is to be tried; `None` = none waits."""
+    async def next_callback(self, *, without: Sequence[str] = ()) -> float | None:
+        """When the next callback is to be tried; `None` = none waits.
+
+        Those to the receivers `without` are left aside.
+        """
         c = t.callbacks.c
-        query = select(func.min(c.next_at)).where(c.state == DeliveryState.PENDING)
+        query = select(func.min(c.next_at)).where(
+            c.state == DeliveryState.PENDING, c.receiver.not_in(without)
+        )
         async with self._database.read() as connection:
             due: float | None = (await connection.execute(query)).scalar_one()
         return due
@@ -170,14 +210,26 @@ class Views:
 
     # ---- retention
 
-    async def removable(self, *, before: float | None, limit: int) -> Sequence[RowMapping]:
-        """Sessions of acknowledged groups whose trajectories are kept, oldest first."""
-        s, tasks = t.sessions.c, t.tasks.c
-        query = select(s.session_id, s.file, s.file_bytes).join(t.tasks)
-        query = query.where(s.file.is_not(None), tasks.acked_at.is_not(None))
+    async def removable(
+        self, kept: Kept, *, before: float | None, limit: int
+    ) -> Sequence[RowMapping]:
+        """Acknowledged groups of which so much is kept, oldest first, with no callback to be tried;
+        acknowledged before `before`, `None` = whenever.
+        """
+        tasks, c = t.tasks.c, t.callbacks.c
+        pending = select(c.seq).where(c.task_seq == tasks.seq, c.state == DeliveryState.PENDING)
+        query = select(tasks.seq, tasks.task_id).where(
+            tasks.kept == kept, tasks.acked_at.is_not(None), ~pending.exists()
+        )
         if before is not None:
             query = query.where(tasks.acked_at < before)
-        return await self._all(query.order_by(tasks.acked_at, s.session_id).limit(limit))
+        return await self._all(query.order_by(tasks.acked_at, tasks.seq).limit(limit))
+
+    async def kept_groups(self) -> int:
+        """Groups that have ended and whose files are kept."""
+        tasks = t.tasks.c
+        query = select(func.count()).where(tasks.kept == Kept.ALL, tasks.ended_at.is_not(None))
+        return await self._number(query) or 0
 
     async def file_bytes(self) -> int:
         """Size of all trajectories that are kept."""
@@ -199,6 +251,16 @@ class Views:
     async def _all(self, query: Select[*tuple[object, ...]]) -> Sequence[RowMapping]:
         async with self._database.read() as connection:
             return (await connection.execute(query)).mappings().all()
+
+
+def is_due(now: float) -> ColumnElement[bool]:
+    """Whether a callback is to be tried; also where its time is so far off that a clock has jumped
+    back since it was set.
+    """
+    c = t.callbacks.c
+    return and_(
+        c.state == DeliveryState.PENDING, or_(c.next_at <= now, c.next_at > now + FARTHEST_S)
+    )
 
 
 def is_final(task: Mapping[Any, Any]) -> bool:

@@ -7,6 +7,7 @@ server, so a run that ended before its result could be stored is recalled, not d
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -31,6 +32,9 @@ KILLED = "its server was killed"
 class Workers(Protocol):
     """Where sessions are computed."""
 
+    outlive: bool
+    """Whether runs go on when their caller is cancelled, for the server's next life."""
+
     @property
     def capacity(self) -> int:
         """How many runs may be under way at once."""
@@ -40,18 +44,34 @@ class Workers(Protocol):
     ) -> SessionResult:
         """One run to its end, on none of the nodes `avoid` while there is another.
 
-        `ConfigError`, or `StoreError` if it could not be recorded.
-        Cancelling the caller ends the run; nothing of it is left behind.
+        `ConfigError`, `StoreError` if it could not be recorded, `NodeLostError` if its machine was
+        lost. Cancelling the caller ends the run and leaves nothing of it behind, or, where runs
+        `outlive`, leaves it alone.
         """
 
     def cancel(self, run_id: str) -> bool:
         """End a run, whose result will be CANCELLED; whether there was one."""
+
+    def expect(self, run_id: str) -> bool:
+        """Whether a run of an earlier server goes on; `run` will take it up by its id."""
+
+    def settle(self) -> None:
+        """All runs of an earlier server that go on are expected, if anybody wants them."""
 
     async def recall(self, run_id: str) -> SessionResult | None:
         """The result of a run that ended under an earlier server; `None` = it came to no end.
 
         What is left of one without an end is closed, so that its key is dead.
         """
+
+    def release(self, run_id: str) -> None:
+        """The result of a run is stored: nothing of it needs to stay in memory."""
+
+    async def remove(self, run_id: str) -> None:
+        """Remove what was kept of a run that has ended: capture, logs, files. `StoreError`."""
+
+    async def kept_bytes(self) -> int:
+        """How much is kept of runs here."""
 
     async def set_policy(self, wanted: SetPolicy) -> None:
         """Steer the engines. `EngineError` if they did not do their part."""
@@ -62,8 +82,10 @@ class Workers(Protocol):
     def listening(self, listener: Callable[[Event], None]) -> AbstractContextManager[None]:
         """Tell `listener` what happens to runs."""
 
-    def artifact(self, run_id: str, name: str) -> Path | None:
-        """The path of a run's log or kept file; `None` = there is none of that name."""
+    async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
+        """A run's log or kept file: its path, or, from elsewhere, its content; `None` = there is
+        none of that name.
+        """
 
 
 class ServerFolder(RunFolder):
@@ -79,8 +101,20 @@ class ServerFolder(RunFolder):
         """Nothing: the server writes it to where its rows say."""
 
 
+def bytes_in(folder: Path) -> int:
+    """Size of all files below a folder; links are not followed, what goes meanwhile is nothing."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(Path(path, name)).st_size
+    return total
+
+
 class NodeWorkers:
     """Implements `Workers` on a node of this process."""
+
+    outlive = False
 
     def __init__(self, node: Node, gateway: Gateway, store: Store) -> None:
         self._node = node
@@ -102,15 +136,18 @@ class NodeWorkers:
         """As `Workers.cancel`."""
         return self._node.cancel(run_id)
 
+    def expect(self, run_id: str) -> bool:  # noqa: ARG002 - those of an earlier process died with it
+        """As `Workers.expect`."""
+        return False
+
     async def recall(self, run_id: str) -> SessionResult | None:
         """As `Workers.recall`. A run that the stopping server ended did not come to its end."""
-        known = {record.session_id for record in self._store.sessions()}
-        if run_id not in known:
+        try:
+            await self._gateway.seal(run_id)
+        except KeyError:
             return None
         outcome = self._store.outcome(run_id)
         if outcome is None:
-            with suppress(KeyError):
-                await self._gateway.seal(run_id)
             ended = Outcome(
                 session_id=run_id,
                 status=SessionStatus.ERROR,
@@ -126,6 +163,29 @@ class NodeWorkers:
         capture = await asyncio.to_thread(self._store.read, run_id)
         return await asyncio.to_thread(result_from, capture)
 
+    def release(self, run_id: str) -> None:
+        """As `Workers.release`."""
+        self._gateway.forget(run_id)
+
+    async def remove(self, run_id: str) -> None:
+        """As `Workers.remove`."""
+        self._gateway.forget(run_id)
+        await self._store.forget(run_id)
+        if "/" not in run_id:  # such a one never ran, and is not to lead out of the folder
+            await asyncio.to_thread(self._node.folder.drop_logs, run_id)
+
+    async def kept_bytes(self) -> int:
+        """As `Workers.kept_bytes`."""
+        return await asyncio.to_thread(self._kept_bytes)
+
+    def _kept_bytes(self) -> int:
+        return self._store.size() + bytes_in(self._node.folder.path / SESSIONS)
+
+    def settle(self) -> None:
+        """As `Workers.settle`: sessions of earlier lives that have ended leave memory."""
+        for session_id in self._gateway.session_ids():
+            self._gateway.forget(session_id)
+
     async def set_policy(self, wanted: SetPolicy) -> None:
         """As `Workers.set_policy`."""
         await self._gateway.set_policy(wanted)
@@ -138,7 +198,7 @@ class NodeWorkers:
         """As `Workers.listening`."""
         return self._node.events.listening(listener)
 
-    def artifact(self, run_id: str, name: str) -> Path | None:
+    async def artifact(self, run_id: str, name: str) -> Path | None:
         """As `Workers.artifact`; only what lies in the run's own folder."""
         folder = self._node.folder.session_folder(run_id).resolve()
         path = (folder / name).resolve()

@@ -1,0 +1,147 @@
+"""Several services on one database, as several servers are."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+from tests.server.house import (
+    FakeWorkers,
+    a_service,
+    database_of,
+    ended,
+    result,
+    submission,
+    until,
+)
+
+from bridle.config import Task
+from bridle.server.database import Database
+from bridle.server.state import Room, State
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@asynccontextmanager
+async def two(tmp_path, first=None, second=None, **settings):
+    """Two services; the second one's neighbours are judged by `.clock`."""
+    async with (
+        a_service(tmp_path, first, owner="first", **settings) as one,
+        a_service(tmp_path, second, owner="second", **settings) as other,
+    ):
+        other.clock = Clock()
+        other.neighbours._clock = other.clock
+        yield one, other
+
+
+async def left_by_another(tmp_path, *names):
+    """What a server that was killed leaves, its lease far from its end."""
+    async with await Database.open(database_of(tmp_path)) as database:
+        state = State(database)
+        await state.submit([submission(name) for name in names], owner="o", now=1.0)
+        await state.claim(Room(99), owner="dead", now=2.0, lease_s=1e12)
+
+
+async def test_each_session_of_a_batch_runs_once_on_one_of_two_servers(tmp_path):
+    workers = FakeWorkers(capacity=2), FakeWorkers(capacity=2)
+    async with two(tmp_path, *workers) as (one, other):
+        await one.submit([submission(f"t{n}", 3) for n in range(6)], owner="o")
+        await other.neighbours.look()
+        for number in range(6):
+            await ended(other, f"t{number}")
+        ran = [*workers[0].ran, *workers[1].ran]
+        assert len(ran) == len(set(ran)) == 18
+        assert workers[1].ran
+
+
+async def test_a_server_that_is_not_heard_of_for_its_lease_is_succeeded(tmp_path):
+    await left_by_another(tmp_path, "finished", "cut")
+    workers = FakeWorkers()
+    workers.recallable["finished.0"] = result(
+        "finished.0", Task(task_id="finished", instruction="x"), 0
+    )
+    async with a_service(tmp_path, workers, owner="me", lease_s=60) as service:
+        clock = service.neighbours._clock = Clock()
+        for clock.now in (0.0, 30.0, 60.0):
+            await service.neighbours.look()
+        assert workers.ran == []
+        clock.now = 61.0
+        await service.neighbours.look()
+        await ended(service, "cut")
+        await ended(service, "finished")
+        assert workers.ran == ["cut.0.r2"]
+
+
+async def test_a_server_that_renews_its_leases_lives_whatever_its_clock_says(tmp_path):
+    await left_by_another(tmp_path, "a")
+    async with a_service(tmp_path, owner="me", lease_s=60) as service:
+        clock = service.neighbours._clock = Clock()
+        for until_ in (5.0, 1e15, -7.0, 1.0):  # its clock jumps; ours goes on
+            await service.state.renew(owner="dead", until=until_)
+            await service.neighbours.look()
+            clock.now += 50.0
+        assert service.workers.ran == []
+
+
+async def test_a_server_that_lost_its_lease_ends_its_run_and_its_result_changes_nothing(tmp_path):
+    slow, quick = FakeWorkers(capacity=1, held=True), FakeWorkers(capacity=1)
+    async with two(tmp_path, slow, quick) as (one, other):
+        await one.submit([submission("a")], owner="o")
+        await until(lambda: slow.living)
+        await other.neighbours.take_over(["first"])
+        await ended(other, "a")
+        await one.neighbours.look()
+        await until(lambda: not one.dispatcher.running)
+        row = await other.views.session("a.0")
+        assert (row["state"], row["attempt"], quick.ran) == ("COMPLETED", 2, ["a.0.r2"])
+        # What the late one wrote is not left lying about.
+        names = [path.stem for path in (tmp_path / "trajectories").rglob("*.parquet")]
+        assert names == ["a.0.r2"]
+
+
+async def test_what_one_server_is_asked_reaches_the_runs_of_the_other(tmp_path):
+    held = FakeWorkers(capacity=4, held=True)
+    async with two(tmp_path, held) as (one, other):
+        await one.submit([submission("a"), submission("b", 2)], owner="o")
+        await until(lambda: len(held.living) == 3)
+        await other.cancel_task("a")
+        assert await other.cancel_session("b.0") is True
+        await one.neighbours.look()
+        await ended(other, "a")
+        await until(lambda: set(held.living) == {"b.1"})
+        held.let("b.1")
+        task = await ended(other, "b")
+        rows = await other.views.sessions(task["seq"])
+        assert [row["state"] for row in rows] == ["CANCELLED", "COMPLETED"]
+
+
+async def test_a_pause_and_a_new_task_reach_every_server(tmp_path):
+    async with two(tmp_path, FakeWorkers(capacity=0)) as (one, other):
+        await one.pause()
+        await other.neighbours.look()
+        await one.submit([submission("a")], owner="o")
+        await other.neighbours.look()
+        await asyncio.sleep(0.02)
+        assert other.workers.ran == []
+        await one.resume()
+        await other.neighbours.look()
+        await ended(one, "a")
+        assert other.workers.ran == ["a.0"]
+
+
+async def test_a_cancelled_session_is_not_run_again_by_whoever_takes_it_over(tmp_path):
+    held = FakeWorkers(held=True)
+    async with two(tmp_path, held) as (one, other):
+        await one.submit([submission("a")], owner="o")
+        await until(lambda: held.living)
+        await other.cancel_session("a.0")
+        await other.neighbours.take_over(["first"])
+        await ended(other, "a")
+        assert (await other.views.session("a.0"))["state"] == "CANCELLED"
+        assert other.workers.ran == []
