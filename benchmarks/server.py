@@ -102,7 +102,7 @@ class InstantWorkers:
     async def recall(self, _: str) -> SessionResult | None:
         """Nothing is recalled."""
 
-    def lives(self, _: str) -> bool:
+    def expect(self, _: str) -> bool:
         """No run outlives its server."""
         return False
 

@@ -97,8 +97,6 @@ class FakeWorkers:
     `answers` maps a run id, or a task id, to the fields of its result, or to an exception.
     """
 
-    outlive = False
-
     def __init__(self, capacity=4, *, held=False, answers=None, artifacts=None):
         self.capacity = capacity
         self.held = held
@@ -107,8 +105,6 @@ class FakeWorkers:
         self.ran = []
         self.avoided = {}
         self.released = []
-        self.outliving = set()
-        self.settled = False
         self.removed = []
         self.living = {}
         self.recallable = {}
@@ -150,12 +146,6 @@ class FakeWorkers:
 
     async def recall(self, run_id):
         return self.recallable.get(run_id)
-
-    def lives(self, run_id):
-        return run_id in self.outliving
-
-    def settle(self):
-        self.settled = True
 
     def release(self, run_id):
         self.released.append(run_id)
