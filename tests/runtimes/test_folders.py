@@ -1,5 +1,7 @@
 """Removing folders, whatever was done to them."""
 
+import os
+
 from bridle.runtimes.folders import remove_folders
 
 
@@ -24,3 +26,15 @@ def test_what_a_link_leads_to_stays(tmp_path):
     remove_folders([tmp_path / "a"])
 
     assert (tmp_path / "kept" / "file").exists()
+
+
+def test_a_link_in_a_folders_place_goes_and_what_it_names_stays_as_it_is(tmp_path):
+    other = tmp_path / "other"
+    (other / "inner").mkdir(parents=True)
+    (other / "inner").chmod(0o500)
+    (tmp_path / "work").symlink_to(other)
+    (tmp_path / "home").write_text("a file")
+    os.mkfifo(tmp_path / "tmp")
+    remove_folders([tmp_path / "work", tmp_path / "home", tmp_path / "tmp"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+    assert (other / "inner").stat().st_mode & 0o777 == 0o500

@@ -1,6 +1,7 @@
 import os
 import secrets
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -110,7 +111,6 @@ async def test_a_socket_is_no_file_to_download(runtime, tmp_path):
 async def test_a_folder_that_cannot_be_removed_is_told(tmp_path):
     runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path)
     await runtime.start()
-    (tmp_path / "home").rmdir()
-    (tmp_path / "home").write_text("a file cannot be removed as a folder")
-    with pytest.raises(RuntimeFailure, match=r"cannot remove .*/home"):
+    runtime._home = Path("/proc/self/fdinfo")
+    with pytest.raises(RuntimeFailure, match=r"cannot remove /proc/self/fdinfo"):
         await runtime.stop()

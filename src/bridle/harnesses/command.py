@@ -49,6 +49,7 @@ class CommandHarness:
     """One command line; implements `base.Harness`."""
 
     name = "command"
+    places = ("sandbox", "host")
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:

@@ -51,6 +51,7 @@ class Pi:
 
     name = "pi"
     version = VERSION
+    places = ("sandbox", "host")
 
     def __init__(self, agent: AgentSpec) -> None:
         self._agent = agent
@@ -82,9 +83,12 @@ class Pi:
             "PI_SKIP_VERSION_CHECK": "1",
             "PI_TELEMETRY": "0",
         }
+        own: JSON = {"enableInstallTelemetry": False, "quietStartup": True}
+        if context.door:
+            own["shellPath"] = f"{context.door}/bin/bash"
         files = {
             f"{folder}/models.json": json.dumps(self._models(context)).encode(),
-            f"{folder}/settings.json": b'{"enableInstallTelemetry": false, "quietStartup": true}',
+            f"{folder}/settings.json": json.dumps(own).encode(),
         }
         # From stdin: an argument has a size limit, and one that begins with @ or - means another.
         stdin = context.instruction.encode()

@@ -62,7 +62,7 @@ class LocalRuntime(Place):
     def _environment(self) -> dict[str, str]:
         """What every process gets; `RuntimeSpec.env` stands over it."""
         return {
-            "PATH": os.environ.get("PATH", PATH),
+            "PATH": search_path(),
             "HOME": self.home,
             "TMPDIR": str(self._tmp),
             "LANG": "C.UTF-8",
@@ -113,6 +113,15 @@ class LocalRuntime(Place):
                 _copy_out, Path(self.workdir, source), target, self._scratch.resolve()
             )
 
+    def share(self) -> Path:
+        """As `base.Shares.share`: it is a folder of this machine anyway."""
+        return self._work
+
+    @property
+    def shared_at(self) -> str:
+        """As `base.Shares.shared_at`."""
+        return str(self._work)
+
     def inside(self, path: Path) -> str:
         """The path itself: nothing is hidden here."""
         return str(path)
@@ -138,6 +147,11 @@ class LocalRuntime(Place):
                 asyncio.to_thread(remove_folders, (self._home, self._tmp, self._work)),
                 timeout_s=STOP_S,
             )
+
+
+def search_path() -> str:
+    """Where programs are looked for: as for the caller."""
+    return os.environ.get("PATH", PATH)
 
 
 def refuse_what_local_cannot(spec: RuntimeSpec) -> None:

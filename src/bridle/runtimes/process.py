@@ -49,6 +49,9 @@ class Command:
     """`None` = closed (reads end at once); a path is a file that is read."""
     stdout: Path | None = None
     """A file that gets stdout instead of memory and log."""
+    streams: tuple[int, int, int] | None = None
+    """Open files that are its stdin, stdout and stderr, in place of all of the above: what it
+    reads and writes does not pass through us, and nothing of it is kept."""
     timeout_s: float | None = None
     output_limit: int = 1 << 20
     log: Path | None = None
@@ -110,16 +113,20 @@ async def run_process(command: Command) -> ExecResult:
 
 
 def _spawn(command: Command) -> subprocess.Popen[bytes]:
+    """Start it; `OSError` escapes."""
     if not Path(command.cwd).is_dir():
         message = f"cannot start {command.argv[0]!r}: working folder {command.cwd} does not exist"
         raise RuntimeFailure(message)
     with ExitStack() as files:
         stdin: int | IO[bytes] = subprocess.PIPE
-        if command.stdin is None:
+        stdout: int | IO[bytes] = subprocess.PIPE
+        stderr: int = subprocess.PIPE
+        if command.streams is not None:
+            stdin, stdout, stderr = command.streams
+        elif command.stdin is None:
             stdin = subprocess.DEVNULL
         elif isinstance(command.stdin, Path):
             stdin = files.enter_context(command.stdin.open("rb"))
-        stdout: int | IO[bytes] = subprocess.PIPE
         if command.stdout is not None:
             stdout = files.enter_context(command.stdout.open("wb"))
         return subprocess.Popen(
@@ -128,7 +135,7 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
             env=dict(command.env),
             stdin=stdin,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             bufsize=0,
             start_new_session=True,
         )
@@ -136,6 +143,9 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
 
 def _not_run(command: Command, code: int, why: str, logs: _Logs) -> ExecResult:
     said = f"bridle: {command.argv[0]}: {why}\n".encode()
+    if command.streams is not None:
+        with suppress(OSError):
+            os.write(command.streams[2], said)
     if logs.error is not None:
         logs.error.feed(said)
     return ExecResult(
@@ -239,7 +249,10 @@ class _Streams:
         self._all_closed = asyncio.Event()
         if child.stdout is not None:
             self._read(child.stdout, self.stdout, logs.out)
-        self._read(child.stderr, self.stderr, logs.error)
+        if child.stderr is not None:
+            self._read(child.stderr, self.stderr, logs.error)
+        if not self._open:
+            self._all_closed.set()
         self._stdin = child.stdin
         given = command.stdin
         self._to_write = memoryview(given if isinstance(given, bytes) else b"")
@@ -247,8 +260,7 @@ class _Streams:
             os.set_blocking(self._stdin.fileno(), False)
             self._loop.add_writer(self._stdin.fileno(), self._write)
 
-    def _read(self, pipe: IO[bytes] | None, kept: Kept, log: LogFile | None) -> None:
-        assert pipe is not None
+    def _read(self, pipe: IO[bytes], kept: Kept, log: LogFile | None) -> None:
         os.set_blocking(pipe.fileno(), False)
         self._open[pipe.fileno()] = pipe
         self._loop.add_reader(pipe.fileno(), partial(self._readable, pipe, kept, log))
