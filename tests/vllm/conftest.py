@@ -1,8 +1,10 @@
-"""One real vLLM for the whole suite; it starts with the first test that wants it."""
+"""One real vLLM for most of the suite; each starts with the first test that wants it."""
 
 import pytest
 
 from .serving import VllmServer, make_model
+
+PROCESSED = ("--logprobs-mode", "processed_logprobs", "--max-model-len", "4096")
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,12 @@ def server(vllm):
     """The server as it is by default: raw logprobs, no script."""
     vllm.say(None)
     return vllm.running()
+
+
+@pytest.fixture(scope="session")
+def learner(tmp_path_factory):
+    """A server of the demo's model, whose logprobs are those after temperature."""
+    from bridle.cli.demo_model import demo_model
+
+    with VllmServer(tmp_path_factory.mktemp("learner"), demo_model()) as server:
+        yield server.running(*PROCESSED)

@@ -8,6 +8,8 @@ from tests.gateway.sdk_agents import openai_client
 
 from bridle.engines.vllm_routes import Route
 from bridle.errors import EngineError
+from bridle.gateway.steering import Here, update
+from bridle.trajectory import rebuild
 from bridle.types import VersionSpan
 
 from .checks import (
@@ -101,6 +103,67 @@ async def test_a_call_that_an_update_aborts_goes_on_as_one_reply(updated, models
     assert len(exchange.output_ids) == TOKENS
     assert exchange.extra["resumed"] >= 1
     check_spans(exchange, models)
+
+
+SESSIONS, FIRST, SECOND = 50, 8, 240
+"""Sessions that run at once, and the tokens of their two replies."""
+
+
+async def two_turns(handle, together):
+    """A harness of two calls; the second one begins when all harnesses have had their first."""
+    said = [{"role": "user", "content": f"Say a little, {handle.session_id}."}]
+    async with openai_client(handle) as client:
+        for tokens in (FIRST, SECOND):
+            reply = await client.chat.completions.create(
+                model="m", messages=said, max_tokens=tokens, extra_body={"min_tokens": tokens}
+            )
+            message = reply.choices[0].message.model_dump(exclude_none=True)
+            said += [message, {"role": "user", "content": "Say more."}]
+            if tokens == FIRST:
+                await together.wait()
+
+
+async def test_an_update_amid_fifty_sessions_of_two_gateways_is_heard_of_by_no_harness(
+    updated, models
+):
+    counted = "vllm:generation_tokens_total"
+    async with (
+        opened_gateway(updated) as (one, of_one),
+        opened_gateway(updated) as (other, of_other),
+    ):
+        homes = [(one, of_one), (other, of_other)] * (SESSIONS // 2)
+        opened = [(await gateway.open_session(), store) for gateway, store in homes]
+        together = asyncio.Barrier(SESSIONS + 1)
+        async with asyncio.TaskGroup() as group:
+            for handle, _ in opened:
+                group.create_task(two_turns(handle, together))
+            await together.wait()
+            before = await asyncio.to_thread(updated.metric, counted)
+            await until(updated, counted, before + 3 * SESSIONS)
+            await update([Here(one), Here(other)], str(models[1]), 1)
+        for gateway in (one, other):
+            assert gateway.policy()["version"] == 1
+    resumed = 0
+    for handle, store in opened:
+        first, second = store.exchanges(handle.session_id)
+        assert first.versions == (VersionSpan(0, 0, FIRST),)
+        versions = [span.version for span in second.versions]
+        assert versions in ([0, 1], [1])
+        assert second.versions[-1].end == len(second.output_ids) == SECOND
+        resumed += versions == [0, 1]
+        (trace,) = rebuild(store.read(handle.session_id)).traces
+        assert sorted({*trace.versions[trace.loss_mask == 1].tolist()}) == [0, 1]
+        check_trace(trace, models)
+    assert resumed > SESSIONS / 2
+
+
+def check_trace(trace, models):
+    """Each trained token's logprob is that of the weights that the trace says sampled it."""
+    for version, model in enumerate(models):
+        expected = plain_logprobs(model, trace.prompt_ids, trace.response_ids)
+        its = (trace.loss_mask == 1) & (trace.versions == version)
+        assert its.any()
+        assert np.abs(expected - trace.response_logprobs)[its].max() < CLOSE
 
 
 async def test_a_version_that_is_no_number_is_refused_by_name(updated):

@@ -8,6 +8,8 @@ import openai
 import pytest
 from tests.gateway.sdk_agents import openai_client
 
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import Replica, RoutingSettings
 from bridle.errors import EngineError
 
 from .checks import (
@@ -58,6 +60,13 @@ async def lost(client, *, stream):
     raise AssertionError("it got a reply")
 
 
+async def live(pool):
+    """Wait until its replica, started anew, gets calls."""
+    async with asyncio.timeout(60):
+        while pool.replicas()[0]["state"] != "live":  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.05)
+
+
 async def unhealthy(engine):
     """The error of the engine's health, as soon as it has one."""
     async with asyncio.timeout(60):
@@ -73,7 +82,9 @@ async def test_a_killed_engine_is_a_clean_error_and_a_restarted_one_goes_on(serv
     call = {"name": "look", "arguments": {"page": 1}}
     turns = [{"tool_calls": [call]}, {"content": "The end."}]
     server.say({"conversations": [{"when": {"user_contains": "Read"}, "turns": turns}]})
-    async with opened_gateway(server) as (gateway, store):
+    replica = Replica(server.url, RecordingVllm(server.url), lambda: RecordingVllm(server.url))
+    pool = EnginePool([replica], settings=RoutingSettings(patience_s=1, backoff_s=0.1))
+    async with opened_gateway(server, engine=pool) as (gateway, store):
         handle = await gateway.open_session(sampling=sampling_of(TOKENS))
         async with openai_client(handle) as client:
             said = [{"role": "user", "content": "Read."}]
@@ -94,6 +105,7 @@ async def test_a_killed_engine_is_a_clean_error_and_a_restarted_one_goes_on(serv
             with pytest.raises(openai.InternalServerError):
                 await client.chat.completions.create(model="m", messages=said, tools=[LOOK])
             await asyncio.to_thread(server.start)
+            await live(pool)
             second = await client.chat.completions.create(model="m", messages=said, tools=[LOOK])
             assert second.choices[0].message.content == "The end."
         await gateway.seal(handle.session_id)
