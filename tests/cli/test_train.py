@@ -1,12 +1,14 @@
 """`bridle train` from flags and files, with a model that knows nothing: all of it but success."""
 
+import io
 import json
 
 import pytest
 from tests.cli.models import untrained
 
 from bridle.cli.demo_policy import lookup_task
-from bridle.cli.train import load_settings, numbers_line
+from bridle.cli.output import console
+from bridle.cli.train import load_settings, numbers_line, show_transfer
 from bridle.datasets.lookups import lookups
 from bridle.errors import ConfigError
 from bridle.training.loop import Course
@@ -64,8 +66,9 @@ def test_without_a_model_the_command_says_so(say, tmp_path):
 @pytest.mark.timeout(120)
 def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     model = untrained(tmp_path / "model")
+    other = config(tmp_path, '[evaluate_with.other]\nharness = "command"\ncommand = "true"\n')
     flags = [
-        *("train", "--model", model, "--tasks", lookup_file, "--held-out", lookup_file),
+        *("train", other, "--model", model, "--tasks", lookup_file, "--held-out", lookup_file),
         *("--out", tmp_path / "out", "--samples", 2, "--groups", 1, "--max-lag", 0, "--json"),
         *("--learning-rate", "1e-3"),
     ]
@@ -81,6 +84,10 @@ def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     assert [one["step"] for one in more.json["steps"]] == [1, 2]
     assert [one["sessions"] for one in more.json["steps"]] == [2, 2]
     assert [one["step"] for one in more.json["evaluations"]] == [0, 1, 2]
+    others = [one["others"] for one in more.json["evaluations"]]
+    assert [{name: one["sessions"] for name, one in of.items()} for of in others] == [
+        {"other": 2}
+    ] * 3
     assert (tmp_path / "out" / "checkpoints" / "step-000002" / "model.safetensors").is_file()
     assert json.loads((tmp_path / "out" / "course.json").read_text()) == {
         "steps": more.json["steps"],
@@ -88,6 +95,33 @@ def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     }
     runs = sorted(path.name for path in (tmp_path / "out" / "rollouts").iterdir())
     assert runs == ["000", "001"]
+
+
+def test_success_with_each_harness_is_a_table():
+    course = Course(
+        evaluations=[
+            {"step": 0, "reward": 0.25, "sessions": 8, "others": {"b": {"reward": 0.5}}},
+            {
+                "step": 4,
+                "reward": 0.75,
+                "sessions": 8,
+                "others": {"b": {"reward": 0.5, "sessions": 8}, "c": {"sessions": 8}},
+            },
+        ]
+    )
+    written, before = io.StringIO(), console.file
+    console.file = written
+    try:
+        show_transfer(course)
+        show_transfer(Course(evaluations=[{"step": 0, "reward": 0.5, "sessions": 1}]))
+    finally:
+        console.file = before
+    rows = [line.split() for line in written.getvalue().splitlines() if "\u2502" in line]
+    assert [[word for word in row if word != "\u2502"] for row in rows] == [
+        ["the", "trained", "one", "25.0%", "75.0%", "+50.0%", "8"],
+        ["b", "50.0%", "50.0%", "+0.0%", "8"],
+        ["c", "8"],
+    ]
 
 
 def test_the_numbers_are_sums_and_the_largest_difference():

@@ -5,8 +5,8 @@ import json
 import pytest
 from tests.cli.models import untrained
 
-from bridle.cli.training import TrainSettings, train_here
-from bridle.config import Task
+from bridle.cli.training import TrainSettings, train_here, with_other_harnesses
+from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, EngineError
 
 TASK = Task(task_id="t", instruction="go", num_samples=2)
@@ -38,3 +38,14 @@ async def test_an_engine_with_another_tokenizer_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="another tokenizer than the model"):
         await train_here(settings, [TASK])
+
+
+def test_held_out_tasks_are_played_with_every_harness_under_its_label():
+    other = AgentSpec(harness="command", command="true")
+    both = with_other_harnesses([TASK], {"script": other})
+    assert [task.task_id for task in both] == ["t", "script:t"]
+    assert [task.agent for task in both] == [TASK.agent, other]
+    assert both[1].metadata == {"evaluated_with": "script"}
+    assert with_other_harnesses([TASK], {}) == [TASK]
+    with pytest.raises(ConfigError, match="no held-out tasks"):
+        with_other_harnesses([], {"script": other})

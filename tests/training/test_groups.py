@@ -9,7 +9,7 @@ from tests.training.made import session, trace
 
 from bridle.config import Task
 from bridle.errors import StoreError
-from bridle.training.groups import local_groups
+from bridle.training.groups import LABEL, evaluation_of, local_groups
 from bridle.training.tasks import History, TaskDraws
 
 
@@ -122,6 +122,22 @@ async def test_an_evaluation_is_the_mean_of_what_is_known():
     assert found.json() == {"reward": 0.5, "sessions": 6, "unknown": 2}
     async with local_groups(players, draws()) as source:
         assert await source.evaluate() is None
+
+
+def test_other_harnesses_have_numbers_of_their_own():
+    own = [Task(task_id=name, instruction="go") for name in "ab"]
+    other = [Task(task_id=f"x:{name}", instruction="go", metadata={LABEL: "x"}) for name in "ab"]
+    rewards = {"a": [1.0], "b": [None], "x:a": [0.0, 1.0], "x:b": [1.0, 1.0]}
+
+    found = evaluation_of([*own, *other], rewards)
+
+    assert found.json() == {
+        "reward": 1.0,
+        "sessions": 2,
+        "unknown": 1,
+        "others": {"x": {"reward": 0.75, "sessions": 4, "unknown": 0}},
+    }
+    assert found.others["x"].rewards == {"x:a": [0.0, 1.0], "x:b": [1.0, 1.0]}
 
 
 async def test_what_breaks_the_executor_is_raised_where_groups_are_taken():

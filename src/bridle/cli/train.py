@@ -35,6 +35,10 @@ def train(  # noqa: PLR0913 - one parameter per flag
     harness: Annotated[
         str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
     ] = None,
+    evaluate_with: Annotated[
+        list[str] | None,
+        typer.Option(help="Play the held-out tasks with this harness too; repeatable."),
+    ] = None,
     samples: Annotated[int | None, typer.Option(min=2, help="Sessions of a group. [8]")] = None,
     groups: Annotated[int | None, typer.Option(min=1, help="Groups of an update. [8]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates in all. [40]")] = None,
@@ -66,6 +70,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "engines": engine and tuple(engine),
         "server": server,
         "harness": harness,
+        "evaluate_with": {name: {"harness": name} for name in evaluate_with or ()},
         "samples": samples,
         "concurrency": concurrency,
         "grpo": {"learning_rate": learning_rate},
@@ -162,7 +167,27 @@ def show_course(course: Course) -> None:
             f"held-out tasks: [bold]{first['reward']:.1%}[/] at step {first['step']}, "
             f"[bold]{last['reward']:.1%}[/] at step {last['step']} ({last['sessions']} sessions)"
         )
+    show_transfer(course)
     console.print(numbers_line(course), markup=False)
+
+
+def show_transfer(course: Course) -> None:
+    """Print what the held-out tasks came to with each harness, where there are several."""
+    from rich.table import Table
+
+    told = [one for one in course.evaluations if "others" in one]
+    if not told:
+        return
+    table = Table("harness", *(f"step {one['step']}" for one in told), "rise", "sessions")
+    trained = "the trained one"
+    for label in (trained, *told[-1]["others"]):
+        rows = [one if label == trained else one["others"].get(label, {}) for one in told]
+        rewards = [row.get("reward") for row in rows]
+        known = rewards[0] is not None and rewards[-1] is not None
+        rise = f"{rewards[-1] - rewards[0]:+.1%}" if known else ""
+        shown = ["" if reward is None else f"{reward:.1%}" for reward in rewards]
+        table.add_row(label, *shown, rise, str(rows[-1]["sessions"]))
+    console.print(table)
 
 
 def numbers_line(course: Course) -> str:

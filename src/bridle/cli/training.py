@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from bridle.cli.training_place import Place, open_place
-from bridle.config import Settings, Task
+from bridle.config import AgentSpec, Settings, Task
 from bridle.errors import ConfigError
 from bridle.lifecycle.manager import check
+from bridle.training.groups import LABEL
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.training.tasks import Curriculum
 from bridle.types import JSON
@@ -51,6 +52,9 @@ class TrainSettings(Settings):
     token there, because weights are loaded."""
     harness: str | None = None
     """For all tasks instead of their own."""
+    evaluate_with: dict[str, AgentSpec] = Field(default_factory=dict)
+    """By label, other harnesses that play the held-out tasks too: does what was learned through one
+    harness hold in others?"""
     samples: int = Field(default=8, ge=2)
     """Sessions of a group."""
     held_out_samples: int = Field(default=1, ge=1)
@@ -62,6 +66,29 @@ class TrainSettings(Settings):
     """Of the order of tasks."""
     grpo: GrpoSettings = GrpoSettings()
     loop: LoopSettings = LoopSettings()
+
+
+def with_other_harnesses(
+    held_out: Sequence[Task], harnesses: Mapping[str, AgentSpec]
+) -> list[Task]:
+    """The held-out tasks, and each of them once more for each other harness, under its label.
+
+    `ConfigError` if there is nothing to play with them.
+    """
+    if harnesses and not held_out:
+        raise ConfigError("evaluate_with: there are no held-out tasks to evaluate with")
+    again = [
+        task.model_copy(
+            update={
+                "task_id": f"{label}:{task.task_id}",
+                "agent": agent,
+                "metadata": {**task.metadata, LABEL: label},
+            }
+        )
+        for label, agent in harnesses.items()
+        for task in held_out
+    ]
+    return [*held_out, *again]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +128,8 @@ async def train_here(
 ) -> Trained:
     """Train on `tasks`, whose `num_samples` are the groups' sizes.
 
-    `before` = what `held_out` came to with the model of the beginning, if that is known.
+    `held_out` is played with the harnesses of `evaluate_with` too. `before` = what it came to with
+    the model of the beginning, if that is known.
 
     `ConfigError` for a mistake, before anything runs: a folder that holds a training and is not to
     be resumed, another tokenizer than the engine's. `TrainingError` when it cannot go on; what was
@@ -111,6 +139,7 @@ async def train_here(
     from bridle.training.loop import Course, Loop
     from bridle.training.tasks import History, TaskDraws
 
+    held_out = with_other_harnesses(held_out, settings.evaluate_with)
     if settings.server is None:
         check([*tasks, *held_out])
     out = Path(settings.out)

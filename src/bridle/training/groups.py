@@ -10,9 +10,9 @@ in the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from bridle.config import Task
@@ -20,6 +20,9 @@ from bridle.executors.base import Executor
 from bridle.training.samples import Group
 from bridle.training.tasks import TaskDraws
 from bridle.types import JSON
+
+LABEL = "evaluated_with"
+"""Key of a held-out task's metadata: what it is played with, where that is not its own harness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,31 @@ class Evaluation:
     """Sessions without a reward."""
     rewards: dict[str, list[float | None]]
     """Per task, in the order of its samples."""
+    others: dict[str, Evaluation] = field(default_factory=dict)
+    """By label, the same tasks with other harnesses; not part of the numbers above."""
 
     def json(self) -> JSON:
         """As the run's files have it."""
-        return {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
+        told: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
+        if self.others:
+            told["others"] = {label: one.json() for label, one in self.others.items()}
+        return told
+
+
+def evaluation_of(
+    held_out: Sequence[Task], rewards: Mapping[str, Sequence[float | None]]
+) -> Evaluation:
+    """What sessions came to, `rewards` by task id."""
+    labels = [str(task.metadata.get(LABEL, "")) for task in held_out]
+    made = {}
+    for label in dict.fromkeys(["", *labels]):
+        ids = [task.task_id for task, of in zip(held_out, labels, strict=True) if of == label]
+        found = {task_id: list(rewards.get(task_id, ())) for task_id in ids}
+        every = [reward for of in found.values() for reward in of]
+        known = [reward for reward in every if reward is not None]
+        mean = sum(known) / len(known) if known else None
+        made[label] = Evaluation(mean, len(every), len(every) - len(known), found)
+    return replace(made.pop(""), others=made)
 
 
 class GroupSource(Protocol):
@@ -101,9 +125,7 @@ class LocalGroups:
             ended = [result async for result in results]
         for result in sorted(ended, key=lambda one: one.sample_index):
             found.setdefault(result.task_id, []).append(result.reward)
-        known = [reward for of in found.values() for reward in of if reward is not None]
-        mean = sum(known) / len(known) if known else None
-        return Evaluation(mean, len(ended), len(ended) - len(known), found)
+        return evaluation_of(self._held_out, found)
 
     async def feed(self) -> None:
         """Begin groups as they are allowed; cancelling it ends all that run."""

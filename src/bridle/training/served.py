@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from bridle.client import AsyncClient
 from bridle.client import Group as ServerGroup
 from bridle.config import Task
-from bridle.training.groups import Evaluation, first_error
+from bridle.training.groups import Evaluation, evaluation_of, first_error
 from bridle.training.samples import Group
 from bridle.training.tasks import TaskDraws
 from bridle.trajectory.sample import Trajectory
@@ -135,10 +135,7 @@ class ServerGroups:
         found = {
             named[group.task_id].task_id: [one.reward for one in group.results] for group in groups
         }
-        rewards = [reward for of in found.values() for reward in of]
-        known = [reward for reward in rewards if reward is not None]
-        mean = sum(known) / len(known) if known else None
-        return Evaluation(mean, len(rewards), len(rewards) - len(known), found)
+        return evaluation_of(self._held_out, found)
 
     # ---- what an earlier life left
 
