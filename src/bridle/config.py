@@ -127,6 +127,9 @@ class RuntimeSpec(Settings):
     max_processes: int | None = Field(default=None, gt=0)
     """Processes and threads at once; `None` = the runtime's own limit."""
     gpus: int | None = Field(default=None, gt=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    """What else its machine must offer, by name and amount, where there are many (executor `ray`);
+    those that run there share it."""
     kwargs: JSON = Field(default_factory=dict)
 
 
