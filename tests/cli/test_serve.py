@@ -11,7 +11,7 @@ import pytest
 from tests.lifecycle.house import AGENT
 
 from bridle.cli.config import load_config
-from bridle.cli.serve import server_of
+from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 
 pytestmark = pytest.mark.timeout(90)
@@ -91,9 +91,11 @@ def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, s
 
 async def test_a_whole_server_is_opened_in_a_process_and_leaves_nothing(tmp_path):
     server = {"port": 0, "data": tmp_path / "data"}
-    config = load_config(None, engines=[f"scripted:{script(tmp_path)}"], server=server)
+    engines = [f"scripted:{script(tmp_path)}"]
+    flags = executor_flags(None, concurrency=2)
+    config = load_config(None, engines=engines, server=server, executor=flags)
     for expected in ([True], [False]):
-        async with server_of(config, concurrency=2) as opened, AsyncClient(opened.url) as client:
+        async with server_of(config) as opened, AsyncClient(opened.url) as client:
             assert await client.submit_many(tasks(1)) == expected
             assert (await client.wait("task-0", timeout_s=60))["state"] == "completed"
 

@@ -1,4 +1,4 @@
-"""`--config FILE`: engines, routing, models, gateway, server in one TOML file; flags come first."""
+"""`--config FILE`: engines, gateway, server, executor... in one TOML file; flags come first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bridle.config import ModelSpec, Settings, explain, load_toml
 from bridle.datasets.jsonl import merge
 from bridle.engines.pool_replica import RoutingSettings
 from bridle.errors import ConfigError
+from bridle.executors.settings import ExecutorSettings
 from bridle.gateway.settings import GatewaySettings
 from bridle.server.settings import ServerSettings
 
@@ -26,6 +27,8 @@ class FileConfig(Settings):
     gateway: GatewaySettings = GatewaySettings()
     routing: RoutingSettings = RoutingSettings()
     server: ServerSettings = ServerSettings()
+    executor: ExecutorSettings = ExecutorSettings()
+    """Where sessions are computed."""
     models: dict[str, ModelSpec] = Field(default_factory=dict)
     """Model names and globs with an engine or a sampling of their own, first match first."""
 
@@ -37,6 +40,7 @@ def load_config(
     tokenizer: str | None = None,
     gateway: Mapping[str, Any] | None = None,
     server: Mapping[str, Any] | None = None,
+    executor: Mapping[str, Any] | None = None,
 ) -> FileConfig:
     """The file's settings (defaults without one) under those of the flags; `None` = not given.
 
@@ -47,9 +51,10 @@ def load_config(
     if isinstance(table, dict):
         flags = {name: value for name, value in (gateway or {}).items() if value is not None}
         given["gateway"] = {**table, **flags}
-    if server:
-        table = given.get("server", {})
-        given["server"] = merge(table if isinstance(table, dict) else {}, dict(server))
+    for name, said in (("server", server), ("executor", executor)):
+        if said:
+            table = given.get(name, {})
+            given[name] = merge(table if isinstance(table, dict) else {}, dict(said))
     if engines:
         given["engines"] = tuple(engines)
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""`bridle serve`: the rollout server, with a node in its process."""
+"""`bridle serve`: the rollout server, with a node in its process or nodes on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,8 +46,12 @@ def serve(  # noqa: PLR0913 - one parameter per flag
     tokens: Annotated[
         Path | None, typer.Option(help="TOML file with [[tokens]]; needed off loopback.")
     ] = None,
+    executor: Annotated[
+        str | None, typer.Option(help="Where sessions are computed: local, or ray. [local]")
+    ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
+        int | None,
+        typer.Option(min=1, help="Harnesses running at once on a node; twice the cores."),
     ] = None,
     allow_path: Annotated[
         list[Path] | None, typer.Option(help="Folder that tasks may name files in; repeatable.")
@@ -78,8 +82,15 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         tokenizer=tokenizer,
         gateway={"stream": stream, "prompt": prompt},
         server={name: value for name, value in flags.items() if value not in (None, {})},
+        executor=executor_flags(executor, concurrency),
     )
-    run_until_signal(lambda stop: _serve(loaded, concurrency, stop))
+    run_until_signal(lambda stop: _serve(loaded, stop))
+
+
+def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
+    """What flags say of the `[executor]` table."""
+    slots = {} if concurrency is None else {"node": {"run_slots": concurrency}}
+    return slots if kind is None else {"kind": kind, **slots}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +101,35 @@ class Served:
     url: str
 
 
-async def _serve(config: FileConfig, concurrency: int | None, stop: Stop) -> None:
-    async with server_of(config, concurrency=concurrency) as served:
-        notes.print(f"rollout server at {served.url}, data in {config.server.data}")
+async def _serve(config: FileConfig, stop: Stop) -> None:
+    async with server_of(config) as served:
+        where = f", on the Ray cluster {ray}" if (ray := _cluster(config)) else ""
+        notes.print(f"rollout server at {served.url}, data in {config.server.data}{where}")
         with long_running():
             await stop.wait()
             if left := await served.service.drain():
-                notes.print(f"{left} sessions still run; the next server runs them again")
+                what = "go on without it" if ray else "still run; the next server runs them again"
+                notes.print(f"{left} sessions {what}")
+
+
+def _cluster(config: FileConfig) -> str | None:
+    """The address of the cluster that a server computes on; `None` = it does so by itself."""
+    if config.executor.kind == "local":
+        return None
+    from bridle.executors.ray import address
+
+    return address()
 
 
 @asynccontextmanager
-async def server_of(config: FileConfig, *, concurrency: int | None = None) -> AsyncIterator[Served]:
-    """A whole server inside: engines, gateway, node, state, HTTP.
+async def server_of(config: FileConfig) -> AsyncIterator[Served]:
+    """A whole server inside: engines, gateways, nodes, state, HTTP.
 
     `ConfigError` or `EngineError` if it cannot be had; nothing is left behind.
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.capture.sqlite import SqliteStore
-    from bridle.cli.parts import open_all
-    from bridle.gateway.app import Gateway
-    from bridle.lifecycle.manager import Node, NodeSettings
+    from bridle.cli.hosting import workers_of
     from bridle.server import answering
     from bridle.server.addresses import Addresses
     from bridle.server.app import serving
@@ -119,36 +138,21 @@ async def server_of(config: FileConfig, *, concurrency: int | None = None) -> As
     from bridle.server.delivery import Deliverer, callback_secret
     from bridle.server.files import TrajectoryFiles
     from bridle.server.service import Service
-    from bridle.server.workers import NodeWorkers, ServerFolder
 
     tokens = load_tokens(config.server.tokens)
     settings = config.server.checked(has_tokens=bool(tokens))
     data = settings.data
-    parts = open_all(config)
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(ServerFolder.open(data / "node"))
-        store = await stack.enter_async_context(await SqliteStore.open(data / "capture.sqlite"))
+        owner = _owner(data)
+        workers = await stack.enter_async_context(workers_of(config, data, owner))
         database = await Database.open(settings.database or str(data / "server.sqlite"))
         await stack.enter_async_context(database)
-        gateway = Gateway(
-            engine=parts.engine,
-            renderer=parts.renderer,
-            store=store,
-            settings=config.gateway.model_copy(update={"data_dir": data}),
-            models=parts.models,
-        )
-        await stack.enter_async_context(gateway)
-        slots = NodeSettings() if concurrency is None else NodeSettings(run_slots=concurrency)
-        node = Node(gateway=gateway, store=store, folder=folder, settings=slots)
-        await stack.enter_async_context(node)
-        root = settings.trajectories or data / "trajectories"
-        workers = NodeWorkers(node, gateway, store)
         service = Service(
             database=database,
-            files=TrajectoryFiles(root, parquet),
+            files=TrajectoryFiles(settings.trajectories or data / "trajectories", parquet),
             workers=workers,
             settings=settings,
-            owner=_owner(data),
+            owner=owner,
         )
         await stack.enter_async_context(service)
         workers.settle()
@@ -166,6 +170,7 @@ async def server_of(config: FileConfig, *, concurrency: int | None = None) -> As
 def _owner(data: Path) -> str:
     """Whose leases these are: the same name in every life of a server on this folder."""
     path = data / "server.id"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text(secrets.token_hex(8))
     return path.read_text()

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 from bridle.capture.records import Outcome
 from bridle.capture.store import Store
 from bridle.config import Task
+from bridle.executors.hosting import artifact_path
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
@@ -200,7 +201,4 @@ class NodeWorkers:
 
     async def artifact(self, run_id: str, name: str) -> Path | None:
         """As `Workers.artifact`; only what lies in the run's own folder."""
-        folder = self._node.folder.session_folder(run_id).resolve()
-        path = (folder / name).resolve()
-        inside = path.is_relative_to(folder) and path.is_relative_to(self._node.folder.path)
-        return path if inside and path.is_file() else None
+        return artifact_path(self._node, run_id, name)

@@ -1,0 +1,151 @@
+"""What a cluster is made of, seen from who asks for runs: links to nodes, members, runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pydantic import Field
+
+from bridle.config import Settings, Task
+from bridle.executors.hosting import End, Hello, News, Start
+from bridle.executors.placing import Place
+from bridle.gateway.weights import SetPolicy
+from bridle.lifecycle.results import SessionResult
+from bridle.types import JSON
+
+
+class Link(Protocol):
+    """One node, over a network. Every call raises `NodeLostError` if it cannot be reached."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the nodes."""
+
+    @property
+    def offers(self) -> Mapping[str, float]:
+        """How much its machine has of each resource."""
+
+    async def hello(self, owner: str) -> Hello:
+        """As `NodeHost.hello`; the first one waits until the node is up.
+
+        The error that opening it raised, if it cannot be.
+        """
+
+    async def news(self, owner: str, epoch: str, after: int, *, wait_s: float) -> News:
+        """As `NodeHost.news`; `NodeLostError` if it is not the process of `epoch` any more."""
+
+    async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]:
+        """As `NodeHost.start`."""
+
+    async def result(self, run_id: str) -> End | None:
+        """As `NodeHost.result`."""
+
+    async def recall(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
+        """As `NodeHost.recall`."""
+
+    async def ack(self, owner: str, run_ids: Sequence[str]) -> None:
+        """As `NodeHost.ack`."""
+
+    async def cancel(self, run_id: str) -> bool:
+        """As `NodeHost.cancel`."""
+
+    async def drain(self) -> None:
+        """As `NodeHost.drain`."""
+
+    async def set_policy(self, wanted: SetPolicy) -> JSON:
+        """As `NodeHost.set_policy`."""
+
+    async def artifact(self, run_id: str, name: str) -> bytes | None:
+        """As `NodeHost.artifact`."""
+
+    async def remove(self, run_id: str) -> None:
+        """As `NodeHost.remove`."""
+
+    async def kept_bytes(self) -> int:
+        """As `NodeHost.kept_bytes`."""
+
+    async def leave(self) -> None:
+        """End the node's process."""
+
+
+class Patience(Settings):
+    """How long a node is waited for, in seconds."""
+
+    lost_after_s: float = Field(default=5, gt=0)
+    """A node that does not answer for so long is lost, and its sessions are run again."""
+    tell_s: float = Field(default=1, gt=0)
+    """A node that has nothing to tell says so after this."""
+    open_s: float = Field(default=600, gt=0)
+    """How long a node may take to come up: its engines, its tokenizer."""
+    again_s: float = Field(default=0.2, gt=0)
+    """Between two tries to reach a node that is away."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A node that takes part."""
+
+    link: Link
+    place: Place
+    runs: dict[str, Run] = field(default_factory=dict)
+    """Those that are here, or on their way."""
+    epoch: str = ""
+    after: int = 0
+    heard: float = field(default_factory=time.monotonic)
+    """When it last answered."""
+    state: str = "opening"
+    """`opening`, `live`, `draining`, `away` (it does not answer), `lost`."""
+    error: str | None = None
+    stages: Mapping[str, int] = field(default_factory=dict)
+    policy: JSON = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is live, or has failed to be."""
+
+    def json(self) -> JSON:
+        """For people."""
+        return {
+            "name": self.place.name,
+            "node_id": self.place.node_id or None,
+            "state": self.state,
+            "slots": self.place.capacity,
+            "free": self.place.free,
+            "sessions": len(self.runs),
+            "stages": dict(self.stages),
+            "offers": dict(self.place.offers),
+            "used": {name: much for name, much in self.place.used.items() if much},
+            "silent_s": round(time.monotonic() - self.heard, 3),
+            "policy": self.policy,
+            "error": self.error,
+        }
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One run that somebody waits for."""
+
+    run_id: str
+    task: Task
+    sample_index: int
+    avoid: frozenset[str]
+    earlier: tuple[str, ...]
+    """Run ids of the same session's runs that were lost; the end of one of them will do."""
+    done: asyncio.Future[SessionResult]
+    needs: Mapping[str, float] = field(default_factory=dict)
+    member: Member | None = None
+    fetching: bool = False
+    """Whether its end is on its way here."""
+    ended: bool = False
+    """Whether its node has told its end."""
+
+    def finish(self, end: End) -> None:
+        """It has ended."""
+        if not self.done.done():
+            if isinstance(end, BaseException):
+                self.done.set_exception(end)
+            else:
+                self.done.set_result(end)

@@ -1,0 +1,370 @@
+"""Nodes on the machines of a Ray cluster: one actor per machine, pinned to it, restarted by Ray.
+
+An actor (`NodeActor`) holds a `NodeHost`: gateway, sessions, capture, harness bundles. It is
+detached and has a name, so it and its sessions outlive the process that made it, and the next one
+finds it. `RayCluster` watches which machines offer the resource and joins each to the runner. Words
+go as actor calls, results through the object store.
+
+Ray starts an actor anew where its process died; the new process takes the first folder that nobody
+holds, its own by rule, so what had ended there is there again. An actor of a machine that died is
+gone; a machine that comes back gets a new one, on the folder that is on its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import ray
+import structlog
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bridle.aio import Nursery
+from bridle.errors import BridleError, ConfigError, NodeLostError
+from bridle.executors.cluster import ClusterRunner
+from bridle.executors.hosting import End, Hello, News, NodeHost, Opens, Start, node_name
+from bridle.executors.settings import RaySettings
+from bridle.gateway.weights import SetPolicy
+from bridle.lifecycle.results import SessionResult
+from bridle.lifecycle.run_folder import hold
+from bridle.types import JSON
+
+T = TypeVar("T")
+
+HEALTH: Final = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
+"""How soon a cluster that we start knows of a dead machine: 5 s in place of Ray's 16."""
+
+CALLS: Final = 10_000
+"""Calls that an actor answers at once; those that wait for news are among them."""
+
+REMAKE_S: Final = 10.0
+"""Between two actors for a machine whose first one could not be made."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an actor answers: a value, or the error of ours that it came to."""
+
+    value: Any = None
+    error: BridleError | None = None
+
+
+class NodeActor:
+    """The node of one machine; made by `RayCluster`, one per machine.
+
+    It comes up when it is greeted first, and tries again at the next greeting if it could not.
+    """
+
+    def __init__(self, base: str, cwd: str, opens: Opens, cpus: float | None) -> None:
+        self._base = Path(base)
+        self._opens = opens
+        self._cpus = cpus
+        if Path(cwd).is_dir():
+            os.chdir(cwd)  # relative paths of a config mean what they mean to the server
+        self._nursery = Nursery(lambda error: log.error("a node has failed", error=repr(error)))
+        self._host: NodeHost | None = None
+        self._opening = asyncio.Lock()
+        self._leaving = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+
+    async def say(self, word: str, *given: Any, **named: Any) -> Told:  # noqa: ANN401 - of any method
+        """Call a method of the host."""
+        try:
+            host = await self._up() if word == "hello" else self._host
+            if host is None:
+                raise NodeLostError("it has just been started", may_return=True)
+            value = getattr(host, word)(*given, **named)
+            return Told(await value if asyncio.iscoroutine(value) else value)
+        except BridleError as error:
+            return Told(error=error)
+
+    async def news(self, owner: str, epoch: str, after: int, wait_s: float) -> Told:
+        """As `NodeHost.news`, for who greeted this process."""
+        if self._host is None or self._host.epoch != epoch:
+            return Told(error=NodeLostError("it was started anew", may_return=True))
+        return Told(await self._host.news(owner, after, wait_s=wait_s))
+
+    async def leave(self) -> None:
+        """End all that runs here, and be ready to be ended."""
+        self._leaving.set()
+        if self._life is not None:
+            await asyncio.wait([self._life])
+
+    async def _up(self) -> NodeHost:
+        async with self._opening:
+            if self._host is None:
+                ready: asyncio.Future[NodeHost] = asyncio.get_running_loop().create_future()
+                self._life = self._nursery.start(self._live(ready), name="node")
+                self._host = await ready
+            return self._host
+
+    async def _live(self, ready: asyncio.Future[NodeHost]) -> None:
+        """The node, from its opening until it is to leave."""
+        try:
+            async with AsyncExitStack() as stack:
+                folder, lock = await asyncio.to_thread(take_folder, self._base)
+                stack.callback(os.close, lock)
+                hosted = await stack.enter_async_context(self._opens(folder, self._cpus))
+                host = NodeHost(hosted, node_id=node_name(folder))
+                await stack.enter_async_context(host)
+                ready.set_result(host)
+                await self._leaving.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(
+                error if isinstance(error, BridleError) else ConfigError(f"opening it: {error!r}")
+            )
+
+
+def take_folder(base: Path) -> tuple[Path, int]:
+    """The first folder of this machine in `base` that no process holds, and its lock."""
+    for number in itertools.count():
+        folder = base / socket.gethostname() / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(ConfigError):
+            return folder, hold(folder)
+    raise AssertionError
+
+
+class RayLink:
+    """Implements `members.Link` on an actor."""
+
+    def __init__(self, name: str, offers: Mapping[str, float], actor: Any) -> None:  # noqa: ANN401 - ray's handle
+        self.name = name
+        self.offers = offers
+        self._actor = actor
+
+    async def hello(self, owner: str) -> Hello:
+        """As `Link.hello`."""
+        hello: Hello = await self._say("hello", owner)
+        return hello
+
+    async def news(self, owner: str, epoch: str, after: int, *, wait_s: float) -> News:
+        """As `Link.news`."""
+        news: News = await told(self._actor.news.remote(owner, epoch, after, wait_s))
+        return news
+
+    async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]:
+        """As `Link.start`."""
+        refused: list[str | None] = await self._say("start", owner, starts)
+        return refused
+
+    async def result(self, run_id: str) -> End | None:
+        """As `Link.result`."""
+        end: End | None = await self._say("result", run_id)
+        return end
+
+    async def recall(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
+        """As `Link.recall`."""
+        found: dict[str, SessionResult] = await self._say("recall", run_ids)
+        return found
+
+    async def ack(self, owner: str, run_ids: Sequence[str]) -> None:
+        """As `Link.ack`."""
+        await self._say("ack", owner, run_ids)
+
+    async def cancel(self, run_id: str) -> bool:
+        """As `Link.cancel`."""
+        was: bool = await self._say("cancel", run_id)
+        return was
+
+    async def drain(self) -> None:
+        """As `Link.drain`."""
+        await self._say("drain")
+
+    async def set_policy(self, wanted: SetPolicy) -> JSON:
+        """As `Link.set_policy`."""
+        policy: JSON = await self._say("set_policy", wanted)
+        return policy
+
+    async def artifact(self, run_id: str, name: str) -> bytes | None:
+        """As `Link.artifact`."""
+        content: bytes | None = await self._say("artifact", run_id, name)
+        return content
+
+    async def remove(self, run_id: str) -> None:
+        """As `Link.remove`."""
+        await self._say("remove", run_id)
+
+    async def kept_bytes(self) -> int:
+        """As `Link.kept_bytes`."""
+        size: int = await self._say("kept_bytes")
+        return size
+
+    async def leave(self) -> None:
+        """As `Link.leave`; the actor is gone for good."""
+        with suppress(NodeLostError):
+            await told(self._actor.leave.remote())
+        await asyncio.to_thread(ray.kill, self._actor)
+
+    async def _say(self, word: str, *given: object) -> Any:  # noqa: ANN401 - the callers know
+        return await told(self._actor.say.remote(word, *given))
+
+
+async def told(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
+    """What an actor answered; its error is raised, Ray's own as `NodeLostError`."""
+    try:
+        said = await answer
+    except (ActorUnavailableError, RayTaskError) as error:
+        raise NodeLostError(_short(error), may_return=True) from error
+    except RayError as error:
+        raise NodeLostError(_short(error)) from error
+    if isinstance(said, Told):
+        if said.error is not None:
+            raise said.error
+        return said.value
+    return said
+
+
+def _short(error: Exception) -> str:
+    """The telling line of what Ray says: its last one that is not empty, cut."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {(lines or [''])[0]} {lines[-1] if lines[1:] else ''}"[:400]
+
+
+class RayCluster:
+    """Joins the machines of a Ray cluster to a runner. Use as an async context manager, inside
+    the runner's own.
+    """
+
+    def __init__(
+        self, runner: ClusterRunner, settings: RaySettings, *, opens: Opens, folder: Path
+    ) -> None:
+        """`folder` is that of nodes, on each machine, where the settings name none."""
+        self._runner = runner
+        self._settings = settings
+        self._opens = opens
+        self._folder = (settings.folder or folder).absolute()
+        self._made: dict[str, float] = {}
+        """Ray's node id -> when its actor was last made, on the loop's clock."""
+        self._nursery = Nursery(lambda error: log.error("no machine is watched", error=repr(error)))
+        self._connected = False
+
+    async def __aenter__(self) -> Self:
+        """Connect, and wait for the machines that are there.
+
+        `ConfigError` if there is no cluster, or if no node of those came up.
+        """
+        await asyncio.to_thread(self._connect)
+        try:
+            await self._look()
+            await self._runner.first_heard()
+            self._nursery.start(self._watch(), name="machines")
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Let the cluster go; actors and their sessions stay."""
+        await self._nursery.cancel()
+        if self._connected:
+            self._connected = False
+            await asyncio.to_thread(ray.shutdown)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return
+        common = {"namespace": self._settings.namespace, "log_to_driver": False}
+        common["logging_level"] = "warning"
+        address = self._settings.address or os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            try:
+                if address != "local":
+                    ray.init(address=address, **common)
+            except ConnectionError:
+                if self._settings.address is not None or "RAY_ADDRESS" in os.environ:
+                    raise
+            if not ray.is_initialized():
+                start_here(self._settings, common)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"no Ray cluster at {address}: {error}") from error
+        self._connected = True
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.watch_s)
+            try:
+                await self._look()
+            except RayError as error:
+                log.warning("the cluster cannot be asked for its machines", error=_short(error))
+
+    async def _look(self) -> None:
+        """Join the machines that are there, and let those go that are not."""
+        machines = {one["NodeID"]: one for one in await asyncio.to_thread(ray.nodes)}
+        wanted = {
+            name: one["Resources"]
+            for name, one in machines.items()
+            if one["Alive"] and one["Resources"].get(self._settings.resource, 0) > 0
+        }
+        for member in self._runner.nodes():
+            if member.place.name not in wanted:
+                self._runner.gone(member.place.name, "its machine has left the cluster")
+            elif member.task is not None and member.task.done():
+                self._runner.gone(member.place.name, "its actor has ended")
+        known = {member.place.name for member in self._runner.nodes()}
+        now = asyncio.get_running_loop().time()
+        for name, resources in wanted.items():
+            if name not in known and now - self._made.get(name, -REMAKE_S) >= REMAKE_S:
+                self._made[name] = now
+                actor = await asyncio.to_thread(self._actor, name, resources)
+                self._runner.join(RayLink(name, self._offers(resources), actor))
+
+    def _offers(self, resources: Mapping[str, float]) -> dict[str, float]:
+        own = {"object_store_memory", self._settings.resource} - {"CPU"}
+        return {
+            name: much
+            for name, much in resources.items()
+            if name not in own and not name.startswith("node:")
+        }
+
+    def _actor(self, name: str, resources: Mapping[str, float]) -> Any:  # noqa: ANN401 - ray's handle
+        """The actor of a machine: the one that is there, else a new one."""
+        made = ray.remote(NodeActor).options(
+            name=f"node-{name}",
+            namespace=self._settings.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False),
+        )
+        cpus = resources.get("CPU") or None
+        return made.remote(str(self._folder), str(Path.cwd()), self._opens, cpus)
+
+
+def address() -> str:
+    """Where the cluster is that this process is connected to."""
+    found: str = ray.get_runtime_context().gcs_address
+    return found
+
+
+def start_here(settings: RaySettings, common: Mapping[str, Any]) -> None:
+    """Start a cluster of this machine alone; it ends with this process."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    offered = {} if settings.resource == "CPU" else {settings.resource: 1.0}
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        resources=offered,
+        _system_config=HEALTH,
+        **common,
+    )

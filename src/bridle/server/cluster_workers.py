@@ -1,0 +1,162 @@
+"""Sessions on many nodes for the server: `workers.Workers` over a cluster's runner.
+
+Runs outlive the server: one that stops, or is killed, leaves them to its next life, which takes
+them up by their ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+
+from bridle.config import Task
+from bridle.errors import EngineError, NodeLostError, StoreError
+from bridle.executors.cluster import ClusterRunner
+from bridle.executors.members import Member
+from bridle.gateway.steering import SLACK_S, update
+from bridle.gateway.weights import SetPolicy
+from bridle.lifecycle.events import Event
+from bridle.lifecycle.results import SessionResult
+from bridle.server.rows import run_id as id_of_run
+from bridle.types import JSON
+
+
+class ClusterWorkers:
+    """Implements `workers.Workers` on a `ClusterRunner` that outlives."""
+
+    outlive = True
+
+    def __init__(self, runner: ClusterRunner) -> None:
+        self._runner = runner
+
+    @property
+    def capacity(self) -> int:
+        """As the runner's."""
+        return self._runner.capacity
+
+    async def run(
+        self, task: Task, sample_index: int, run_id: str, avoid: frozenset[str]
+    ) -> SessionResult:
+        """As `Workers.run`; takes up what goes on already."""
+        return await self._runner.run(
+            task, sample_index, session_id=run_id, avoid=avoid, earlier=earlier_runs(run_id)
+        )
+
+    def cancel(self, run_id: str) -> bool:
+        """As `Workers.cancel`."""
+        return self._runner.cancel(run_id)
+
+    def expect(self, run_id: str) -> bool:
+        """As `Workers.expect`."""
+        return self._runner.expect(run_id)
+
+    def settle(self) -> None:
+        """As `Workers.settle`."""
+        self._runner.settle()
+
+    async def recall(self, run_id: str) -> SessionResult | None:
+        """As `Workers.recall`."""
+        return await self._runner.recall(run_id)
+
+    def release(self, run_id: str) -> None:
+        """As `Workers.release`."""
+        self._runner.release(run_id)
+
+    async def remove(self, run_id: str) -> None:
+        """As `Workers.remove`, on whichever node has it. Of one that is away it stays."""
+        for member in self._live():
+            with suppress(NodeLostError):
+                await member.link.remove(run_id)
+
+    async def kept_bytes(self) -> int:
+        """As `Workers.kept_bytes`, on all nodes that live."""
+        total = 0
+        for member in self._live():
+            with suppress(NodeLostError):
+                total += await member.link.kept_bytes()
+        return total
+
+    async def set_policy(self, wanted: SetPolicy) -> None:
+        """As `Workers.set_policy`, on every node.
+
+        An engine that several nodes use loads weights once, while all of them hold.
+        """
+        nodes = [Steers(member) for member in self._live()]
+        if not nodes:
+            raise EngineError("no node is there to be steered", retryable=True)
+        if wanted.weights is None or wanted.version is None or wanted.rolling:
+            await each(nodes, wanted)
+            return
+        await update(
+            nodes, wanted.weights, wanted.version, mode=wanted.mode, timeout_s=wanted.timeout_s
+        )
+        if wanted.paused is not None:
+            await each(nodes, SetPolicy(paused=wanted.paused))
+
+    def policy(self) -> JSON:
+        """As `Workers.policy`: the greatest version of all nodes, paused or held if one is."""
+        told = [member.policy for member in self._live() if member.policy]
+        return {
+            "version": max((one["version"] for one in told), default=0),
+            "paused": any(one["paused"] for one in told),
+            "hold": next((one["hold"] for one in told if one["hold"]), None),
+            "model": told[0]["model"] if told else None,
+        }
+
+    def listening(self, listener: Callable[[Event], None]) -> AbstractContextManager[None]:
+        """As `Workers.listening`."""
+        return self._runner.events.listening(listener)
+
+    async def artifact(self, run_id: str, name: str) -> bytes | None:
+        """As `Workers.artifact`, from whichever node has it."""
+        for member in self._live():
+            with suppress(NodeLostError, StoreError):
+                if (content := await member.link.artifact(run_id, name)) is not None:
+                    return content
+        return None
+
+    def _live(self) -> list[Member]:
+        return [one for one in self._runner.nodes() if one.state in ("live", "draining")]
+
+
+class Steers:
+    """A node's gateway, as weight updates see it (`bridle.gateway.steering.Steered`)."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.name = f"node {member.place.node_id}"
+
+    async def steer(self, wanted: SetPolicy) -> JSON:
+        """As `Steered.steer`."""
+        try:
+            async with asyncio.timeout(wanted.timeout_s + SLACK_S):
+                self._member.policy = await self._member.link.set_policy(wanted)
+        except (NodeLostError, TimeoutError) as error:
+            raise EngineError(f"it does not answer: {error}") from error
+        return dict(self._member.policy)
+
+
+async def each(nodes: list[Steers], wanted: SetPolicy) -> None:
+    """Steer all at once. `EngineError` says which did not do their part."""
+    failed: list[str] = []
+
+    async def one(node: Steers) -> None:
+        try:
+            await node.steer(wanted)
+        except EngineError as error:
+            failed.append(f"{node.name}: {error}")
+
+    async with asyncio.TaskGroup() as group:
+        for node in nodes:
+            group.create_task(one(node))
+    if failed:
+        raise EngineError("; ".join(failed))
+
+
+def earlier_runs(run_id: str) -> tuple[str, ...]:
+    """The ids of the runs of the same session before this one."""
+    session, _, attempt = run_id.rpartition(".r")
+    if not session or not attempt.isdigit():
+        return ()
+    return tuple(id_of_run(session, number) for number in range(1, int(attempt)))

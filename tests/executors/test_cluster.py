@@ -1,0 +1,328 @@
+import asyncio
+
+import pytest
+from tests.executors.house import HASTY, a_runner, begun, some_links, task, until, where
+
+from bridle.errors import ConfigError, EngineError, NodeLostError, StoreError
+from bridle.lifecycle.events import RoomChanged
+
+
+async def ended(runner, links, run_id, **answer):
+    (await begun(links, run_id)).node.let(run_id, **answer)
+
+
+async def test_sessions_spread_over_the_nodes_and_name_the_one_that_computed_them():
+    async with some_links("a", "b", capacity=2) as links, a_runner(*links) as runner:
+        assert (runner.capacity, runner.free) == (4, 4)
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(runner.run(task(), k, session_id=f"s{k}")) for k in range(4)]
+            await begun(links, "s0", "s1", "s2", "s3")
+            assert [len(link.node.living) for link in links] == [2, 2]
+            assert runner.free == 0
+            for k in range(4):
+                await ended(runner, links, f"s{k}")
+        assert {run.result().status for run in runs} == {"COMPLETED"}
+        assert {run.result().node_id for run in runs} == {"id-a", "id-b"}
+        assert runner.session_ids() == ()
+        assert runner.free == 4
+
+
+async def test_a_session_waits_for_room_and_gets_it_as_soon_as_there_is_some():
+    async with some_links("a", capacity=1) as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(runner.run(task(), session_id="s0"))
+            await begun(links, "s0")
+            second = group.create_task(runner.run(task(), session_id="s1"))
+            await asyncio.sleep(0.05)
+            assert where(links, "s1") is None
+            assert dict(runner.stages()) == {"RUNNING": 1, "REGISTERED": 1}
+            await ended(runner, links, "s0")
+            await ended(runner, links, "s1")
+        assert first.result().status == second.result().status == "COMPLETED"
+
+
+async def test_sessions_that_only_some_node_can_do_do_not_take_the_room_of_others():
+    async with (
+        some_links("plain", capacity=2) as links,
+        a_runner(*links) as runner,
+        asyncio.TaskGroup() as group,
+    ):
+        picky = task(runtime={"resources": {"gpu_of_ours": 1.0}})
+        waits = group.create_task(runner.run(picky, session_id="picky"))
+        await until(lambda: runner.capacity == 3)
+        group.create_task(runner.run(task(), session_id="s0"))
+        await ended(runner, links, "s0")
+        async with some_links("able", offers={"gpu_of_ours": 1.0}) as able:
+            runner.join(able[0])
+            await ended(runner, able, "picky")
+            assert (await waits).node_id == "id-able"
+            runner.gone("able", "the test is over")
+
+
+async def test_a_retry_goes_to_another_node():
+    async with (
+        some_links("a", "b") as links,
+        a_runner(*links) as runner,
+        asyncio.TaskGroup() as group,
+    ):
+        one = runner.run(task(), session_id="s0", avoid=frozenset({"id-a"}))
+        group.create_task(one)
+        assert await begun(links, "s0") is links[1]
+        await ended(runner, links, "s0")
+
+
+async def test_a_node_that_says_it_is_full_is_believed():
+    async with some_links("a") as links, a_runner(*links) as runner:
+        links[0].refusals = 1
+        async with asyncio.TaskGroup() as group:
+            group.create_task(runner.run(task(), session_id="s0"))
+            await ended(runner, links, "s0")
+        assert links[0].calls.count("start") == 2
+
+
+async def test_what_was_wrong_with_a_run_is_raised_as_it_is():
+    async with some_links("a") as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            run = group.create_task(trying(runner.run(task(), session_id="s0")))
+            (await begun(links, "s0")).node.living["s0"].set_result(StoreError("disk full"))
+        assert str(run.result()) == "disk full"
+        again = asyncio.timeout(1)
+        async with again, asyncio.TaskGroup() as group:
+            run = group.create_task(runner.run(task(), session_id="s1"))
+            await begun(links, "s1")
+            with pytest.raises(ConfigError, match="runs already"):
+                await runner.run(task(), session_id="s1")
+            await ended(runner, links, "s1")
+
+
+async def trying(run):
+    """The error that it raises."""
+    with pytest.raises(Exception) as caught:
+        await run
+    return caught.value
+
+
+@pytest.mark.parametrize("failure", ["silent", "away", "its machine is gone"])
+async def test_runs_of_a_node_that_does_not_answer_are_given_up(failure):
+    async with (
+        some_links("a", "b") as links,
+        a_runner(*links, patience=HASTY) as runner,
+        asyncio.TaskGroup() as group,
+    ):
+        run = group.create_task(trying(runner.run(task(), session_id="s0")))
+        dead = await begun(links, "s0")
+        dead.failure = failure
+        error = await run
+        assert isinstance(error, NodeLostError)
+        assert dead.host.node_id in str(error)
+        await until(lambda: runner.free == 4)
+
+
+async def test_a_node_that_was_silent_ends_what_nobody_waits_for_any_more_and_takes_part_again():
+    async with some_links("a") as links, a_runner(*links, patience=HASTY) as runner:
+        async with asyncio.TaskGroup() as group:
+            run = group.create_task(trying(runner.run(task(), session_id="s0")))
+            await begun(links, "s0")
+            links[0].failure = "silent"
+            assert isinstance(await run, NodeLostError)
+            links[0].failure = None
+            await until(lambda: not links[0].node.living)
+            await until(lambda: runner.free == 4)
+            group.create_task(runner.run(task(), session_id="s0.r2"))
+            await ended(runner, links, "s0.r2")
+        await until(lambda: "s0" not in links[0].host._runs)
+
+
+async def test_a_short_silence_costs_no_session():
+    async with some_links("a") as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            run = group.create_task(runner.run(task(), session_id="s0"))
+            await begun(links, "s0")
+            links[0].failure = "away"
+            await until(lambda: runner.nodes()[0].state == "away")
+            assert runner.free == 0
+            links[0].node.let("s0")
+            links[0].failure = None
+        assert run.result().status == "COMPLETED"
+
+
+async def test_what_had_ended_when_its_process_died_counts_and_the_rest_is_given_up():
+    async with some_links("a") as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            done = group.create_task(runner.run(task(), session_id="done"))
+            lost = group.create_task(trying(runner.run(task(), session_id="lost")))
+            await begun(links, "done", "lost")
+            links[0].failure = "away"
+            links[0].node.let("done")
+            await until(lambda: links[0].host.result("done"))
+            links[0].disk["done"] = links[0].host.result("done")
+            await links[0].restart()
+            links[0].failure = None
+        assert done.result().status == "COMPLETED"
+        assert "started anew" in str(lost.result())
+
+
+async def test_a_disk_that_comes_back_ends_the_second_run_of_what_had_ended_there():
+    async with some_links("a", "late") as links, a_runner(links[0]) as runner:
+        first, late = links
+        async with asyncio.TaskGroup() as group:
+            again = runner.run(task(), session_id="s.r2", earlier=("s",))
+            run = group.create_task(again)
+            await begun([first], "s.r2")
+            late.disk["s"] = result_of("s")
+            runner.join(late)
+            assert (await run).session_id == "s"
+        await until(lambda: not first.node.living)
+
+
+def result_of(run_id):
+    from tests.server.house import result
+
+    return result(run_id, task(), 0)
+
+
+async def test_a_cancelled_run_ends_as_such_wherever_it_is():
+    async with some_links("a", capacity=1) as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            living = group.create_task(runner.run(task(), session_id="living"))
+            await begun(links, "living")
+            waiting = group.create_task(runner.run(task(), session_id="waiting"))
+            await until(lambda: len(runner.session_ids()) == 2)
+            assert runner.cancel("waiting")
+            assert runner.cancel("living")
+            assert not runner.cancel("unknown")
+        assert living.result().status == waiting.result().status == "CANCELLED"
+        assert links[0].node.ran == ["living"]
+
+
+async def test_a_cancelled_caller_leaves_nothing_on_a_node():
+    async with some_links("a") as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            run = group.create_task(runner.run(task(), session_id="s0"))
+            await begun(links, "s0")
+            run.cancel()
+        assert links[0].node.living == {}
+        assert runner.session_ids() == ()
+
+
+# ---- lives of who asks
+
+
+async def test_what_outlives_its_caller_is_taken_up_by_its_next_life_and_never_run_twice():
+    async with some_links("a", "b") as links:
+        async with a_runner(*links, outlive=True) as runner, asyncio.TaskGroup() as group:
+            runs = [group.create_task(runner.run(task(), session_id=f"s{k}")) for k in (0, 1)]
+            await begun(links, "s0", "s1")
+            for run in runs:
+                run.cancel()
+        await ended(None, links, "s0")
+        async with a_runner(*links, outlive=True, settled=False) as runner:
+            assert runner.expect("s0")
+            assert runner.expect("s1")
+            assert not runner.expect("s2")
+            async with asyncio.TaskGroup() as group:
+                first = group.create_task(runner.run(task(), session_id="s0"))
+                second = group.create_task(runner.run(task(), session_id="s1"))
+                runner.settle()
+                assert (await first).status == "COMPLETED"
+                await ended(runner, links, "s1")
+            assert second.result().status == "COMPLETED"
+        assert sorted(links[0].node.ran + links[1].node.ran) == ["s0", "s1"]
+
+
+async def test_what_the_next_life_does_not_want_is_ended():
+    async with some_links("a") as links:
+        async with a_runner(*links, outlive=True) as runner, asyncio.TaskGroup() as group:
+            runs = [group.create_task(runner.run(task(), session_id=f"s{k}")) for k in (0, 1)]
+            await begun(links, "s0", "s1")
+            for run in runs:
+                run.cancel()
+        await ended(None, links, "s0")
+        async with a_runner(*links, outlive=True):
+            await until(lambda: not links[0].node.living)
+            await until(lambda: not links[0].host._runs)
+
+
+async def test_two_owners_share_nodes_and_do_not_see_each_others_runs():
+    async with (
+        some_links("a", capacity=2) as links,
+        a_runner(*links) as mine,
+        a_runner(*links, owner="you") as yours,
+        asyncio.TaskGroup() as group,
+    ):
+        group.create_task(mine.run(task(), session_id="m"))
+        group.create_task(yours.run(task(), session_id="y"))
+        await begun(links, "m", "y")
+        await until(lambda: (mine.free, yours.free) == (0, 0))
+        assert mine.session_ids() == ("m",)
+        await ended(mine, links, "m")
+        await ended(yours, links, "y")
+
+
+async def test_a_result_is_held_by_its_node_until_it_is_let_go():
+    async with some_links("a") as links, a_runner(*links) as runner:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(runner.run(task(), session_id="s0"))
+            await ended(runner, links, "s0")
+        assert "s0" in links[0].host._runs
+        runner.release("s0")
+        runner.release("unknown")
+        await until(lambda: "s0" not in links[0].host._runs)
+        assert links[0].gateway.forgotten == ["s0"]
+
+
+async def test_an_end_of_an_earlier_life_is_recalled_from_whichever_node_has_it():
+    async with some_links("a", "b") as links, a_runner(*links) as runner:
+        links[1].disk["s"] = result_of("s")
+        assert (await runner.recall("s")).session_id == "s"
+        links[0].failure = "away"
+        assert await runner.recall("other") is None
+
+
+# ---- nodes come and go
+
+
+async def test_room_is_told_as_nodes_join_drain_and_leave():
+    slots = []
+    async with some_links("a", "b") as links, a_runner(links[0]) as runner:
+
+        def hear(event):
+            if isinstance(event, RoomChanged):
+                slots.append(event.slots)
+
+        with runner.events.listening(hear):
+            runner.join(links[1])
+            runner.join(links[1])
+            await until(lambda: slots == [8])
+            async with asyncio.TaskGroup() as group:
+                run = group.create_task(runner.run(task(), session_id="s0"))
+                at = await begun(links, "s0")
+                await runner.drain(at.name)
+                await until(lambda: runner.free == 4)
+                at.node.let("s0")
+            assert run.result().status == "COMPLETED"
+            await until(lambda: slots[-1] == 4)
+            runner.gone("a", "it left")
+            runner.gone("b", "it left")
+            assert slots[-1] == 0
+        with pytest.raises(ConfigError, match="no node 'a'"):
+            await runner.drain("a")
+
+
+async def test_nodes_that_none_of_which_comes_up_are_a_mistake_that_is_told():
+    async with some_links("a", opening=EngineError("no logprobs")) as links:
+        with pytest.raises(ConfigError, match=r"no node came up; a: no logprobs"):
+            async with a_runner(*links):
+                raise AssertionError
+
+
+async def test_one_that_does_not_come_up_is_greeted_again():
+    async with some_links("a", "b") as links:
+        links[1].opening = EngineError("its engine is loading")
+        async with a_runner(*links, patience=HASTY) as runner:
+            states = {one.place.name: one.json() for one in runner.nodes()}
+            assert states["b"]["error"] == "its engine is loading"
+            assert runner.free == 4
+            links[1].opening = None
+            await until(lambda: runner.free == 8)
+            assert [one.json()["state"] for one in runner.nodes()] == ["live", "live"]

@@ -1,0 +1,203 @@
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from tests.executors.house import FakeGateway, FakeNode, task
+from tests.lifecycle.house import a_node
+from tests.lifecycle.house import task as real_task
+from tests.server.house import until
+
+from bridle.capture.sqlite import SqliteStore
+from bridle.errors import ConfigError
+from bridle.executors.hosting import (
+    KEPT_EVENTS,
+    Hosted,
+    NodeHost,
+    Start,
+    artifact_path,
+    node_name,
+    recalled,
+)
+from bridle.gateway.weights import SetPolicy
+
+
+def start(run_id, index=0):
+    return Start(run_id, task().model_dump_json(), index)
+
+
+def a_host(capacity=2):
+    node: Any = FakeNode(capacity)
+    gateway: Any = FakeGateway()
+    store: Any = None
+    return node, NodeHost(Hosted(node, gateway, store), node_id="n")
+
+
+def host_of(node, store):
+    return NodeHost(Hosted(node, node.gateway, store), node_id="n")
+
+
+async def began(node, *run_ids):
+    await until(lambda: node.living.keys() >= set(run_ids))
+
+
+async def test_runs_are_taken_in_while_there_is_room_and_once_each():
+    node, host = a_host()
+    async with host:
+        assert host.start("me", [start("a"), start("b"), start("c")]) == [None, None, "full"]
+        await began(node, "a", "b")
+        assert host.start("me", [start("a")]) == [None]
+        assert node.ran == ["a", "b"]
+        hello = host.hello("me")
+        assert (hello.room.capacity, hello.room.free, hello.room.placed) == (2, 0, 2)
+        assert (hello.living, hello.ended) == (("a", "b"), ())
+        assert host.hello("you").living == ()
+    assert node.living == {}
+
+
+async def test_news_come_when_there_are_some_and_are_told_again_until_they_were_heard():
+    node, host = a_host()
+    async with host, asyncio.timeout(10):
+        assert (await host.news("me", 0, wait_s=0.01)).events == ()
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(host.news("me", 0, wait_s=60))
+            await asyncio.sleep(0)
+            host.start("me", [start("a")])
+        first = waits.result()
+        assert [str(event.status) for event in first.events] == ["RUNNING"]
+        node.let("a")
+        second = await host.news("me", first.at, wait_s=60)
+        while not second.ended:
+            second = await host.news("me", first.at, wait_s=60)
+        assert [str(event.status) for event in second.events] == ["COMPLETED"]
+        assert second.ended == ("a",)
+        assert second.room.free == 2
+        again = await host.news("me", first.at, wait_s=0)
+        assert (again.events, again.ended) == (second.events, second.ended)
+        assert (await host.news("me", second.at, wait_s=0)).ended == ()
+
+
+async def test_a_free_slot_is_news_for_every_owner():
+    node, host = a_host()
+    async with host, asyncio.timeout(10):
+        host.start("me", [start("a")])
+        await began(node, "a")
+        host.hello("you")
+        node.let("a")
+        news = await host.news("you", 0, wait_s=60)
+        assert (news.events, news.ended, news.room.free) == ((), (), 2)
+
+
+async def test_an_end_is_held_until_its_owner_lets_go():
+    node, host = a_host()
+    async with host:
+        host.start("me", [start("a")])
+        await began(node, "a")
+        assert host.result("a") is None
+        host.ack("me", ["a"])
+        node.let("a")
+        await until(lambda: host.result("a"))
+        assert host.result("a").node_id == "n"
+        assert host.hello("me").ended == ("a",)
+        assert not host.cancel("a")
+        host.ack("you", ["a"])
+        assert (await host.recall(["a"]))["a"] is host.result("a")
+        host.ack("me", ["a", "unknown"])
+        assert host.result("a") is None
+        assert host.hello("me").ended == ()
+
+
+async def test_the_error_of_a_run_that_could_not_be_run_is_its_end():
+    node, host = a_host()
+    async with host:
+        host.start("me", [start("bad"), Start("worse", "{}", 0)])
+        await began(node, "bad")
+        node.living["bad"].set_result(ConfigError("no such thing"))
+        await until(lambda: host.result("bad") and host.result("worse"))
+        assert isinstance(host.result("bad"), ConfigError)
+        assert "running worse" in str(host.result("worse"))
+
+
+async def test_a_draining_node_takes_no_run_and_says_so():
+    node, host = a_host()
+    async with host:
+        host.start("me", [start("a")])
+        host.drain()
+        assert host.start("me", [start("b")]) == ["draining"]
+        assert host.hello("me").room.draining
+        host.drain(draining=False)
+        assert host.start("me", [start("b")]) == [None]
+        await began(node, "a", "b")
+        assert host.cancel("a")
+        assert not host.cancel("unknown")
+        await until(lambda: host.result("a"))
+        assert host.result("a").status == "CANCELLED"
+
+
+async def test_who_does_not_listen_does_not_fill_memory():
+    node, host = a_host()
+    async with host:
+        host.start("me", [start("a")])
+        await began(node, "a")
+        for _ in range(KEPT_EVENTS + 10):
+            node.tell("a", task(), 0, "RUNNING")
+        assert len((await host.news("me", 0, wait_s=0)).events) == KEPT_EVENTS
+
+
+async def test_the_policy_is_the_gateways():
+    _, host = a_host()
+    async with host:
+        assert (await host.set_policy(SetPolicy(version=4)))["version"] == 4
+        assert host.hello("me").policy["version"] == 4
+
+
+async def test_all_that_is_said_can_be_carried_between_processes():
+    node, host = a_host()
+    async with host:
+        host.start("me", [start("a")])
+        await began(node, "a")
+        node.let("a")
+        await until(lambda: host.result("a"))
+        for said in (host.hello("me"), await host.news("me", 0, wait_s=0), host.result("a")):
+            assert type(pickle.loads(pickle.dumps(said))) is type(said)  # noqa: S301 - our own
+
+
+async def test_a_real_session_is_hosted_recalled_and_removed(tmp_path):
+    store = await SqliteStore.open(tmp_path / "capture.sqlite")
+    async with store, a_node(tmp_path, store=store) as node:
+        async with host_of(node, store) as host:
+            spec = real_task().model_dump_json()
+            host.start("me", [Start("s", spec, 3)])
+            await until(lambda: host.result("s"))
+            result = host.result("s")
+            assert (result.status, result.sample_index) == ("COMPLETED", 3)
+            assert pickle.loads(pickle.dumps(result)).json() == result.json()  # noqa: S301 - our own
+            assert await host.recall(["t", "s"]) == {"s": result}
+            assert host.artifact("s", "harness.log") is not None or host.artifact("s", "x") is None
+            assert artifact_path(node, "s", "../../run.json") is None
+            assert await host.kept_bytes() > 0
+        again: Any = await recalled("s", node.gateway, store)
+        assert again.json()["trajectory"] == result.json()["trajectory"]
+        assert await recalled("unknown", node.gateway, store) is None
+        async with host_of(node, store) as host:
+            assert (await host.recall(["s"]))["s"].node_id == "n"
+            await host.remove("s")
+            assert store.sessions() == []
+
+
+async def test_a_run_without_an_end_is_closed_when_it_is_asked_for(tmp_path):
+    async with a_node(tmp_path) as node:
+        await node.gateway.open_session("s")
+        assert await recalled("s", node.gateway, node.store) is None
+        assert "killed" in node.store.outcome("s").error
+        assert await recalled("s", node.gateway, node.store) is None
+
+
+def test_a_node_is_called_the_same_in_every_life_of_its_folder(tmp_path):
+    assert node_name(tmp_path / "a") == node_name(tmp_path / "a") != node_name(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd"])
+async def test_an_artifact_is_only_what_lies_in_the_runs_folder(tmp_path, name):
+    async with a_node(tmp_path) as node:
+        assert artifact_path(node, "s", name) is None

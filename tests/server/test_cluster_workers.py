@@ -1,0 +1,134 @@
+import asyncio
+
+import pytest
+from tests.executors.house import a_runner, begun, some_links, task
+from tests.server.house import a_service, ended, result, submission, until
+
+from bridle.errors import EngineError
+from bridle.gateway.weights import SetPolicy
+from bridle.server.cluster_workers import ClusterWorkers, earlier_runs
+
+
+def test_the_runs_before_one_are_known_from_its_id():
+    assert earlier_runs("t.0") == ()
+    assert earlier_runs("t.0.r3") == ("t.0", "t.0.r2")
+    assert earlier_runs("task.rest.0") == ()
+
+
+async def let_all(links, wanted):
+    """Let runs end until so many sessions have begun anywhere."""
+    while sum(len(link.node.ran) for link in links) < wanted or any(
+        link.node.living for link in links
+    ):
+        for link in links:
+            for run_id in list(link.node.living):
+                link.node.let(run_id)
+        await asyncio.sleep(0.005)
+
+
+async def test_a_server_computes_on_many_nodes(tmp_path):
+    async with some_links("a", "b", capacity=2) as links, a_runner(*links, outlive=True) as runner:
+        workers = ClusterWorkers(runner)
+        async with a_service(tmp_path, workers) as service:
+            await service.submit([submission(samples=10)], owner="o")
+            await let_all(links, 10)
+            row = await ended(service, "t")
+            assert (row["state"], row["usable"]) == ("completed", 10)
+            assert min(len(link.node.ran) for link in links) > 0
+            await until(lambda: all(not link.host._runs for link in links))
+            assert (await service.status())["slots"] == 4
+
+
+async def test_sessions_of_a_lost_node_are_run_again_elsewhere_at_once(tmp_path):
+    hasty = {"lost_after_s": 0.3}
+    async with (
+        some_links("a", "b") as links,
+        a_runner(*links, outlive=True, patience=hasty) as runner,
+        a_service(tmp_path, ClusterWorkers(runner)) as service,
+    ):
+        await service.submit([submission(samples=4, max_attempts=1)], owner="o")
+        await until(lambda: sum(len(link.node.living) for link in links) == 4)
+        dead, well = links
+        lost = set(dead.node.living)
+        dead.failure = "its machine is gone"
+        again = await begun([well], *(f"{one}.r2" for one in lost))
+        assert again is well
+        await let_all([well], 4)
+        assert (await ended(service, "t"))["usable"] == 4
+
+
+async def test_the_next_life_of_a_server_takes_up_what_goes_on_and_runs_nothing_twice(tmp_path):
+    async with some_links("a") as links:
+        async with (
+            a_runner(*links, outlive=True) as runner,
+            a_service(tmp_path, ClusterWorkers(runner)) as service,
+        ):
+            await service.submit([submission(samples=3)], owner="o")
+            await begun(links, "t.0", "t.1", "t.2")
+            assert await service.drain() == 3
+        links[0].node.let("t.0")
+        async with a_runner(*links, outlive=True, settled=False) as runner:
+            workers = ClusterWorkers(runner)
+            async with a_service(tmp_path, workers) as service:
+                workers.settle()
+                links[0].node.let("t.1")
+                links[0].node.let("t.2")
+                assert (await ended(service, "t"))["usable"] == 3
+        assert sorted(links[0].node.ran) == ["t.0", "t.1", "t.2"]
+
+
+async def test_what_had_ended_on_a_disk_is_recalled_by_the_next_life(tmp_path):
+    async with some_links("a") as links:
+        async with (
+            a_runner(*links, outlive=True) as runner,
+            a_service(tmp_path, ClusterWorkers(runner)) as service,
+        ):
+            await service.submit([submission()], owner="o")
+            await begun(links, "t.0")
+        links[0].disk["t.0"] = result("t.0", submission().split()[0], 0)
+        await links[0].restart()
+        async with (
+            a_runner(*links, outlive=True, settled=False) as runner,
+            a_service(tmp_path, ClusterWorkers(runner)) as service,
+        ):
+            assert (await ended(service, "t"))["usable"] == 1
+            assert links[0].node.ran == []
+
+
+async def test_every_node_is_steered_and_one_that_refuses_is_named():
+    async with some_links("a", "b") as links, a_runner(*links) as runner:
+        workers = ClusterWorkers(runner)
+        await workers.set_policy(SetPolicy(version=3, paused=False))
+        assert [link.gateway.version for link in links] == [3, 3]
+        assert workers.policy() == {"version": 3, "paused": False, "hold": None, "model": "m"}
+        links[1].gateway.refuses = "no such folder"
+        with pytest.raises(EngineError, match="node id-b: no such folder"):
+            await workers.set_policy(SetPolicy(version=4))
+
+
+async def test_an_engine_that_all_nodes_use_loads_weights_once_while_all_hold():
+    async with some_links("a", "b") as links, a_runner(*links) as runner:
+        await ClusterWorkers(runner).set_policy(SetPolicy(weights="/w", version=5))
+        asked = [[one.weights for one in link.gateway.asked if one.weights] for link in links]
+        assert sorted(asked) == [[], ["/w"]]
+        assert all(link.gateway.asked[0].hold == "abort" for link in links)
+        assert all(link.gateway.asked[-1].hold is False for link in links)
+
+
+async def test_without_a_node_there_is_nothing_to_steer():
+    async with a_runner() as runner:
+        with pytest.raises(EngineError, match="no node"):
+            await ClusterWorkers(runner).set_policy(SetPolicy(version=1))
+        assert ClusterWorkers(runner).policy()["version"] == 0
+
+
+async def test_what_is_kept_of_a_run_is_found_and_removed_wherever_it_is():
+    async with some_links("a", "b") as links, a_runner(*links) as runner:
+        workers = ClusterWorkers(runner)
+        links[1].disk["s"] = result("s", task(), 0)
+        assert await workers.artifact("s", "x.log") == b"b s x.log"
+        assert await workers.kept_bytes() == 200
+        await workers.remove("s")
+        assert await workers.artifact("s", "x.log") is None
+        links[1].failure = "away"
+        assert await workers.kept_bytes() == 100
