@@ -1,5 +1,7 @@
 """`bridle harness`: the table of harnesses, and the exit codes of a check."""
 
+import os
+
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.bundles import MARKER
 
@@ -48,3 +50,20 @@ def test_an_unknown_name_is_code_2(say):
 
     assert said.code == 2
     assert "known:" in said.err
+
+
+def test_what_nobody_uses_is_removed_and_told(say, tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_CACHE", str(tmp_path))
+    bundle = tmp_path / "bundles" / "pi-0.1-0123456789ab"
+    bundle.mkdir(parents=True)
+    (bundle / MARKER).write_text('{"size_mb": 7}')
+    os.utime(bundle / MARKER, (1.0, 1.0))
+
+    [row] = say("harness", "prune", "--dry-run", "--json").json
+    assert (row["bundle"], row["size_mb"]) == (bundle.name, 7)
+    assert bundle.exists()
+
+    said = say("harness", "prune").out
+    assert "removed: 1 bundles, 7 MB" in said
+    assert not bundle.exists()
+    assert say("harness", "prune", "--json").json == []

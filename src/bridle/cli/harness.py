@@ -1,4 +1,4 @@
-"""`bridle harness list|check`: which agents can be run, and whether one works here."""
+"""`bridle harness list|check|prune`: which agents can be run, whether one works, what to remove."""
 
 from __future__ import annotations
 
@@ -43,6 +43,35 @@ def list_harnesses(
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+@app.command()
+def prune(
+    unused_days: Annotated[
+        float, typer.Option(min=0, help="Remove what was not used for so many days.")
+    ] = 14,
+    most_gb: Annotated[
+        float | None, typer.Option(min=0, help="Then the longest unused, down to this size.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Remove installed harnesses that nobody uses; one that a running Bridle uses stays."""
+    from bridle.harnesses.bundles import bundles_dir
+    from bridle.harnesses.pruning import DAY_S
+    from bridle.harnesses.pruning import prune as remove
+
+    most_mb = None if most_gb is None else int(most_gb * 1024)
+    pruned = remove(bundles_dir(), unused_s=unused_days * DAY_S, most_mb=most_mb, dry_run=dry_run)
+    rows = [{"bundle": p.folder.name, "size_mb": p.size_mb, "why": p.why} for p in pruned]
+    if json:
+        print_json(rows)
+        return
+    gone = "would be removed" if dry_run else "removed"
+    shown = ((row["bundle"], str(row["size_mb"]), row["why"]) for row in rows)
+    total = sum(p.size_mb for p in pruned)
+    title = f"{gone}: {len(rows)} bundles, {total} MB"
+    console.print(table(title, ("bundle", "MB", "why"), shown))
 
 
 @app.command()

@@ -3,7 +3,8 @@
 A bundle is a folder `<name>-<version>-<hash>`; the hash covers its lock files, its interpreter and
 this machine's kind. It is built aside and renamed into place with a marker file in it, so a folder
 with the marker is whole, whatever was killed when. A lock file keeps two builders of the same
-bundle apart. Sessions read bundles; only `ensure` writes them.
+bundle apart. Sessions read bundles; only `ensure` writes them, and only `pruning` removes them:
+never one that a living process has asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX"
 """Variables of the caller that would lead an installer astray."""
 
 Report = Callable[[str], None]
+
+_held: dict[Path, int] = {}
+"""Bundle -> the open file whose lock says that this process uses it."""
 
 
 def bundles_dir() -> Path:
@@ -124,13 +128,16 @@ async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
     """
     final = bundles / recipe.folder_name
     if _is_whole(final, recipe):
-        return final
+        hold(final)
+        if _is_whole(final, recipe):  # it may have been pruned just before
+            return final
     label = f"{recipe.name} {recipe.version}"
     try:
         free_mb = await asyncio.to_thread(_free_mb, bundles)
     except OSError as error:
         raise HarnessError(f"{label}: cannot use the bundle folder {bundles}: {error}") from error
     async with _locked(bundles / f".{recipe.folder_name}.lock", report, label):
+        hold(final)
         if _is_whole(final, recipe):
             return final
         await asyncio.to_thread(_remove_ruins, bundles, recipe.folder_name)
@@ -140,7 +147,33 @@ async def ensure(recipe: Recipe, bundles: Path, report: Report) -> Path:
                 "free; make room or set BRIDLE_CACHE to another folder"
             )
         await _build(recipe, final, Builder(_aside(final), report, label))
+    await asyncio.to_thread(_prune, bundles, report)
     return final
+
+
+def use_lock(folder: Path) -> Path:
+    """The lock file that is shared by the processes that use a bundle."""
+    return folder.with_name(f".{folder.name}.use.lock")
+
+
+def hold(folder: Path) -> None:
+    """Keep a bundle from being pruned until this process ends, and note that it is used now.
+
+    Where the folder may not be written to, nobody of our rights can prune it either.
+    """
+    with suppress(OSError):
+        if folder not in _held:
+            _held[folder] = os.open(use_lock(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(_held[folder], fcntl.LOCK_SH)
+        os.utime(folder / MARKER)
+
+
+def _prune(bundles: Path, report: Report) -> None:
+    """After a build: remove what nobody has used for long."""
+    from bridle.harnesses.pruning import UNUSED_S, prune
+
+    for each in prune(bundles, unused_s=UNUSED_S):
+        report(f"removed {each.folder.name} ({each.size_mb} MB): {each.why}")
 
 
 def _free_mb(bundles: Path) -> int:
@@ -194,7 +227,7 @@ async def _locked(path: Path, report: Report, label: str) -> AsyncIterator[None]
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         told = False
-        while not _try_lock(file):
+        while not try_lock(file):
             if not told:
                 report(f"{label}: another process is building it; waiting")
                 told = True
@@ -204,7 +237,8 @@ async def _locked(path: Path, report: Report, label: str) -> AsyncIterator[None]
         os.close(file)
 
 
-def _try_lock(file: int) -> bool:
+def try_lock(file: int) -> bool:
+    """Take a lock file for this one alone; whether it was free."""
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
