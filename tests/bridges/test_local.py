@@ -31,8 +31,10 @@ def test_sessions_come_in_the_order_that_was_asked_for(script, tmp_path):
 
     with LocalSessions(script, tmp_path / "run", tokenizer="builtin") as sessions:
         played = sessions.play([other, one, other])
+        sessions.set_version(7)
         again = sessions.play([one])
 
+    assert {int(trace.versions.max()) for trace in again[0].traces} == {7}
     assert [session.reward for session in [*played, *again]] == [0.0, 1.0, 0.0, 1.0]
     assert all(session.status == "COMPLETED" for session in played)
     assert len({session.session_id for session in [*played, *again]}) == 4

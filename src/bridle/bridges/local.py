@@ -22,6 +22,7 @@ from bridle.engines.base import Weights
 from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.manager import Node, NodeSettings
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer
@@ -82,6 +83,10 @@ class LocalSessions:
     def update_weights(self, weights: Weights, version: int) -> None:
         """Sample from `weights` as `version` from here on; see `Gateway.update_weights`."""
         self._wait(self._gateway.update_weights(weights, version))
+
+    def set_version(self, version: int) -> None:
+        """What the engine samples from here on is of `version`: it has its weights already."""
+        self._wait(self._gateway.set_policy(SetPolicy(version=version)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
