@@ -66,7 +66,9 @@ def test_what_is_too_long_is_masked_cut_or_left_out(policy, ids, trained):
     assert (cut and cut.response_ids.tolist()) == ids
     if cut:
         assert cut.loss_mask.sum() == trained
-        assert (cut.turn_ends, np.size(cut.token_rewards)) == ((2, 5), 5)
+        assert cut.turn_ends == (2, 5)
+        assert cut.token_rewards is not None
+        assert len(cut.token_rewards) == 5
 
 
 def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_and_never_trains():

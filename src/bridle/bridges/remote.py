@@ -1,0 +1,81 @@
+"""Sessions on a rollout server, for a bridge that wants tasks played.
+
+    with ServerSessions("http://127.0.0.1:8080") as sessions:
+        played = sessions.play(tasks)
+
+Each call hands the tasks in under ids of its own, waits until they are final, fetches trajectories
+and acknowledges the groups. The same interface as `bridle.bridges.local.LocalSessions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from typing import Self
+
+from bridle.client import DEFAULT_URL, Client
+from bridle.config import Task
+from bridle.errors import ServerError
+from bridle.trajectory.sample import Trajectory
+from bridle.types import JSON, SessionStatus
+
+
+class ServerSessions:
+    """Plays tasks on a server; use as a context manager, from any thread."""
+
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
+        """Nothing is asked of the server yet. `token` = `None`: `$BRIDLE_SERVER_TOKEN`, or none."""
+        self._url, self._token = url, token
+        self._client: Client
+
+    def __enter__(self) -> Self:
+        self._client = Client(self._url, token=self._token)
+        self._client.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.__exit__()
+
+    def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
+        """One session per entry, in order; a task may stand there several times.
+
+        Whatever became of a session is in its trajectory; its `metadata["task_id"]` is the task's
+        own. `ServerError` if the server refuses a task or cannot be reached.
+        """
+        counts = Counter(task.task_id for task in tasks)
+        once = {task.task_id: task for task in tasks}
+        call = uuid.uuid4().hex[:12]
+        names = {task_id: f"{task_id}.{call}" for task_id in once}
+        self._client.submit_many(
+            task.model_copy(update={"task_id": names[task_id], "num_samples": counts[task_id]})
+            for task_id, task in once.items()
+        )
+        found: dict[str, list[Trajectory]] = {}
+        for task_id, name in names.items():
+            self._client.wait(name)
+            ended = {one["sample_index"]: one for one in self._client.sessions(name)}
+            found[task_id] = [
+                self._trajectory(task_id, ended.get(at)) for at in range(counts[task_id])
+            ]
+        self._client.ack(task_ids=list(names.values()))
+        return [found[task.task_id].pop(0) for task in tasks]
+
+    def set_version(self, version: int) -> None:
+        """Sessions begun from here on are sampled under this policy version."""
+        self._client.set_policy(version=version)
+
+    def _trajectory(self, task_id: str, session: JSON | None) -> Trajectory:
+        """What became of one sample; a session without a trajectory has an empty one."""
+        own = {"task_id": task_id}
+        told = session or {"session_id": "", "error": "the server began no session"}
+        if session is not None:
+            try:
+                trajectory = self._client.trajectory(session["session_id"])
+                return dataclasses.replace(trajectory, metadata=trajectory.metadata | own)
+            except ServerError as refused:
+                if refused.status != 404:
+                    raise
+        status = SessionStatus.ERROR
+        return Trajectory(told["session_id"], status, (), None, told.get("error"), own)

@@ -1,0 +1,209 @@
+"""slime, and Miles, its sibling: a rollout function whose samples are traces of real sessions.
+
+    --rollout-function-path bridle.bridges.slime.generate_rollout
+    --custom-reward-post-process-path bridle.bridges.slime.post_process_rewards
+
+The data set's rows name tasks by `metadata.task_id` (or by their prompt). `args.bridle_server` and
+`args.bridle_tasks`, from `--custom-config-path`, say where they are played; so do the variables
+`BRIDLE_SERVER` and `BRIDLE_TASKS`.
+
+A session gives as many samples as it has traces. They share `rollout_id`, so the loss counts the
+session once, and `group_index`. slime's own group normalisation needs as many samples in each
+group; `post_process_rewards` counts each session once whatever number of samples it has. Field
+names are those of `slime.utils.types.Sample` and `miles.utils.types.Sample` of August 2026.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridle.bridges.base import Group, Row, RowCounts, Sessions, TaskTable, rows_of
+from bridle.bridges.remote import ServerSessions
+from bridle.errors import ConfigError
+from bridle.trajectory.credit import grpo_advantages
+from bridle.types import FinishReason, SessionStatus
+
+Sample = Any
+"""slime's or Miles' own class."""
+
+
+def generate_rollout(
+    args: Any,  # noqa: ANN401 - slime's own
+    rollout_id: int,
+    data_source: Any,  # noqa: ANN401 - slime's own
+    evaluation: bool = False,  # noqa: FBT001, FBT002 - slime calls it so
+) -> Any:  # noqa: ANN401 - slime's own
+    """Slime's rollout function: groups of the data source, played and turned into samples."""
+    sessions, tasks = _opened(
+        _setting(args, "bridle_server"),
+        _setting(args, "bridle_eval_tasks" if evaluation else "bridle_tasks"),
+    )
+    if evaluation:
+        return _evaluate(args, sessions, tasks)
+    sessions.set_version(rollout_id)
+    wanted = data_source.get_samples(args.rollout_batch_size)
+    samples, counts = play_groups(sessions, tasks, wanted)
+    return _output(samples, counts)
+
+
+def play_groups(
+    sessions: Sessions, tasks: TaskTable, wanted: Sequence[Sequence[Sample]]
+) -> tuple[list[list[list[Sample]]], RowCounts]:
+    """Play slime's groups; for each group, for each session, its samples.
+
+    `wanted` are groups as a data source gives them: each sample names its task and has its
+    `group_index` and `index`.
+    """
+    asked = [tasks[task_of(sample)] for group in wanted for sample in group]
+    played = iter(sessions.play(asked))
+    groups = [Group(task_of(of[0]), tuple(next(played) for _ in of)) for of in wanted]
+    return samples_of(groups, wanted)
+
+
+def task_of(sample: Sample) -> str:
+    """The id of the task that a row of the data set names."""
+    return str((sample.metadata or {}).get("task_id") or sample.prompt)
+
+
+def samples_of(
+    groups: Sequence[Group], templates: Sequence[Sequence[Sample]]
+) -> tuple[list[list[list[Sample]]], RowCounts]:
+    """The samples of groups; `templates` has one of slime's samples for each session.
+
+    A session of which nothing trains is one sample with `remove_sample`.
+    """
+    rows, counts = rows_of(groups)
+    of: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        of.setdefault((row.group, row.sample), []).append(row)
+    empty = [
+        (place, at)
+        for place, group in enumerate(groups)
+        for at in range(len(group.sessions))
+        if (place, at) not in of
+    ]
+    for place, at in empty:
+        one = Group(groups[place].task_id, (groups[place].sessions[at],))
+        of[place, at] = [_blank(one, groups[place].mean, place, at)]
+    return [
+        [
+            [_sample(row, template) for row in of[place, at]]
+            for at, template in enumerate(templates[place])
+        ]
+        for place in range(len(groups))
+    ], counts
+
+
+def _blank(group: Group, mean: float, place: int, at: int) -> Row:
+    from bridle.bridges.base import blank
+
+    (session,) = group.sessions
+    known = session.reward is not None
+    reward = session.reward if session.reward is not None else mean
+    return Row(place, group.task_id, at, session, blank(session), reward, known, 1.0)
+
+
+def _sample(row: Row, template: Sample) -> Sample:
+    sample = copy.copy(template)
+    told = row.versions[row.versions >= 0]
+    sample.rollout_id = template.index
+    sample.tokens = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+    sample.response = "\n".join(_texts(row))
+    sample.response_length = len(row.response_ids)
+    sample.loss_mask = row.mask.tolist()
+    sample.rollout_log_probs = row.logprobs.tolist()
+    sample.reward = row.reward
+    sample.weight_versions = [str(version) for version in dict.fromkeys(told.tolist())]
+    sample.remove_sample = not row.mask.any()
+    sample.status = _status(row, type(sample).Status)
+    sample.metadata = {
+        **(template.metadata or {}),
+        "session_id": row.session.session_id,
+        "trace_id": row.trace.trace_id,
+        "session_status": str(row.session.status),
+        "reward_known": row.known,
+    }
+    return sample
+
+
+def _texts(row: Row) -> list[str]:
+    messages = row.trace.response_messages
+    return [str(m.get("content") or "") for m in messages if m["role"] == "assistant"]
+
+
+def _status(row: Row, status: Any) -> Any:  # noqa: ANN401 - slime's own
+    if row.session.status == SessionStatus.COMPLETED:
+        cut = row.trace.finish_reason == FinishReason.LENGTH
+        return status.TRUNCATED if cut else status.COMPLETED
+    ended_early = row.session.status in (SessionStatus.TIMEOUT, SessionStatus.CANCELLED)
+    return status.ABORTED if ended_early else status.FAILED
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:  # noqa: ANN401 - slime's own
+    """Slime's hook: raw rewards, and advantages within each group, each session counted once.
+
+    A session whose reward is not known has no part in its group's mean and gets 0.
+    """
+    raw = [float(sample.reward) for sample in samples]
+    groups: dict[Any, dict[Any, float]] = {}
+    for sample in samples:
+        known = sample.metadata.get("reward_known", True)
+        of = groups.setdefault(sample.group_index, {})
+        of[sample.rollout_id] = float(sample.reward) if known else float("nan")
+    normalise = bool(getattr(args, "grpo_std_normalization", True))
+    found: dict[tuple[Any, Any], float] = {}
+    for index, of in groups.items():
+        advantages = grpo_advantages(list(of.values()), normalise=normalise)
+        found |= {(index, key): float(a) for key, a in zip(of, advantages, strict=True)}
+    return raw, [found[sample.group_index, sample.rollout_id] for sample in samples]
+
+
+def _evaluate(args: Any, sessions: Sessions, tasks: TaskTable) -> Any:  # noqa: ANN401 - slime's own
+    number = int(getattr(args, "n_samples_per_eval_prompt", 1) or 1)
+    played = sessions.play([task for task in tasks for _ in range(number)])
+    rewards = [0.0 if s.reward is None else s.reward for s in played]
+    known = [s.reward for s in played if s.reward is not None]
+    data = {"bridle": {"rewards": known or rewards, "truncated": [False] * len(known or rewards)}}
+    metrics = {"eval/bridle/unknown": float(len(played) - len(known))}
+    return _wrapped("RolloutFnEvalOutput", data, metrics)
+
+
+def _output(samples: list[list[list[Sample]]], counts: RowCounts) -> Any:  # noqa: ANN401 - slime's own
+    flat = [one for group in samples for of in group for one in of]
+    masks = [float(np.mean(sample.loss_mask)) for sample in flat]
+    metrics = counts.json("rollout/bridle") | {
+        "rollout/bridle/trained_share": float(np.mean(masks))
+    }
+    return _wrapped("RolloutFnTrainOutput", samples, metrics)
+
+
+def _wrapped(name: str, content: Any, metrics: dict[str, float]) -> Any:  # noqa: ANN401 - slime's own
+    """Slime's or Miles' own output; what they take too, the bare content, where neither is."""
+    for package in ("slime", "miles"):
+        if importlib.util.find_spec(package) is not None:
+            made = importlib.import_module(f"{package}.rollout.base_types")
+            return getattr(made, name)(content, metrics)
+    return content
+
+
+def _setting(args: Any, name: str) -> str:  # noqa: ANN401 - slime's own
+    value = getattr(args, name, None) or os.environ.get(name.upper())
+    if not value:
+        raise ConfigError(f"set {name} in --custom-config-path, or {name.upper()}")
+    return str(value)
+
+
+@functools.cache
+def _opened(server: str, tasks: str) -> tuple[ServerSessions, TaskTable]:
+    """Once per process, for as long as it lives."""
+    from bridle.datasets.jsonl import load_tasks
+
+    return ServerSessions(server).__enter__(), TaskTable(load_tasks(Path(tasks)))

@@ -1,0 +1,103 @@
+"""Responses with tokens per call, contiguous; with the real package in the suite `train`."""
+
+import numpy as np
+import pytest
+from tests.bridges.by_hand import session, trace
+
+from bridle.bridges.base import TaskTable
+from bridle.bridges.nemo import agent_class, items_of, response_of, verify_response
+from bridle.config import Task
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # nemo-gym warns about this and that
+real = pytest.mark.train
+PARAMS = {"input": "go"}
+
+
+def with_tokens(items):
+    return [item for item in items if "prompt_token_ids" in item]
+
+
+def test_the_last_item_of_each_call_has_its_tokens_and_calls_are_contiguous():
+    items = items_of(trace())
+    assert [item["type"] for item in items] == [
+        "reasoning", "function_call", "function_call_output", "message",
+    ]  # fmt: skip
+    first, second = with_tokens(items)
+    assert (first["prompt_token_ids"], first["generation_token_ids"]) == ([1, 2, 3], [4, 5])
+    assert second["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
+    assert second["generation_log_probs"] == [-0.5] * 3
+    assert (items[1]["call_id"], items[2]["call_id"], items[2]["output"]) == ("c1", "c1", "ok")
+
+
+def test_a_call_that_does_not_train_is_context_of_the_next():
+    mask = trace().loss_mask.copy()
+    mask[:2] = 0
+    (only,) = with_tokens(items_of(trace(loss_mask=mask)))
+    assert only["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_messages_that_cannot_be_told_apart_are_empty_texts_with_tokens():
+    told = items_of(trace(response_messages=[]))
+    assert [item["content"][0]["text"] for item in told] == ["", ""]
+    assert len(with_tokens(told)) == 2
+
+
+def test_a_session_is_its_largest_trace():
+    small = trace("small", loss_mask=np.array([1, 1, 0, 0, 0, 0, 0], np.uint8))
+    told = response_of(session("s", 1.0, small, trace()))
+    assert len(with_tokens(told["output"])) == 2
+    assert response_of(session("s", 1.0))["output"] == []
+
+
+def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
+    told = verify_response(session("s", None, status="TIMEOUT", error="late"), PARAMS)
+    assert (told["reward"], told["mask_sample"]) == (0.0, True)
+    assert told["failure_reason"] == "TIMEOUT: late"
+    assert verify_response(session("s", 0.5, trace()), PARAMS)["mask_sample"] is False
+
+
+@real
+def test_the_package_reads_the_items_as_those_for_training():
+    from nemo_gym.openai_utils import NeMoGymResponse
+
+    read = NeMoGymResponse.model_validate(response_of(session("s", 1.0, trace())))
+    names = [type(item).__name__ for item in read.output]
+    assert names == [
+        "NeMoGymResponseReasoningItem",
+        "NeMoGymResponseFunctionToolCallForTraining",
+        "NeMoGymFunctionCallOutput",
+        "NeMoGymResponseOutputMessageForTraining",
+    ]
+    assert read.output[3].generation_token_ids == [8, 9, 10]
+
+
+class Player:
+    def __init__(self, session):
+        self.session = session
+        self.asked = []
+
+    def play(self, tasks):
+        self.asked += [task.task_id for task in tasks]
+        return [self.session]
+
+
+@real
+async def test_a_real_agent_server_of_gym_drives_sessions():
+    from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
+    from nemo_gym.server_utils import ServerClient
+    from starlette.testclient import TestClient
+
+    player = Player(session("s", 1.0, trace()))
+    table = TaskTable([Task(task_id="a", instruction="go")])
+    config = BaseResponsesAPIAgentConfig(
+        host="127.0.0.1", port=1, entrypoint="app.py", name="bridle_agent"
+    )
+    client = ServerClient.model_construct(head_server_config=None, global_config_dict={})
+    agent = agent_class(player, table)(config=config, server_client=client)
+    with TestClient(agent.setup_webserver()) as http:
+        answer = http.post("/run", json={"responses_create_params": PARAMS, "task_id": "a"})
+    told = answer.json()
+    assert answer.status_code == 200, told
+    assert player.asked == ["a"]
+    assert told["reward"] == 1.0
+    assert with_tokens(told["response"]["output"])[1]["generation_token_ids"] == [8, 9, 10]

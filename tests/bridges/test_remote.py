@@ -1,0 +1,68 @@
+"""Tasks played on a real server: one session per entry, in order."""
+
+import asyncio
+
+import pytest
+from tests.server.house import FakeWorkers, a_service, served
+
+from bridle.bridges.remote import ServerSessions
+from bridle.config import AgentSpec, RuntimeSpec, Task
+from bridle.errors import ServerError
+from bridle.server.app import serving
+from bridle.server.auth import Role, Token
+
+TOKEN = Token(name="admin", token="a-token-of-sixteen", roles=(Role.ADMIN,))
+
+
+def task(task_id):
+    return Task(
+        task_id=task_id,
+        instruction="Do it.",
+        runtime=RuntimeSpec(backend="local"),
+        agent=AgentSpec(harness="command", command="true"),
+    )
+
+
+async def test_sessions_come_in_the_order_of_the_tasks_and_groups_are_acknowledged(tmp_path):
+    async with (
+        a_service(tmp_path, FakeWorkers()) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+
+        def work():
+            with ServerSessions(url, token=TOKEN.token) as sessions:
+                sessions.set_version(3)
+                first = sessions.play([task("a"), task("b"), task("a")])
+                again = sessions.play([task("a")])
+                return first, again
+
+        first, again = await asyncio.to_thread(work)
+        assert [one.metadata["task_id"] for one in first] == ["a", "b", "a"]
+        assert len({one.session_id for one in (*first, *again)}) == 4
+        assert all(one.traces for one in first)
+
+
+async def test_a_session_that_failed_is_there_and_a_refusal_is_told(tmp_path):
+    async with (
+        a_service(tmp_path, FakeWorkers()) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+
+        def work():
+            with ServerSessions(url, token=TOKEN.token) as sessions:
+                return sessions._trajectory("a", {"session_id": "no-such", "error": "it fell"})
+
+        missing = await asyncio.to_thread(work)
+        assert (missing.status, missing.error, missing.traces) == ("ERROR", "it fell", ())
+
+        def refused():
+            with ServerSessions(url, token="another-token-of-16") as sessions:
+                sessions.play([task("a")])
+
+        with pytest.raises(ServerError):
+            await asyncio.to_thread(refused)
+
+
+def test_a_sample_that_was_never_begun_is_an_error_without_traces():
+    lost = ServerSessions("http://127.0.0.1:1")._trajectory("a", None)
+    assert (lost.session_id, lost.metadata) == ("", {"task_id": "a"})

@@ -1,0 +1,125 @@
+"""Samples for slime and Miles: groups, siblings, masks, versions; advantages by session."""
+
+from types import SimpleNamespace
+
+import pytest
+from tests.bridges.by_hand import group, session, trace
+from tests.bridges.samples import Sample, Status
+
+from bridle.bridges import slime
+from bridle.bridges.base import TaskTable
+from bridle.bridges.slime import generate_rollout, play_groups, post_process_rewards, samples_of
+from bridle.config import Task
+from bridle.errors import ConfigError
+
+TASKS = TaskTable([Task(task_id=name, instruction="go") for name in "ab"])
+ARGS = SimpleNamespace(grpo_std_normalization=True)
+
+
+def templates(*names):
+    return [
+        [
+            Sample(group_index=place, index=2 * place + at, metadata={"task_id": name})
+            for at in range(2)
+        ]
+        for place, name in enumerate(names)
+    ]
+
+
+class Player:
+    def __init__(self, *sessions):
+        self.sessions = list(sessions)
+        self.versions = []
+
+    def play(self, tasks):
+        return [self.sessions.pop(0) for _ in tasks]
+
+    def set_version(self, version):
+        self.versions.append(version)
+
+
+def test_a_session_is_a_list_of_samples_that_share_their_rollout():
+    groups = [group(session("s", 1.0, trace(), trace("t1")), session("u", 0.0, trace()))]
+    ((two, one),), _ = samples_of(groups, templates("a"))
+    first, second = two
+    assert (len(one), first.rollout_id, second.rollout_id, one[0].rollout_id) == (1, 0, 0, 1)
+    assert first.tokens == [*range(1, 11)]
+    assert first.response_length == 7
+    assert first.loss_mask == [1, 1, 0, 0, 1, 1, 1]
+    assert first.rollout_log_probs == [-0.5, -0.5, 0, 0, -0.5, -0.5, -0.5]
+    assert first.weight_versions == ["3", "4"]
+    assert (first.reward, first.group_index, first.status) == (1.0, 0, Status.COMPLETED)
+    assert first.response == "\nDone."
+    assert first.metadata["session_id"] == "s"
+    for sample in (*two, *one):
+        sample.validate()
+
+
+def test_what_must_not_train_is_removed_and_keeps_its_place():
+    sessions = session("s", 1.0, trace(), status="TIMEOUT"), session("u", None, status="ERROR")
+    (((late,), (failed,)),) = samples_of([group(*sessions)], templates("a"))[0]
+    assert (late.status, late.remove_sample) == (Status.ABORTED, False)
+    assert (failed.status, failed.remove_sample, failed.loss_mask) == (Status.FAILED, True, [0])
+    assert failed.reward == 1.0
+    cut = [group(session("s", 1.0, trace(finish_reason="length")), session("u", 1.0, trace()))]
+    assert samples_of(cut, templates("a"))[0][0][0][0].status is Status.TRUNCATED
+
+
+def test_advantages_count_a_session_once_and_the_unknown_not_at_all():
+    unknown = session("x", None, trace())
+    groups = [
+        group(session("s", 1.0, trace(), trace("t1"), trace("t2")), session("u", 0.0, trace())),
+        group(session("w", 1.0, trace()), unknown),
+    ]
+    samples, _ = samples_of(groups, templates("a", "b"))
+    flat = [one for of in samples for two in of for one in two]
+    raw, advantages = post_process_rewards(ARGS, flat)
+    assert raw == [1, 1, 1, 0, 1, 1]
+    assert advantages == [1, 1, 1, -1, 0, 0]
+
+
+def test_groups_are_played_as_their_rows_name_tasks():
+    player = Player(*(session(name, 1.0, trace()) for name in "wxyz"))
+    wanted = templates("a", "b")
+    wanted[1] = [Sample(group_index=1, index=at, prompt="b", metadata={}) for at in (2, 3)]
+    samples, counts = play_groups(player, TASKS, wanted)
+    assert [of[0].metadata["session_id"] for two in samples for of in two] == ["w", "x", "y", "z"]
+    assert counts.sessions == 4
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """What `generate_rollout` opens, with a player in the server's place."""
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "instruction": "go"}\n')
+    tasks = str(tmp_path / "tasks.jsonl")
+    args = SimpleNamespace(
+        bridle_server="http://127.0.0.1:1", bridle_tasks=tasks, bridle_eval_tasks=tasks,
+        rollout_batch_size=1, n_samples_per_eval_prompt=2,
+    )  # fmt: skip
+    yield args, slime._opened(args.bridle_server, tasks)[0]
+    slime._opened(args.bridle_server, tasks)[0].__exit__()
+    slime._opened.cache_clear()
+
+
+def test_the_rollout_function_takes_groups_from_the_data_source(opened):
+    args, sessions = opened
+    player = Player(session("s", 1.0, trace()), session("u", 0.0, trace()))
+    sessions.play, sessions.set_version = player.play, player.set_version
+    source = SimpleNamespace(get_samples=lambda count: templates("a")[:count])
+    ((first, _),) = generate_rollout(args, 5, source)
+    assert first[0].metadata["session_id"] == "s"
+    assert player.versions == [5]
+
+
+def test_an_evaluation_gives_rewards(opened):
+    args, sessions = opened
+    sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
+    told = generate_rollout(args, 5, None, evaluation=True)
+    assert told["bridle"]["rewards"] == [1.0]
+
+
+def test_settings_come_from_the_arguments_or_the_environment(monkeypatch):
+    with pytest.raises(ConfigError, match="BRIDLE_SERVER"):
+        slime._setting(SimpleNamespace(), "bridle_server")
+    monkeypatch.setenv("BRIDLE_SERVER", "http://127.0.0.1:2")
+    assert slime._setting(SimpleNamespace(), "bridle_server") == "http://127.0.0.1:2"

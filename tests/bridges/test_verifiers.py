@@ -1,0 +1,84 @@
+"""Records of verifiers' traces; with the real package in the suite `train`."""
+
+import numpy as np
+import pytest
+from tests.bridges.absent import absent
+from tests.bridges.by_hand import DONE, RESULT, session, trace
+
+from bridle.bridges.verifiers import trace_record, verifiers_trace
+
+
+def path_of(record, leaf):
+    found = []
+    while leaf is not None:
+        found.insert(0, record["nodes"][leaf])
+        leaf = found[0]["parent"]
+    return found
+
+
+def leaves(record):
+    parents = {node["parent"] for node in record["nodes"]}
+    return [at for at in range(len(record["nodes"])) if at not in parents]
+
+
+def check(record, traces):
+    ends = leaves(record)
+    assert len(ends) == len(traces)
+    for leaf, one in zip(ends, traces, strict=True):
+        nodes = path_of(record, leaf)
+        ids = [token for node in nodes for token in node["token_ids"]]
+        mask = [flag for node in nodes for flag in node["mask"]]
+        assert ids == [*one.prompt_ids.tolist(), *one.response_ids.tolist()]
+        assert mask == [False] * len(one.prompt_ids) + (one.loss_mask == 1).tolist()
+        for node in nodes:
+            assert len(node.get("logprobs", [])) == sum(node["mask"])
+
+
+def test_a_branch_has_the_ids_and_the_mask_of_its_trace():
+    partly = trace("t1", loss_mask=np.array([1, 0, 0, 0, 1, 1, 1], np.uint8))
+    odd = trace("t2", response_messages=[DONE, RESULT, DONE, RESULT, DONE])
+    traces = [trace(), partly, odd]
+    check(trace_record(session("s", 1.0, *traces)), traces)
+
+
+def test_messages_and_tools_are_in_their_form():
+    record = trace_record(session("s", 1.0, trace()))
+    roles = [node["message"]["role"] for node in record["nodes"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert record["nodes"][0]["tools"][0]["name"] == "bash"
+    assert record["nodes"][2]["message"]["tool_calls"] == [
+        {"id": "c1", "name": "bash", "arguments": '{"a": 1}'}
+    ]
+    assert record["rewards"] == {"bridle": {"score": 1.0}}
+
+
+def test_a_failed_session_says_so_and_odd_messages_are_read():
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "So."}]}
+    one = trace(
+        prompt_messages=[{"role": "developer", "content": "Hm."}],
+        response_messages=[{**DONE}, parts, RESULT, DONE],
+        tools=None,
+    )
+    record = trace_record(session("s", None, one, status="TIMEOUT", error="late"))
+    assert (record["ok"], record["is_timeout"], record["rewards"]) == (
+        False,
+        True,
+        {"bridle": None},
+    )
+    assert record["errors"] == [{"type": "TIMEOUT", "message": "late"}]
+    assert record["nodes"][0]["message"]["role"] == "system"
+    assert record["nodes"][2]["message"]["content"] == "So."
+    check(record, [one])
+
+
+@pytest.mark.train
+@pytest.mark.filterwarnings("ignore")
+def test_the_package_gives_the_same_branches():
+    with absent("prime_sandboxes", "tomli_w", "math_verify"):
+        read = verifiers_trace(session("s", 0.5, trace(), trace("t1")))
+    assert read.reward == 0.5
+    assert len(read.branches) == 2
+    for branch, one in zip(read.branches, [trace(), trace("t1")], strict=True):
+        assert branch.token_ids == [*one.prompt_ids.tolist(), *one.response_ids.tolist()]
+        assert branch.sampled_mask == [False] * 3 + (one.loss_mask == 1).tolist()
+        assert branch.logprobs[3:] == one.response_logprobs.tolist()

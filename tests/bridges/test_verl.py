@@ -1,0 +1,125 @@
+"""verl's shapes; with the real package in the suite `train`."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.bridges.by_hand import group, session, trace
+
+from bridle.bridges.base import Shape, TaskTable, rows_of
+from bridle.bridges.remote import ServerSessions
+from bridle.bridges.verl import BridleAgentLoopManager, agent_loop_output, data_proto
+from bridle.config import Task
+from bridle.errors import ConfigError
+
+real = pytest.mark.train
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # verl, ray and tensordict warn about this and that
+
+TASKS = [Task(task_id=name, instruction="go") for name in "ab"]
+
+
+class Settings(dict):
+    """As OmegaConf gives them."""
+
+    __getattr__ = dict.__getitem__
+
+
+def config(**custom):
+    rollout = Settings(prompt_length=4, response_length=8, custom=custom)
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+
+
+class Player:
+    def __init__(self, *sessions):
+        self.sessions = list(sessions)
+        self.asked = []
+
+    def play(self, tasks):
+        self.asked += [task.task_id for task in tasks]
+        return [self.sessions.pop(0) for _ in tasks]
+
+
+def test_missing_settings_are_named():
+    with pytest.raises(ConfigError, match=r"custom\.bridle_server"):
+        BridleAgentLoopManager.create(config(bridle_server="http://127.0.0.1:1"))
+
+
+def test_a_manager_is_made_from_the_settings(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "instruction": "go"}\n')
+    custom = {"bridle_server": "http://127.0.0.1:1", "bridle_tasks": str(tmp_path / "tasks.jsonl")}
+    manager = BridleAgentLoopManager.create(config=config(**custom), llm_client=None)
+    assert [task.task_id for task in manager._tasks] == ["a"]
+    assert isinstance(manager._sessions, ServerSessions)
+    manager._sessions.__exit__()
+
+
+@real
+def test_a_row_is_verls_agent_loop_output():
+    (row, *_), _ = rows_of([group(session("s", 0.25, trace()))])
+    told = agent_loop_output(row).as_dict()
+    assert told["prompts"].tolist() == [1, 2, 3]
+    assert told["responses"].tolist() == [4, 5, 6, 7, 8, 9, 10]
+    assert told["response_mask"].tolist() == [1, 1, 0, 0, 1, 1, 1]
+    assert told["rollout_log_probs"].tolist() == [-0.5, -0.5, 0, 0, -0.5, -0.5, -0.5]
+    assert told["rm_scores"].tolist() == [0] * 6 + [0.25]
+    assert told["num_turns"] == 2
+    assert told["extra_fields"]["min_global_steps"] == 3
+    assert told["extra_fields"]["max_global_steps"] == 4
+
+
+@real
+def test_a_batch_is_padded_as_verls_own_worker_pads_it():
+    """verl's `_agent_loop_postprocess` and `_postprocess` on the same rows are the oracle."""
+    import torch
+    from tensordict import TensorDict
+    from verl.utils.model import compute_position_id_with_mask
+
+    rows, _ = rows_of([group(session("s", 0.25, trace()), session("u", 1.0, trace()))])
+    batch = data_proto(rows, prompt_length=5, response_length=9, pad_id=99).batch
+    assert isinstance(batch, TensorDict)
+    assert batch["prompts"][0].tolist() == [99, 99, 1, 2, 3]
+    assert batch["responses"][0].tolist() == [4, 5, 6, 7, 8, 9, 10, 99, 99]
+    assert batch["input_ids"].shape == (2, 14)
+    assert batch["attention_mask"][0].tolist() == [0, 0, *[1] * 10, 0, 0]
+    assert batch["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 1, 0, 0]
+    assert batch["rm_scores"].sum(-1).tolist() == [0.25, 1.0]
+    assert batch["rm_scores"][0, 6] == 0.25
+    wanted = compute_position_id_with_mask(batch["attention_mask"])
+    seen = batch["attention_mask"] == 1
+    assert torch.equal(batch["position_ids"][seen], wanted[seen])
+    for name in ("prompts", "responses", "response_mask", "attention_mask", "position_ids"):
+        assert batch[name].dtype == torch.int64
+    with pytest.raises(ValueError, match="do not fit"):
+        data_proto(rows, prompt_length=2, response_length=9, pad_id=0)
+
+
+@real
+def test_the_manager_gives_one_row_per_row_of_the_batch_and_the_trainer_can_union_it():
+    import torch
+    from verl.protocol import DataProto
+
+    names = ["a", "b", "a", "b"]
+    given = {
+        "extra_info": np.array([{"task_id": name} for name in names], dtype=object),
+        "uid": np.array([f"u{name}" for name in names], dtype=object),
+    }
+    dummy = {"dummy_tensor": torch.zeros(4, 1)}
+    prompts = DataProto.from_dict(tensors=dummy, non_tensors=given, meta_info={"global_steps": 7})
+    player = Player(
+        session("w", 1.0, trace()), session("x", 0.0, trace("long", prompt_ids=np.arange(5))),
+        session("y", None, trace()), session("z", 1.0),
+    )  # fmt: skip
+    manager = BridleAgentLoopManager(config(), player, TaskTable(TASKS), 0)
+
+    output = manager.generate_sequences(prompts)
+
+    assert player.asked == names
+    assert output.non_tensor_batch["session_id"].tolist() == ["w", "x", "y", "z"]
+    assert output.batch["response_mask"].sum(-1).tolist() == [5, 0, 0, 0]
+    assert output.batch["rm_scores"].sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert manager.counts.left_out == {"overlong": 1, "unknown": 1, "empty": 1}
+    whole = prompts.union(output)
+    assert len(whole) == 4
+    assert Shape(one_each=True).one_each
