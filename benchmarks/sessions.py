@@ -11,6 +11,10 @@ processes share once for each of them, `pss` once.
 
     python -m benchmarks.sessions slots [--sessions 2000] [--slots 4 16 64]
     python -m benchmarks.sessions memory [--sessions 200] [--agent light|stdlib]
+
+`interpreter`: of what a waiting Python agent's memory is, by what it has imported.
+
+    python -m benchmarks.sessions interpreter
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -118,6 +123,36 @@ def footprint() -> Counter[str]:
     return seen
 
 
+IMPORTS = {
+    "nothing": "",
+    "what a light agent needs": "import json, os, subprocess, socket",
+    "http.client beside that": "import json, os, subprocess, http.client",
+    "urllib.request instead": "import json, os, subprocess, urllib.request",
+}
+
+
+def interpreter(args: argparse.Namespace) -> None:
+    """Print the PSS of one of many waiting interpreters, by what it imported."""
+    print("| imported | MiB each, of its own |")
+    print("|---|---|")
+    for name, line in IMPORTS.items():
+        program = f"{line}\nimport sys\nprint(1, flush=True)\nsys.stdin.read()"
+        several = [
+            subprocess.Popen(
+                [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            for _ in range(args.processes)
+        ]
+        for each in several:
+            assert each.stdout is not None
+            each.stdout.readline()
+        before = footprint()
+        for each in several:
+            each.communicate()
+        size = (before["pss"] - footprint()["pss"]) / args.processes
+        print(f"| {name} | {size / MIB:.1f} |")
+
+
 def own_pid() -> int:
     """This process."""
     return int(Path("/proc/self").readlink().name)
@@ -138,9 +173,13 @@ def main() -> None:
         "--wait", type=float, default=30, help="seconds of the model's first turn"
     )
     of_memory.add_argument("--agent", choices=sorted(AGENTS), default="light")
+    of_interpreter = what.add_parser("interpreter")
+    of_interpreter.add_argument("--processes", type=int, default=20)
     args = parser.parse_args()
     if args.what == "slots":
         slots(args)
+    elif args.what == "interpreter":
+        interpreter(args)
     else:
         asyncio.run(memory(args))
 

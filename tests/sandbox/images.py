@@ -16,6 +16,11 @@ IMAGE = f"bridle-test:{len(PROGRAMS)}"
 
 @cache
 def put_image() -> str:
+    """`bring_image`, once for the suite's own daemon."""
+    return bring_image()
+
+
+def bring_image() -> str:
     """Import the image if the daemon does not have it; returns its name."""
     if _docker("image", "inspect", IMAGE).returncode == 0:
         return IMAGE

@@ -238,10 +238,12 @@ class DockerRuntime(Contained):
             if up is None:
                 return
             up.let_go = True
-            with suppress(RuntimeFailure):  # it has ended by itself
-                await docker(["kill", self._id])
-            await docker(["wait", self._id])
-            await up.resources.aclose()
+            try:
+                with suppress(RuntimeFailure):  # it has ended by itself
+                    await docker(["kill", self._id])
+                await docker(["wait", self._id])
+            finally:  # also where there is no daemon any more
+                await up.resources.aclose()
 
     async def stop(self) -> None:
         """As `base.Runtime.stop`: the container and its files are gone."""
