@@ -108,7 +108,7 @@ def one_thread():
 @pytest.mark.train
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("default")  # trl and accelerate warn about this and that
-def test_a_real_grpo_trainer_learns_through_a_harness(tmp_path, one_thread):
+def test_a_real_grpo_trainer_learns_through_a_harness(tmp_path, one_thread, record_property):
     from trl import GRPOConfig, GRPOTrainer
 
     from bridle.cli.demo_model import demo_model
@@ -151,5 +151,6 @@ def test_a_real_grpo_trainer_learns_through_a_harness(tmp_path, one_thread):
     rewards = [one["reward"] for one in learning.state.log_history if "reward" in one]
     assert len(rewards) == steps
     assert rollouts.counts.sessions == steps * groups * samples
+    record_property("rewards", rewards)
     first, last = np.mean(rewards[:4]), np.mean(rewards[-4:])
     assert last > first + 0.1, rewards

@@ -40,7 +40,7 @@ def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
 
 @pytest.mark.train
 @pytest.mark.timeout(1200)
-def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path):
+def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path, record_property):
     model = demo_model()
     lines = [{"task_id": f"q{n}", "reward": float(n % 6 == 0)} for n in range(64)]
 
@@ -48,6 +48,7 @@ def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path):
 
     assert told["updates"] == 16
     assert told["logprob_error"] < 1e-4
+    record_property("rewards", told["rewards"])
     first, last = (sum(told["rewards"][at]) / 4 for at in (slice(4), slice(-4, None)))
     assert last > first + 0.08, told["rewards"]
     assert (tmp_path / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,11 @@
 """How weights get to engines and servers."""
 
+import json
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,9 +15,12 @@ import transformers
 from tests.cli.models import untrained
 from tests.training.server import Death, a_server, tasks
 
+from bridle.cli.demo_policy import lookup_task
 from bridle.cli.training import TrainSettings, train_here
 from bridle.cli.training_place import LocalPlace, Weights, _name, open_place
+from bridle.datasets.lookups import lookups
 from bridle.errors import ConfigError
+from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.grpo import Learner
 from bridle.training.settings import GrpoSettings
 
@@ -106,3 +115,69 @@ def test_a_training_has_one_name_in_all_its_lives(tmp_path):
     first = _name(tmp_path / "a")
     assert _name(tmp_path / "a") == first != _name(tmp_path / "b")
     assert "." not in first
+
+
+@contextmanager
+def process(*arguments):
+    """A command of ours in a process; killed when it is left."""
+    command = [sys.executable, "-m", "bridle.cli", *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def url_of(server):
+    """What a server tells when it is up."""
+    said = []
+    for line in server.stderr:
+        if found := re.search(r"rollout server at (\S+),", line):
+            return found[1]
+        said.append(line)
+    raise AssertionError("".join(said))
+
+
+def steps_of(course):
+    """The steps that a training's file tells of."""
+    try:
+        return len(json.loads(course.read_text())["steps"])
+    except (OSError, ValueError):  # not there yet, or half of it
+        return 0
+
+
+@pytest.mark.train
+@pytest.mark.timeout(400)
+def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp_path):
+    from bridle.cli.demo_model import demo_model
+
+    model, files, out = demo_model(), tmp_path / "files", tmp_path / "out"
+    made = [lookup_task(one, files) for one in lookups(10, seed=30_000)]
+    task_file = tmp_path / "tasks.jsonl"
+    task_file.write_text("".join(task.model_dump_json() + "\n" for task in made))
+    config = tmp_path / "train.toml"
+    config.write_text("[loop]\ncheckpoint_every = 2\n")
+    serve = ("serve", "--engine", f"embedded:{model}", "--port", 0, "--data", tmp_path / "data")
+    with process(*serve, "--allow-path", tmp_path) as server:
+        url = url_of(server)
+        train = [
+            *("train", config, "--model", model, "--tasks", task_file, "--server", url),
+            *("--out", out, "--samples", 4, "--groups", 2, "--steps", 5, "--resume", "--json"),
+            *("--learning-rate", "1e-4"),
+        ]
+        for killed_at in (1, 3):
+            with process(*train) as trainer:
+                while steps_of(out / "course.json") < killed_at:
+                    assert trainer.poll() is None, trainer.communicate()[1]
+                    time.sleep(0.02)
+        with process(*train) as trainer:
+            _, said = trainer.communicate()
+            assert trainer.returncode == 0, said
+
+    state = read_state(checkpoints(out / "checkpoints")[-1])
+    assert [one["step"] for one in state["course"]["steps"]] == [1, 2, 3, 4, 5]
+    assert state["cursor"] == {"next": 10, "open": []}
+    assert {record["groups"] for record in state["history"].values()} == {1}
+    assert len(state["history"]) == 10
+    updates = [one["update"] for one in state["course"]["steps"] if one["update"]]
+    assert max(one["logprob_error"] or 0 for one in updates) < 1e-4
