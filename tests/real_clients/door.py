@@ -13,6 +13,12 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from aiohttp import web
+
+from bridle.dialects import DIALECTS
+from bridle.errors import RequestError
+from bridle.types import Dialect
+
 COMPLETE = {
     "messages": rb"event: content_block_stop\n",
     "chat/completions": rb'"tool_calls":|"finish_reason":"',
@@ -20,6 +26,13 @@ COMPLETE = {
     "enerateContent": rb'"parts":\[\{',
 }
 """End of a path -> what tells that a block, call or item is complete; it stands in its event."""
+
+SPOKEN = {
+    "/messages": Dialect.ANTHROPIC,
+    "/chat/completions": Dialect.OPENAI_CHAT,
+    "/responses": Dialect.OPENAI_RESPONSES,
+    "enerateContent": Dialect.GOOGLE,
+}
 
 REQUEST = re.compile(rb"POST \S*?(%s)[? ]" % "|".join(COMPLETE).encode())
 END = re.compile(rb"\r?\n\r?\n")
@@ -165,3 +178,33 @@ class _Connection:
         self._here[1].close()
         self._there[1].transport.abort()
         return b""
+
+
+class Nowhere:
+    """Stands in the gateway's place: every call of the model gets its dialect's own 404."""
+
+    def __init__(self) -> None:
+        self.upstream = 0
+        self.asked = 0
+        """Calls of the model."""
+
+    async def __aenter__(self):
+        runner = self._runner = web.ServerRunner(web.Server(self._answer), shutdown_timeout=1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        await self._runner.cleanup()
+
+    async def _answer(self, request):
+        await request.read()
+        dialect = next((d for end, d in SPOKEN.items() if end in request.path), None)
+        if request.method != "POST" or dialect is None:
+            return web.Response(status=404)
+        self.asked += 1
+        error = RequestError("no such model here", status=404, code="not_found", param="model")
+        status, headers, body = DIALECTS[dialect].error(error)
+        return web.Response(status=status, headers=headers, body=body)

@@ -16,7 +16,7 @@ from bridle.types import Dialect
 
 ROWLESS = ("command", "function")
 ONE_ROW = ("openclaw",)
-"""Programs whose start takes so long that one wire format must do."""
+"""Programs whose start takes so long that one wire format must do for most columns."""
 Row = tuple[str, str]
 """Harness, dialect."""
 

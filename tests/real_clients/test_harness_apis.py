@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.real_clients.matrix import HAS_NO_STREAM, MINI_ENDS, cases
+from tests.real_clients.matrix import HAS_NO_STREAM, MINI_ENDS, ONE_ROW, cases
 from tests.real_clients.real import TURNS, at_once, chosen, did_its_work, run
 
 from bridle.harnesses import open_harness
@@ -90,10 +90,14 @@ class Work:
 
 
 def works():
-    """Every case with whole replies, and with live ones each row that can stream."""
+    """Every case with whole replies, and with live ones each row that can stream.
+
+    Of a program with one row the other wire formats have live replies only.
+    """
     for harness, settings in CASES:
         dialect = str(settings.get("api", open_harness(harness).dialect))
-        yield Work(harness, dialect, tuple(settings.items()), live=False)
+        live = harness in ONE_ROW and (harness, dialect) not in ROWS
+        yield Work(harness, dialect, tuple(settings.items()), live=live)
     for case in cases():
         if case.streams and case.harness != "aider":
             yield Work(*case.row, tuple(case.settings.items()), live=True)

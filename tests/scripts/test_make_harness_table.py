@@ -18,8 +18,8 @@ def path(tmp_path):
 @pytest.fixture
 def full(table, path):
     """A record of every cell."""
-    for row in table.rows():
-        for column in table.COLUMNS:
+    for column in table.COLUMNS:
+        for row in table.rows_of(column):
             table.record(*row, column, path=path)
     return path
 
@@ -33,6 +33,18 @@ def test_every_packaged_harness_has_a_row_for_each_dialect_that_it_speaks(table)
         "anthropic", "openai_chat", "openai_responses", "google",
     ]  # fmt: skip
     assert {name for name, _ in rows} == set(table.HARNESSES) - set(table.ROWLESS)
+
+
+def test_some_columns_are_of_some_programs_with_each_dialect_among_them(table, full):
+    assert table.rows_of("plain") == table.rows()
+    some = table.rows_of("404")
+    assert set(some) == table.SOME
+    assert {dialect for _, dialect in some} == set(table.Dialect)
+    page = table.page(table.recorded(full))
+    wrong = page.partition("## A turn that is wrong")[2]
+    assert wrong.count("\n| ") == 1 + len(some)
+    with pytest.raises(ValueError, match="aider"):
+        table.record("aider", "openai_chat", "404", path=full)
 
 
 def test_the_last_record_of_a_cell_counts(table, path):
