@@ -93,6 +93,16 @@ def test_a_short_beginning_of_long_rows_is_not_shared():
     assert apart.prefix == 0
 
 
+def test_rows_of_unlike_lengths_are_not_padded_to_the_longest():
+    lengths = [10, 20, 900, 950, 1000]
+    samples = [Sample(trace([2], [3] * (n - 1)), 0, 1.0, 1.0) for n in lengths]
+
+    pieces = [*rows_of(samples, 100_000, share=False)]
+
+    assert [len(piece.samples) for piece in pieces] == [2, 3]
+    assert sum(piece.computed for piece in pieces) == 2 * 20 + 3 * 1000
+
+
 def test_the_temperature_divides_the_logits():
     sample = Sample(trace([2, 3], [4, 5, 6]), 0, 1.0, 1.0)
     [rows] = rows_of([sample], 100, share=False)

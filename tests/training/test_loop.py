@@ -9,7 +9,7 @@ import transformers
 from tests.training.made import VOCABULARY, group, session, tiny_model, trace
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.errors import TrainingError
+from bridle.errors import EngineError, TrainingError
 from bridle.training.checkpoint import checkpoints, read_state, restore
 from bridle.training.groups import Evaluation
 from bridle.training.grpo import Learner
@@ -231,6 +231,43 @@ async def test_a_loss_that_is_not_a_number_keeps_a_checkpoint_and_the_weights(tm
     [saved] = checkpoints(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
+
+
+async def test_weights_that_the_engine_refuses_end_it_with_the_update_in_a_checkpoint(tmp_path):
+    policy = learner(flat_groups="keep")
+    source = Player(policy.model)
+    made = loop(tmp_path, policy, source, checkpoint_every=0)
+
+    async def publish(given):
+        if given.version == 2:
+            raise EngineError("the weights don't fit the model: 1 missing")
+        await source.publish(given)
+
+    made.publish = publish
+    with pytest.raises(EngineError, match="don't fit"):
+        await made.run()
+
+    [saved] = checkpoints(tmp_path)
+    state = read_state(saved)
+    assert [one["step"] for one in state["course"]["steps"]] == [1, 2]
+    assert (state["step"], state["version"], state["cursor"]) == (2, 2, {"next": 8})
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    second = Learner(model, policy.settings)
+    state = restore(second, saved)
+    source = Player(second.model, cursor=state["cursor"])
+    await source.publish(second)
+    course = await loop(tmp_path, second, source, state, steps=3).run()
+    assert [one["step"] for one in course.steps] == [1, 2, 3]
+    assert course.steps[-1]["update"]["logprob_error"] < 1e-4
+
+
+async def test_groups_without_a_session_train_nothing_and_end_it_in_the_end(tmp_path):
+    policy = learner()
+    source = Fixed(policy.model, [])
+    with pytest.raises(TrainingError, match=r"16 groups in a row .*of 0 sessions"):
+        await loop(tmp_path, policy, source, patience=4, steps=9).run()
+    [saved] = checkpoints(tmp_path)
+    assert [one["reward"] for one in read_state(saved)["course"]["steps"]] == [None] * 3
 
 
 async def test_a_batch_is_in_the_order_in_which_its_groups_began(tmp_path):

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 
+PADDING = 512
+"""Tokens of padding in a piece that cost no more than a piece more does."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """The trained tokens of a piece of a batch, in the order in which the logprobs come."""
@@ -156,11 +160,16 @@ def rows_of(
     if width is not None and not sharing_saves([*map(_length, order)], prefix, width):
         prefix = 0
     piece: list[Sample] = []
+    filled = 0
     for sample in order:
-        if piece and prefix + (len(piece) + 1) * (_length(sample) - prefix) > batch_tokens:
+        own = _length(sample) - prefix
+        padded = (len(piece) + 1) * own
+        padding = padded - filled - own
+        if piece and (prefix + padded > batch_tokens or padding > max(PADDING, padded // 8)):
             yield Rows(tuple(piece), prefix)
-            piece = []
+            piece, filled = [], 0
         piece.append(sample)
+        filled += own
     if piece:
         yield Rows(tuple(piece), prefix)
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.errors import TrainingError
+from bridle.errors import BridleError, TrainingError
 from bridle.training.checkpoint import save_checkpoint
 from bridle.training.groups import GroupSource
 from bridle.training.samples import Group, make_batch
@@ -101,8 +101,8 @@ class Loop:
     async def run(self) -> Course:
         """Train until `steps` steps are done, those of earlier runs included.
 
-        Raises `TrainingError` when a loss is not a number or nothing trains any more; the weights
-        before are in the last checkpoint then.
+        Raises `TrainingError` when a loss is not a number or nothing trains any more, and what kept
+        the engine from taking weights; what was done is in the last checkpoint then.
         """
         settings = self.settings
         if not self.course.steps and not self.course.evaluations:
@@ -119,7 +119,7 @@ class Loop:
                     await self._evaluate()
                 if settings.checkpoint_every and step % settings.checkpoint_every == 0:
                     await self.save()
-        except TrainingError:
+        except BridleError:
             await self.save()
             raise
         if self.course.evaluations[-1:] and self.course.evaluations[-1]["step"] < settings.steps:
@@ -156,11 +156,14 @@ class Loop:
         batch = make_batch(
             chosen, learner.settings, version=learner.version, max_lag=self.settings.max_lag
         )
-        update, published = None, 0.0
+        update, published, fault = None, 0.0, None
         if batch.tokens:
             update = await asyncio.to_thread(learner.update, batch)
             began = time.monotonic()
-            await self.publish(learner)
+            try:
+                await self.publish(learner)
+            except BridleError as error:
+                fault = error
             published = time.monotonic() - began
         rewards = [reward for group in taken for reward in group.rewards]
         known = [reward for reward in rewards if reward == reward]  # noqa: PLR0124 - NaN: unknown
@@ -177,6 +180,8 @@ class Loop:
         )
         self.course.steps.append(report.json())
         self.tell(self.course)
+        if fault is not None:
+            raise fault
 
     async def _gather(self) -> tuple[list[Group], list[Group]]:
         """The groups of a step: all that were taken, and those that are its batch.
