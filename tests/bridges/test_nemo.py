@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests.bridges.absent import absent
 from tests.bridges.by_hand import session, trace
 
 from bridle.bridges.base import TaskTable
@@ -58,7 +59,8 @@ def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
 
 @real
 def test_the_package_reads_the_items_as_those_for_training():
-    from nemo_gym.openai_utils import NeMoGymResponse
+    with absent("wandb"):
+        from nemo_gym.openai_utils import NeMoGymResponse
 
     read = NeMoGymResponse.model_validate(response_of(session("s", 1.0, trace())))
     names = [type(item).__name__ for item in read.output]
@@ -83,8 +85,9 @@ class Player:
 
 @real
 async def test_a_real_agent_server_of_gym_drives_sessions():
-    from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
-    from nemo_gym.server_utils import ServerClient
+    with absent("wandb"):
+        from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
+        from nemo_gym.server_utils import ServerClient
     from starlette.testclient import TestClient
 
     player = Player(session("s", 1.0, trace()))

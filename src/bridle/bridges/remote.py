@@ -25,13 +25,19 @@ from bridle.types import JSON, SessionStatus
 class ServerSessions:
     """Plays tasks on a server; use as a context manager, from any thread."""
 
-    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
-        """Nothing is asked of the server yet. `token` = `None`: `$BRIDLE_SERVER_TOKEN`, or none."""
-        self._url, self._token = url, token
+    def __init__(
+        self, url: str = DEFAULT_URL, *, token: str | None = None, patience_s: float = 1800.0
+    ) -> None:
+        """Nothing is asked of the server yet.
+
+        `token` = `None`: `$BRIDLE_SERVER_TOKEN`, or none. A server that cannot be reached is waited
+        for `patience_s`: it may be started once the trainer's engine is up.
+        """
+        self._url, self._token, self._patience_s = url, token, patience_s
         self._client: Client
 
     def __enter__(self) -> Self:
-        self._client = Client(self._url, token=self._token)
+        self._client = Client(self._url, token=self._token, patience_s=self._patience_s)
         self._client.__enter__()
         return self
 
