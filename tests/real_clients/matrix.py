@@ -70,12 +70,15 @@ FORKS: dict[Row, tuple[str, ...]] = {
     ("cline", "openai_chat"): ("text_appended", "changed"),
     ("cline", "openai_responses"): ("text_appended", "changed"),
     ("codex", "openai_responses"): ("partial",),
+    ("openclaw", "google"): ("history_changed",),
+    ("openclaw", "openai_responses"): ("history_changed",),
     **{("opencode", str(dialect)): ("text_appended", "history_changed") for dialect in Dialect},
     ("qwen_code", "anthropic"): ("history_changed",),
     ("qwen_code", "google"): ("history_changed",),
     ("qwen_code", "openai_chat"): ("history_changed",),
 }
-"""Why a call may start anew: after a cut the program changed what was said; aider's examples."""
+"""Why a call may start anew: after a cut the program changed what was said (openclaw in two wire
+formats also after a 500 or 429, when it tells its task again); aider's examples."""
 
 KEPT = (
     "What it got of the broken reply may stay in its history; the calls after it then start a new "
