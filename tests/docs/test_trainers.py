@@ -1,0 +1,69 @@
+"""The recipes for trainers run as they stand on their pages."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.bridges.by_hand import session, trace
+
+from bridle.bridges.parquet import write_trajectories
+
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
+
+
+def blocks(page):
+    """The Python of a page."""
+    found = re.findall(r"^ *```python\n(.*?)^ *```", (GUIDES / page).read_text(), re.DOTALL | re.MULTILINE)
+    return "\n".join(found)
+
+
+@pytest.fixture
+def parquet_file(tmp_path):
+    path = tmp_path / "t.parquet"
+    trajectories = [
+        session("a", 1.0, trace("a0"), trace("a1")), session("b", 0.0, trace("b0")),
+        session("c", None, trace("c0")),
+    ]  # fmt: skip
+    write_trajectories(path, trajectories)
+    return path
+
+
+def test_every_recipe_gives_what_its_trainer_takes(parquet_file):
+    made = {"parquet_file": parquet_file}
+    exec(blocks("recipes.md"), made)  # noqa: S102 - our own page
+
+    prime, skyrl, areal, tinker = (made[name] for name in ("prime", "skyrl", "areal", "tinker"))
+    assert len(prime) == len(areal) == len(tinker) == len(skyrl["rewards"]) == 4
+    for one in prime:
+        lengths = {len(one[n]) for n in ("token_ids", "mask", "logprobs", "temperatures")}
+        assert lengths == {len(one["advantages"])} == {10}
+    assert [max(one["advantages"]) for one in prime] == [1, 1, 0, 0]
+    assert min(prime[2]["advantages"]) == -1
+    assert skyrl["rewards"] == [1.0, 1.0, 0.0, 0.5]
+    assert sum(skyrl["loss_masks"][3]) == 0
+    for one in areal:
+        shapes = {one[n].shape for n in ("input_ids", "loss_mask", "logprobs", "versions")}
+        assert shapes == {(1, 10)}
+    assert areal[0]["versions"][0].tolist() == [-1, -1, -1, 3, 3, -1, -1, 4, 4, 4]
+    first = tinker[0]
+    assert first["model_input"][1:] == first["target_tokens"][:-1].tolist()
+    assert first["mask"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert np.allclose(first["logprobs"][first["mask"] == 1], -0.5)
+
+
+def test_rows_come_as_the_page_says(parquet_file, capsys):
+    seen = []
+    page = blocks("trainers.md").split("from bridle.bridges.base import play")[0]
+    exec(page, {"parquet_file": parquet_file, "train": lambda *row: seen.append(row)})  # noqa: S102
+
+    assert len(seen) == 4
+    assert "bridle/left_out/unknown" in capsys.readouterr().out
+
+
+def test_traces_and_responses_come_as_their_pages_say():
+    made = {"trajectory": session("a", 1.0, trace())}
+    exec(blocks("traces.md"), made)  # noqa: S102
+    assert (len(made["turns"]), len(made["nodes"])) == (2, 5)
+    exec(blocks("nemo.md").split("from bridle.bridges.base")[0], made)  # noqa: S102
+    assert made["answer"]["reward"] == 1.0
