@@ -6,7 +6,7 @@ import pytest
 from tests.cli.models import untrained
 
 from bridle.cli.training import TrainSettings, train_here, with_other_harnesses
-from bridle.config import AgentSpec, Task
+from bridle.config import AgentSpec, FieldPolicy, SamplingPolicy, Task
 from bridle.errors import ConfigError, EngineError
 
 TASK = Task(task_id="t", instruction="go", num_samples=2)
@@ -49,3 +49,17 @@ def test_held_out_tasks_are_played_with_every_harness_under_its_label():
     assert with_other_harnesses([TASK], {}) == [TASK]
     with pytest.raises(ConfigError, match="no held-out tasks"):
         with_other_harnesses([], {"script": other})
+
+
+@pytest.mark.parametrize(("of_task", "mode"), [(0.7, "override"), (1.0, "respect")])
+async def test_a_task_that_samples_at_another_temperature_is_refused(tmp_path, of_task, mode):
+    sampling = SamplingPolicy(temperature=FieldPolicy(mode=mode, value=of_task))
+    task = TASK.model_copy(update={"sampling": sampling})
+    settings = TrainSettings(model=str(tmp_path / "gone"), tasks="x", out=str(tmp_path / "out"))
+    error, said = (
+        (ConfigError, "task t samples at temperature 0.7, and training is for 1")
+        if mode == "override"
+        else (EngineError, "gone does not exist")
+    )
+    with pytest.raises(error, match=said):
+        await train_here(settings, [task])

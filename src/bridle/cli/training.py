@@ -132,13 +132,14 @@ async def train_here(
     the model of the beginning, if that is known.
 
     `ConfigError` for a mistake, before anything runs: a folder that holds a training and is not to
-    be resumed, another tokenizer than the engine's. `TrainingError` when it cannot go on; what was
-    learned until then is in the last checkpoint.
+    be resumed, another tokenizer than the engine's, another temperature. `TrainingError` when it
+    cannot go on; what was learned until then is in the last checkpoint.
     """
     from bridle.training.checkpoint import checkpoints, load_tokenizer
     from bridle.training.loop import Course, Loop
     from bridle.training.tasks import History, TaskDraws
 
+    _check_temperatures(tasks, settings.grpo.temperature)
     held_out = with_other_harnesses(held_out, settings.evaluate_with)
     if settings.server is None:
         check([*tasks, *held_out])
@@ -189,6 +190,17 @@ def _start(settings: TrainSettings, *, resume: bool) -> Start:
     reference = Path(settings.model) if settings.grpo.kl else None
     learner = Learner.load(model, settings.grpo, reference)
     return Start(learner, model, restore(learner, model) if found else {})
+
+
+def _check_temperatures(tasks: Sequence[Task], trained: float) -> None:
+    """Refuse tasks that are sampled from another distribution than the one that is trained."""
+    for task in tasks:
+        policy = task.sampling.temperature
+        if policy.mode == "override" and policy.value not in {None, trained}:
+            raise ConfigError(
+                f"task {task.task_id} samples at temperature {policy.value:g}, and training is for "
+                f"{trained:g}: set [grpo] temperature, or the tasks' sampling.temperature"
+            )
 
 
 def _course(before: Evaluation | None) -> Course:
