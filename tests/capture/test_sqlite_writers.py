@@ -1,4 +1,4 @@
-"""Who writes a record: its caller where the writer is idle, else the thread."""
+"""Who writes a record: its caller if it is small and the disk is quick, else the thread."""
 
 import asyncio
 import threading
@@ -46,6 +46,25 @@ async def test_an_idle_writer_leaves_small_records_to_their_callers(path):
     async with await SqliteStore.open(path) as store:
         assert await written_here(store)
         assert await writers(store, size=WRITTEN_HERE + 1) == {store._writer._thread}
+
+
+async def test_a_small_record_waits_for_the_thread_and_is_written_by_its_caller(path):
+    began, go_on, found = threading.Event(), threading.Event(), []
+    async with await SqliteStore.open(path) as store, asyncio.TaskGroup() as group:
+
+        def slow(_):
+            began.set()
+            go_on.wait(20)
+
+        group.create_task(store._write(slow, size=WRITTEN_HERE + 1))
+        await asyncio.to_thread(began.wait)
+        for _ in range(3):
+            work = store._write(lambda _: found.append(threading.current_thread()))
+            group.create_task(work)
+        await asyncio.sleep(0.01)
+        assert not found
+        go_on.set()
+    assert found == [threading.current_thread()] * 3
 
 
 async def test_with_fsync_the_thread_writes_all(path):

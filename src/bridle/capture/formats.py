@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -456,3 +457,16 @@ def outcome_of(session_id: str, row: tuple[Any, ...]) -> Outcome:
         error=row[6],
         metadata=_of_json(row[7]),
     )
+
+
+def sync_file(file: Path) -> None:
+    """Have a write-ahead log on the disk itself.
+
+    Never for the database file: closing it here would drop SQLite's own locks on it. What is not in
+    the log any more, the checkpoint that took it out has synced.
+    """
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

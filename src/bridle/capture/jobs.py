@@ -13,9 +13,20 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from bridle.errors import StoreError
+
+
+class Written(Enum):
+    """What became of a record that its caller would write."""
+
+    HERE = "here"
+    SOON = "soon"
+    """The thread has something to write before it; then its caller can."""
+    BY_THREAD = "by the thread"
+    """It is to be queued."""
 
 
 @dataclass(frozen=True, slots=True)

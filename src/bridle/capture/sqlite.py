@@ -5,11 +5,11 @@ writes it in one transaction, and tells each caller's loop. When `commit` return
 the operating system's hands: `kill -9` of this process cannot take it. `fsync="group"` makes each
 transaction durable against power loss too, one fsync for all that waited.
 
-Without fsync, a small record that finds the writer idle is written by its caller at once. In a
-gateway on two shared cores, between other processes, that takes 0.09 ms where two hand-offs between
-threads make it 0.30 ms (benchmarks/gateway.py); of the 0.09 ms half compresses texts. A write that
-the disk held up sends all that follow to the thread for a while, so a slow disk stalls one call,
-not all sessions.
+Without fsync, a small record is written by its caller at once, or when the thread has done what it
+has. In a gateway on two shared cores, between other processes, that takes 0.09 ms where two hand-
+offs between threads make it 0.30 ms (benchmarks/gateway.py); of the 0.09 ms half compresses texts.
+A write that the disk held up sends all that follow to the thread for a while, so a slow disk stalls
+one call, not all sessions.
 
 The writer owns what must not be done twice (which ids and bodies a session has). Readers use a
 connection of their own and wait until all that was given before is written.
@@ -18,7 +18,6 @@ connection of their own and wait until all that was given before is written.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import sys
 import threading
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from bridle.capture import formats
-from bridle.capture.jobs import Job, Jobs
+from bridle.capture.jobs import Job, Jobs, Written
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
 from bridle.capture.texts import (
@@ -73,6 +72,10 @@ SHY_S = 5.0
 LATER_S = 0.005
 """How long a delivery waits to be written with an exchange: a transaction of its own would cost
 half as much as the exchange's."""
+
+SOON_S = 0.001
+"""How long a small record waits for the thread before its caller looks again. Queued as well, it
+would be followed by the next: the thread waits 5 ms for each turn of the interpreter."""
 
 Work = Callable[["_Writer"], None]
 
@@ -188,11 +191,16 @@ class SqliteStore:
         `size` is about how many bytes it writes.
         """
         self._check_open()
-        if size <= WRITTEN_HERE and self._writer.write_now(work):
+        written = self._writer.write_now(work) if size <= WRITTEN_HERE else Written.BY_THREAD
+        if written is Written.HERE:
             return
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._writer.give(Job(work, loop, done))
+        job = Job(work, loop, done)
+        if written is Written.SOON:
+            self._writer.give_later(job, SOON_S)
+        else:
+            self._writer.give(job)
         await done
 
     def _given_before(self) -> SqliteReader:
@@ -243,31 +251,36 @@ class _Writer:
         """Queue a job."""
         self._jobs.give(job)
 
-    def give_later(self, job: Job) -> None:
-        """Leave a job for the next transaction, which comes soon."""
-        if self._jobs.leave(job):
-            job.loop.call_later(LATER_S, self._write_later)
+    def give_later(self, job: Job, seconds: float = LATER_S) -> None:
+        """Leave a job for the next transaction, which comes within so many seconds."""
+        if self._jobs.leave(job) or seconds < LATER_S:
+            job.loop.call_later(seconds, self._write_later, job.loop)
 
-    def _write_later(self) -> None:
-        if self._jobs.left and not self.write_now(None):
+    def _write_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._jobs.left:
+            return
+        if (written := self.write_now(None)) is Written.SOON:
+            loop.call_later(SOON_S, self._write_later, loop)
+        elif written is Written.BY_THREAD:
             self._jobs.give()
 
-    def write_now(self, work: Work | None) -> bool:
-        """Do `work`, and what was left for later, in the calling thread.
+    def write_now(self, work: Work | None) -> Written:
+        """Do `work`, and what was left for later, in the calling thread, or say who is to.
 
-        `False` = it must be queued. Raises `StoreError`.
+        Raises `StoreError`.
         """
         started = time.monotonic()
-        busy = self._jobs.busy or started < self._shy_until
-        if self._group > GROUP_WITHOUT_FSYNC or busy or not self._turn.acquire(blocking=False):
-            return False
+        if self._group > GROUP_WITHOUT_FSYNC or started < self._shy_until:
+            return Written.BY_THREAD
+        if self._jobs.busy or not self._turn.acquire(blocking=False):
+            return Written.SOON
         try:
             self._wait_for_others(0)
             self._transact_with_later(work)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
-            return False  # another process writes; the thread can wait for it
+            return Written.BY_THREAD  # another process writes; the thread can wait for it
         finally:
             self._turn.release()
         if self._frames >= CHECKPOINT_FRAMES:
@@ -275,7 +288,7 @@ class _Writer:
         ended = time.monotonic()
         if ended - started > HELD_UP_S:
             self._shy_until = ended + SHY_S
-        return True
+        return Written.HERE
 
     def _transact_with_later(self, work: Work | None) -> None:
         """One transaction for `work` and what was left for later; a bad one costs nobody else."""
@@ -366,7 +379,7 @@ class _Writer:
                 self._connection.execute("COMMIT")
                 if self._sync_wanted:
                     self._sync_wanted = False
-                    _fsync(self._path.with_name(self._path.name + "-wal"))
+                    formats.sync_file(self._path.with_name(self._path.name + "-wal"))
             except BaseException:
                 # What the states say of this transaction is not in the file: read it anew.
                 self._states.clear()
@@ -485,14 +498,3 @@ class _Writer:
         state.deliveries = rows(query, state.number)[0][0]
         state.closed = bool(rows("SELECT 1 FROM outcomes WHERE session = ?", state.number))
         return state
-
-
-def _fsync(file: Path) -> None:
-    """Never for the database file itself: closing it here would drop SQLite's own locks on it.
-    What is not in the WAL any more, the checkpoint that took it out has synced.
-    """
-    descriptor = os.open(file, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
