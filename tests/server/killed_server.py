@@ -1,19 +1,21 @@
 """A rollout server that can be killed at any moment: real state, files and HTTP, small workers.
 
-Its workers write down in a journal, as capture does, when a run began and when it had ended; a run
-that had ended is recalled from there. Some runs fail by infrastructure. Run as a program:
+Its runs are done by a node in a process of its own, which can be killed too. It writes down in a
+journal, as capture does, when a run began and when it had ended; a run that had ended is recalled
+from there. Some runs fail by infrastructure. Run as a program:
 
     python killed_server.py FOLDER DATABASE PORT
 """
 
 import asyncio
-import random
+import os
 import sys
-import zlib
+from asyncio.subprocess import PIPE, Process
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from tests.server.house import FakeWorkers, failure, result, served
+from tests.server.killed_node import Journal
 
 from bridle.aio import Nursery
 from bridle.bridges import parquet
@@ -26,45 +28,69 @@ from bridle.server.files import TrajectoryFiles
 from bridle.server.schemas import ServiceSettings
 from bridle.server.service import Service
 
-RUN_S = 0.03
-"""The most that a run takes."""
+NODE_PID = "node.pid"
+"""File with the id of the node's process."""
 
 
-def fails(run_id):
-    """Whether this run fails by infrastructure: one in seven, first attempts only."""
-    return ".r" not in run_id and zlib.crc32(run_id.encode()) % 7 == 0
+class NodeProcess:
+    """The node's process; another one is started when it was killed."""
 
+    def __init__(self, folder):
+        self._folder = folder
+        self._process: Process | None = None
+        self._starting = asyncio.Lock()
+        self._waiting = {}
+        self._nursery = Nursery(lambda error: print(error, file=sys.stderr))  # noqa: T201 - the log
+        self.made = 0
 
-class Journal:
-    """Lines `began RUN` and `ended RUN`; an appended line survives `kill -9`."""
+    async def run(self, run_id):
+        """Whether a run did well; `None` = its node died meanwhile."""
+        async with self._starting:
+            if self._process is None:
+                await self._start()
+        if self._process is None:
+            return None
+        assert self._process.stdin is not None
+        waiting = self._waiting[run_id] = asyncio.get_running_loop().create_future()
+        self._process.stdin.write(f"{run_id}\n".encode())
+        return await waiting
 
-    def __init__(self, path):
-        self.path = path
+    async def _start(self):
+        program = Path(__file__).with_name("killed_node.py")
+        arguments = (program, self._folder / "journal", str(os.getpid()))
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", *arguments, stdin=PIPE, stdout=PIPE
+        )
+        self.made += 1
+        (self._folder / NODE_PID).write_text(str(self._process.pid))
+        self._nursery.start(self._listen(self._process), name="node")
 
-    def write(self, what, run_id):
-        with self.path.open("a") as file:
-            file.write(f"{what} {run_id}\n")
-
-    def lines(self):
-        if not self.path.exists():
-            return []
-        return [tuple(line.split(" ")) for line in self.path.read_text().splitlines()]
+    async def _listen(self, process):
+        async for line in process.stdout:
+            run_id, how = line.decode().split()
+            self._waiting.pop(run_id).set_result(how == "ok")
+        await process.wait()
+        self._process = None
+        for waiting in self._waiting.values():
+            waiting.set_result(None)
+        self._waiting.clear()
 
 
 class JournalWorkers(FakeWorkers):
-    """Workers whose ended runs are known after a kill."""
+    """Workers whose ended runs are known after a kill of the server or of the node."""
 
-    def __init__(self, journal):
+    def __init__(self, folder):
         super().__init__(capacity=4)
-        self.journal = journal
+        self.journal = Journal(folder / "journal")
+        self.node = NodeProcess(folder)
 
     async def run(self, task, sample_index, run_id, avoid=frozenset()):
-        self.journal.write("began", run_id)
-        await asyncio.sleep(random.uniform(0, RUN_S))
-        if fails(run_id):
-            return result(run_id, task, sample_index, **failure())
-        self.journal.write("ended", run_id)
-        return result(run_id, task, sample_index)
+        did_well = await self.node.run(run_id)
+        node_id = f"node{self.node.made}"
+        if did_well is None:
+            did_well = ("ended", run_id) in self.journal.lines()
+        answer = {} if did_well else failure(error="its node died")
+        return result(run_id, task, sample_index, **answer, node_id=node_id)
 
     async def recall(self, run_id):
         if ("ended", run_id) not in self.journal.lines():
@@ -79,7 +105,7 @@ async def serve(folder, database, port):
         service = Service(
             database=await enter(await Database.open(database)),
             files=TrajectoryFiles(folder / "trajectories", parquet),
-            workers=JournalWorkers(Journal(folder / "journal")),
+            workers=JournalWorkers(folder),
             settings=ServiceSettings(lease_s=3600),
         )
         await enter(service)

@@ -16,13 +16,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.server.house import body
+from tests.server.killed_node import Journal
 from tests.server.killed_receiver import KEPT
-from tests.server.killed_server import Journal
-from tests.server.test_delivery import Receiver
+from tests.server.killed_server import NODE_PID
 
-from bridle.client import AsyncClient
+from bridle.client import AsyncClient, Group
 
 SAMPLES = 3
+
+EACH = 5
+"""Tasks that are submitted before each kill; every fifth is told by callbacks."""
+
 PATIENCE_S = 300.0
 """How long a trainer waits for a server that is being started again; a busy machine takes long."""
 
@@ -43,8 +47,8 @@ class Killed:
         path = Path(__file__).with_name(program)
         words = [path, folder, *arguments, self.port]
         self.command = [sys.executable, *map(str, words)]
+        self.folder = folder
         self.log = folder / "log"
-        self.kills = 0
 
     def start(self):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -54,7 +58,6 @@ class Killed:
     def kill(self):
         assert self.process.poll() is None, f"it ended by itself: {self.log.read_text()[-4000:]}"
         self.end()
-        self.kills += 1
 
     def end(self):
         self.process.send_signal(signal.SIGKILL)
@@ -63,19 +66,18 @@ class Killed:
     async def again(self):
         """Killed, and started again."""
         self.kill()
+        await asyncio.sleep(random.uniform(0, 0.1))
         self.start()
 
-    async def run(self, kills, drawn, others):
-        """So many kills, of it or of one of `others`; it answers before each, and at last."""
-        self.start()
-        for _ in range(kills):
-            await self.answers()
-            await asyncio.sleep(drawn.uniform(0, 0.4))
-            await drawn.choice([self.again, *others])()
-
-    async def answers(self):
-        async with AsyncClient(f"http://127.0.0.1:{self.port}") as client:
-            await client.status()
+    async def kill_node(self):
+        """Kill the process of the server's node, as soon as there is one."""
+        path = self.folder / NODE_PID
+        while True:
+            pid = int(path.read_text() or 0) if path.exists() else 0
+            if pid and self.process.pid == parent_of(pid):
+                os.kill(pid, signal.SIGKILL)
+                return
+            await asyncio.sleep(0.01)
 
 
 async def train(url, wanted, seen):
@@ -117,39 +119,68 @@ class KilledReceiver(Killed):
         lines = self.kept.read_text().split("\n")[:-1] if self.kept.exists() else []
         return [json.loads(line) for line in lines]
 
-    @property
-    def got(self):
-        return self.bodies()
 
-
-async def crash_run(folder, database, *, tasks, kills, seed, others=(), told_to=None):
+async def crash_run(folder, database, *, kills, seed, others=None):
     """The whole story; returns what it came to. Fails by its assertions.
 
-    `others` are killed as well: each kills what it knows and starts it again. `told_to` is the
-    receiver of callbacks.
+    Killed are the server, its node, the receiver of callbacks, and `others` (name -> what kills it
+    and starts it again), in an order drawn by `seed`, each as often as the others. Before each kill
+    a few tasks are submitted, so that it meets a batch that runs.
     """
     drawn = random.Random(seed)
-    server = Killed(folder, database)
+    server, receiver = Killed(folder, database), KilledReceiver(folder)
+    victims = {
+        "server": server.again,
+        "node": server.kill_node,
+        "receiver": receiver.again,
+        **(others or {}),
+    }
+    seen: list[Group] = []
     url = f"http://127.0.0.1:{server.port}"
-    seen = []
-    async with (told_to or Receiver()).up() as receiver:
-        bodies = [body(f"t{number}", SAMPLES) for number in range(tasks)]
+    async with receiver.up():
+        bodies = [body(f"t{number}", SAMPLES, max_attempts=100) for number in range(EACH * kills)]
         for one in bodies[::5]:
             one["callback_url"] = receiver.url
+        server.start()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(server.run(kills, drawn, others))
-                async with AsyncClient(url, patience_s=PATIENCE_S) as client:
-                    for start in range(0, tasks, 7):
-                        await client.submit_many(bodies[start : start + 7])
-                        await asyncio.sleep(drawn.uniform(0, 0.1))
+                killing = group.create_task(kill(victims, bodies, drawn, server))
                 wanted = {one["task_id"] for one in bodies if "callback_url" not in one}
                 group.create_task(train(url, wanted, seen))
                 group.create_task(all_told(receiver, bodies[::5]))
         finally:
             server.end()
-    judge(folder, seen, receiver, bodies)
-    return {"kills": server.kills, "groups": len(seen), "callbacks": len(receiver.got)}
+        judge(folder, seen, receiver, bodies)
+    told = {"groups": len(seen), "callbacks": len(receiver.bodies())}
+    return killing.result() | told | {"sessions": len(bodies) * SAMPLES}
+
+
+async def kill(victims, bodies, drawn, server):
+    """One kill for each few of `bodies`; how many of whom, and how many met sessions that ran."""
+    killed: Counter[str] = Counter()
+    order: list[str] = []
+    busy = 0
+    journal = Journal(server.folder / "journal")
+    async with AsyncClient(f"http://127.0.0.1:{server.port}", patience_s=PATIENCE_S) as client:
+        for start in range(0, len(bodies), EACH):
+            order = order or drawn.sample(sorted(victims), len(victims))
+            await client.submit_many(bodies[start : start + EACH])
+            await asyncio.sleep(drawn.uniform(0, 0.3))
+            victim = order.pop()
+            ended = {run.partition(".r")[0] for what, run in journal.lines() if what == "ended"}
+            busy += len(ended) < (start + EACH) * SAMPLES
+            await victims[victim]()
+            killed[victim] += 1
+    return {"kills": dict(killed), "busy": busy}
+
+
+def parent_of(pid):
+    """The process that a process is a child of; 0 if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
 
 
 async def all_told(receiver, bodies):

@@ -4,10 +4,12 @@ import sqlite3
 import pytest
 from sqlalchemy import insert, select
 from sqlalchemy.exc import DBAPIError
+from tests.server.house import database_of
 
 from bridle.errors import ConfigError, StateError
 from bridle.server import tables as t
 from bridle.server.database import Database, database_url, until_done
+from bridle.server.state import State
 
 
 def test_a_path_is_a_sqlite_file_and_urls_get_their_async_driver():
@@ -27,6 +29,16 @@ async def test_opening_twice_finds_what_was_written(tmp_path):
             async with database.read() as connection:
                 values = (await connection.execute(select(t.numbers.c.value))).scalars().all()
             assert set(values) == {7}
+
+
+async def test_servers_that_open_a_new_database_at_once_all_find_it_whole(tmp_path):
+    async def opened():
+        async with await Database.open(database_of(tmp_path)) as database:
+            return await State(database).number("done_seq")
+
+    async with asyncio.TaskGroup() as group:
+        opening = [group.create_task(opened()) for _ in range(4)]
+    assert [one.result() for one in opening] == [0, 0, 0, 0]
 
 
 async def test_a_transaction_that_fails_leaves_nothing(tmp_path):

@@ -57,7 +57,6 @@ async def test_each_session_of_a_batch_runs_once_on_one_of_two_servers(tmp_path)
             await ended(other, f"t{number}")
         ran = [*workers[0].ran, *workers[1].ran]
         assert len(ran) == len(set(ran)) == 18
-        assert workers[1].ran
 
 
 async def test_a_server_that_is_not_heard_of_for_its_lease_is_succeeded(tmp_path):
@@ -90,10 +89,11 @@ async def test_a_server_that_renews_its_leases_lives_whatever_its_clock_says(tmp
 
 
 async def test_a_server_that_lost_its_lease_ends_its_run_and_its_result_changes_nothing(tmp_path):
-    slow, quick = FakeWorkers(capacity=1, held=True), FakeWorkers(capacity=1)
+    slow, quick = FakeWorkers(capacity=1, held=True), FakeWorkers(capacity=0)
     async with two(tmp_path, slow, quick) as (one, other):
         await one.submit([submission("a")], owner="o")
         await until(lambda: slow.living)
+        quick.capacity = 1
         await other.neighbours.take_over(["first"])
         await ended(other, "a")
         await one.neighbours.look()
@@ -107,7 +107,7 @@ async def test_a_server_that_lost_its_lease_ends_its_run_and_its_result_changes_
 
 async def test_what_one_server_is_asked_reaches_the_runs_of_the_other(tmp_path):
     held = FakeWorkers(capacity=4, held=True)
-    async with two(tmp_path, held) as (one, other):
+    async with two(tmp_path, held, FakeWorkers(capacity=0)) as (one, other):
         await one.submit([submission("a"), submission("b", 2)], owner="o")
         await until(lambda: len(held.living) == 3)
         await other.cancel_task("a")
@@ -137,7 +137,7 @@ async def test_a_pause_and_a_new_task_reach_every_server(tmp_path):
 
 async def test_a_cancelled_session_is_not_run_again_by_whoever_takes_it_over(tmp_path):
     held = FakeWorkers(held=True)
-    async with two(tmp_path, held) as (one, other):
+    async with two(tmp_path, held, FakeWorkers(capacity=0)) as (one, other):
         await one.submit([submission("a")], owner="o")
         await until(lambda: held.living)
         await other.cancel_session("a.0")

@@ -40,6 +40,9 @@ T = TypeVar("T")
 BUSY_S = 10.0
 """How long another process may hold SQLite's write lock before that is a failure."""
 
+MIGRATING = 0x627269646C65
+"""The lock that a PostgreSQL's migration holds; any number that nobody else takes."""
+
 CLOSE_S = 10.0
 """How long the end of a connection is waited for."""
 
@@ -220,4 +223,6 @@ def _migrate(connection: Connection) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
+    if connection.dialect.name == "postgresql":  # servers that start together migrate in turn
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATING})")
     command.upgrade(config, "head")

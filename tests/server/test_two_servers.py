@@ -1,0 +1,140 @@
+"""Two real `bridle serve` on one PostgreSQL: each session runs once, and one outlives the other.
+
+Killing one also kills a node in the midst of its sessions, with its gateway and its harnesses.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+
+import pytest
+from tests.lifecycle.house import AGENT
+from tests.server.house import database_of
+from tests.server.test_delivery import Receiver
+
+from bridle.capture.sqlite import SqliteReader
+from bridle.client import AsyncClient
+
+TASKS, SAMPLES = 10, 2
+PATIENCE_S = 100.0
+
+SCRIPT = {
+    "conversations": [
+        {"turns": [{"shell": ["echo done > out.txt"], "delay_s": 0.3}, {"content": "Done."}]}
+    ]
+}
+
+
+def tasks(receiver):
+    return [
+        {
+            "task_id": f"task-{number}",
+            "instruction": "Write done to out.txt.",
+            "num_samples": SAMPLES,
+            "runtime": {"backend": "local"},
+            "agent": {"harness": "command", "command": AGENT},
+            "evaluator": {"strategy": "command", "config": {"command": "grep -q done out.txt"}},
+            "callback_url": receiver.url,
+        }
+        for number in range(TASKS)
+    ]
+
+
+class Server:
+    """A server's process."""
+
+    def __init__(self, folder, database, stack):
+        folder.mkdir()
+        (folder / "script.json").write_text(json.dumps(SCRIPT))
+        (folder / "bridle.toml").write_text("[server]\nlease_s = 3\n")
+        self.data = folder / "data"
+        command = (
+            *(sys.executable, "-m", "bridle.cli", "serve", "--port", "0", "--concurrency", "2"),
+            *("--engine", f"scripted:{folder / 'script.json'}", "--data", self.data),
+            *("--database", database, "--callback-to", "127.0.0.0/8"),
+            *("--config", folder / "bridle.toml", "--trajectories", folder.parent / "trajectories"),
+        )
+        log = stack.enter_context((folder / "log").open("wb"))
+        self.log = folder / "log"
+        self.process = stack.enter_context(subprocess.Popen(command, stderr=log))
+        stack.callback(self.process.kill)
+
+    async def url(self):
+        """Where it listens, once it does."""
+        async with asyncio.timeout(PATIENCE_S):
+            while "rollout server at " not in (said := self.log.read_text()):
+                assert self.process.poll() is None, said
+                await asyncio.sleep(0.05)
+        return said.partition("rollout server at ")[2].partition(",")[0]
+
+    def runs(self):
+        """Run ids of the sessions that its node captured."""
+        with SqliteReader(self.data / "capture.sqlite") as reader:
+            return [one.session_id for one in reader.sessions()]
+
+
+@pytest.mark.postgres
+@pytest.mark.timeout(300)
+async def test_two_servers_do_a_batch_and_one_takes_over_from_the_other(tmp_path):
+    with ExitStack() as stack:
+        async with Receiver().up() as receiver:
+            first, second = (
+                Server(tmp_path / name, str(database_of(tmp_path)), stack) for name in "ab"
+            )
+            url = await second.url()
+            async with AsyncClient(await first.url()) as client:
+                await client.submit_many(tasks(receiver))
+                async with asyncio.timeout(PATIENCE_S):
+                    while len(receiver.got) < 6 or not (await client.status())["running"]:  # noqa: ASYNC110 - others do it
+                        await asyncio.sleep(0.01)
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait()
+            async with AsyncClient(url, patience_s=PATIENCE_S) as client:
+                for number in range(TASKS):
+                    await client.wait(f"task-{number}", timeout_s=PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await client.status())["callbacks"].keys() != {"delivered"}:  # noqa: ASYNC110 - others do it
+                        await asyncio.sleep(0.05)
+                sessions = [
+                    session
+                    for number in range(TASKS)
+                    for session in await client.sessions(f"task-{number}")
+                ]
+            second.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(second.process.wait, 60) == 0
+        judge(sessions, first.runs(), second.runs(), receiver)
+
+
+def judge(sessions, by_first, by_second, receiver):
+    """Every session ended once, by one of them, and was told as the same by every delivery."""
+    assert len(sessions) == TASKS * SAMPLES
+    assert {one["status"] for one in sessions} == {"COMPLETED"}
+    runs = Counter([*by_first, *by_second])
+    assert set(runs.values()) == {1}  # no run twice, on whichever server
+    assert by_first
+    assert by_second
+    for one in sessions:
+        # Again was run what the first one was doing when it was killed, and nothing else.
+        whys = [earlier["why"] for earlier in one["earlier"]]
+        name, attempt = one["session_id"], one["attempt"]
+        assert (len(whys), set(whys)) in [(0, set()), (1, {"interrupted"})]
+        assert attempt == len(whys) + 1
+        last = name if attempt == 1 else f"{name}.r{attempt}"
+        assert runs.pop(last) == 1
+        if attempt == 2:
+            assert last in by_second
+            runs.pop(name, None)  # it may have been killed before its node knew of it
+    assert not runs
+    told = defaultdict(set)
+    for headers, content in receiver.got:
+        body = json.loads(content)
+        results = [body] if "session_id" in body else body["results"]
+        told[headers["x-bridle-delivery"]].add(
+            tuple((one["session_id"], one["run_id"], one["reward"]) for one in results)
+        )
+    assert len(told) == TASKS * (SAMPLES + 1)
+    assert all(len(versions) == 1 for versions in told.values())
