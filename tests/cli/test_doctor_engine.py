@@ -7,8 +7,10 @@ from tests.engines.embedded.models import save_model
 
 from bridle.cli.doctor_engine import compare
 from bridle.config import builtin_tokenizer_dir
+from bridle.engines.server import EngineServer
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.sglang_server import SglangServer
+from bridle.engines.vllm import VllmEngine
 from bridle.testing import scripted_engine
 
 
@@ -53,6 +55,16 @@ async def test_a_served_engine_is_held_against_our_renderer():
         await engine.aclose()
     assert found["tokenizer"].found == "the engine's"
     assert "of 7 alike" in found["rendering"].found
+
+
+async def test_a_served_vllm_is_asked_for_its_parsers_and_its_template():
+    async with EngineServer(scripted_engine([{"content": "x"}])) as server:
+        engine = VllmEngine(server.url)
+        info = await engine.start()
+        found = {one.what: one async for one in compare(engine, info, None, logprobs=False)}
+        await engine.aclose()
+    assert found["parsers"].found == "reasoning not seen, tools yes"
+    assert found["engine's template"].found == "it tells prompts, as its chat route makes them"
 
 
 async def test_without_a_tokenizer_there_is_nothing_to_compare():

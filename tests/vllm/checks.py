@@ -121,14 +121,14 @@ async def reply(engine: Engine, asked: GenerateRequest):
 
 
 @asynccontextmanager
-async def opened_gateway(server: VllmServer, *, engine: Engine | None = None):
-    """A gateway on the server, and its store."""
+async def opened_gateway(server: VllmServer, *, engine: Engine | None = None, **settings: Any):
+    """A gateway on the server, and its store. `settings` are the gateway's."""
     store = MemoryStore()
     gateway = Gateway(
         engine=engine or RecordingVllm(server.url),
         renderer=load_renderer(str(server.model)),
         store=store,
-        settings=GatewaySettings(),
+        settings=GatewaySettings(**settings),
     )
     async with gateway:
         yield gateway, store

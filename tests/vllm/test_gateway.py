@@ -25,6 +25,20 @@ async def test_nine_turns_with_tools_are_one_trace_of_the_engines_own_tokens(ser
         assert stats["drift"] == {"exact": TURNS - 1}
 
 
+async def test_the_engines_own_template_renders_the_root_and_we_what_extends_it(server):
+    """At the start seven conversations are rendered and sent to its chat route: they are alike."""
+    server.say(reading())
+    client = CLIENTS[-1]
+    async with opened_gateway(server, prompt="engine") as (gateway, store):
+        handle = await gateway.open_session()
+        await client(handle, TURNS)
+        await gateway.seal(handle.session_id)
+        trajectory = check_session(store, handle.session_id, server.model)
+        assert len(trajectory.traces) == 1
+        told = [exchange.extra.get("prompt") for exchange in store.exchanges(handle.session_id)]
+        assert told == ["engine", *[None] * (TURNS - 1)]
+
+
 @pytest.mark.parametrize("route", Route)
 async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
     """Random weights say junk: no turn parses, and none of its tokens is lost or told otherwise."""

@@ -32,8 +32,11 @@ async def compare(
 
     from bridle.engines.compare import compare_rendering, compare_template, compare_vocabulary
     from bridle.engines.probe import Finding
+    from bridle.engines.vllm import VllmEngine
     from bridle.prompting.renderer import load_renderer
 
+    if isinstance(engine, VllmEngine):
+        yield await engine.parsers()
     source = tokenizer or info.tokenizer_dir
     if source is None:
         yield Finding.note("tokenizer", "none to compare: give --tokenizer DIR")

@@ -30,6 +30,7 @@ from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, end_ids, tokenizer_dir
 from bridle.engines.vllm_images import Eyes
+from bridle.engines.vllm_parsers import find_parsers
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
@@ -224,6 +225,10 @@ class VllmEngine(Serving):
     ) -> Ids:
         """The prompt of the server's chat route; see `Templating`."""
         return await self._eyes.read(self._client, self._model, messages, tools, arguments)
+
+    async def parsers(self) -> Finding:
+        """Which parsers of its own the server has; costs it a call of one token."""
+        return await find_parsers(self._client, self._model)
 
     # ---- sampling
 
