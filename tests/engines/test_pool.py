@@ -375,12 +375,19 @@ async def test_a_replica_joins_and_gets_calls():
             await pool.add(Replica("b", Fake()))
 
 
-async def test_one_that_cannot_join_is_closed_and_forgotten():
-    small = Fake(info=replace(INFO, context_length=10))
-    async with pooled(Fake()) as pool:
-        with pytest.raises(EngineError, match="context of 10"):
-            await pool.add(Replica("b", small))
-        assert small.closed
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        (replace(INFO, context_length=10, pictures=True), "context of 10"),
+        (INFO, "takes no images with ids"),
+    ],
+)
+async def test_one_that_cannot_join_is_closed_and_forgotten(info, why):
+    other = Fake(info=info)
+    async with pooled(Fake(info=replace(INFO, pictures=True))) as pool:
+        with pytest.raises(EngineError, match=why):
+            await pool.add(Replica("b", other))
+        assert other.closed
         assert len(pool.replicas()) == 1
 
 

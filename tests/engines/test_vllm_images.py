@@ -1,11 +1,12 @@
 """What a vLLM says of messages with images; its fields are those of the package."""
 
 import base64
+import json
 
 import msgspec
 import numpy as np
 import pytest
-from tests.engines.stub import honest
+from tests.engines.stub import honest, sampled
 
 from bridle.engines.base import GenerateRequest, Seeing, Templating
 from bridle.engines.ids import ArrayIds
@@ -170,6 +171,43 @@ async def test_a_call_by_messages_takes_the_chat_route_whatever_the_route_is(stu
     assert (body["messages"], body["tools"], body["tool_choice"]) == (MESSAGES, TOOLS, "none")
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert body["return_token_ids"] is True
+
+
+def folding(*, unfold):
+    """Answers as `/inference/v1/generate` does: an image's placeholder becomes three."""
+
+    def answer(body):
+        read = json.loads(body)
+        prompt = read["token_ids"]
+        if read.get("content_parts") and unfold:
+            at = prompt.index(9)
+            prompt = [*prompt[:at], 9, 9, 9, *prompt[at + 1 :]]
+        made = sampled(prompt)
+        entries = [{"token_id": i, "logprob": -0.5} for i in (7, 8)]
+        made["choices"][0]["logprobs"] = {"content": entries}
+        return made
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("rendered", "unfold", "taken", "ok", "found"),
+    [
+        (one_image(None), True, True, True, "with ids beside them too"),
+        (one_image(None), False, False, False, "as messages only"),
+        ({"token_ids": [5, 9, 9, 9]}, True, False, False, "as messages only"),
+        ((400, BLIND), True, False, True, "takes none"),
+        (500, True, False, True, "not found out"),
+    ],
+)
+async def test_whether_ids_go_with_images_is_found_by_one(
+    stub, connected, rendered, unfold, taken, ok, found
+):
+    replies = {"inference/v1/generate": folding(unfold=unfold), RENDER: rendered}
+    engine = await connected((await stub(**replies)).url, route=Route.GENERATE)
+    assert (await engine.start()).pictures is taken
+    assert (engine.report.findings[-1].what, engine.report.findings[-1].ok) == ("images", ok)
+    assert found in engine.report.findings[-1].found
 
 
 async def test_messages_without_images_are_told_as_their_ids(stub, connected):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.stub import sampled
 
-from bridle.engines.base import GenerateRequest
+from bridle.engines.base import GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm_routes import MessageText, Route, call_body, read_answer
 from bridle.errors import EngineError
@@ -63,6 +63,19 @@ def test_a_token_call_keeps_sampling_in_its_own_object():
         **COMMON, "logprobs": 0, "structured_outputs": {"json": {"type": "object"}}
     }  # fmt: skip
     assert read["return_token_ids"] is True
+
+
+def test_images_go_beside_ids_with_one_placeholder_each():
+    ids = [1, 8, 9, 9, 9, 8, 2, 9, 9, 3]
+    pictures = (Picture("data:a", 1, 5), Picture("data:b", 7, 2))
+    made = GenerateRequest("r", ArrayIds(np.array(ids)), SAMPLING, pictures=pictures)
+    read = body(Route.GENERATE, made)
+    assert read["token_ids"] == [1, 9, 2, 9, 3]
+    assert read["content_parts"] == [
+        {"type": "image_url", "url": "data:a"},
+        {"type": "image_url", "url": "data:b"},
+    ]
+    assert "content_parts" not in body(Route.GENERATE, request())
 
 
 def test_a_completion_call_has_ids_for_a_prompt():

@@ -41,9 +41,10 @@ async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, se
     engine = await opened(route=route)
     info = await engine.start()
     assert engine.report.usable
+    images = ("images",) if route is Route.GENERATE else ()
     assert {f.what: f.ok for f in engine.report.findings} == dict.fromkeys(
-        ("route", "context length", "pairing", "sampled ids", "logprobs", "token in",
-         "logprob mode", "streaming", "seeds"), True
+        ("route", "context length", "pairing", "weights", "sampled ids", "logprobs", "token in",
+         "logprob mode", "streaming", "seeds", *images), True
     )  # fmt: skip
     assert engine.report.duration_s < 5
     assert info.token_in

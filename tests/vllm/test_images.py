@@ -1,6 +1,7 @@
 """Images in all four dialects on a real vLLM with a small model that sees: ids, places, logprobs.
 
-The messages go to the chat route; what the engine says of each prompt is what capture holds.
+The first one goes as messages to the chat route; what comes after it goes as ids, with the images
+beside them. What the engine says of each prompt is what capture holds.
 """
 
 import base64
@@ -90,7 +91,7 @@ async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
         assert ids.tolist() == said.prompt
         assert exchange.output_ids.tolist() == said.ids
         assert np.array_equal(exchange.logprobs, said.logprobs)
-        assert exchange.root_reason == "image"
+        assert exchange.root_reason == ("image" if count == 1 else None)
         places = exchange.extra["media"]
         told = {"media_type": "image/png", "length": PLACE, "grid": {"num_patches": 1}}
         assert all(told.items() <= one.items() for one in places), places
@@ -103,6 +104,27 @@ async def test_a_session_with_images_is_what_the_engine_saw(sighted, dialect):
     stats = trajectory.metadata["stats"]
     assert stats["tokens_trained"] == stats["tokens_captured"]
     assert (stats["breaks"], stats["merge_ratio"]) == ([], 1.0)
+
+
+async def test_texts_after_a_picture_extend_the_very_tokens_that_were_sampled(sighted):
+    """Reasoning that the template drops stays in context, as in a conversation without images."""
+    turns = [{"reasoning": "It is red.", "content": "Red."}, {"content": "Yes."}]
+    sighted.say({"conversations": [{"turns": turns}]})
+    async with opened_gateway(sighted) as (gateway, store):
+        assert gateway.info.pictures
+        handle = await gateway.open_session()
+        history = DIALECTS[0].first()
+        reply = await asked(handle, DIALECTS[0], history)
+        history += [reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+        await asked(handle, DIALECTS[0], history)
+        await gateway.seal(handle.session_id)
+        one, two = store.exchanges(handle.session_id)
+    assert (one.root_reason, two.root_reason, two.parent_id) == ("image", None, one.exchange_id)
+    said = RecordingVllm.said(two.exchange_id)
+    assert said.prompt == [*one.suffix_ids, *one.output_ids, *two.suffix_ids]
+    assert two.output_ids.tolist() == said.ids
+    assert np.array_equal(two.logprobs, said.logprobs)
+    assert two.extra["media"] == one.extra["media"]
 
 
 async def test_markers_in_the_texts_beside_a_picture_are_text_to_the_engine(sighted):

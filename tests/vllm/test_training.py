@@ -1,88 +1,12 @@
-"""GRPO on a real vLLM: what it samples trains, and each update goes into the running server.
+"""GRPO on a real vLLM, whose running weights follow the trainer's."""
 
-The task is easy, so that a few updates suffice: not to give up. The demo's model gives up in a
-third of all sessions. Rollouts run ahead of the updates, so sessions are under way at each.
-"""
-
-import shutil
-from collections import Counter
-from pathlib import Path
-
-import numpy as np
 import pytest
 
-from bridle.cli.captured import sessions
-from bridle.cli.demo_policy import lookup_task
-from bridle.cli.training import TrainSettings, train_here
-from bridle.datasets.lookups import lookups
-from bridle.training.settings import GrpoSettings, LoopSettings
-
-from .checks import plain_logprobs, prompts
+from .learning import check_learning
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-STEPS, GROUPS, SAMPLES = 7, 6, 8
-SEED = 40_000
-CLOSE = 1e-4
-"""Nats between what vLLM says of a token and the trainer's own forward pass, both in float32."""
-TRIED = 'grep -q . answer.txt && ! grep -q "do not know" answer.txt'
-
-
-def easy(lookup, folder):
-    """A lookup that any answer but giving up solves."""
-    task = lookup_task(lookup, folder)
-    evaluator = task.evaluator.model_copy(update={"config": {"command": TRIED}})
-    return task.model_copy(update={"num_samples": SAMPLES, "evaluator": evaluator})
-
 
 async def test_a_policy_learns_on_a_vllm_whose_weights_follow_the_trainers(learner, tmp_path):
-    tasks = [easy(one, tmp_path / "tasks") for one in lookups(STEPS * GROUPS, seed=SEED)]
-    kept = {0: learner.model}
-
-    def keep(_):
-        """The weights of each version as they were written for the server."""
-        (written,) = (tmp_path / "out" / "weights").iterdir()
-        if (version := int(written.name)) not in kept:
-            kept[version] = shutil.copytree(written, tmp_path / "kept" / written.name)
-
-    settings = TrainSettings(
-        model=str(learner.model),
-        tasks=f"{len(tasks)} easy lookups",
-        out=str(tmp_path / "out"),
-        engines=(learner.url,),
-        samples=SAMPLES,
-        concurrency=16,
-        grpo=GrpoSettings(learning_rate=8e-4),
-        loop=LoopSettings(steps=STEPS, groups_per_step=GROUPS, max_lag=1, checkpoint_every=0),
-    )
-    trained = await train_here(settings, tasks, tell=keep)
-
-    rewards = [one["reward"] for one in trained.course.steps]
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.05, rewards
-    updates = [update for one in trained.course.steps if (update := one["update"])]
-    assert max(kept) == len(updates) > 2
-    errors = [error for one in updates if (error := one["logprob_error"]) is not None]
-    assert max(errors) < CLOSE
-    assert learner.call("GET", "/weight_info") == {"weight_version": str(len(updates))}
-    found = Counter()
-    for capture in sessions(Path(trained.rollouts)):
-        found += check_versions(capture, kept)
-    assert found.keys() >= set(range(len(updates)))
-    assert found["resumed"] > 0
-
-
-def check_versions(capture, weights):
-    """Each token's logprob is that of the very weights that its version names; calls by version,
-    and how many were resumed over an update.
-    """
-    whole = prompts(capture.exchanges)
-    found = Counter()
-    for exchange in capture.exchanges:
-        found["resumed"] += bool(exchange.extra.get("resumed"))
-        for span in exchange.versions:
-            before = [*whole[exchange.exchange_id], *exchange.output_ids[: span.start]]
-            sampled = exchange.output_ids[span.start : span.end]
-            expected = plain_logprobs(weights[span.version], before, sampled)
-            assert np.abs(expected - exchange.logprobs[span.start : span.end]).max() < CLOSE
-            found[span.version] += 1
-    return found
+    updates = await check_learning(learner.url, learner.model, tmp_path)
+    assert learner.call("GET", "/weight_info") == {"weight_version": str(updates)}

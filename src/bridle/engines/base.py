@@ -36,6 +36,17 @@ class Prompt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a prompt of ids."""
+
+    url: str
+    """`data:image/...;base64,...`."""
+    start: int
+    """First of its placeholders in the prompt's ids."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One call to sample."""
 
@@ -58,6 +69,9 @@ class GenerateRequest:
     by_messages: bool = False
     """Whether `messages` are the prompt, because they hold what ids can't say (images); `prompt` is
     then what `Seeing.see` told of them."""
+    pictures: tuple[Picture, ...] = ()
+    """The images whose placeholders `prompt` holds, in order; for an engine with
+    `EngineInfo.pictures`."""
     grammar: JSON | None = None
     """`{"json_schema": {...}}`, or `{"structural_tag": {...}}` as xgrammar has it, to constrain the
     samples; `None` = free."""
@@ -117,6 +131,8 @@ class EngineInfo:
     """Folder with the tokenizer, if it is on this machine."""
     grammar: bool = False
     """Whether it samples under a `GenerateRequest.grammar`."""
+    pictures: bool = False
+    """Whether it samples under ids that hold images (`GenerateRequest.pictures`)."""
 
 
 class Engine(Protocol):

@@ -98,7 +98,10 @@ class EnginePool(SeesByReplica, TakesWeights):
             length = min(info.context_length for info in infos)
             self._version = max(info.version for info in infos)
             grammar = all(info.grammar for info in infos)
-            self._info = replace(infos[0], context_length=length, grammar=grammar)
+            pictures = all(info.pictures for info in infos)
+            self._info = replace(
+                infos[0], context_length=length, grammar=grammar, pictures=pictures
+            )
             try:
                 for one in self.each():
                     self._check_fit(one, one.info)
@@ -151,6 +154,8 @@ class EnginePool(SeesByReplica, TakesWeights):
                     f"replica {one.name} has {what} {its}, the others {ours}; replicas must serve "
                     "one model in one way (other models have a name of their own in [models])"
                 )
+        if self._info.pictures and not info.pictures:
+            raise EngineError(f"replica {one.name} takes no images with ids, the others do")
         if info.context_length < self._info.context_length:
             raise EngineError(
                 f"replica {one.name} has a context of {info.context_length} tokens, the others "

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import numpy as np
 
@@ -22,18 +23,20 @@ from bridle.engines.base import (
     GenerateChunk,
     GenerateRequest,
     PauseMode,
+    Picture,
     Seen,
     TextDelta,
 )
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, end_ids, tokenizer_dir
-from bridle.engines.vllm_images import Eyes
+from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
 from bridle.engines.vllm_parsers import find_parsers
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from bridle.types import Ids
@@ -119,6 +122,7 @@ class VllmEngine(Serving):
         self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
         self._strict = not self._allow_untokenized or self.report.usable
         self._token_in = self.report.token_in
+        pictures = await self._look_at_images(self.report)
         return EngineInfo(
             model=self._model,
             context_length=length,
@@ -128,6 +132,7 @@ class VllmEngine(Serving):
             eos_token_ids=end_ids(folder),
             tokenizer_dir=None if folder is None else str(folder),
             grammar=True,
+            pictures=pictures,
         )
 
     async def _choose_model(self) -> JSON:
@@ -219,6 +224,35 @@ class VllmEngine(Serving):
     ) -> Seen | None:
         """The prompt of messages with images; see `Seeing`."""
         return await self._eyes.see(self._client, self._model, messages, tools, arguments)
+
+    async def _look_at_images(self, report: ProbeReport) -> bool:
+        """Whether ids go with images on this route, found by one; the probe's report says it."""
+        if not self._token_in or self._route is not Route.GENERATE:
+            return False
+        message = {"content": [{"type": "image_url", "image_url": {"url": SAMPLE}}], "role": "user"}
+        taken = False
+        try:
+            seen = await self.see([message], None, {})
+            taken = seen is not None and await self._takes(seen)
+            found = of_images(seen=seen, ids_taken=taken)
+        except EngineError as error:
+            found = Finding.note("images", f"not found out: {error}")
+        self.report = replace(report, findings=(*report.findings, found))
+        return taken
+
+    async def _takes(self, seen: Seen) -> bool:
+        """Whether ids with an image beside them are sampled under as they are."""
+        if len(seen.places) != 1:
+            return False
+        place = Picture(SAMPLE, seen.places[0]["start"], seen.places[0]["length"])
+        asked = GenerateRequest(
+            f"probe-{uuid4().hex}",
+            ArrayIds(seen.ids),
+            Sampling(temperature=1.0, max_tokens=1),
+            pictures=(place,),
+        )
+        told = [chunk.prompt_ids_json async for chunk in self.generate(asked)]
+        return asked.prompt.json() in told
 
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
-from bridle.engines.base import Seen
+from bridle.engines.base import Picture, Seen
 from bridle.engines.http import Call, EngineClient
+from bridle.engines.probe import Finding
 from bridle.engines.serving import told_ids
 from bridle.errors import EngineError
 from bridle.types import JSON
@@ -36,6 +37,22 @@ MISSING = frozenset({404, 405, 501})
 
 BLIND = ("is not a multimodal model", "At most 0 image")
 """Words of the refusals by which vLLM says that a model takes no images."""
+
+
+def folded(ids: Ids, pictures: Sequence[Picture]) -> Ids:
+    """The ids with one placeholder for each image, as `/inference/v1/generate` wants them.
+
+    vLLM's processor makes of each what it had made of it before; it tells the ids that it used, and
+    those are compared with `ids` like any others. The placeholder is taken to be the token that an
+    image has most of; a model that has it otherwise is found out at the start (`of_images`).
+    """
+    pieces, at = [], 0
+    for one in pictures:
+        place = ids[one.start : one.start + one.length]
+        values, counts = np.unique(place, return_counts=True)
+        pieces += [ids[at : one.start], values[counts.argmax()][None]]
+        at = one.start + one.length
+    return np.concatenate([*pieces, ids[at:]])
 
 
 class _Place(msgspec.Struct):
@@ -57,6 +74,14 @@ class _Rendered(msgspec.Struct):
     tokens: list[int] | None = None
     features: _Features | None = None
 
+
+SAMPLE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAT0lEQVR42u3PQQkAAAgEsEty/aMYywi+hcEKLNO+"
+    "FgEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQGBywLKp0DxvxLbjwAAAABJRU5E"
+    "rkJggg=="
+)
+"""A red square of 64 pixels, to ask a server about."""
 
 SIZES_KEPT = 4096
 """Images whose sizes are remembered, the least lately seen going first."""
@@ -166,6 +191,20 @@ async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
     if not told.token_ids and not told.tokens:
         raise EngineError(f"{client.base_url}{path} tells no ids")
     return told
+
+
+def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:
+    """What a server does with images, as a row of its probe. `seen` is what it made of one."""
+    if seen is None:
+        return Finding.note("images", "the model takes none")
+    return Finding(
+        "images",
+        ok=ids_taken,
+        needed=False,
+        found="taken, with ids beside them too" if ids_taken else "taken as messages only",
+        means="" if ids_taken else "A prompt with an image is rendered by the server each time.",
+        fix="" if ids_taken else "Nothing: this model's processor has its placeholders otherwise.",
+    )
 
 
 def _images(messages: Sequence[JSON]) -> Iterator[JSON]:

@@ -18,6 +18,7 @@ from bridle.engines import wire
 from bridle.engines.base import GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.control import as_version
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
+from bridle.engines.vllm_images import folded
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -68,7 +69,11 @@ def call_body(
         if request.grammar is not None:
             fields["structured_outputs"] = _structured_outputs(request.grammar)
         head["sampling_params"] = {**fields, "logprobs": 0}
-        return _with_ids(head, b'"token_ids":', request.prompt.json())
+        if not request.pictures:
+            return _with_ids(head, b'"token_ids":', request.prompt.json())
+        head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
+        folded_ids = folded(request.prompt.array(), request.pictures)
+        return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
     head |= {**fields, "return_tokens_as_token_ids": True, "return_weight_versions": True}
     if request.session_id is not None:
         head["session_id"] = request.session_id

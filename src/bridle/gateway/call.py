@@ -9,7 +9,7 @@ stays.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -118,6 +118,8 @@ class Call:
     prompt: PromptIds | None = None
     output_ids: Ids | None = None
     finish: FinishReason = FinishReason.STOP
+    images: Sequence[JSON] = ()
+    """Those of its prompt, as its exchange's `media` has them."""
     reasoned: bool = False
     """Whether its reply has reasoning."""
     spans: SpanList | None = None

@@ -35,6 +35,7 @@ from bridle.gateway.recording import (
     Finished,
     Prompted,
     exchange_record,
+    images_of,
     issued_ids,
     new_bodies,
     sampled_under,
@@ -361,8 +362,7 @@ class Exchanges:
     ) -> GenerateRequest:
         request, served = call.posed().request, call.posed().served
         text_only, shown = not served.info.token_in, prompted.shown
-        messages = shown.messages if shown is not None else None
-        tools = shown.tools if shown is not None else None
+        messages, tools = (shown.messages, shown.tools) if shown is not None else (None, None)
         if messages is None and text_only:
             messages, tools = server_messages(request.messages), chat_tools(request.tools)
         return GenerateRequest(
@@ -376,6 +376,7 @@ class Exchanges:
             calls=takes_calls(request),
             arguments=None if shown is None else shown.arguments,
             by_messages=shown is not None,
+            pictures=prompted.pictures,
             grammar=call.grammar,
             stream=request.stream,
         )
@@ -417,6 +418,7 @@ class Exchanges:
             constrained=call.grammar is not None,
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
+        call.images = images_of(finished)
         call.reasoned = bool(reply.reasoning)
         call.enter(Stage.COMMITTING)
         await self._commit(session, finished, wire.reply_messages(body))

@@ -3,7 +3,11 @@
 Only the engine's own processor knows how many tokens an image is. So a request that shows one is
 not rendered here: its messages go to the chat route, whose prompt is a root (`image`), and the
 engine is asked for that prompt first, so that budgets count it whole and capture knows where each
-image stands. Placeholders are expanded once, by the engine; no prompt of ids ever holds a picture.
+image stands. What comes after it extends it by ids like any other prompt, with the images beside
+them, on an engine that takes both: placeholders are where they were, and the engine tells the ids
+that it used. A new image extends where the engine's rendering begins with the very tokens of the
+conversation so far; else it is a root again.
+
 The engine tokenises these texts, so whatever looks like a control token in them is parted before
 (`PromptTokenizer.apart`), and the exchange says in how many texts (`markers_parted`).
 
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from bridle.dialects.messages import chat_part
-from bridle.engines.base import Seeing, Seen
+from bridle.engines.base import Picture, Seeing, Seen
 from bridle.errors import EngineError, RequestError
 from bridle.gateway.faults import REFUSED
 from bridle.gateway.templates import Parting, template_arguments
@@ -51,14 +55,11 @@ class Shown:
     parted: int
     """How many texts held what looks like a control token."""
 
-    @property
-    def unplaced(self) -> list[JSON]:
-        """The images without their places."""
-        lost = {"start", "length"}
-        return [
-            {name: value for name, value in image.items() if name not in lost}
-            for image in self.images
-        ]
+
+def unplaced(images: Sequence[JSON]) -> list[JSON]:
+    """The images without their places."""
+    lost = {"start", "length"}
+    return [{name: value for name, value in image.items() if name not in lost} for image in images]
 
 
 async def show(served: Served, request: ModelRequest) -> Shown | None:
@@ -99,6 +100,25 @@ async def _seen(
         log.warning("images_refused", error=str(error))
         message = "this model's server refused the images of this request"
         raise RequestError(message, param="messages") from error
+
+
+def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None:
+    """The images of the messages at the places that `images` tells; `None` = not all are told."""
+    urls = [
+        part["image_url"]["url"]
+        for message in shown.messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+    digests = [[one["digest"] for one in listed] for listed in (images, shown.images)]
+    if digests[0] != digests[1] or len(urls) != len(images):
+        return None
+    if not all("length" in one for one in images):
+        return None
+    return tuple(
+        Picture(url, one["start"], one["length"]) for url, one in zip(urls, images, strict=True)
+    )
 
 
 def media_of(messages: Sequence[Message]) -> list[MediaPart]:

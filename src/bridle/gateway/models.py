@@ -99,7 +99,7 @@ class Models:
             engine=engine,
             info=info,
             renderer=renderer,
-            prompts=Prompts(renderer),
+            prompts=Prompts(renderer, pictures=info.pictures),
             sampler=sampler,
             plan=_plan(spec, own=own),
             model=spec.model,
@@ -169,7 +169,8 @@ def make_policy(
     template = None
     if by_engine and info.token_in and isinstance(engine, Templating):
         template = EngineTemplate(engine, renderer)
-    return Served(None, engine, info, renderer, Prompts(renderer, template), sampler)
+    prompts = Prompts(renderer, template, pictures=info.pictures)
+    return Served(None, engine, info, renderer, prompts, sampler)
 
 
 def make_sampler(

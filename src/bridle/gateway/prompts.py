@@ -9,6 +9,7 @@ replies are the sampled text as it is, but for calls behind a prefill.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from bridle.capture.records import no_ids
 from bridle.errors import RequestError
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import takes_calls
-from bridle.gateway.images import Shown
+from bridle.gateway.images import Shown, pictures
 from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import Sample
 from bridle.gateway.templates import EngineTemplate
@@ -25,6 +26,9 @@ from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Message, ModelRequest, Reply
 
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
 PROMPT_TAIL = 64
 """Last prompt ids that a parser may need (whether reasoning is open where the reply begins)."""
 
@@ -32,10 +36,17 @@ PROMPT_TAIL = 64
 class Prompts:
     """Makes the prompts of one gateway."""
 
-    def __init__(self, renderer: PromptRenderer, template: EngineTemplate | None = None) -> None:
-        """`template` renders the roots; `None` = `renderer` does."""
+    def __init__(
+        self,
+        renderer: PromptRenderer,
+        template: EngineTemplate | None = None,
+        *,
+        pictures: bool = False,
+    ) -> None:
+        """`template` renders the roots; `None` = `renderer` does. `pictures`: see `EngineInfo`."""
         self._renderer = renderer
         self._template = template
+        self._pictures = pictures
 
     async def prompted(
         self, question: Question, parent: Call | None, shown: Shown | None = None
@@ -43,7 +54,7 @@ class Prompts:
         """The ids to sample under: the parent's extended, else rendered anew.
 
         `parent` is the call that the question's placement names; `shown` is what the engine told of
-        messages with images, which are always a root. Raises `RenderError`, `EngineError` if the
+        messages with images. Raises `RenderError`, `EngineError` if the
         engine was to render and failed, or `RequestError` for a completion's prompt that cannot be
         sampled under or a prefill that the model's template does not take.
         """
@@ -51,7 +62,7 @@ class Prompts:
         if request.raw_prompt is not None:
             return Prompted(self._raw(request.raw_prompt), None, "completion")
         if shown is not None:
-            return Prompted(PromptIds.root(shown.ids), None, "image", shown, None, shown.parted)
+            return self._among_images(question, parent, shown)
         messages = request.messages if request.prefill is None else request.messages[:-1]
         reason = placement.reason
         if parent is not None and parent.finish is FinishReason.ABORT:
@@ -64,19 +75,51 @@ class Prompts:
                     return Prompted(before.extend(output_ids, no_ids()), parent, None)
                 reason = "prefill"
             else:
-                suffix = self._renderer.extend(
-                    before,
-                    output_ids,
-                    parent.finish,
-                    messages_after(messages, placement.new_from),
-                    request.tools,
-                    thinking=request.thinking,
-                )
+                suffix = self._suffix(question, parent, messages)
                 if suffix is not None:
                     extended = before.extend(output_ids, suffix)
                     return Prompted(self._prefilled(extended, request), parent, None)
                 reason = "unbridged"
         return await self._root(messages, request, reason or "first")
+
+    def _suffix(
+        self, question: Question, parent: Call, messages: tuple[Message, ...]
+    ) -> Ids | None:
+        """What the new ones of `messages` add to the parent; `None` = they cannot extend it."""
+        request, (before, output_ids) = question.request, parent.sampled()
+        return self._renderer.extend(
+            before,
+            output_ids,
+            parent.finish,
+            messages_after(messages, question.placement.new_from),
+            request.tools,
+            thinking=request.thinking,
+        )
+
+    def _among_images(self, question: Question, parent: Call | None, shown: Shown) -> Prompted:
+        """A prompt with images: the parent's extended where the engine takes both, else a root."""
+        root = Prompted(PromptIds.root(shown.ids), None, "image", shown=shown, parted=shown.parted)
+        placement = question.placement
+        if not self._pictures or not placement.extend or parent is None or parent.prompt is None:
+            return root
+        if parent.finish is FinishReason.ABORT or placement.new_from > len(
+            question.request.messages
+        ):
+            return root
+        before, output_ids = parent.sampled()
+        images, parted, suffix = parent.images, 0, None
+        if len(images) == len(shown.images):
+            suffix = self._suffix(question, parent, question.request.messages)
+        else:
+            images, parted = shown.images, shown.parted
+            sofar = np.concatenate([before.array(), output_ids])
+            if np.array_equal(shown.ids[: len(sofar)], sofar):
+                suffix = shown.ids[len(sofar) :]
+        told = pictures(shown, images)
+        if suffix is None or told is None:
+            return root
+        prompt = before.extend(output_ids, suffix)
+        return Prompted(prompt, parent, None, images=images, pictures=told, parted=parted)
 
     async def _root(
         self, messages: tuple[Message, ...], request: ModelRequest, reason: str
@@ -91,7 +134,7 @@ class Prompts:
         else:
             ids, parted = told
         prompt = self._prefilled(PromptIds.root(ids), request)
-        return Prompted(prompt, None, reason, None, rendered_by, parted)
+        return Prompted(prompt, None, reason, rendered_by=rendered_by, parted=parted)
 
     def _raw(self, prompt: str | tuple[int, ...]) -> PromptIds:
         """A completion's own prompt."""

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange
 from bridle.dialects.tools import list_digest
+from bridle.engines.base import Picture
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
-from bridle.gateway.images import Shown
+from bridle.gateway.images import Shown, unplaced
 from bridle.gateway.sampling import Sample
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class Prompted:
     """Why it is a root; `None` where it extends."""
     shown: Shown | None = None
     """The messages that the engine renders, because they hold images; `None` = ids do."""
+    images: Sequence[JSON] = ()
+    """The images of a prompt of ids, as `Shown.images`."""
+    pictures: tuple[Picture, ...] = ()
+    """The same for the engine."""
     rendered_by: str | None = None
     """Who rendered a root where the engine was to (`prompt = "engine"`): `engine`, or `renderer`
     for what its template refuses."""
@@ -155,7 +160,7 @@ def _extra(finished: Finished) -> JSON:
         "unenforced": unenforced(request, reply, constrained=finished.constrained),
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
-        "media": _media(finished),
+        "media": [*images_of(finished)],
         "prompt": finished.prompted.rendered_by,
         "markers_parted": finished.prompted.parted,
         "cached_tokens": sample.last.cached_tokens,
@@ -165,12 +170,11 @@ def _extra(finished: Finished) -> JSON:
     return {name: value for name, value in told.items() if value}
 
 
-def _media(finished: Finished) -> list[JSON] | None:
+def images_of(finished: Finished) -> Sequence[JSON]:
     """The images of the prompt, in order; with their places, if it is the prompt that was told."""
     shown = finished.prompted.shown
-    if shown is None:
-        return None
-    return shown.images if finished.sample.engine_prompt is None else shown.unplaced
+    images = finished.prompted.images if shown is None else shown.images
+    return images if finished.sample.engine_prompt is None else unplaced(images)
 
 
 def _streamed(call: Call) -> str:

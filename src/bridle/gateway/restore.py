@@ -133,6 +133,7 @@ class Restorer:
             prompt=self._prompt(session, exchange),
             output_ids=exchange.output_ids,
             finish=exchange.finish_reason,
+            images=exchange.extra.get("media", ()),
             reasoned=any(message.reasoning for message in shown),
             spans=spans,
             continues=exchange.continues,

@@ -1,0 +1,94 @@
+"""A short training on a real server: what it samples trains, each update goes into it as it runs.
+
+The task is easy, so that a few updates suffice: not to give up. The demo's model gives up in a
+third of all sessions. Rollouts run ahead of the updates, so sessions are under way at each.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridle.capture.records import SessionCapture
+from bridle.cli.captured import sessions
+from bridle.cli.demo_policy import lookup_task
+from bridle.cli.training import TrainSettings, train_here
+from bridle.datasets.lookups import lookups
+from bridle.training.settings import GrpoSettings, LoopSettings
+
+from .checks import plain_logprobs, prompts
+
+STEPS, GROUPS, SAMPLES = 7, 6, 8
+SEED = 40_000
+CLOSE = 1e-4
+"""Nats between what an engine says of a token and the trainer's own forward pass, in float32."""
+TRIED = 'grep -q . answer.txt && ! grep -q "do not know" answer.txt'
+
+
+def easy(lookup, folder):
+    """A lookup that any answer but giving up solves."""
+    task = lookup_task(lookup, folder)
+    evaluator = task.evaluator.model_copy(update={"config": {"command": TRIED}})
+    return task.model_copy(update={"num_samples": SAMPLES, "evaluator": evaluator})
+
+
+async def check_learning(engine: str, model: Path, folder: Path) -> int:
+    """Train `model` on a server of it, into `folder`; the number of updates.
+
+    The reward rises; each token of each session has the logprob that the weights give it which its
+    version names; calls were resumed over updates.
+    """
+    tasks = [easy(one, folder / "tasks") for one in lookups(STEPS * GROUPS, seed=SEED)]
+    kept = {0: model}
+
+    def keep(_: Any) -> None:
+        """The weights of each version as they were written for the server."""
+        (written,) = (folder / "out" / "weights").iterdir()
+        if (version := int(written.name)) not in kept:
+            kept[version] = shutil.copytree(written, folder / "kept" / written.name)
+
+    settings = TrainSettings(
+        model=str(model),
+        tasks=f"{len(tasks)} easy lookups",
+        out=str(folder / "out"),
+        engines=(engine,),
+        samples=SAMPLES,
+        concurrency=16,
+        grpo=GrpoSettings(learning_rate=8e-4),
+        loop=LoopSettings(steps=STEPS, groups_per_step=GROUPS, max_lag=1, checkpoint_every=0),
+    )
+    trained = await train_here(settings, tasks, tell=keep)
+
+    rewards = [one["reward"] for one in trained.course.steps]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.05, rewards
+    updates = [update for one in trained.course.steps if (update := one["update"])]
+    assert max(kept) == len(updates) > 2
+    errors = [error for one in updates if (error := one["logprob_error"]) is not None]
+    assert max(errors) < CLOSE
+    found: Counter[int | str] = Counter()
+    for capture in sessions(Path(trained.rollouts)):
+        found += check_versions(capture, kept)
+    assert found.keys() >= set(range(len(updates)))
+    assert found["resumed"] > 0
+    return len(updates)
+
+
+def check_versions(capture: SessionCapture, weights: dict[int, Path]) -> Counter[int | str]:
+    """Each token's logprob is that of the very weights that its version names; calls by version,
+    and how many were resumed over an update.
+    """
+    whole = prompts(capture.exchanges)
+    found: Counter[int | str] = Counter()
+    for exchange in capture.exchanges:
+        found["resumed"] += bool(exchange.extra.get("resumed"))
+        for span in exchange.versions:
+            before = [*whole[exchange.exchange_id], *exchange.output_ids[: span.start]]
+            sampled = exchange.output_ids[span.start : span.end]
+            expected = plain_logprobs(weights[span.version], before, sampled)
+            assert np.abs(expected - exchange.logprobs[span.start : span.end]).max() < CLOSE
+            found[span.version] += 1
+    return found
