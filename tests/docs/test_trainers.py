@@ -14,8 +14,8 @@ GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 
 def blocks(page):
     """The Python of a page."""
-    found = re.findall(r"^ *```python\n(.*?)^ *```", (GUIDES / page).read_text(), re.DOTALL | re.MULTILINE)
-    return "\n".join(found)
+    text = (GUIDES / page).read_text()
+    return "\n".join(re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE))
 
 
 @pytest.fixture
