@@ -67,16 +67,16 @@ class FakeGateway:
         self.version = 0
         self.asked = []
         self.forgotten = []
+        self.replicas = ["http://engine"]
         self.refuses = None
 
     def policy(self):
-        names = ["http://engine"]
         return {
             "version": self.version,
             "paused": False,
             "hold": None,
             "model": "m",
-            "replicas": names,
+            "replicas": list(self.replicas),
         }
 
     async def set_policy(self, wanted):
@@ -85,6 +85,14 @@ class FakeGateway:
             raise EngineError(self.refuses)
         if wanted.version is not None:
             self.version = wanted.version
+
+    async def add_replica(self, engine):
+        if self.refuses is not None:
+            raise EngineError(self.refuses)
+        self.replicas.append(engine)
+
+    async def remove_replica(self, name, drain_s):
+        self.replicas.remove(name)
 
     def forget(self, run_id):
         self.forgotten.append(run_id)
@@ -177,6 +185,14 @@ class FakeLink:
     async def set_policy(self, wanted):
         await self._reached("set_policy")
         return await self.host.set_policy(wanted)
+
+    async def add_replica(self, engine):
+        await self._reached("add_replica")
+        await self.host.add_replica(engine)
+
+    async def remove_replica(self, name, drain_s):
+        await self._reached("remove_replica")
+        await self.host.remove_replica(name, drain_s)
 
     async def artifact(self, run_id, name):
         await self._reached("artifact")

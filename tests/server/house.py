@@ -9,6 +9,7 @@ import numpy as np
 
 from bridle.bridges import parquet
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec
+from bridle.errors import ConfigError
 from bridle.lifecycle.results import SessionResult
 from bridle.server.addresses import Addresses
 from bridle.server.answering import Served
@@ -109,6 +110,8 @@ class FakeWorkers:
         self.living = {}
         self.recallable = {}
         self.version = 0
+        self.drained = []
+        self.replicas = []
         self.asked = []
         self._listeners = []
 
@@ -162,6 +165,22 @@ class FakeWorkers:
 
     def policy(self):
         return {"version": self.version, "paused": False, "hold": None, "model": "fake"}
+
+    def nodes(self):
+        return [{"name": "fake", "state": "draining" if self.drained else "live"}]
+
+    async def drain_node(self, name):
+        if name != "fake":
+            raise ConfigError(f"no node {name!r}")
+        self.drained.append(name)
+
+    async def add_replica(self, engine):
+        self.replicas.append(engine)
+
+    async def remove_replica(self, name, drain_s):
+        if name not in self.replicas:
+            raise ConfigError(f"no replica {name!r}")
+        self.replicas.remove(name)
 
     @contextmanager
     def listening(self, listener):

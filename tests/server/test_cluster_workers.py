@@ -122,6 +122,37 @@ async def test_without_a_node_there_is_nothing_to_steer():
         assert ClusterWorkers(runner).policy()["version"] == 0
 
 
+async def test_a_node_that_joins_late_samples_under_the_same_policy_on_the_same_engines():
+    async with some_links("a", "late") as links, a_runner(links[0]) as runner:
+        workers = ClusterWorkers(runner)
+        await workers.set_policy(SetPolicy(version=7))
+        await workers.set_policy(SetPolicy(paused=True))
+        await workers.add_replica("http://new")
+        await workers.add_replica("http://new")
+        runner.join(links[1])
+        await until(lambda: len(workers._live()) == 2)
+        assert links[1].gateway.asked == [SetPolicy(version=7, paused=True)]
+        wanted = ["http://engine", "http://new"]
+        assert [link.gateway.replicas for link in links] == [wanted, wanted]
+        assert [one["state"] for one in workers.nodes()] == ["live", "live"]
+        await workers.remove_replica("http://new", 0)
+        assert [link.gateway.replicas for link in links] == [wanted[:1], wanted[:1]]
+        links[0].gateway.refuses = "it has no logprobs"
+        with pytest.raises(EngineError, match="node id-a: it has no logprobs"):
+            await workers.add_replica("http://bad")
+        assert runner.replicas == []
+
+
+async def test_a_node_is_drained_by_either_of_its_names():
+    async with some_links("a", "b") as links, a_runner(*links) as runner:
+        workers = ClusterWorkers(runner)
+        await workers.drain_node("a")
+        await workers.drain_node("id-b")
+        await until(lambda: all(link.host._draining for link in links))
+        assert runner.free == 0
+        assert all(member.idle for member in runner.nodes())
+
+
 async def test_what_is_kept_of_a_run_is_found_and_removed_wherever_it_is():
     async with some_links("a", "b") as links, a_runner(*links) as runner:
         workers = ClusterWorkers(runner)

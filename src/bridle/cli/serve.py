@@ -47,7 +47,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         Path | None, typer.Option(help="TOML file with [[tokens]]; needed off loopback.")
     ] = None,
     executor: Annotated[
-        str | None, typer.Option(help="Where sessions are computed: local, or ray. [local]")
+        str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
     ] = None,
     concurrency: Annotated[
         int | None,

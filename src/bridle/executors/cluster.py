@@ -23,16 +23,15 @@ from typing import Self, TypeVar
 import structlog
 
 from bridle.aio import Nursery, run_shielded
-from bridle.capture.records import Outcome
 from bridle.config import Task
 from bridle.errors import BridleError, ConfigError, NodeLostError
 from bridle.executors.hosting import Hello, News, Start
 from bridle.executors.members import Link, Member, Patience, Run
 from bridle.executors.placing import Place, choose, relevant
+from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Events, RoomChanged, SessionChanged
-from bridle.lifecycle.manager import plan
-from bridle.lifecycle.results import SessionResult, unrecorded
-from bridle.types import Cause, SessionStatus
+from bridle.lifecycle.results import SessionResult
+from bridle.types import SessionStatus
 
 T = TypeVar("T")
 
@@ -69,6 +68,10 @@ class ClusterRunner:
         """Those that somebody will ask for."""
         self._held: dict[str, Member] = {}
         """Runs whose end came from a node that is still to let go of it."""
+        self.common: list[SetPolicy] = []
+        """What every node is steered by before it gets its first run, those that join late too."""
+        self.replicas: list[str] = []
+        """Engines that joined at run time, as `AddReplica.engine`."""
         self._settled = False
         self._stages: dict[str, SessionStatus] = {}
         self._told_slots = 0
@@ -100,10 +103,15 @@ class ClusterRunner:
             self._lose(member, NodeLostError(f"node {member.place.node_id or name}: {why}"))
 
     async def drain(self, name: str) -> None:
-        """A node takes no further run; what lives there goes on. `ConfigError` if unknown."""
-        member = self._members.get(name)
+        """A node (by its name or its `node_id`) takes no further run; what lives there goes on.
+
+        `ConfigError` if there is none. `NodeLostError` if it could not be told; it gets none of
+        ours then, either.
+        """
+        known = {one.place.name: one for one in self.nodes()}
+        member = known.get(name) or {one.place.node_id: one for one in self.nodes()}.get(name)
         if member is None:
-            raise ConfigError(f"no node {name!r}; there are: {sorted(self._members)}")
+            raise ConfigError(f"no node {name!r}; there are: {sorted(known)}")
         member.place.open = False
         member.state = "draining"
         self._tell_room()
@@ -194,7 +202,13 @@ class ClusterRunner:
         place.placed = hello.room.placed
         member.epoch, member.after, member.policy = hello.epoch, 0, hello.policy
         member.heard, member.error = time.monotonic(), None
-        member.state = "draining" if hello.room.draining else "live"
+        async with asyncio.timeout(self._patience.open_s):
+            for wanted in self.common:
+                member.policy = await member.link.set_policy(wanted)
+            for engine in self.replicas:
+                await member.link.add_replica(engine)
+        draining = hello.room.draining or member.state == "draining"
+        member.state = "draining" if draining else "live"
         self._take_room(member, hello)
         missing = [run for run in expected if run.run_id not in known]
         await self._recover(member, missing)
@@ -383,7 +397,7 @@ class ClusterRunner:
             return False
         if run.member is None:
             self._drop(run)
-            run.finish(_never_began(run))
+            run.finish(run.never_began())
         else:
             self._cancel(run, run.member)
         return True
@@ -477,15 +491,6 @@ class ClusterRunner:
         self._cancel(run, member)
         with suppress(BridleError):
             await asyncio.shield(run.done)
-
-
-def _never_began(run: Run) -> SessionResult:
-    """The result of a run that was cancelled while it waited for a node."""
-    error = "cancelled while it waited for a node"
-    outcome = Outcome(
-        run.run_id, SessionStatus.CANCELLED, time.time(), None, None, Cause.CANCELLED, error
-    )
-    return unrecorded(run.task, run.sample_index, plan(run.task).harness, outcome)
 
 
 def _log_lost(error: BaseException) -> None:

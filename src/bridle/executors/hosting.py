@@ -325,6 +325,16 @@ class NodeHost:
         await self._gateway.set_policy(wanted)
         return self._gateway.policy()
 
+    async def add_replica(self, engine: str) -> None:
+        """A server joins this node's engines; nothing changes if it is there. `EngineError`."""
+        if engine not in self._gateway.policy()["replicas"]:
+            await self._gateway.add_replica(engine)
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """A server leaves them, its calls after so many seconds; one that is not there has left."""
+        if name in self._gateway.policy()["replicas"]:
+            await self._gateway.remove_replica(name, drain_s)
+
 
 async def recalled(run_id: str, gateway: Gateway, store: Store) -> SessionResult | None:
     """The result of a run that ended under an earlier process; `None` = it came to no end.

@@ -10,12 +10,14 @@ from typing import Protocol
 
 from pydantic import Field
 
+from bridle.capture.records import Outcome
 from bridle.config import Settings, Task
 from bridle.executors.hosting import End, Hello, News, Start
 from bridle.executors.placing import Place
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.results import SessionResult
-from bridle.types import JSON
+from bridle.lifecycle.manager import plan
+from bridle.lifecycle.results import SessionResult, unrecorded
+from bridle.types import JSON, Cause, SessionStatus
 
 
 class Link(Protocol):
@@ -58,6 +60,12 @@ class Link(Protocol):
 
     async def set_policy(self, wanted: SetPolicy) -> JSON:
         """As `NodeHost.set_policy`."""
+
+    async def add_replica(self, engine: str) -> None:
+        """As `NodeHost.add_replica`."""
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """As `NodeHost.remove_replica`."""
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:
         """As `NodeHost.artifact`."""
@@ -106,6 +114,11 @@ class Member:
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it is live, or has failed to be."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs there, for anybody."""
+        return not self.runs and self.place.told_free >= self.place.capacity
+
     def json(self) -> JSON:
         """For people."""
         return {
@@ -149,3 +162,15 @@ class Run:
                 self.done.set_exception(end)
             else:
                 self.done.set_result(end)
+
+    def never_began(self) -> SessionResult:
+        """The result of one that was cancelled while it waited for a node."""
+        outcome = Outcome(
+            self.run_id,
+            SessionStatus.CANCELLED,
+            time.time(),
+            reward=None,
+            cause=Cause.CANCELLED,
+            error="cancelled while it waited for a node",
+        )
+        return unrecorded(self.task, self.sample_index, plan(self.task).harness, outcome)

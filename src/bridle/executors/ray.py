@@ -193,6 +193,14 @@ class RayLink:
         policy: JSON = await self._say("set_policy", wanted)
         return policy
 
+    async def add_replica(self, engine: str) -> None:
+        """As `Link.add_replica`."""
+        await self._say("add_replica", engine)
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """As `Link.remove_replica`."""
+        await self._say("remove_replica", name, drain_s)
+
     async def artifact(self, run_id: str, name: str) -> bytes | None:
         """As `Link.artifact`."""
         content: bytes | None = await self._say("artifact", run_id, name)
@@ -253,6 +261,8 @@ class RayCluster:
         self._folder = (settings.folder or folder).absolute()
         self._made: dict[str, float] = {}
         """Ray's node id -> when its actor was last made, on the loop's clock."""
+        self._left = set[str]()
+        """Machines whose nodes were drained; they get none again."""
         self._nursery = Nursery(lambda error: log.error("no machine is watched", error=repr(error)))
         self._connected = False
 
@@ -302,7 +312,7 @@ class RayCluster:
             await asyncio.sleep(self._settings.watch_s)
             try:
                 await self._look()
-            except RayError as error:
+            except (RayError, NodeLostError) as error:
                 log.warning("the cluster cannot be asked for its machines", error=_short(error))
 
     async def _look(self) -> None:
@@ -313,15 +323,25 @@ class RayCluster:
             for name, one in machines.items()
             if one["Alive"] and one["Resources"].get(self._settings.resource, 0) > 0
         }
+        self._left &= wanted.keys()
+        for name in await asyncio.to_thread(leaving):
+            if any(one.place.name == name and one.state == "live" for one in self._runner.nodes()):
+                await self._runner.drain(name)
         for member in self._runner.nodes():
-            if member.place.name not in wanted:
-                self._runner.gone(member.place.name, "its machine has left the cluster")
+            name = member.place.name
+            if name not in wanted:
+                self._runner.gone(name, "its machine has left the cluster")
             elif member.task is not None and member.task.done():
-                self._runner.gone(member.place.name, "its actor has ended")
+                self._runner.gone(name, "its actor has ended")
+            elif member.state == "draining" and member.idle:
+                await member.link.leave()
+                self._left.add(name)
+                self._runner.gone(name, "it was drained")
+                log.info("node_left", node=member.place.node_id)
         known = {member.place.name for member in self._runner.nodes()}
         now = asyncio.get_running_loop().time()
         for name, resources in wanted.items():
-            if name not in known and now - self._made.get(name, -REMAKE_S) >= REMAKE_S:
+            if name not in known | self._left and now - self._made.get(name, -REMAKE_S) >= REMAKE_S:
                 self._made[name] = now
                 actor = await asyncio.to_thread(self._actor, name, resources)
                 self._runner.join(RayLink(name, self._offers(resources), actor))
@@ -349,6 +369,13 @@ class RayCluster:
         )
         cpus = resources.get("CPU") or None
         return made.remote(str(self._folder), str(Path.cwd()), self._opens, cpus)
+
+
+def leaving() -> set[str]:
+    """The machines that Ray is taking out of the cluster: an autoscaler, or `ray drain-node`."""
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
 
 
 def address() -> str:

@@ -51,7 +51,14 @@ from bridle.gateway.restore import Restorer, register_stored
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import split_target
 from bridle.gateway.settings import GatewaySettings
-from bridle.gateway.weights import SetPolicy, policy_json, set_policy
+from bridle.gateway.weights import (
+    AddReplica,
+    SetPolicy,
+    add_replica,
+    policy_json,
+    remove_replica,
+    set_policy,
+)
 from bridle.prompting.renderer import PromptRenderer
 from bridle.prompting.texts import KEY as TOKENIZER
 from bridle.prompting.texts import tokenizer_record
@@ -352,6 +359,14 @@ class Gateway:
     async def set_policy(self, wanted: SetPolicy) -> None:
         """As the control route `POST /policy`. `EngineError` if engines did not do their part."""
         await set_policy(wanted, self._exchanges.policy, self._engine)
+
+    async def add_replica(self, engine: str) -> None:
+        """As the control route `POST /replicas`. `ConfigError`, `EngineError`."""
+        await add_replica(AddReplica(engine=engine), self._engine)
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """As the control route `DELETE /replicas`. `ConfigError` if there is none of that name."""
+        await remove_replica(name, str(drain_s), self._engine)
 
     def policy(self) -> JSON:
         """What the control route `GET /policy` answers."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bridle.errors import ConfigError
-from bridle.server import polar_routes, v1_routes
+from bridle.server import node_routes, polar_routes, v1_routes
 from bridle.server.answering import Asked, Served, reply, route
 from bridle.server.openapi import describe
 from bridle.server.schemas import error_json
@@ -22,7 +22,11 @@ from bridle.server.schemas import error_json
 
 def make_app(served: Served) -> Starlette:
     """All routes as one ASGI application."""
-    routes = [*polar_routes.routes(served), *v1_routes.routes(served)]
+    routes = [
+        *polar_routes.routes(served),
+        *v1_routes.routes(served),
+        *node_routes.routes(served),
+    ]
 
     async def openapi(_: Asked) -> Response:
         """`GET /openapi.json`: this description."""

@@ -7,11 +7,12 @@ them up by their ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 from bridle.config import Task
-from bridle.errors import EngineError, NodeLostError, StoreError
+from bridle.errors import BridleError, EngineError, NodeLostError, StoreError
 from bridle.executors.cluster import ClusterRunner
 from bridle.executors.members import Member
 from bridle.gateway.steering import SLACK_S, update
@@ -87,18 +88,46 @@ class ClusterWorkers:
             raise EngineError("no node is there to be steered", retryable=True)
         if wanted.weights is None or wanted.version is None or wanted.rolling:
             await each(nodes, wanted)
+            self._keep(wanted)
             return
         await update(
             nodes, wanted.weights, wanted.version, mode=wanted.mode, timeout_s=wanted.timeout_s
         )
         if wanted.paused is not None:
             await each(nodes, SetPolicy(paused=wanted.paused))
+        self._keep(wanted)
+
+    def _keep(self, wanted: SetPolicy) -> None:
+        """Have nodes that join later sample under the same policy."""
+        changes = wanted.model_dump(include={"version", "paused"}, exclude_none=True)
+        before = self._runner.common[0] if self._runner.common else SetPolicy()
+        self._runner.common = [before.model_copy(update=changes)]
+
+    def nodes(self) -> list[JSON]:
+        """As `Workers.nodes`."""
+        return [member.json() for member in self._runner.nodes()]
+
+    async def drain_node(self, name: str) -> None:
+        """As `Workers.drain_node`."""
+        await self._runner.drain(name)
+
+    async def add_replica(self, engine: str) -> None:
+        """As `Workers.add_replica`: on every node, those that join later too."""
+        await each_link(self._live(), lambda member: member.link.add_replica(engine))
+        if engine not in self._runner.replicas:
+            self._runner.replicas.append(engine)
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """As `Workers.remove_replica`."""
+        if name in self._runner.replicas:
+            self._runner.replicas.remove(name)
+        await each_link(self._live(), lambda member: member.link.remove_replica(name, drain_s))
 
     def policy(self) -> JSON:
-        """As `Workers.policy`: the greatest version of all nodes, paused or held if one is."""
+        """As `Workers.policy`: the least version of all nodes, paused or held if one is."""
         told = [member.policy for member in self._live() if member.policy]
         return {
-            "version": max((one["version"] for one in told), default=0),
+            "version": min((one["version"] for one in told), default=0),
             "paused": any(one["paused"] for one in told),
             "hold": next((one["hold"] for one in told if one["hold"]), None),
             "model": told[0]["model"] if told else None,
@@ -139,17 +168,26 @@ class Steers:
 
 async def each(nodes: list[Steers], wanted: SetPolicy) -> None:
     """Steer all at once. `EngineError` says which did not do their part."""
+    await _each([(node.name, partial(node.steer, wanted)) for node in nodes])
+
+
+async def each_link(members: list[Member], say: Callable[[Member], Awaitable[None]]) -> None:
+    """Say something to all at once. `EngineError` says which did not do it."""
+    await _each([(f"node {one.place.node_id}", partial(say, one)) for one in members])
+
+
+async def _each(said: list[tuple[str, Callable[[], Awaitable[object]]]]) -> None:
     failed: list[str] = []
 
-    async def one(node: Steers) -> None:
+    async def one(name: str, say: Callable[[], Awaitable[object]]) -> None:
         try:
-            await node.steer(wanted)
-        except EngineError as error:
-            failed.append(f"{node.name}: {error}")
+            await say()
+        except BridleError as error:
+            failed.append(f"{name}: {error}")
 
     async with asyncio.TaskGroup() as group:
-        for node in nodes:
-            group.create_task(one(node))
+        for name, say in said:
+            group.create_task(one(name, say))
     if failed:
         raise EngineError("; ".join(failed))
 

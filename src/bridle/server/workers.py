@@ -17,6 +17,7 @@ from typing import Protocol, Self
 from bridle.capture.records import Outcome
 from bridle.capture.store import Store
 from bridle.config import Task
+from bridle.errors import ConfigError
 from bridle.executors.hosting import artifact_path
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
@@ -79,6 +80,18 @@ class Workers(Protocol):
 
     def policy(self) -> JSON:
         """Which version samples, and whether sampling is held."""
+
+    def nodes(self) -> list[JSON]:
+        """The nodes that there are: name, state, slots, free ones, stages, what went wrong."""
+
+    async def drain_node(self, name: str) -> None:
+        """Give a node no further run. `ConfigError` if there is none, or it is the only one."""
+
+    async def add_replica(self, engine: str) -> None:
+        """A server joins the engines of all nodes. `EngineError` if it cannot serve."""
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """A server leaves them, its calls after so many seconds."""
 
     def listening(self, listener: Callable[[Event], None]) -> AbstractContextManager[None]:
         """Tell `listener` what happens to runs."""
@@ -194,6 +207,34 @@ class NodeWorkers:
     def policy(self) -> JSON:
         """As `Workers.policy`."""
         return self._gateway.policy()
+
+    def nodes(self) -> list[JSON]:
+        """As `Workers.nodes`: the one in this process."""
+        stages = {str(status): count for status, count in self._node.stages().items()}
+        return [
+            {
+                "name": "local",
+                "node_id": None,
+                "state": "live",
+                "slots": self._node.capacity,
+                "free": self._node.free,
+                "stages": stages,
+                "policy": self._gateway.policy(),
+                "error": None,
+            }
+        ]
+
+    async def drain_node(self, name: str) -> None:  # noqa: ARG002 - whichever it is
+        """As `Workers.drain_node`."""
+        raise ConfigError("the only node is the server's own: drain the server (POST /v1/drain)")
+
+    async def add_replica(self, engine: str) -> None:
+        """As `Workers.add_replica`."""
+        await self._gateway.add_replica(engine)
+
+    async def remove_replica(self, name: str, drain_s: float) -> None:
+        """As `Workers.remove_replica`."""
+        await self._gateway.remove_replica(name, drain_s)
 
     def listening(self, listener: Callable[[Event], None]) -> AbstractContextManager[None]:
         """As `Workers.listening`."""
