@@ -114,19 +114,20 @@ async def update(
     *,
     mode: PauseMode = "abort",
     timeout_s: float = 60.0,
+    load_s: float = 600.0,
 ) -> None:
     """Have all engines of all gateways load the folder `weights` as `version`; sessions go on.
 
-    A server that several gateways name alike is told once. `EngineError` names engines that did not
-    take the weights; the version is then published nowhere.
+    A server that several gateways name alike is told once. `load_s` is how long a gateway's engines
+    may take. `EngineError` names engines that did not take the weights; the version is then
+    published nowhere.
     """
     async with updating(gateways, version, mode=mode, timeout_s=timeout_s) as told:
         shares = _shares([one["replicas"] for one in told])
+        load = SetPolicy(weights=weights, version=version, timeout_s=load_s)
         async with asyncio.TaskGroup() as group:
             loads = [
-                group.create_task(
-                    _told(one, SetPolicy(weights=weights, version=version, replicas=tuple(share)))
-                )
+                group.create_task(_told(one, load.model_copy(update={"replicas": tuple(share)})))
                 for one, share in zip(gateways, shares, strict=True)
                 if share
             ]
