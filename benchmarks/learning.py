@@ -1,17 +1,27 @@
-"""How much the demo model learns through the light script harness, over seeds and builders.
+"""How much the demo model learns through the light script harness, over seeds and ways.
 
-Each run draws its own tasks, trains as the demo does, and is measured before and after on the same
-fresh tasks. Success, the largest difference between trainer and rollout logprobs, and CPU time
-(this process and the harnesses) are printed as a table.
+A way is a builder, and what a later call of a session is sampled under: the `ids` of the call
+before (token in, token out), or the `messages` rendered anew, as an engine behind a chat route does
+it; the drift that this makes is trained on as it was sampled. Each run draws its own tasks, trains
+as the demo does, and is measured before and after on the same fresh tasks.
 
-    python -m benchmarks.learning --seeds 0 1 2 3 4 --builders prefix_merging per_request
+One run per call, so that it can be done in pieces; each appends a line to `OUT/learning.jsonl`, and
+one that is there is not done again. Without `--seed` the table of all that is there is printed.
+
+    python -m benchmarks.learning --seed 0 --builder per_request --context ids
+    python -m benchmarks.learning
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
+import statistics
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -20,10 +30,31 @@ from bridle.cli.demo import FRESH_SEED
 from bridle.cli.demo_model import demo_model
 from bridle.cli.demo_policy import lookup_task
 from bridle.cli.demo_training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
+from bridle.cli.parts import Parts
 from bridle.cli.training import TrainSettings, train_here
+from bridle.cli.training_place import local_place
 from bridle.config import BuilderSpec, Task
 from bridle.datasets.lookups import lookups
+from bridle.prompting.renderer import TokenRenderer
 from bridle.training.loop import Course
+from bridle.types import JSON
+
+NAME = "learning.jsonl"
+
+
+class AnewRenderer(TokenRenderer):
+    """Extends nothing: every call is the root of a conversation, rendered from its messages."""
+
+    def extend(self, *_: object, **__: object) -> None:
+        """`None` = render all of it."""
+        return
+
+
+def rendered_anew(parts: Parts) -> Parts:
+    """The same parts with such a renderer."""
+    renderer = object.__new__(AnewRenderer)
+    vars(renderer).update(vars(parts.renderer))
+    return replace(parts, renderer=renderer)
 
 
 def tasks_of(folder: Path, name: str, count: int, seed: int, builder: str) -> list[Task]:
@@ -36,25 +67,26 @@ def tasks_of(folder: Path, name: str, count: int, seed: int, builder: str) -> li
     ]
 
 
-def train(
-    model: Path, folder: Path, builder: str, seed: int, options: argparse.Namespace
-) -> Course:
+def train(folder: Path, options: argparse.Namespace) -> Course:
     """One training; its course."""
-    groups = LOOP.groups_per_step
+    loop = LOOP.model_copy(update={"steps": options.steps, "max_lag": options.max_lag})
     settings = TrainSettings(
-        model=str(model),
+        model=str(demo_model()),
         tasks="lookups",
         out=str(folder / "run"),
         samples=SAMPLES,
         concurrency=AT_ONCE,
         grpo=GRPO,
-        loop=LOOP.model_copy(update={"steps": options.steps, "max_lag": options.max_lag}),
-        seed=seed,
+        loop=loop,
+        seed=options.seed,
     )
-    drawn = tasks_of(folder, "train", options.steps * groups, TRAIN_SEED + 1000 * seed, builder)
-    fresh = tasks_of(folder, "fresh", options.fresh, FRESH_SEED, builder)
+    count, seed = options.steps * loop.groups_per_step, TRAIN_SEED + 1000 * options.seed
+    drawn = tasks_of(folder, "train", count, seed, options.builder)
+    fresh = tasks_of(folder, "fresh", options.fresh, FRESH_SEED, options.builder)
     several = [task.model_copy(update={"num_samples": SAMPLES}) for task in drawn]
-    return uvloop.run(train_here(settings, several, fresh)).course
+    change = {"ids": lambda parts: parts, "messages": rendered_anew}[options.context]
+    opener = partial(local_place, change=change)
+    return uvloop.run(train_here(settings, several, fresh, opener=opener)).course
 
 
 def cpu_seconds() -> float:
@@ -63,32 +95,83 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+def key_of(options: argparse.Namespace) -> JSON:
+    """What a run is."""
+    names = ("builder", "context", "seed", "steps", "max_lag", "fresh")
+    return {name: getattr(options, name) for name in names}
+
+
+def measured(options: argparse.Namespace) -> JSON:
+    """Train once; a line of the file."""
+    began = cpu_seconds()
+    with tempfile.TemporaryDirectory() as scratch:
+        course = train(Path(scratch), options)
+    updates = [one["update"] for one in course.steps if one["update"]]
+    errors = [one["logprob_error"] for one in updates if one["logprob_error"] is not None]
+    return {
+        **key_of(options),
+        "before": course.evaluations[0]["reward"],
+        "after": course.evaluations[-1]["reward"],
+        "rewards": [one["reward"] for one in course.steps],
+        "updates": len(updates),
+        "traces": sum(one["traces"] for one in updates),
+        "tokens": sum(one["tokens"] for one in updates),
+        "computed": sum(one["computed"] for one in updates),
+        "logprob_error": max(errors, default=None),
+        "steps_compared": len(errors),
+        "cpu_s": round(cpu_seconds() - began, 1),
+    }
+
+
+def table(runs: list[JSON]) -> Iterator[str]:
+    """A line per way: means over its seeds."""
+    yield (
+        "| builder | context | seeds | before | after | rise, mean | rise of each seed | traces "
+        "| tokens computed | largest logprob error | CPU, s |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    ways = {(one["builder"], one["context"]): None for one in runs}
+    for builder, context in ways:
+        of = [one for one in runs if (one["builder"], one["context"]) == (builder, context)]
+        of.sort(key=lambda one: int(one["seed"]))
+        rises = [one["after"] - one["before"] for one in of]
+        mean = {
+            name: statistics.mean(one[name] for one in of)
+            for name in ("before", "after", "traces", "computed", "cpu_s")
+        }
+        yield (
+            f"| `{builder}` | {context} | {len(of)} | {mean['before']:.3f} | {mean['after']:.3f} | "
+            f"{statistics.mean(rises):+.3f} | {', '.join(f'{rise:+.2f}' for rise in rises)} | "
+            f"{mean['traces']:,.0f} | {mean['computed']:,.0f} | "
+            f"{max(one['logprob_error'] for one in of):.1e} | {mean['cpu_s']:.0f} |"
+        )
+
+
 def main() -> None:
-    """Run all of it and print one line per training."""
+    """One run, or the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--builders", nargs="+", default=["prefix_merging"])
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--builder", default="prefix_merging")
+    parser.add_argument("--context", choices=["ids", "messages"], default="ids")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--max-lag", type=int, default=LOOP.max_lag)
     parser.add_argument("--fresh", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     options = parser.parse_args()
-    model = demo_model()
-    print("| builder | seed | before | after | rise | tokens computed | logprob error | CPU, s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for builder in options.builders:
-        for seed in options.seeds:
-            began = cpu_seconds()
-            with tempfile.TemporaryDirectory() as scratch:
-                course = train(model, Path(scratch), builder, seed, options)
-            before, after = (course.evaluations[at]["reward"] for at in (0, -1))
-            updates = [one["update"] for one in course.steps if one["update"]]
-            errors = [one["logprob_error"] for one in updates if one["logprob_error"] is not None]
-            print(
-                f"| `{builder}` | {seed} | {before:.2f} | {after:.2f} | {after - before:+.2f} | "
-                f"{sum(one['computed'] for one in updates):,} | {max(errors, default=0.0):.1e} | "
-                f"{cpu_seconds() - began:.0f} |",
-                flush=True,
-            )
+    path = options.out / NAME
+    runs = [json.loads(line) for line in path.open()] if path.exists() else []
+    if options.seed is None:
+        print("\n".join(table(runs)))
+        return
+    known = key_of(options)
+    if any(known.items() <= run.items() for run in runs):
+        print(f"{known} is there already")
+        return
+    line = measured(options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":
