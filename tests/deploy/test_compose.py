@@ -1,0 +1,68 @@
+"""The Compose file and the image, as far as they can be tried without a daemon."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # it ships no types
+from tests.deploy.shapes import COMPOSE, faults
+
+from bridle.cli.config import load_config
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_it_has_the_fields_of_the_compose_specification(compose):
+    own = {name: value for name, value in compose.items() if not name.startswith("x-")}
+    assert list(faults(own, COMPOSE)) == []
+
+
+def test_what_services_name_of_each_other_exists(compose):
+    services = compose["services"]
+    for name, service in services.items():
+        for other, how in service.get("depends_on", {}).items():
+            assert other in services, name
+            assert how["condition"] != "service_healthy" or "healthcheck" in services[other]
+        for volume in service.get("volumes", ()):
+            assert volume.split(":")[0] in compose["volumes"]
+    config = load_config(DEPLOY / "bridle.toml")
+    for engine in config.engines:
+        _, host, port = re.split(r"://|:(?=\d)", engine)
+        assert f"--port={port}" in services[host]["command"]
+    node = services["node"]["command"]
+    assert "--address=server:6379" in node
+    [resources] = [word for word in node if word.startswith("--resources=")]
+    assert json.loads(resources.partition("=")[2]) == {config.executor.ray.resource: 1}
+    assert f"127.0.0.1:8080:{config.server.port}" in services["server"]["ports"]
+    assert f"data:{config.server.data}" in services["server"]["volumes"]
+
+
+def test_secrets_have_no_default(compose):
+    text = (DEPLOY / "compose.yaml").read_text()
+    for name in ("POSTGRES_PASSWORD", "BRIDLE_SERVER_TOKEN"):
+        assert f"{name}: ${{{name}:?}}" in text
+    assert not re.search(r"(PASSWORD|TOKEN)[^\n]*:-", text)
+
+
+def test_the_engine_is_started_as_the_probe_wants_it(compose):
+    command = compose["services"]["engine"]["command"]
+    page = (DEPLOY.parent / "docs" / "guides" / "engines.md").read_text()
+    [line] = re.findall(r"vllm serve MODEL (.*)", page)
+    asked = line.replace("--logprobs-mode ", "--logprobs-mode=").split()
+    assert {word for word in asked if word.startswith("--")} <= {*command}
+
+
+def test_the_image_copies_what_there_is_and_installs_what_is_locked():
+    text = (DEPLOY / "Dockerfile").read_text()
+    for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        for source in sources.split():
+            assert (DEPLOY.parent / source).exists(), source
+    for locked in re.findall(r"-r (\S+)", text):
+        assert (DEPLOY.parent / locked).exists()
+    assert "bubblewrap" in text

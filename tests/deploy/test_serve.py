@@ -1,0 +1,71 @@
+"""The script that keeps a server up, with a `ray` and a `bridle` of a few lines."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "serve.sh"
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Runs the script; each program is a shell script, in a folder that `$AT` names."""
+
+    started: list[subprocess.Popen[str]] = []
+
+    def run(bridle, ray="exit 0", **env):
+        for name, text in {"bridle": bridle, "ray": ray}.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        given = {"PATH": path, "AT": str(tmp_path), "BRIDLE_RESTART_S": "0", **env}
+        pipe = subprocess.PIPE
+        started.append(
+            subprocess.Popen(["bash", SCRIPT], env=given, stdout=pipe, stderr=pipe, text=True)
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+COUNT = 'echo x >> "$AT/runs"; n=$(wc -l < "$AT/runs")'
+
+
+def test_a_server_that_dies_is_started_again(serve, tmp_path):
+    process = serve(f"{COUNT}; [ $n = 3 ] && exit 0; kill -9 $$")
+    _, err = process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert len((tmp_path / "runs").read_text().split()) == 3
+    assert err.count("ended with code 137; it is started again") == 2
+
+
+def test_a_wrong_configuration_is_not_tried_again(serve, tmp_path):
+    process = serve(f"{COUNT}; exit 2")
+    process.communicate(timeout=15)
+    assert (process.returncode, (tmp_path / "runs").read_text()) == (2, "x\n")
+
+
+def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
+    ray = '[ -e "$AT/asked" ] && exit 0; touch "$AT/asked"; exit 1'
+    env = {"BRIDLE_CONFIG": "b.toml", "BRIDLE_DATABASE": "postgresql://db/x y"}
+    process = serve('test -e "$AT/asked"; echo $? "$RAY_ADDRESS" "$@"', ray=ray, **env)
+    out, _ = process.communicate(timeout=15)
+    told = "serve --config b.toml --database postgresql://db/x y"
+    assert out == f"0 127.0.0.1:6379 {told}\n"
+
+
+def test_told_to_end_it_lets_the_server_drain(serve, tmp_path):
+    end = "trap 'sleep 0.1; echo drained; kill $!; exit 0' TERM; sleep 30 >/dev/null 2>&1 &"
+    server = f'{end} touch "$AT/up"; wait'
+    process = serve(server)
+    while not (tmp_path / "up").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=15)
+    assert (process.returncode, out) == (0, "drained\n")
