@@ -13,15 +13,18 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -47,12 +50,18 @@ TURNS = 20
 
 
 class InstantWorkers:
-    """Ends every run at once with a trajectory of `tokens` tokens."""
+    """Ends every run after `run_s` with a trajectory of `tokens` tokens.
+
+    Notes how long each freed slot was empty: from the end of a run to the beginning of the next.
+    """
 
     outlive = False
 
-    def __init__(self, capacity: int, tokens: int) -> None:
+    def __init__(self, capacity: int, tokens: int, run_s: float) -> None:
         self.capacity = capacity
+        self._run_s = run_s
+        self._freed: deque[float] = deque()
+        self.empty_s: list[float] = []
         length = tokens - 1000
         ids = np.random.default_rng(0).integers(0, 150_000, tokens).astype(np.int32)
         turns = [{"role": "assistant", "content": "word " * 200}] * TURNS
@@ -76,7 +85,10 @@ class InstantWorkers:
         self, task: Task, sample_index: int, run_id: str, _: frozenset[str]
     ) -> SessionResult:
         """One result."""
-        await asyncio.sleep(0)
+        if self._freed:
+            self.empty_s.append(time.perf_counter() - self._freed.popleft())
+        await asyncio.sleep(self._run_s * random.uniform(0.5, 1.5))  # noqa: S311 - a pace
+        self._freed.append(time.perf_counter())
         return SessionResult(
             session_id=run_id,
             task_id=task.task_id,
@@ -126,6 +138,19 @@ class InstantWorkers:
         """No engine."""
         return {"version": 0}
 
+    def nodes(self) -> list[JSON]:
+        """None."""
+        return []
+
+    async def drain_node(self, _: str) -> None:
+        """No node."""
+
+    async def add_replica(self, _: str) -> None:
+        """No engine."""
+
+    async def remove_replica(self, _: str, __: float) -> None:
+        """No engine."""
+
     @contextmanager
     def listening(self, _: Callable[[Event], None]) -> Iterator[None]:
         """Nothing is told."""
@@ -135,8 +160,8 @@ class InstantWorkers:
         """None is kept."""
 
 
-async def serve(folder: Path, capacity: int, tokens: int) -> None:
-    """Serve until SIGTERM; prints the URL."""
+async def serve(folder: Path, workers: InstantWorkers) -> None:
+    """Serve until SIGTERM; prints the URL, and at last how long slots were empty."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with AsyncExitStack() as stack:
@@ -144,13 +169,14 @@ async def serve(folder: Path, capacity: int, tokens: int) -> None:
         service = Service(
             database=database,
             files=TrajectoryFiles(folder / "trajectories", parquet),
-            workers=InstantWorkers(capacity, tokens),
+            workers=workers,
         )
         await stack.enter_async_context(service)
         served = Served(service, Permits(local=True), Auth(), Addresses([]))
         url = await stack.enter_async_context(serving(served, host="127.0.0.1", port=0))
         print(url, flush=True)
         await stop.wait()
+    print(json.dumps(spread(workers.empty_s)), flush=True)
 
 
 def task(number: int, samples: int) -> dict[str, object]:
@@ -201,11 +227,16 @@ async def median_ms(ask: Callable[[], Awaitable[object]], times: int = 40) -> di
     for _ in range(times):
         began = time.perf_counter()
         await ask()
-        taken.append(1000 * (time.perf_counter() - began))
-    taken.sort()
+        taken.append(time.perf_counter() - began)
+    return spread(taken)
+
+
+def spread(taken: list[float]) -> dict[str, float]:
+    """Median and 95th percentile of seconds, in milliseconds."""
+    taken = sorted(taken) or [0.0]
     return {
-        "p50_ms": round(statistics.median(taken), 2),
-        "p95_ms": round(taken[int(0.95 * times)], 2),
+        "p50_ms": round(1000 * statistics.median(taken), 2),
+        "p95_ms": round(1000 * taken[int(0.95 * len(taken))], 2),
     }
 
 
@@ -241,6 +272,34 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> dict[str, 
     return found
 
 
+async def refill(url: str, _: int, options: argparse.Namespace) -> dict[str, object]:
+    """Keep all slots busy with runs of about a second; the server tells the rest."""
+    async with AsyncClient(url) as client:
+        await client.submit_many([task(n, options.samples) for n in range(100)])
+        async for group in client.groups(trajectories=False, page=20):
+            if group.cursor >= 40:
+                break
+    return {}
+
+
+def run(
+    options: argparse.Namespace,
+    work: Callable[[str, int, argparse.Namespace], Coroutine[Any, Any, dict[str, object]]],
+    *more: str,
+) -> tuple[dict[str, object], dict[str, float]]:
+    """What `work` finds at a server of its own, and what that tells when it ends."""
+    with tempfile.TemporaryDirectory(prefix="bridle-bench-") as folder:
+        command = [sys.executable, __file__, "--serve", folder, "--tokens", str(options.tokens)]
+        command += ["--capacity", str(options.capacity), *more]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                found = uvloop.run(work(process.stdout.readline().strip(), process.pid, options))
+            finally:
+                process.terminate()
+            return found, json.loads(process.stdout.readline())
+
+
 def main() -> None:
     """Start the server, measure, print JSON."""
     parser = argparse.ArgumentParser()
@@ -250,19 +309,15 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=30_000)
     parser.add_argument("--capacity", type=int, default=16)
+    parser.add_argument("--run-s", type=float, default=0.0)
     options = parser.parse_args()
     if options.serve is not None:
-        uvloop.run(serve(options.serve, options.capacity, options.tokens))
+        workers = InstantWorkers(options.capacity, options.tokens, options.run_s)
+        uvloop.run(serve(options.serve, workers))
         return
-    with tempfile.TemporaryDirectory(prefix="bridle-bench-") as folder:
-        command = [sys.executable, __file__, "--serve", folder, "--tokens", str(options.tokens)]
-        command += ["--capacity", str(options.capacity)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            url = process.stdout.readline().strip() if process.stdout else ""
-            try:
-                print(json.dumps(uvloop.run(measure(url, process.pid, options)), indent=2))
-            finally:
-                process.terminate()
+    found, _ = run(options, measure)
+    found["slot empty"] = run(options, refill, "--run-s", "1")[1]
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.server.house import (
 
 from bridle.config import Task
 from bridle.errors import ConfigError, StoreError
-from bridle.server.dispatch import is_usable, versions_of
+from bridle.server.dispatch import UNSTORED, is_usable, versions_of
 from bridle.trajectory.sample import Trajectory
 
 TASK = Task(task_id="t", instruction="x")
@@ -112,6 +112,20 @@ async def test_a_result_waits_for_room_on_the_disk(tmp_path):
         blocked.unlink()
         await ended(service, "a")
         assert workers.ran == ["a.0"]
+
+
+async def test_a_slot_is_free_before_its_result_is_stored_but_results_do_not_pile_up(tmp_path):
+    blocked = tmp_path / "trajectories"
+    blocked.write_text("in the way")
+    workers = FakeWorkers(capacity=1)
+    async with a_service(tmp_path, workers) as service:
+        await submit(service, submission("a", 5))
+        await until(lambda: len(workers.ran) == UNSTORED)
+        await asyncio.sleep(0.05)
+        assert len(workers.ran) == len(service.dispatcher.running) == UNSTORED
+        blocked.unlink()
+        await ended(service, "a")
+        assert len(workers.ran) == 5
 
 
 async def test_a_cancelled_run_gives_its_result_and_one_that_is_just_starting_never_runs(tmp_path):

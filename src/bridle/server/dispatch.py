@@ -35,6 +35,9 @@ from bridle.server.workers import Workers
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
+UNSTORED: Final = 2
+"""Runs per slot that may be under way or wait to be stored: beyond, slots stay empty."""
+
 PUT_BACK_S: Final = 30.0
 """How long a stopping server tries to give its runs back; the next one finds them anyway."""
 
@@ -63,7 +66,9 @@ class Dispatcher:
         self._owner = owner
         self._on_closed = on_closed
         self._running: dict[str, Claim] = {}
-        """By run id."""
+        """Runs whose results are not stored yet, by id."""
+        self._computing: set[str] = set()
+        """Those of them that have not ended: each has a slot."""
         self._doomed: set[str] = set()
         """Runs that were cancelled before the workers knew them."""
         self._adopted: list[Claim] = []
@@ -96,7 +101,7 @@ class Dispatcher:
             ticket = self.wake.ticket()
             adopted, self._adopted = self._adopted, []
             self._begin(adopted, nursery)
-            slots = self._workers.capacity - len(self._running)
+            slots = self._slots()
             wait_s = None
             if slots > 0 and not self.paused and not self.draining:
                 claims = await until_done(lambda: self._claim(slots), "claiming sessions")  # noqa: B023 - awaited here
@@ -104,9 +109,16 @@ class Dispatcher:
                 wait_s = await until_done(self._until_due, "looking for sessions")
             await Pulse.after(ticket, wait_s)
 
+    def _slots(self) -> int:
+        """How many runs may be begun: for each slot one, while results do not pile up."""
+        capacity = self._workers.capacity
+        unstored = UNSTORED * capacity - len(self._running)
+        return min(capacity - len(self._computing), unstored)
+
     def _begin(self, claims: Sequence[Claim], nursery: Nursery) -> None:
         for claim in claims:
             self._running[claim.run_id] = claim
+            self._computing.add(claim.run_id)
             nursery.start(self._one(claim), name=claim.run_id)
 
     async def _claim(self, slots: int) -> list[Claim]:
@@ -126,7 +138,10 @@ class Dispatcher:
         if settings.max_inflight_groups is not None:
             rooms.append(settings.max_inflight_groups - await self._views.inflight_groups())
         if settings.max_unacked_groups is not None:
-            rooms.append(settings.max_unacked_groups - await self._views.unacked_groups())
+            unstored = (one for one in self.running if one.run_id not in self._computing)
+            ending = len({one.task_id for one in unstored})  # ended for all that we know
+            unacked = await self._views.unacked_groups()
+            rooms.append(settings.max_unacked_groups - unacked - ending)
         if settings.max_version_lag is not None and settings.groups_per_version is not None:
             version = await self._state.number("policy_version")
             ever = settings.groups_per_version * (version + 1 + settings.max_version_lag)
@@ -163,6 +178,7 @@ class Dispatcher:
             raise
         finally:
             self._workers.release(claim.run_id)
+            self._computing.discard(claim.run_id)
             self._running.pop(claim.run_id, None)
             self._doomed.discard(claim.run_id)
             self.idle.beat()
@@ -188,6 +204,8 @@ class Dispatcher:
             return await self._again(claim, str(error))
         except BridleError as error:
             return await self._store(_not_run(claim, str(error), Cause.INFRASTRUCTURE))
+        self._computing.discard(claim.run_id)
+        self.wake.beat()  # its slot is free before its result is stored
         return await self.keep(claim, result)
 
     async def keep(self, claim: Claim, result: SessionResult) -> Closed:
