@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -272,6 +274,7 @@ class RayCluster:
         `ConfigError` if there is no cluster, or if no node of those came up.
         """
         await asyncio.to_thread(self._connect)
+        keep_signals()
         try:
             await self._look()
             await self._runner.first_heard()
@@ -369,6 +372,15 @@ class RayCluster:
         )
         cpus = resources.get("CPU") or None
         return made.remote(str(self._folder), str(Path.cwd()), self._opens, cpus)
+
+
+def keep_signals() -> None:
+    """Have SIGTERM and SIGINT do what they did before Ray, which ends the process at once."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
+                signal.siginterrupt(number, False)  # noqa: FBT003 - its own words
 
 
 def leaving() -> set[str]:

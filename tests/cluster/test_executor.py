@@ -1,0 +1,65 @@
+"""One config here and on a cluster, and what becomes of sessions when only a process dies."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from tests.cluster.machines import Served, config_in, machines, runs_in
+from tests.cluster.test_batch import bodies, taken
+
+from bridle.client import AsyncClient
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+ONE_LINE = ('kind = "local"', 'kind = "ray"')
+
+
+async def come_to(server):
+    """What a batch of 8 comes to: by session, what does not depend on the machine."""
+    async with AsyncClient(server.url, patience_s=120) as client:
+        await client.submit_many(bodies(8, sleep_s=0))
+        groups = await taken(client, 2)
+        log = await client.artifact("t0.0", "stdout.log")
+    assert log == b"" or log
+    return {
+        one.session_id: (
+            one.status,
+            one.reward,
+            [trace.response_ids.tolist() for trace in one.trajectory.traces],
+            one.trajectory.metadata["stats"]["tokens_trained"],
+        )
+        for group in groups
+        for one in group.results
+    }
+
+
+async def test_the_same_config_runs_here_and_on_a_cluster_by_changing_one_line(tmp_path):
+    config = config_in(tmp_path, kind="local")
+    with Served(config, "").up() as server:
+        here = await come_to(server)
+    text = config.read_text()
+    assert text.count(ONE_LINE[0]) == 1
+    config.write_text(text.replace(*ONE_LINE).replace("/local", "/data"))
+    nodes = tmp_path / "data" / "nodes"
+    with machines(1, nodes) as cluster, Served(config, cluster.address).up() as server:
+        there = await come_to(server)
+        assert here == there
+        assert {status for status, *_ in there.values()} == {"COMPLETED"}
+        await a_process_dies(server, cluster, nodes)
+
+
+async def a_process_dies(server, cluster, nodes):
+    """Ray starts the node anew; what it was running is run again, on the same folder."""
+    async with AsyncClient(server.url, patience_s=120) as client:
+        [again] = bodies(4, sleep_s=3)
+        await client.submit_many([again | {"task_id": "u0"}])
+        while sum(run_id.startswith("u0") for run_id in runs_in(nodes)) < 4:  # noqa: ASYNC110 - elsewhere
+            await asyncio.sleep(0.1)
+        [actor] = cluster.actors()
+        os.kill(actor, signal.SIGKILL)
+        group = (await taken(client, 2))[-1]  # the last one of before was not acknowledged
+    assert group.task_id == "u0"
+    assert {one.status for one in group.results} == {"COMPLETED"}
+    assert {one.raw["run_id"].partition(".r")[2] for one in group.results} == {"2"}
+    assert len(list(nodes.glob("*/*"))) == 1
