@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ NEW_TOKENS = 64
 Body = bytes
 Bodies = Generator[Body, bytes, None]
 Row = dict[str, float | int | str]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def part(*arguments: str) -> Iterator[tuple[dict[str, str], subprocess.Popen[byt
         [sys.executable, __file__, *arguments],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=ENVIRONMENT,
     )
     try:
         assert process.stdout is not None
@@ -79,6 +81,40 @@ def part(*arguments: str) -> Iterator[tuple[dict[str, str], subprocess.Popen[byt
             process.wait(20)
         process.terminate()
         process.wait(10)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A gateway that listens."""
+
+    url: str
+    token: str
+    pids: list[int]
+    """Of all its processes."""
+
+
+@contextmanager
+def gateway(engine: str, data: Path, options: argparse.Namespace) -> Iterator[Served]:
+    """A gateway before `engine`: one process with its profile, or as the command line has it."""
+    data.mkdir()
+    if options.workers == 1:
+        extra = ("--profile", options.profile) if options.profile else ()
+        own = ("--engine", engine, "--data", str(data), "--fsync", options.fsync)
+        with part("gateway", *own, *extra) as (told, process):
+            yield Served(told["url"], told["token"], [process.pid])
+        return
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0", "--tokenizer", "builtin"),
+        *("--engine", engine, "--data", str(data), "--workers", str(options.workers), "--json"),
+        *(("--fsync",) if options.fsync == "group" else ()),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        token = Path(said["control_token"]).read_text().strip()
+        yield Served(said["url"], token, [process.pid, *map(int, children)])
+        process.terminate()
 
 
 # ---- what sessions send
@@ -216,8 +252,8 @@ class Where:
 
     engine: str
     proxy: str
-    gateways: list[str]
-    text: list[str]
+    gateway: str
+    text: str | None
     """The gateway of the way `text`, if it is asked for."""
     tokens: dict[str, str]
     """The control token of each gateway."""
@@ -227,10 +263,10 @@ class Where:
     tools: int
     """How many tools a request of the way `chat` shows."""
 
-    def servers(self, way: str) -> list[str]:
-        """Where a way's sessions are spread over."""
-        others = {"direct": [self.engine], "proxy": [self.proxy], "text": self.text}
-        return others.get(way, self.gateways)
+    def server(self, way: str) -> str:
+        """Where a way's calls go."""
+        others = {"direct": self.engine, "proxy": self.proxy, "text": self.text}
+        return others.get(way, self.gateway) or self.gateway
 
     def cpu_seconds(self, way: str) -> float:
         """CPU time of the measured processes so far."""
@@ -241,9 +277,8 @@ class Where:
 class Player:
     """One session over one connection."""
 
-    def __init__(self, way: str, context: int, where: Where, number: int) -> None:
+    def __init__(self, way: str, context: int, where: Where) -> None:
         self._way = way
-        self._number = number
         self._where = where
         if way in PATHS:
             bodies = dialect_bodies(way, context, where.tools)
@@ -254,18 +289,15 @@ class Player:
 
     async def __aenter__(self) -> Self:
         where = self._where
-        servers = where.servers(self._way)
-        server = servers[self._number % len(servers)]
+        server = where.server(self._way)
         url = urlsplit(server)
+        if self._way in PATHS:
+            opened = open_session(server, where.tokens[server])
         loop = asyncio.get_running_loop()
         _, self._caller = await loop.create_connection(
             parts.Caller, str(url.hostname), url.port or 80
         )
         if self._way in PATHS:
-            reply = await self._caller.post(
-                post_head(f"{server}/sessions", where.tokens[server]), b"{}"
-            )
-            opened = orjson.loads(reply)
             family, path = PATHS[self._way]
             self._head = post_head(opened["base_url"][family] + path, opened["key"])
         else:
@@ -293,6 +325,15 @@ class Player:
             measured.latencies_ms.append(await self.turn())
 
 
+def open_session(server: str, token: str) -> dict[str, Any]:
+    """What a gateway says of a new session, over a connection that the calls don't use."""
+    headers = {"Authorization": f"Bearer {token}"}
+    asked = urllib.request.Request(f"{server}/sessions", b"{}", headers)  # noqa: S310 - loopback
+    with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback
+        opened: dict[str, Any] = orjson.loads(reply.read())
+    return opened
+
+
 def post_head(target: str, key: str) -> bytes:
     """The head of a POST, up to the length of its body."""
     url = urlsplit(target)
@@ -309,8 +350,8 @@ async def play(way: str, context: int, sessions: int, repeat: int, where: Where)
         async with contextlib.AsyncExitStack() as stack:
             before = where.cpu_seconds(way)
             players = [
-                await stack.enter_async_context(Player(way, context, where, number))
-                for number in range(sessions)
+                await stack.enter_async_context(Player(way, context, where))
+                for _ in range(sessions)
             ]
             async with asyncio.TaskGroup() as group:
                 for player in players:
@@ -413,7 +454,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--ways", nargs="+", default=["chat"], choices=list(PATHS))
     parser.add_argument(
-        "--gateways", type=int, default=1, help="processes that the sessions are spread over"
+        "--workers", type=int, default=1, help="processes of `bridle gateway --workers`"
     )
     parser.add_argument("--tools", type=int, default=0, help="tools that `chat` shows")
     parser.add_argument("--calls", type=int, default=480, help="calls per way and round, about")
@@ -450,29 +491,22 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as data, ExitStack() as stack:
         engine, sampling = stack.enter_context(part("engine"))
         proxy, proxying = stack.enter_context(part("proxy", "--engine", engine["url"]))
-        engines = [engine["url"]] * options.gateways
+        served = stack.enter_context(gateway(engine["url"], Path(data) / "chat", options))
+        text = None
         if "text" in options.ways:
-            engines.append(f"openai:{engine['url']}/v1#instant")
-        served = []
-        for number, used in enumerate(engines):
-            folder = Path(data) / str(number)
-            folder.mkdir()
-            extra = ("--profile", options.profile) if options.profile else ()
-            own = ("--engine", used, "--data", str(folder), "--fsync", options.fsync)
-            served.append(stack.enter_context(part("gateway", *own, *extra)))
-        urls = [told["url"] for told, _ in served]
-        pids = [process.pid for _, process in served]
+            own = f"openai:{engine['url']}/v1#instant"
+            text = stack.enter_context(gateway(own, Path(data) / "text", options))
         where = Where(
             engine["url"],
             proxy["url"],
-            urls[: options.gateways],
-            urls[options.gateways :],
-            {told["url"]: told["token"] for told, _ in served},
+            served.url,
+            None if text is None else text.url,
+            {one.url: one.token for one in (served, text) if one is not None},
             pids={
                 "engine": [sampling.pid],
                 "proxy": [proxying.pid],
-                "gateway": pids[: options.gateways],
-                "text": pids[options.gateways :],
+                "gateway": served.pids,
+                "text": [] if text is None else text.pids,
             },
             data=Path(data),
             tools=options.tools,

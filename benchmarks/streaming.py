@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -35,16 +34,11 @@ import numpy as np
 import uvloop
 from gateway_parts import words
 
-from bridle.capture.sqlite import SqliteStore
-from bridle.cli.parts import open_parts
 from bridle.engines.base import GenerateRequest
 from bridle.engines.script import make_script
 from bridle.engines.scripted import ScriptedEngine
 from bridle.engines.server import EngineServer
-from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_routes import Route, call_body
-from bridle.gateway.app import Gateway
-from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import load_renderer
 from bridle.types import Message, Role, Sampling, TextPart
@@ -53,6 +47,7 @@ TEXT = " the" * 19
 TOKENS = 20
 """Of `TEXT` with the end token."""
 CONTROL = "a-control-token-of-a-benchmark"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 # ---- the parts
@@ -67,20 +62,21 @@ async def serve_engine(pace_s: float, prefill_s: float) -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
-async def serve_gateway(engine: str, data: str) -> None:
-    """A live gateway on that engine, until stdin ends."""
-    _, renderer = open_parts(engine, "builtin")
-    async with (
-        await SqliteStore.open(Path(data) / "capture.sqlite") as store,
-        Gateway(
-            engine=VllmEngine(engine, route=Route.GENERATE),
-            renderer=renderer,
-            store=store,
-            settings=GatewaySettings(control_token=CONTROL, stream="live"),
-        ) as up,
-    ):
-        say(url=up.url)
-        await asyncio.to_thread(sys.stdin.read)
+@contextmanager
+def gateway(engine: str, data: str, workers: int) -> Iterator[str]:
+    """A live gateway on that engine, as the command line has it; its URL."""
+    command = [
+        *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0", "--tokenizer", "builtin"),
+        *("--engine", engine, "--data", data, "--stream", "live"),
+        *("--workers", str(workers), "--json"),
+    ]
+    environment = {**ENVIRONMENT, "BRIDLE_CONTROL_TOKEN": CONTROL}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
 
 
 def say(**told: str) -> None:
@@ -96,7 +92,7 @@ def part(*arguments: str) -> Iterator[str]:
         [sys.executable, __file__, *arguments],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=ENVIRONMENT,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -241,7 +237,7 @@ def row(streams: int, rounds: dict[str, list[Round]]) -> dict[str, Any]:
 def main() -> None:
     """Measure, or be one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="?", choices=("engine", "gateway"))
+    parser.add_argument("part", nargs="?", choices=("engine",))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burst", action="store_true", help="all begin in one moment")
@@ -254,21 +250,18 @@ def main() -> None:
         action="store_true",
         help="take precedence over all else (root), if others work",
     )
-    parser.add_argument("--engine")
-    parser.add_argument("--data")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the gateway")
     options = parser.parse_args()
     if options.part == "engine":
         uvloop.run(serve_engine(options.pace, options.prefill))
-    elif options.part == "gateway":
-        uvloop.run(serve_gateway(options.engine, options.data))
     else:
         if options.realtime:
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))  # the parts inherit it
         pace = ("--pace", str(options.pace), "--prefill", str(options.prefill))
         with tempfile.TemporaryDirectory() as data, ExitStack() as stack:
             engine = stack.enter_context(part("engine", *pace))
-            gateway = stack.enter_context(part("gateway", "--engine", engine, "--data", data))
-            rows = uvloop.run(run_all(options, {"direct": engine, "gateway": gateway}))
+            through = stack.enter_context(gateway(engine, data, options.workers))
+            rows = uvloop.run(run_all(options, {"direct": engine, "gateway": through}))
         for found in rows:
             sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
