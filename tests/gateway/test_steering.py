@@ -1,30 +1,50 @@
 """One policy over many gateways: held together, published everywhere, or left as they were."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from tests.gateway.house import TOKEN, house, scripted, user
 
+from bridle.capture.records import no_ids, no_logprobs
+from bridle.engines.base import GenerateChunk
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import EngineError
 from bridle.gateway.steering import Here, There, update, updating
 from bridle.gateway.weights import SetPolicy
+from bridle.types import FinishReason
 
-LONG = {"content": "one two three four five six seven eight nine ten", "delay_s": 0.1}
+LONG = {"content": "one two three four five six seven eight nine ten"}
 
 
 class Trained:
-    """A scripted engine that takes weights, unless it is told not to."""
+    """A scripted engine that takes weights, unless it is told not to; calls wait at its gate."""
 
     def __init__(self, *turns, takes=True):
         self._inner = scripted(*turns)
         self.loaded = []
         self._takes = takes
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._ended = set()
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
+
+    async def generate(self, request):
+        while not self.gate.is_set():
+            if request.request_id in self._ended:
+                yield GenerateChunk(no_ids(), no_logprobs(), FinishReason.ABORT)
+                return
+            await asyncio.sleep(0.005)
+        async with aclosing(self._inner.generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def abort(self, request_id):
+        self._ended.add(request_id)
+        await self._inner.abort(request_id)
 
     async def set_version(self, version):
         await self._inner.set_version(version)
@@ -75,14 +95,16 @@ def policies(homes):
 
 
 async def under_way(home):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not any(one["calls_in_flight"] for one in home.gateway._engine.replicas()):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.005)
 
 
 async def test_all_gateways_are_held_while_a_trainer_loads_and_go_on_under_the_new_version():
-    async with two(LONG) as (homes, gateways, _):
+    async with two(LONG) as (homes, gateways, engines):
         callers = [await home.session() for home in homes]
+        for engine in engines:
+            engine.gate.clear()
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(one.ask([user("go")])) for one in callers]
             for home in homes:
@@ -90,6 +112,8 @@ async def test_all_gateways_are_held_while_a_trainer_loads_and_go_on_under_the_n
             async with updating(gateways, 7):
                 assert policies(homes) == [(0, "abort"), (0, "abort")]
                 assert not any(call.done() for call in calls)
+                for engine in engines:
+                    engine.gate.set()
         assert policies(homes) == [(7, None), (7, None)]
         assert [call.result()["content"] for call in calls] == [LONG["content"]] * 2
         for caller in callers:
