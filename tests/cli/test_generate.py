@@ -1,6 +1,10 @@
 """`bridle generate`: tasks in, a data set out; the same command goes on."""
 
+import asyncio
 import json
+import threading
+from contextlib import contextmanager
+from queue import Queue
 
 import pytest
 from tests.capture.made import MadeSession
@@ -8,7 +12,11 @@ from tests.capture.made import MadeSession
 from bridle.bridges.selection import Rules
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.generate import _standing, _wanting
-from bridle.config import Task
+from bridle.config import FieldPolicy, SamplingPolicy, Task
+from bridle.datasets.demo_tasks import demo_script, demo_tasks, write_task
+from bridle.datasets.jsonl import load_tasks
+from bridle.engines import open_engine
+from bridle.engines.server import EngineServer
 
 
 @pytest.fixture
@@ -58,9 +66,9 @@ def test_what_was_run_is_not_run_again(generate, tmp_path):
 
 
 def test_with_keep_a_task_is_tried_until_enough_is_accepted(generate, tmp_path):
-    said = generate("--keep", 1, "--samples", 3, "--runtime", "local", "--json")
+    said = generate("--keep", 1, "--samples", 3, "--runtime", "local", "--first", 2, "--json")
     statistics = said.json["statistics"]
-    assert (statistics["attempted"], statistics["accepted"]) == (1 + 3 + 1, 2)
+    assert (statistics["attempted"], statistics["accepted"]) == (1 + 3, 1)
     assert said.json["rounds"] == 3
 
 
@@ -68,10 +76,49 @@ def test_another_harness_takes_the_tasks_own_command_away(generate):
     assert generate("--harness", "command").code == 2
 
 
+@contextmanager
+def hosted(script):
+    """A server of chat completions in a thread; its URL."""
+    started: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
+
+    async def serve():
+        end = asyncio.Event()
+        engine = open_engine(f"scripted:{script}")
+        async with EngineServer(engine, host="127.0.0.1", port=0) as server:
+            started.put((server.url, asyncio.get_running_loop(), end))
+            await end.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    url, loop, end = started.get(timeout=15)
+    try:
+        yield url
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join()
+
+
+def test_a_hosted_model_gives_messages_without_ids(say, finished_run, tmp_path):
+    with hosted(finished_run.parent / "script.json") as url:
+        said = say(
+            "generate", finished_run.parent / "tasks.jsonl", "--first", 1, "--json",
+            "--engine", f"openai:{url}/v1#any", "--tokenizer", "builtin", "--allow-untokenized",
+            "--out", tmp_path / "data",
+        )  # fmt: skip
+    assert said.code == 0, said.err
+    assert (said.json["examples"], said.json["texts"]) == (1, 1)
+    (line,) = lines(tmp_path)
+    assert [message["role"] for message in line["messages"]] == [
+        "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    assert line["messages"][1]["tool_calls"][0]["function"]["name"] == "cat"
+    assert (line["input_ids"], line["loss_mask"]) == (None, None)
+
+
 def test_nothing_accepted_ends_with_code_1(generate):
-    said = generate("--min-reward", 2)
+    said = generate("--min-reward", 2, "--first", 1)
     assert said.code == 1
-    assert "rejected: reward 3" in said.out
+    assert "rejected: reward 1" in said.out
 
 
 async def test_what_failed_on_our_side_or_was_killed_is_wanted_again(tmp_path):
@@ -99,3 +146,48 @@ async def test_what_failed_on_our_side_or_was_killed_is_wanted_again(tmp_path):
     await played("d", reward=None, status="ERROR", cause="harness_crash")
     assert wanted(Rules()) == {"task-1": 2, "task-2": 4}
     assert wanted(Rules(keep=1)) == {"task-2": 1}
+
+
+@pytest.mark.train
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")
+def test_the_demo_model_learns_what_mini_swe_agent_does_in_the_demo_tasks(say, tmp_path):
+    from bridle.training.demo_model import make_demo_model
+    from bridle.training.sft import SftSettings
+    from datasets import load_dataset
+
+    chosen = [task for task in demo_tasks() if task.task_id.startswith(("find", "sum"))][:3]
+    for task in chosen:
+        write_task(task, tmp_path / "tasks")
+    (tmp_path / "script.json").write_text(json.dumps(demo_script(chosen)))
+    made = say(
+        "generate", tmp_path / "tasks", "--harness", "mini_swe_agent", "--runtime", "local",
+        "--engine", f"scripted:{tmp_path / 'script.json'}", "--out", tmp_path / "data", "--json",
+    )  # fmt: skip
+    assert (made.code, made.json["examples"]) == (0, 3), made.err
+
+    rows = load_dataset(
+        "json", data_files=made.json["file"], split="train", cache_dir=str(tmp_path / "cache")
+    )
+    roles = [message["role"] for message in rows[0]["messages"]]
+    assert roles[:4] == ["system", "user", "assistant", "tool"]
+    assert json.loads(rows[0]["tools"])
+    rows.select_columns(["input_ids", "loss_mask"]).to_parquet(str(tmp_path / "set.parquet"))
+    settings = SftSettings(epochs=48, batch_tokens=2048, learning_rate=1.5e-3, threads=1)
+    model = make_demo_model(
+        tmp_path / "set.parquet",
+        tmp_path / "model",
+        short=settings.model_copy(update={"max_steps": 1}),
+        whole=settings.model_copy(update={"share_prefix": True}),
+    )
+    with (tmp_path / "likeliest.jsonl").open("w") as file:
+        likeliest = SamplingPolicy(temperature=FieldPolicy(mode="override", value=0.0))
+        for one in load_tasks(tmp_path / "tasks"):
+            file.write(one.model_copy(update={"sampling": likeliest}).model_dump_json() + "\n")
+
+    after = say(
+        "run", tmp_path / "likeliest.jsonl", "--harness", "mini_swe_agent", "--runtime", "local",
+        "--engine", f"embedded:{model}", "--out", tmp_path / "run", "--json",
+    )  # fmt: skip
+    rewards = [line["reward"] for line in after.json["sessions"]]
+    assert sum(rewards) >= 2, rewards

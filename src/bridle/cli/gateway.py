@@ -28,6 +28,9 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(help="TOML file with engines, routing, models, gateway; flags come first."),
 ]
+UntokenizedOption: TypeAlias = Annotated[
+    bool | None, typer.Option(help="Serve an engine that gives no ids: text only, no training.")
+]
 TokenizerOption = Annotated[
     str | None,
     typer.Option(help="Tokenizer folder or 'builtin'; the engine's own where it has one."),
@@ -67,10 +70,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     fsync: Annotated[
         bool, typer.Option("--fsync", help="Survive power loss too, not only kill -9.")
     ] = False,
-    allow_untokenized: Annotated[
-        bool | None,
-        typer.Option(help="Serve an engine that gives no ids: text only, no training."),
-    ] = None,
+    allow_untokenized: UntokenizedOption = None,
     workers: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that sessions are spread over.")
     ] = 1,

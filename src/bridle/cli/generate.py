@@ -33,7 +33,12 @@ from bridle.cli.export import (
     show_report,
     write_export,
 )
-from bridle.cli.gateway import ConfigOption, EnginesOption, TokenizerOption
+from bridle.cli.gateway import (
+    ConfigOption,
+    EnginesOption,
+    TokenizerOption,
+    UntokenizedOption,
+)
 from bridle.cli.output import notes, print_json
 from bridle.types import JSON
 
@@ -54,6 +59,7 @@ def generate(  # noqa: PLR0913 - one parameter per flag
     engine: EnginesOption = None,
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
+    allow_untokenized: UntokenizedOption = None,
     form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.SFT,
     harness: Annotated[
         str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
@@ -97,7 +103,8 @@ def generate(  # noqa: PLR0913 - one parameter per flag
         keep=keep,
     )
     loaded = _load(tasks, harness, runtime)[:first]
-    setup = load_config(config, engines=engine or (), tokenizer=tokenizer)
+    gateway = {"allow_untokenized": allow_untokenized}
+    setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)
     rounds = _play(loaded, setup, out, rules, samples, concurrency)
     data = out / f"data.{SUFFIX.get(form, 'jsonl')}"
     report = write_export(out, form, data, rules, margin=margin, pairs=pairs)

@@ -13,6 +13,7 @@ from bridle.cli.gateway import (
     PromptOption,
     StreamOption,
     TokenizerOption,
+    UntokenizedOption,
 )
 from bridle.cli.output import console, print_json, table
 from bridle.types import JSON
@@ -57,6 +58,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     ] = None,
     stream: StreamOption = None,
     prompt: PromptOption = None,
+    allow_untokenized: UntokenizedOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     scores: Annotated[
         bool, typer.Option("--report", help="Print pass@k, mean rewards and failures by cause.")
@@ -79,7 +81,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
     folder = out or new_run_folder(Path("runs"))
-    gateway = {"stream": stream, "prompt": prompt}
+    gateway = {"stream": stream, "prompt": prompt, "allow_untokenized": allow_untokenized}
     setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)
     lines = run_batch(Batch(loaded[:first], setup, None, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
