@@ -32,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -271,7 +270,7 @@ class Where:
     def cpu_seconds(self, way: str) -> float:
         """CPU time of the measured processes so far."""
         part = {"direct": "engine", "proxy": "proxy", "text": "text"}.get(way, "gateway")
-        return sum(map(cpu_seconds, self.pids[part]))
+        return sum(map(parts.cpu_seconds, self.pids[part]))
 
 
 class Player:
@@ -292,7 +291,7 @@ class Player:
         server = where.server(self._way)
         url = urlsplit(server)
         if self._way in PATHS:
-            opened = open_session(server, where.tokens[server])
+            opened = parts.open_session(server, where.tokens[server])
         loop = asyncio.get_running_loop()
         _, self._caller = await loop.create_connection(
             parts.Caller, str(url.hostname), url.port or 80
@@ -323,15 +322,6 @@ class Player:
         """All calls after the first."""
         for _ in range(TURNS - 1):
             measured.latencies_ms.append(await self.turn())
-
-
-def open_session(server: str, token: str) -> dict[str, Any]:
-    """What a gateway says of a new session, over a connection that the calls don't use."""
-    headers = {"Authorization": f"Bearer {token}"}
-    asked = urllib.request.Request(f"{server}/sessions", b"{}", headers)  # noqa: S310 - loopback
-    with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback
-        opened: dict[str, Any] = orjson.loads(reply.read())
-    return opened
 
 
 def post_head(target: str, key: str) -> bytes:
@@ -367,17 +357,6 @@ async def play(way: str, context: int, sessions: int, repeat: int, where: Where)
     return measured
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, all threads."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-
-
-def disk_bytes(folder: Path) -> int:
-    """Size of a folder's files."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 async def run_all(options: argparse.Namespace, where: Where) -> list[Row]:
     """Measure every way, context and number of sessions; the first round is thrown away."""
     rows = []
@@ -387,9 +366,9 @@ async def run_all(options: argparse.Namespace, where: Where) -> list[Row]:
             rounds: dict[str, list[Measured]] = {way: [] for way in options.ways}
             for number in range(options.rounds + 1):
                 for way in options.ways:
-                    disk = disk_bytes(where.data)
+                    disk = parts.disk_bytes(where.data)
                     measured = await play(way, context, sessions, repeat, where)
-                    measured.disk_bytes = disk_bytes(where.data) - disk
+                    measured.disk_bytes = parts.disk_bytes(where.data) - disk
                     if number:
                         rounds[way].append(measured)
             rows += [row(way, context, sessions, rounds) for way in options.ways]
