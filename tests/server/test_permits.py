@@ -44,6 +44,11 @@ def runtime(**fields):
         ("runtime.kwargs.binds", runtime(backend="bubblewrap", kwargs={"binds": ["/root"]})),
         ("runtime.image", runtime(backend="bubblewrap", image="/")),
         ("runtime.image", runtime(backend="apptainer", image="/srv/x.sif")),
+        ("runtime.kwargs", runtime(backend="remote")),
+        (
+            "runtime.kwargs",
+            runtime(backend="remote", kwargs={"deployment": {"type": "remote", "host": "inside"}}),
+        ),
         ("runtime.kwargs.build", runtime(kwargs={"build": "/srv"})),
         ("agent.import_path", {"agent": {"import_path": "mine:Harness"}}),
         ("agent.function", {"agent": {"harness": "function", "function": "os:system"}}),
@@ -129,6 +134,21 @@ def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):
         assert (refused(permits, **task) == {}) is ok, given
 
 
+def test_a_remote_host_is_as_the_operator_lists_it():
+    listed = {"deployment": {"type": "modal", "image": "*"}, "gateway": "http://us:1"}
+    permits = Permits(remotes=(listed,))
+    for change, ok in (
+        ({"image": "python:3.12"}, True),
+        ({"image": "x", "type": "docker"}, False),
+        ({"image": "x", "docker_args": ["-v", "/:/host"]}, False),
+    ):
+        kwargs = listed | {"deployment": {"type": "modal", **change}}
+        assert (refused(permits, **runtime(backend="remote", kwargs=kwargs)) == {}) is ok, change
+    elsewhere = listed | {"gateway": "http://elsewhere"}
+    assert "runtime.kwargs" in refused(permits, **runtime(backend="remote", kwargs=elsewhere))
+    assert "runtime.kwargs" in refused(permits, **runtime(backend="remote"))
+
+
 def test_local_runs_only_where_the_operator_wants_it():
     local = runtime(backend="local")
     assert refused(Permits(local=True), **local) == {}
@@ -156,3 +176,15 @@ def test_a_task_folder_matters_only_to_tasks_that_name_files():
     steps = [{"type": "upload_file", "source": "a.txt", "target": "a.txt"}]
     assert names_files(Task.model_validate(BASE | runtime(prepare=steps)))
     assert names_files(Task.model_validate(BASE | {"evaluator": {"strategy": "harbor"}}))
+
+
+def test_a_harness_on_the_host_needs_the_runtime_that_contains_it_there():
+    hosted = {"agent": {"harness": "pi", "place": "host"}}
+    only_docker = refused(Permits(runtimes=("docker",)), **hosted)
+    assert only_docker == {
+        "agent.place": "runtime 'bubblewrap' is not permitted; permitted: docker"
+    }
+    assert refused(Permits(runtimes=("docker", "bubblewrap")), **hosted) == {}
+    local = {**hosted, "runtime": {"backend": "local"}}
+    assert "runtime.backend" in refused(Permits(), **local)
+    assert refused(Permits(local=True), **local) == {}

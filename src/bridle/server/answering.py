@@ -7,9 +7,9 @@ Refusals are `{"error": {"code", "message", "param"}, "detail"}`. A database tha
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import orjson
@@ -29,6 +29,7 @@ from bridle.server.permits import Permits
 from bridle.server.schemas import BATCH, error_json
 from bridle.server.service import Service
 from bridle.server.state import ConflictError, QuotaError
+from bridle.server.wire import Row
 from bridle.trajectory.result import encode
 from bridle.types import JSON
 
@@ -64,6 +65,19 @@ class Served:
     auth: Auth
     addresses: Addresses
     """Where callbacks may go."""
+
+
+class Page(NamedTuple):
+    """A part of a list."""
+
+    after: int
+    """The rows behind this cursor."""
+    limit: int
+
+    def told(self, what: str, rows: Sequence[Row], place: str, form: Callable[[Row], JSON]) -> JSON:
+        """The answer: `rows` in their form under `what`, and `cursor`, the last one's `place`."""
+        cursor = rows[-1][place] if rows else self.after
+        return {what: [form(row) for row in rows], "cursor": cursor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +119,10 @@ class Asked:
             raise Refusal(422, "invalid", message, param=name)
         return value
 
-    def limit(self) -> int:
-        """How long a page may be."""
-        return self.number("limit", 100, least=1, most=BATCH)
+    def page(self, *, least: int = 0) -> Page:
+        """Which page is wanted; `least` is the cursor before the first row."""
+        after = self.number("cursor", least, least=least, most=2**62)
+        return Page(after, self.number("limit", 100, least=1, most=BATCH))
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
         """A query parameter that is one of these. `Refusal` 422 otherwise."""

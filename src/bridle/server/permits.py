@@ -30,6 +30,10 @@ class Permits(Settings):
     """`package.module:Class` or `package.module` prefixes that may be imported."""
     host_paths: tuple[Path, ...] = ()
     """Folders of the server's machine that tasks may name files and folders in."""
+    remotes: tuple[JSON, ...] = ()
+    """What runtime `remote` may be told in `kwargs`, each a table as a task would give it; `"*"` in
+    the place of a value permits any. Such a host is reached with the server's own rights, so none
+    is permitted that is not listed."""
     host_network: bool = False
     """Whether `network: host` is taken; such a runtime's network is `open`."""
     callbacks: tuple[str, ...] = ()
@@ -61,7 +65,10 @@ class Permits(Settings):
     def _runtime(self, task: Task) -> Iterator[tuple[str, str]]:
         runtime = task.runtime
         backend = chosen(runtime).backend
-        yield from self._backend(backend)
+        yield from self._backend("runtime.backend", backend)
+        if task.agent.place == "host" and backend != "local":
+            # The harness itself then lives in a sandbox of bubblewrap.
+            yield from self._backend("agent.place", "bubblewrap")
         image = runtime.image or ""
         if image and backend in FOLDERS and "://" not in image:
             yield from self._path("runtime.image", image, task)
@@ -70,23 +77,22 @@ class Permits(Settings):
             for place, action in enumerate(actions):
                 if action.source is not None:
                     yield from self._path(f"runtime.{stage}[{place}].source", action.source, task)
+        if backend == "remote" and not any(_fits(runtime.kwargs, one) for one in self.remotes):
+            yield "runtime.kwargs", "is no host of runtime 'remote' that the operator lists"
         for name in ("binds", "build"):
             given = runtime.kwargs.get(name, ())
             for path in [given] if isinstance(given, str) else given:
                 yield from self._path(f"runtime.kwargs.{name}", str(path), task)
 
-    def _backend(self, backend: str) -> Iterator[tuple[str, str]]:
+    def _backend(self, field: str, backend: str) -> Iterator[tuple[str, str]]:
         if ":" in backend:
-            yield from self._import("runtime.backend", backend)
+            yield from self._import(field, backend)
             return
         known = sorted(RUNTIMES) if self.runtimes is None else sorted(self.runtimes)
         if self.runtimes is None and not self.local:
             known.remove("local")
         if backend in RUNTIMES and backend not in known:
-            yield (
-                "runtime.backend",
-                f"runtime {backend!r} is not permitted; permitted: {', '.join(known)}",
-            )
+            yield field, f"runtime {backend!r} is not permitted; permitted: {', '.join(known)}"
 
     def _import(self, field: str, name: str) -> Iterator[tuple[str, str]]:
         """Refuse a dotted path that is not listed; a short name passes."""
@@ -126,6 +132,15 @@ class Permits(Settings):
                     inner: JSON = part.get("config") or {}
                     name = f"{field}.config.parts[{place}]"
                     yield from self._evaluator(name, str(part.get("strategy")), inner, task)
+
+
+def _fits(given: object, listed: object) -> bool:
+    """Whether what is given is what is listed: all of it, and nothing else."""
+    if isinstance(given, Mapping) and isinstance(listed, Mapping):
+        return set(given) <= set(listed) and all(
+            _fits(given.get(name), value) for name, value in listed.items()
+        )
+    return listed in ("*", given)
 
 
 def names_files(task: Task) -> bool:

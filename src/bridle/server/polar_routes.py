@@ -144,27 +144,23 @@ async def status(asked: Asked) -> Response:
 
 async def list_tasks(asked: Asked) -> Response:
     """`GET /tasks`: a page of tasks, oldest first."""
-    after, limit = asked.number("cursor", 0, most=2**62), asked.limit()
-    rows = await asked.service.views.tasks(after=after, limit=limit)
-    tasks = [wire.polar_task(row, [], []) for row in rows]
-    return reply({"tasks": tasks, "cursor": rows[-1]["seq"] if rows else after})
+    page = asked.page()
+    rows = await asked.service.views.tasks(after=page.after, limit=page.limit)
+    return reply(page.told("tasks", rows, "seq", lambda row: wire.polar_task(row, [], [])))
 
 
 async def list_sessions(asked: Asked) -> Response:
     """`GET /tasks/{id}/sessions`: a page of sessions that were started."""
     task = await task_row(asked)
-    after, limit = asked.number("cursor", -1, least=-1, most=2**62), asked.limit()
-    rows = await asked.service.views.sessions(task["seq"], after=after, limit=limit)
-    sessions = [session_json(asked, row) for row in rows]
-    for one in sessions:
-        one["status"] = wire.polar_state(one["status"])
-    return reply(
-        {
-            "task_id": task["task_id"],
-            "sessions": sessions,
-            "cursor": rows[-1]["sample_index"] if rows else after,
-        }
-    )
+    page = asked.page(least=-1)
+    rows = await asked.service.views.sessions(task["seq"], after=page.after, limit=page.limit)
+
+    def form(row: Row) -> JSON:
+        told = session_json(asked, row)
+        return told | {"status": wire.polar_state(told["status"])}
+
+    told = page.told("sessions", rows, "sample_index", form)
+    return reply({"task_id": task["task_id"]} | told)
 
 
 def session_json(asked: Asked, row: Row) -> JSON:

@@ -118,13 +118,11 @@ async def submit_batch(asked: Asked) -> Response:
 
 async def list_tasks(asked: Asked) -> Response:
     """`GET /v1/tasks`: a page of tasks in the order of their acceptance."""
-    after, limit = asked.number("cursor", 0, most=2**62), asked.limit()
-    state = asked.choice("state", tuple(TaskState))
+    page, state = asked.page(), asked.choice("state", tuple(TaskState))
     rows = await asked.service.views.tasks(
-        after=after, limit=limit, state=None if state is None else TaskState(state)
+        after=page.after, limit=page.limit, state=None if state is None else TaskState(state)
     )
-    cursor = rows[-1]["seq"] if rows else after
-    return reply({"tasks": [wire.task_json(row) for row in rows], "cursor": cursor})
+    return reply(page.told("tasks", rows, "seq", wire.task_json))
 
 
 async def show_task(asked: Asked) -> Response:
@@ -264,13 +262,11 @@ async def ack(asked: Asked) -> Response:
 
 async def callbacks(asked: Asked) -> Response:
     """`GET /v1/callbacks`: a page of callbacks; `state=dead` are those that were given up."""
-    after, limit = asked.number("cursor", 0, most=2**62), asked.limit()
-    state = asked.choice("state", tuple(DeliveryState))
+    page, state = asked.page(), asked.choice("state", tuple(DeliveryState))
     rows = await asked.service.views.callbacks(
-        after=after, limit=limit, state=None if state is None else DeliveryState(state)
+        after=page.after, limit=page.limit, state=None if state is None else DeliveryState(state)
     )
-    cursor = rows[-1]["seq"] if rows else after
-    return reply({"callbacks": [wire.callback_json(row) for row in rows], "cursor": cursor})
+    return reply(page.told("callbacks", rows, "seq", wire.callback_json))
 
 
 async def replay(asked: Asked) -> Response:
