@@ -145,21 +145,6 @@ def engine_bodies(context: int) -> Bodies:
         items.append(b",".join([b"1234"] * (parts.OUTPUT_TOKENS + NEW_TOKENS + 8)))
 
 
-def tool_list(count: int) -> bytes:
-    """So many tools of 1.6 kB each, as OpenAI Chat has them, with a comma behind; or nothing."""
-    told = " ".join([parts.TEXT] * 2)
-    fields = {f"field_{n}": {"type": "string", "description": told} for n in range(3)}
-    schema = {"type": "object", "properties": fields, "required": ["field_0"]}
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": f"tool_{n}", "description": told * 2, "parameters": schema},
-        }
-        for n in range(count)
-    ]
-    return b'"tools":' + orjson.dumps(tools) + b"," if tools else b""
-
-
 def dialect_bodies(way: str, context: int, tools: int) -> Bodies:
     """Bodies of one session, growing by the reply that was sent in and a new user message."""
     seed = time.perf_counter_ns()
@@ -169,7 +154,7 @@ def dialect_bodies(way: str, context: int, tools: int) -> Bodies:
     items: list[bytes] = []
     if way in {"chat", "text"}:
         items.append(orjson.dumps({"role": "system", "content": instruction}))
-    chat = (b'{"model":"m",' + tool_list(tools) + b'"messages":[', b"]}")
+    chat = (b'{"model":"m",' + parts.tool_list(tools) + b'"messages":[', b"]}")
     before, after = {
         "chat": chat,
         "text": chat,

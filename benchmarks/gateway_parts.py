@@ -57,6 +57,21 @@ def words(count: int, seed: int) -> str:
     return "".join([" " + known[index] for index in order])
 
 
+def tool_list(count: int) -> bytes:
+    """So many tools of 1.6 kB each, as OpenAI Chat has them, with a comma behind; or nothing."""
+    told = " ".join([TEXT] * 2)
+    fields = {f"field_{n}": {"type": "string", "description": told} for n in range(3)}
+    schema = {"type": "object", "properties": fields, "required": ["field_0"]}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"tool_{n}", "description": told * 2, "parameters": schema},
+        }
+        for n in range(count)
+    ]
+    return b'"tools":' + orjson.dumps(tools) + b"," if tools else b""
+
+
 # ---- HTTP
 
 
