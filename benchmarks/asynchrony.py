@@ -104,21 +104,22 @@ def measured(options: argparse.Namespace) -> JSON:
 
 
 def table(runs: list[JSON]) -> Iterator[str]:
-    """A line per run, against the first synchronous one."""
+    """A line per run, against the first synchronous one; its first step, the start, is left out."""
     yield (
         "| rollouts | time per step, s | of synchronous | waiting for groups | update, s | "
         "weights, s | tokens by updates since sampled | sessions too old |"
     )
     yield "|---|---|---|---|---|---|---|---|"
-    base = next((one["seconds"] / one["steps"] for one in runs if not one["max_lag"]), None)
+    base = next((statistics.mean(one["step_s"][1:]) for one in runs if not one["max_lag"]), None)
     for one in sorted(runs, key=lambda run: int(run["max_lag"])):
-        per_step = one["seconds"] / one["steps"]
+        per_step = statistics.mean(one["step_s"][1:])
+        waited = sum(one["waited_s"][1:]) / sum(one["step_s"][1:])
         every = sum(one["lags"].values())
         shares = ", ".join(f"{lag}: {count / every:.0%}" for lag, count in one["lags"].items())
         name = NAMES.get(one["max_lag"], f"asynchronous, up to {one['max_lag']}")
         ratio = "" if base is None else f"{per_step / base:.2f}"
         yield (
-            f"| {name} | {per_step:.2f} | {ratio} | {sum(one['waited_s']) / one['seconds']:.0%} | "
+            f"| {name} | {per_step:.2f} | {ratio} | {waited:.0%} | "
             f"{statistics.median(one['update_s']):.2f} | "
             f"{statistics.median(one['published_s']):.2f} | {shares} | {one['stale']} |"
         )
