@@ -1,11 +1,14 @@
 """The server under what no client should send: no 500, nothing lost."""
 
 import random
+import sqlite3
 import string
+from contextlib import contextmanager
 
 import orjson
 import pytest
-from tests.server.house import an_app, body
+from sqlalchemy import event
+from tests.server.house import FakeWorkers, an_app, body, ended, until
 
 FIELDS = (
     *("task_id", "instruction", "num_samples", "runtime", "agent", "builder", "evaluator"),
@@ -75,3 +78,94 @@ async def test_a_task_may_hold_any_text(tmp_path):
         )
         assert told.status_code == 200, told.text
         assert (await http.get("/v1/tasks/t?wait_s=20")).json()["state"] == "completed"
+
+
+@contextmanager
+def told_on_checkout(service, *pragmas):
+    """Every connection of the service's database is told these before it is used."""
+
+    def tell(connection, *_):
+        cursor = connection.cursor()
+        for pragma in pragmas:
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    pool = service.state._database._engine.sync_engine
+    event.listen(pool, "checkout", tell)
+    yield
+    event.remove(pool, "checkout", tell)
+
+
+async def refused_for_now(http, task_id):
+    """A submit that is answered with 503 and the advice to come again."""
+    task = body(task_id, metadata={"long": "x" * 200_000})
+    told = await http.post("/v1/tasks", json={"tasks": [task]})
+    assert (told.status_code, told.headers["retry-after"]) == (503, "1"), told.text
+    return task
+
+
+async def held_run(http):
+    """An accepted task whose session runs until the test lets it end."""
+    await http.post("/v1/tasks", json={"tasks": [body("a")]})
+    await until(lambda: http.service.workers.living)
+
+
+async def all_is_there(http, task):
+    """What ran meanwhile has ended once, and what was refused can be sent again."""
+    await ended(http.service, "a")
+    assert http.service.workers.ran.count("a.0") == 1
+    assert (await http.post("/v1/tasks", json={"tasks": [task]})).status_code == 200
+    http.service.workers.held = False
+    if living := http.service.workers.living:
+        for run_id in list(living):
+            http.service.workers.let(run_id)
+    assert (await ended(http.service, task["task_id"]))["usable"] == 1
+    assert http.service.broken is None
+
+
+async def test_while_the_database_is_full_requests_are_told_to_come_again_and_nothing_is_lost(
+    sqlite, tmp_path
+):
+    async with an_app(tmp_path, FakeWorkers(held=True)) as http:
+        await held_run(http)
+        pages = await sqlite.pages(http.service)
+        with told_on_checkout(http.service, f"max_page_count={pages}"):
+            task = await refused_for_now(http, "b")
+            http.service.workers.let("a.0")
+            assert (await http.get("/v1/status")).status_code == 200  # what is there is read
+        with told_on_checkout(http.service, "max_page_count=1000000"):
+            await all_is_there(http, task)
+
+
+async def test_while_the_database_is_locked_requests_are_told_to_come_again_and_nothing_is_lost(
+    sqlite, tmp_path
+):
+    async with an_app(tmp_path, FakeWorkers(held=True)) as http:
+        await held_run(http)
+        other = sqlite3.connect(sqlite.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with told_on_checkout(http.service, "busy_timeout=20"):
+            http.service.workers.let("a.0")
+            task = await refused_for_now(http, "b")
+            assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
+            other.execute("ROLLBACK")
+            await all_is_there(http, task)
+        other.close()
+
+
+class Sqlite:
+    """The test's own SQLite database, also in the suite of another one."""
+
+    def __init__(self, path):
+        self.path = path
+
+    async def pages(self, service):
+        async with service.state._database.read() as connection:
+            return (await connection.exec_driver_sql("PRAGMA page_count")).scalar_one()
+
+
+@pytest.fixture
+def sqlite(tmp_path, monkeypatch):
+    path = tmp_path / "own.sqlite"
+    monkeypatch.setenv("BRIDLE_TEST_DATABASE", str(path))
+    return Sqlite(path)

@@ -120,6 +120,22 @@ async def test_a_dead_servers_lease_is_taken_over_and_its_late_result_changes_no
         assert (await state.finish(done(again), owner="other", now=NOW + 23)).what == "final"
 
 
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+async def test_a_clock_that_jumps_loses_nothing(tmp_path, jump_s):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2))
+        one, two = await claim(state, 2)
+        then = NOW + jump_s
+        assert (await state.finish(done(one), owner="me", now=then)).what == "final"
+        await submit(state, submission("b"), now=then)
+        (three,) = await claim(state, now=then)
+        assert (await state.finish(done(two), owner="me", now=NOW)).task_id == "a"
+        assert (await state.finish(done(three), owner="me", now=then)).task_id == "b"
+        groups = await state.views.groups(after=0, limit=9)
+        assert [row["task_id"] for row in groups] == ["a", "b"]  # in the order of their ends
+        assert await state.ack(cursor=2, task_ids=(), now=then) == 2
+
+
 async def test_the_same_server_takes_its_own_leases_over_at_once(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"), submission("b"))
