@@ -40,13 +40,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def absent(*names):
-    """Inside, `import` of these packages gives a stand-in."""
+    """Inside, `import` of these packages gives a stand-in; afterwards they are not there again."""
     finder = _Finder(*names)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
+            del sys.modules[name]
 
 
 @contextmanager
