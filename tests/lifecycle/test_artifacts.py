@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -113,3 +114,21 @@ async def test_a_task_has_its_own_policy(tmp_path, keep, command, kept):
 def test_a_path_out_of_the_work_folder_is_refused(path):
     with pytest.raises(ValidationError, match="relative to the work folder"):
         ArtifactsSpec(paths=(path,))
+
+
+@pytest.mark.parametrize(("programs", "kept"), [(("tar", "wc"), ["out"]), ((), [])])
+async def test_an_image_without_du_keeps_files_where_their_size_can_be_told(
+    tmp_path, programs, kept
+):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", *programs):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    runtime = RuntimeSpec(backend="local", env={"PATH": str(tmp_path / "bin")})
+    artifacts = ArtifactsSpec(paths=("out",))
+    async with a_node(tmp_path) as node:
+        result = await node.run(
+            task(f"echo x > out; {AGENT}", runtime=runtime, artifacts=artifacts)
+        )
+    assert [name for name in result.logs if name == "out"] == kept
+    if not kept:
+        assert "the size of out cannot be told" in result.metadata["left_out"]["out"]

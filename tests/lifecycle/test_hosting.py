@@ -9,6 +9,7 @@ from bridle.config import Action, AgentSpec, RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.lifecycle.manager import plan
 from bridle.runtimes.door import python
+from bridle.runtimes.local import LocalRuntime
 from bridle.types import JSON, Cause
 
 KINDS = [
@@ -155,3 +156,19 @@ async def test_several_commands_run_at_once(tmp_path):
     async with asyncio.timeout(15):
         result = await run(tmp_path, "local", command=command)
     assert (result.status, result.error) == ("COMPLETED", None)
+
+
+class Boxed(LocalRuntime):
+    """Says that it contains."""
+
+    contains = True
+
+
+async def test_who_is_contained_is_not_let_out_where_bubblewrap_lacks(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "tar", "nsenter"):
+        (tmp_path / "bin" / name).symlink_to(f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    result = await run(tmp_path, "tests.lifecycle.test_hosting:Boxed", command="touch ran")
+    assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE)
+    assert "needs bwrap: install the packages bubblewrap" in result.error

@@ -1,10 +1,13 @@
 """Containers: the contract's suite, and what is their own."""
 
+from pathlib import Path
+
 import pytest
 from tests.sandbox.images import spec_of
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
+from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
 from bridle.runtimes.docker import DockerRuntime
 
@@ -20,6 +23,30 @@ from bridle.runtimes.docker import DockerRuntime
 def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
+
+
+async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path):
+    limits = {"gpus": 2, "cpus": 1.5, "memory_mb": 64, "max_processes": 9, "storage_mb": 1}
+    place = {"image": "x", "network": "none", "workdir": "/app", "kwargs": {"user": "1000"}}
+    spec = RuntimeSpec.model_validate(limits | place)
+    runtime = DockerRuntime(spec, "s-1", tmp_path, [Mount(Path("/bundle"), "/opt/b")])
+    shared = runtime.share()
+    words = " ".join(await runtime._options())
+    assert runtime.shared_at == "/app"
+    bound = f"volume-opt=type=none,volume-opt=o=bind,volume-opt=device={shared}"
+    for option in (
+        "--gpus 2",
+        "--cpus 1.5",
+        "--memory 64m --memory-swap 64m",
+        "--pids-limit 9",
+        "--ulimit fsize=1048576:1048576",
+        "--network none",
+        "--user 1000",
+        "--volume /bundle:/opt/b:ro",
+        "--security-opt no-new-privileges",
+        f"--mount type=volume,dst=/app,volume-driver=local,{bound}",
+    ):
+        assert option in words, option
 
 
 async def test_before_its_start_it_runs_nothing(tmp_path):

@@ -134,6 +134,11 @@ FAULTS = {
         {"evaluator": checked()},
         ("COMPLETED", None, ""),
     ),
+    "links out of its artifact folder": (
+        "mkdir out; ln -s /etc/passwd out/evil; ln -s /etc link; echo x > out/own",
+        {"artifacts": {"paths": ["out", "link"]}},
+        ("COMPLETED", None, ""),
+    ),
     "fills its disk": (
         "for ((i = 0; ; i++)); do head -c 4000000 /dev/zero > f$i || exit 3; sleep 0.05; done",
         {"runtime": {"storage_mb": 20}},
@@ -157,6 +162,11 @@ async def test_what_a_harness_does_is_named_in_its_result(tmp_path, backend, fau
     logs = sum(path.stat().st_size for path in tmp_path.rglob("run/sessions/*/*"))
     assert logs < 130 << 20
     assert nothing_lives(result.session_id)
+    if fault == "links out of its artifact folder":
+        assert "out" in result.logs, result.metadata
+        kept = sorted(path.name for path in (tmp_path / "node/run" / result.logs["out"]).iterdir())
+        assert kept == ["own"]
+        assert "link" in result.metadata["left_out"]
 
 
 async def test_an_image_that_is_nowhere_is_no_crash_of_the_harness(tmp_path):

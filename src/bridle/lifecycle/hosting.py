@@ -1,9 +1,10 @@
 """`place = "host"`: the harness lives beside the sandbox, and only its commands run in it.
 
-Its own place is a sandbox of bubblewrap, where the machine makes them, with a private home, a way
-to the gateway and the session's work folder, seen under the path that it has in the session's own
-sandbox; so built-in tools that edit files and commands that run there speak of the same files. A
-session in `local`, and a machine without bubblewrap, has it as plain processes of this machine.
+Its own place is a sandbox of bubblewrap with a private home, a way to the gateway and the session's
+work folder, seen under the path that it has in the session's own sandbox; so built-in tools that
+edit files and commands that run there speak of the same files. Only a session in `local`, which
+contains nothing, has its harness as plain processes too: nobody who is kept to runtimes that
+contain gets out of them by asking for a place on the host.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from bridle.config import AgentSpec, RuntimeSpec, Task
+from bridle.config import AgentSpec, RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.harnesses import HARNESSES, open_harness
 from bridle.harnesses.base import Harness, places_of
 from bridle.runtimes.base import Mount, Runtime, Shares
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
-from bridle.runtimes.choice import bubblewrap_works
 from bridle.runtimes.door import Door, mounts_of
 from bridle.runtimes.local import LocalRuntime, search_path
 from bridle.runtimes.view import ENVIRONMENT
@@ -80,25 +80,17 @@ def share(runtime: Runtime) -> Path:
     return share_of(runtime).share()
 
 
-def contains_all(task: Task, runtime: Runtime) -> bool:
-    """Whether harness and commands are both kept from the rest of the machine."""
-    hosted = task.agent.place == "host"
-    return runtime.contains and (not hosted or kind_of_place(runtime) == "bubblewrap")
-
-
-def kind_of_place(sandbox: Runtime) -> Literal["bubblewrap", "local"]:
-    """What a harness on the host lives in, beside this sandbox."""
-    return "bubblewrap" if sandbox.contains and bubblewrap_works() else "local"
-
-
 async def open_host(
     session: Session, stack: AsyncExitStack, sandbox: Runtime, folder: Path, bundle: Path | None
 ) -> Host:
-    """A started place for the harness, and an open door; `stack` owns both."""
+    """A started place for the harness, and an open door; `stack` owns both.
+
+    Raises `RuntimeFailure` where a session that is contained would need bubblewrap for it.
+    """
     shares = share_of(sandbox)
     name = f"{session.session_id}.host"
     scratch = session.node.scratch.session(name)
-    contained = kind_of_place(sandbox) == "bubblewrap"
+    contained = sandbox.contains
     shared = shares.shared_at if contained else str(folder)
     at = scratch / "door"
     seen = SEEN if contained else str(at)

@@ -12,7 +12,7 @@ from bridle.errors import BridleError, RuntimeFailure, boundary
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.lifecycle.artifacts import began_at
 from bridle.lifecycle.ending import Ending, failed
-from bridle.lifecycle.hosting import contains_all, open_host, share
+from bridle.lifecycle.hosting import open_host, share
 from bridle.lifecycle.preparing import place, prepare
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Mount, Runtime
@@ -127,7 +127,7 @@ def _facts_of(session: Session, runtime: Runtime) -> JSON:
         "harness_version": harness.version,
         "runtime": task.runtime.backend,
         "place": task.agent.place,
-        "contains": contains_all(task, runtime),
+        "contains": runtime.contains,
         "builder": task.builder.model_dump(mode="json"),
         "train": [str(kind) for kind in task.train],
         "task_metadata": task.metadata,

@@ -39,24 +39,15 @@ def default_backend() -> tuple[str, str]:
 
     Tries `bwrap` once per process, for some 10 ms.
     """
+    from bridle.runtimes.bubblewrap import what_is_missing
+
     if named := os.environ.get(VARIABLE):
         return named, f"${VARIABLE} names it"
-    reason = _why_no_bubblewrap()
+    reason = what_is_missing() or _refusal(shutil.which("bwrap") or "bwrap")
     if reason is None:
         return "bubblewrap", "bwrap is there and works"
     _say_loudly(reason)
     return "local", f"NOTHING IS CONTAINED: {reason}"
-
-
-def bubblewrap_works() -> bool:
-    """Whether this machine makes sandboxes of bubblewrap; tries `bwrap` once per process."""
-    return _why_no_bubblewrap() is None
-
-
-def _why_no_bubblewrap() -> str | None:
-    from bridle.runtimes.bubblewrap import what_is_missing
-
-    return what_is_missing() or _refusal(shutil.which("bwrap") or "bwrap")
 
 
 @cache
