@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import pytest
 from tests.cli.models import untrained
@@ -12,6 +13,20 @@ from bridle.cli.train import load_settings, numbers_line, show_transfer
 from bridle.datasets.lookups import lookups
 from bridle.errors import ConfigError
 from bridle.training.loop import Course
+
+ANTHROPIC_AGENT = """
+import json, os, sys, urllib.request
+body = {"model": "m", "max_tokens": 16, "messages": [{"role": "user", "content": sys.argv[1]}]}
+request = urllib.request.Request(
+    os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
+    json.dumps(body).encode(),
+    {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "content-type": "application/json"},
+)
+with urllib.request.urlopen(request) as answer:
+    blocks = json.load(answer)["content"]
+open("answer.txt", "w").write("".join(block.get("text", "") for block in blocks))
+"""
+"""A second small harness: one question in another dialect, without a tool."""
 
 
 @pytest.fixture
@@ -66,7 +81,11 @@ def test_without_a_model_the_command_says_so(say, tmp_path):
 @pytest.mark.timeout(120)
 def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     model = untrained(tmp_path / "model")
-    other = config(tmp_path, '[evaluate_with.other]\nharness = "command"\ncommand = "true"\n')
+    (tmp_path / "agent.py").write_text(ANTHROPIC_AGENT)
+    command = f"{sys.executable} {tmp_path / 'agent.py'} {{instruction}}"
+    other = config(
+        tmp_path, f'[evaluate_with.other]\nharness = "command"\ncommand = {json.dumps(command)}\n'
+    )
     flags = [
         *("train", other, "--model", model, "--tasks", lookup_file, "--held-out", lookup_file),
         *("--out", tmp_path / "out", "--samples", 2, "--groups", 1, "--max-lag", 0, "--json"),
@@ -95,6 +114,9 @@ def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     }
     runs = sorted(path.name for path in (tmp_path / "out" / "rollouts").iterdir())
     assert runs == ["000", "001"]
+    summary = json.loads((tmp_path / "out" / "rollouts" / "000" / "summary.json").read_text())
+    played = [one for one in summary["sessions"] if one["task_id"].startswith("other:")]
+    assert [(one["status"], one["exchanges"]) for one in played] == [("COMPLETED", 1)] * 4
 
 
 def test_success_with_each_harness_is_a_table():
