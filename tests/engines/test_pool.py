@@ -415,7 +415,7 @@ async def test_each_replica_is_vouched_for_before_it_serves_whenever_it_comes():
         await until(lambda: state(pool, "late") == "live")
         a.sick = lost()
         await pool._look(pool.each()[0], failures=1)
-        await until(lambda: a.looked > 2)
+        await until(lambda: pool.each()[0].gone)
         a.sick = None
         await until(lambda: pool.replicas()[0]["error"] == "another tokenizer")
         assert (await said(pool))[0] == [0, 1, 2, 3]

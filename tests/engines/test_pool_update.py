@@ -18,12 +18,15 @@ class Trained(Fake):
     def __init__(self, **more):
         super().__init__(**more)
         self.loaded = []
+        self.loading = asyncio.Event()
+        self.loading.set()
         self.fault: Exception | None = None
 
     async def update_weights(self, source, version):
         if self.fault is not None:
             raise self.fault
         await asyncio.sleep(0.01)
+        await self.loading.wait()
         self.loaded.append((source, version, len(self.asked)))
         self.info = replace(self.info, version=version)
 
@@ -167,20 +170,44 @@ async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_v
         assert (await said(pool))[0] == [0, 1, 2, 3]
 
 
-async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again():
+@pytest.mark.parametrize("anew", [True, False])
+async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again(anew):
+    """Whether it was started anew meanwhile, or is the server that it was."""
     a, b, late = Trained(), Trained(), Trained()
     async with pooled(a, b, patience_s=5) as pool:
         b.sick = lost()
         await pool._look(pool.each()[1], failures=1)
-        await until(lambda: b.looked > 1)
+        await until(lambda: pool.each()[1].gone)
         await pool.update_weights("folder", 5)
         assert ([one[:2] for one in a.loaded], b.loaded) == ([("folder", 5)], [])
-        pool.each()[1].reopen = lambda: b
+        pool.each()[1].reopen = (lambda: b) if anew else None
+        b.fault = EngineError("busy")
         b.sick = None
+        await until(lambda: pool.replicas()[1]["error"] == "busy")
+        assert pool.replicas()[1]["state"] == "down"
+        b.fault = None
         await until(lambda: [one["state"] for one in pool.replicas()] == ["live", "live"])
         await pool.add(Replica("late", late))
         assert [one.loaded[-1][:2] for one in (b, late)] == [("folder", 5)] * 2
         assert [one["version"] for one in pool.replicas()] == [5, 5, 5]
+
+
+async def test_a_replica_that_comes_back_in_the_middle_of_an_update_is_updated_too():
+    a, b = Trained(), Trained()
+    async with pooled(a, b, patience_s=5) as pool:
+        b.sick = lost()
+        await pool._look(pool.each()[1], failures=1)
+        a.loading.clear()
+        async with asyncio.TaskGroup() as group:
+            updating = group.create_task(pool.update_weights("folder", 5, mode="wait"))
+            await until(lambda: pool.held)
+            b.sick = None
+            await until(lambda: pool.replicas()[1]["state"] == "live")
+            assert not updating.done()
+            assert b.loaded == []
+            a.loading.set()
+        assert [one.loaded[-1][:2] for one in (a, b)] == [("folder", 5)] * 2
+        assert pool.held is None
 
 
 async def test_weights_that_nobody_took_are_not_given_to_those_that_come():

@@ -340,6 +340,8 @@ class EnginePool(SeesByReplica, TakesWeights):
         error = await self._well(one) if one.info is not None else None
         if error is None and (one.info is None or (one.gone and one.reopen is not None)):
             error = await self._begun(one)
+        elif error is None:
+            error = await self.catch_up(one)
         if error is not None:
             one.gone, one.error = True, str(error)
             return False

@@ -100,16 +100,24 @@ class TakesWeights(ABC):
         already; or `rolling`: one replica after the other, while the rest samples under the old
         weights. `EngineError` names replicas that did not take them.
         """
-        up = [one for one in self.each() if one.state is not ReplicaState.DOWN]
-        chosen = [one for one in up if only is None or one.name in only]
-        if not up:
+        if not self._up():
             raise EngineError("no replica is there to take weights", retryable=True)
-        if rolling and self.held is None:
-            failed = await self._in_turn(chosen, source, version, wait=mode == "wait")
-        else:
-            failed = await self._at_once(chosen, source, version, mode, timeout_s)
+        failed: list[str] = []
+        told: set[str] = set()
+        # Again for those that came back meanwhile, with weights that were the newest then.
+        while todo := [
+            one for one in self._up() if one.name not in told and (only is None or one.name in only)
+        ]:
+            told.update(one.name for one in todo)
+            if rolling and self.held is None:
+                failed += await self._in_turn(todo, source, version, wait=mode == "wait")
+            else:
+                failed += await self._at_once(todo, source, version, mode, timeout_s)
         if failed:
             raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
+
+    def _up(self) -> list[Replica]:
+        return [one for one in self.each() if one.state is not ReplicaState.DOWN]
 
     async def caught_up(self, engine: Engine, info: EngineInfo) -> EngineInfo:
         """Give a replica that comes (back) the weights that the others have got meanwhile."""
@@ -122,6 +130,18 @@ class TakesWeights(ABC):
             await engine.update_weights(source, version)
             return replace(info, version=version)
         return info
+
+    async def catch_up(self, one: Replica) -> EngineError | None:
+        """The same for one that was down and is the same server as before; what went wrong."""
+        if one.info is None:
+            return None
+        try:
+            with boundary(EngineError, f"updating {one.name}"):
+                one.info = await self.caught_up(one.engine, replace(one.info, version=one.version))
+        except EngineError as error:
+            return error
+        one.version = one.info.version
+        return None
 
     async def _at_once(
         self,
