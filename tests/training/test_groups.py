@@ -127,6 +127,7 @@ async def test_an_evaluation_is_the_mean_of_what_is_known():
 def test_other_harnesses_have_numbers_of_their_own():
     own = [Task(task_id=name, instruction="go") for name in "ab"]
     other = [Task(task_id=f"x:{name}", instruction="go", metadata={LABEL: "x"}) for name in "ab"]
+    rewards: dict[str, list[float | None]]
     rewards = {"a": [1.0], "b": [None], "x:a": [0.0, 1.0], "x:b": [1.0, 1.0]}
 
     found = evaluation_of([*own, *other], rewards)

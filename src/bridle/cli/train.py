@@ -183,8 +183,8 @@ def show_transfer(course: Course) -> None:
     for label in (trained, *told[-1]["others"]):
         rows = [one if label == trained else one["others"].get(label, {}) for one in told]
         rewards = [row.get("reward") for row in rows]
-        known = rewards[0] is not None and rewards[-1] is not None
-        rise = f"{rewards[-1] - rewards[0]:+.1%}" if known else ""
+        first, last = rewards[0], rewards[-1]
+        rise = "" if first is None or last is None else f"{last - first:+.1%}"
         shown = ["" if reward is None else f"{reward:.1%}" for reward in rewards]
         table.add_row(label, *shown, rise, str(rows[-1]["sessions"]))
     console.print(table)
