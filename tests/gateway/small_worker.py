@@ -1,7 +1,8 @@
 """A worker that is no gateway: it speaks to its parent as one does, and answers with its name.
 
 A program of the standard library alone, so that a test can start a few of them. What it reads
-tells its `name`, an `error` that keeps it from starting, and a word to `refuse` in bodies.
+tells its `name`, an `error` that keeps it from starting, a word to `refuse` in bodies, and a file
+that, while it is there, keeps every second start from coming up (`stumbles`).
 """
 
 import json
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 TOLD = json.load(sys.stdin)
 NAME = TOLD["name"]
@@ -76,6 +78,12 @@ def say(told):
 
 
 def main():
+    if "stumbles" in TOLD:
+        mark = Path(TOLD["stumbles"])
+        if mark.exists():
+            mark.unlink()
+            sys.exit(1)
+        mark.touch()
     if "error" in TOLD:
         say({"error": TOLD["error"], "kind": TOLD.get("kind", "")})
         sys.exit(1)

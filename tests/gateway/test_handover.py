@@ -100,11 +100,12 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 async def test_what_is_given_is_taken_in_order_with_its_bytes():
     giver, (ours, its) = Giver(), pair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that some must wait
     taken: asyncio.Queue[socket.socket] = asyncio.Queue()
     ended = asyncio.Event()
     taker = Taker(its, taken.put_nowait, ended.set)
     giver.connect(ours)
-    ends = [socket.socketpair() for _ in range(300)]
+    ends = [socket.socketpair() for _ in range(100)]
     for number, (near, far) in enumerate(ends):
         near.send(b"%d" % number)
         giver.give(far)

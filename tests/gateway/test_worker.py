@@ -55,6 +55,20 @@ async def test_one_that_dies_is_started_again_and_prepared_before_it_serves():
     assert not one.ready
 
 
+async def test_one_that_does_not_come_up_again_is_tried_once_more(tmp_path):
+    one = worker(stumbles=str(tmp_path / "mark"))
+
+    async def prepare(_: Worker) -> None: ...
+
+    async with kept(one, prepare):
+        assert one.pid is not None
+        os.kill(one.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while one.restarts < 2:  # noqa: ASYNC110 - what is looked at has no event
+                await asyncio.sleep(0.005)
+        await one.wait_until_ready()
+
+
 async def test_why_one_cannot_start_is_its_own_account():
     with pytest.raises(ConfigError, match="no such engine"):
         await worker(error="no such engine", kind="ConfigError").start()

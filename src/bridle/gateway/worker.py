@@ -32,7 +32,7 @@ SPAWN_S: Final = 30.0
 END_S: Final = 20.0
 """How long a process may take to end when it is asked to."""
 
-BACKOFF_S: Final = 0.5
+BACKOFF_S: Final = 0.1
 """Wait before one that did not come up is started once more; doubles."""
 
 MAX_BACKOFF_S: Final = 30.0
