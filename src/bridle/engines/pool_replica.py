@@ -26,6 +26,9 @@ from bridle.types import JSON, FinishReason, VersionSpan
 
 log = structlog.get_logger()
 
+RESUME_S = 30.0
+"""How long a server may take to go on after a hold; then it counts as dead."""
+
 
 class RoutingSettings(Settings):
     """How calls are spread over the replicas of an engine. Times are seconds."""
@@ -159,7 +162,8 @@ class Replica:
         if isinstance(self.engine, Pausable):
             try:
                 with boundary(EngineError, f"resuming {self.name}"):
-                    await self.engine.resume()
+                    async with asyncio.timeout(RESUME_S):
+                        await self.engine.resume()
             except EngineError as error:
                 return error
         return None

@@ -79,8 +79,11 @@ class TakesWeights(ABC):
     async def release(self) -> None:
         """Sampling goes on; idempotent."""
         if self.held is not None:
-            for one in self.each():
-                if one.state is not ReplicaState.DOWN and (error := await one.release()):
+            up = self._up()
+            async with asyncio.TaskGroup() as group:
+                releases = [group.create_task(one.release()) for one in up]
+            for one, release in zip(up, releases, strict=True):
+                if (error := release.result()) is not None:
                     self.lost(one, error)
         self.held_as(None)
 
