@@ -130,6 +130,7 @@ def test_a_session_of_text_has_no_tokens(tmp_path):
 
 
 @pytest.mark.train
+@pytest.mark.timeout(180)
 def test_the_package_atif_takes_every_document(tmp_path):
     from atif import Trajectory
 

@@ -10,7 +10,6 @@ from bridle.bridges.nemo import agent_class, items_of, response_of, verify_respo
 from bridle.config import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # nemo-gym warns about this and that
-real = pytest.mark.train
 PARAMS = {"input": "go"}
 
 
@@ -57,11 +56,14 @@ def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
     assert verify_response(session("s", 0.5, trace()), PARAMS)["mask_sample"] is False
 
 
-@real
+@pytest.mark.train
+@pytest.mark.timeout(180)
 def test_the_package_reads_the_items_as_those_for_training():
     with absent("wandb"):
         from nemo_gym.openai_utils import NeMoGymResponse
+        from nemo_gym.token_id_capture.builder import assert_prefix_contiguity
 
+    assert_prefix_contiguity(response_of(session("s", 1.0, trace())))
     read = NeMoGymResponse.model_validate(response_of(session("s", 1.0, trace())))
     names = [type(item).__name__ for item in read.output]
     assert names == [
@@ -83,7 +85,8 @@ class Player:
         return [self.session]
 
 
-@real
+@pytest.mark.train
+@pytest.mark.timeout(180)
 async def test_a_real_agent_server_of_gym_drives_sessions():
     with absent("wandb"):
         from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig

@@ -34,6 +34,7 @@ def test_a_call_that_trains_in_a_later_trace_is_taken_from_there():
 
 
 @pytest.mark.train
+@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 def test_the_package_takes_every_turn():
     harness = "openenv.core.harness"

@@ -72,6 +72,7 @@ def test_a_failed_session_says_so_and_odd_messages_are_read():
 
 
 @pytest.mark.train
+@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 def test_the_package_gives_the_same_branches():
     with absent("prime_sandboxes", "tomli_w", "math_verify"):

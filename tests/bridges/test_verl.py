@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from tests.bridges.by_hand import group, session, trace
 
-from bridle.bridges.base import Shape, TaskTable, rows_of
+from bridle.bridges.base import TaskTable, rows_of
 from bridle.bridges.remote import ServerSessions
 from bridle.bridges.verl import BridleAgentLoopManager, agent_loop_output, data_proto
-from bridle.config import Task
+from bridle.config import Task, builtin_tokenizer_dir
 from bridle.errors import ConfigError
 
-real = pytest.mark.train
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # verl, ray and tensordict warn about this and that
@@ -55,7 +54,8 @@ def test_a_manager_is_made_from_the_settings(tmp_path):
     manager._sessions.__exit__()
 
 
-@real
+@pytest.mark.train
+@pytest.mark.timeout(180)
 def test_a_row_is_verls_agent_loop_output():
     (row, *_), _ = rows_of([group(session("s", 0.25, trace()))])
     told = agent_loop_output(row).as_dict()
@@ -69,33 +69,41 @@ def test_a_row_is_verls_agent_loop_output():
     assert told["extra_fields"]["max_global_steps"] == 4
 
 
-@real
-def test_a_batch_is_padded_as_verls_own_worker_pads_it():
-    """verl's `_agent_loop_postprocess` and `_postprocess` on the same rows are the oracle."""
+@pytest.mark.train
+@pytest.mark.timeout(180)
+async def test_a_batch_is_the_one_that_verls_own_worker_makes():
     import torch
-    from tensordict import TensorDict
-    from verl.utils.model import compute_position_id_with_mask
+    from transformers import PreTrainedTokenizerFast
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
     rows, _ = rows_of([group(session("s", 0.25, trace()), session("u", 1.0, trace()))])
-    batch = data_proto(rows, prompt_length=5, response_length=9, pad_id=99).batch
-    assert isinstance(batch, TensorDict)
-    assert batch["prompts"][0].tolist() == [99, 99, 1, 2, 3]
-    assert batch["responses"][0].tolist() == [4, 5, 6, 7, 8, 9, 10, 99, 99]
-    assert batch["input_ids"].shape == (2, 14)
-    assert batch["attention_mask"][0].tolist() == [0, 0, *[1] * 10, 0, 0]
-    assert batch["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 1, 0, 0]
-    assert batch["rm_scores"].sum(-1).tolist() == [0.25, 1.0]
-    assert batch["rm_scores"][0, 6] == 0.25
-    wanted = compute_position_id_with_mask(batch["attention_mask"])
-    seen = batch["attention_mask"] == 1
-    assert torch.equal(batch["position_ids"][seen], wanted[seen])
-    for name in ("prompts", "responses", "response_mask", "attention_mask", "position_ids"):
-        assert batch[name].dtype == torch.int64
+    worker = object.__new__(AgentLoopWorker)  # without engines
+    worker.rollout_config = SimpleNamespace(prompt_length=5, response_length=9)
+    worker.tokenizer = PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+    worker.processor = worker.reward_loop_worker_handles = None
+    worker.distillation_enabled = False
+    worker.mm_processor_kwargs = {}
+    padded = [
+        await worker._agent_loop_postprocess(agent_loop_output(row), False, raw_prompt="x")
+        for row in rows
+    ]
+    wanted = worker._postprocess(padded)
+
+    pad_id = worker.tokenizer.pad_token_id
+    made = data_proto(rows, prompt_length=5, response_length=9, pad_id=pad_id)
+
+    assert set(made.batch.keys()) == set(wanted.batch.keys())
+    for name, tensor in wanted.batch.items():
+        assert made.batch[name].dtype == tensor.dtype, name
+        assert torch.equal(made.batch[name], tensor), name
+    for name in ("__num_turns__", "min_global_steps", "max_global_steps"):
+        assert made.non_tensor_batch[name].tolist() == wanted.non_tensor_batch[name].tolist()
     with pytest.raises(ValueError, match="do not fit"):
         data_proto(rows, prompt_length=2, response_length=9, pad_id=0)
 
 
-@real
+@pytest.mark.train
+@pytest.mark.timeout(180)
 def test_the_manager_gives_one_row_per_row_of_the_batch_and_the_trainer_can_union_it():
     import torch
     from verl.protocol import DataProto
@@ -122,4 +130,3 @@ def test_the_manager_gives_one_row_per_row_of_the_batch_and_the_trainer_can_unio
     assert manager.counts.left_out == {"overlong": 1, "unknown": 1, "empty": 1}
     whole = prompts.union(output)
     assert len(whole) == 4
-    assert Shape(one_each=True).one_each

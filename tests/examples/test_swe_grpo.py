@@ -88,6 +88,7 @@ def test_without_a_dry_run_hardware_and_weights_are_looked_for(run, arguments, c
 
 
 @pytest.mark.train
+@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 def test_verl_knows_every_setting_and_loads_the_manager(run, arguments, tmp_path):
     from hydra import compose, initialize_config_module
