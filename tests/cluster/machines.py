@@ -170,6 +170,46 @@ def free_port() -> int:
         return port
 
 
+TELLER = """
+import sys, ray
+ray.init(sys.argv[1], namespace=sys.argv[2], log_to_driver=False)
+told = sys.argv[3:]
+class Teller:
+    def __init__(self, told):
+        self.told = told
+    def engines(self):
+        return self.told
+teller = ray.remote(Teller).options(name="engines", lifetime="detached", num_cpus=0)
+ray.get(teller.remote(told).engines.remote())
+"""
+
+
+def tell_of(address: str, *engines: str) -> None:
+    """Have an actor `engines` in the namespace `trainer` tell of these."""
+    words = [sys.executable, "-c", TELLER, address, "trainer", *engines]
+    subprocess.run(words, check=True, timeout=120, stderr=subprocess.DEVNULL)
+
+
+@contextmanager
+def an_engine(script: Path) -> Iterator[str]:
+    """A scripted engine in a process of its own; gives its URL."""
+    port = free_port()
+    words = [
+        sys.executable,
+        "-m",
+        "bridle.cli",
+        "engine",
+        f"scripted:{script}",
+        "--port",
+        f"{port}",
+    ]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
 def config_in(folder: Path, *, kind: str = "ray", slots: int = 4) -> Path:
     """A config with a scripted engine; one line of it says where sessions are computed."""
     script = folder / "script.json"
@@ -180,6 +220,7 @@ def config_in(folder: Path, *, kind: str = "ray", slots: int = 4) -> Path:
         f'[server]\nport = {free_port()}\ndata = "{folder}/{kind}"\n'
         f"[executor.node]\nrun_slots = {slots}\nready_buffer = 2\npost_slots = 1\n"
         f'[executor]\nkind = "{kind}"\n'
+        '[executor.ray]\nengines_from = "trainer/engines"\nengines_s = 1\n'
     )
     return path
 

@@ -4,8 +4,9 @@ import asyncio
 import os
 import signal
 
+import aiohttp
 import pytest
-from tests.cluster.machines import Served, config_in, machines, runs_in
+from tests.cluster.machines import Served, an_engine, config_in, machines, runs_in, tell_of
 from tests.cluster.test_batch import bodies, taken
 
 from bridle.client import AsyncClient
@@ -46,7 +47,38 @@ async def test_the_same_config_runs_here_and_on_a_cluster_by_changing_one_line(t
         there = await come_to(server)
         assert here == there
         assert {status for status, *_ in there.values()} == {"COMPLETED"}
+        await an_engine_is_told_of(server, cluster, tmp_path)
         await a_process_dies(server, cluster, nodes)
+        await a_drained_node_leaves(server)
+
+
+async def nodes_of(server):
+    async with aiohttp.ClientSession() as http, http.get(f"{server.url}/v1/nodes") as answer:
+        return (await answer.json())["nodes"]
+
+
+async def until(condition, server):
+    """Wait until the nodes are as `condition` has them."""
+    while not condition(found := await nodes_of(server)):  # noqa: ASYNC110 - elsewhere
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def an_engine_is_told_of(server, cluster, tmp_path):
+    """An engine that a named actor tells of is used by the nodes."""
+    with an_engine(tmp_path / "script.json") as url:
+        await asyncio.to_thread(tell_of, cluster.address, url)
+        [node] = await until(lambda nodes: url in nodes[0]["policy"]["replicas"], server)
+        assert len(node["policy"]["replicas"]) == 2
+
+
+async def a_drained_node_leaves(server):
+    """It gets no session any more, and its process ends."""
+    [node] = await nodes_of(server)
+    address = f"{server.url}/v1/nodes/{node['node_id']}/drain"
+    async with aiohttp.ClientSession() as http, http.post(address) as answer:
+        assert answer.status == 200
+    await until(lambda nodes: nodes == [], server)
 
 
 async def a_process_dies(server, cluster, nodes):

@@ -188,11 +188,11 @@ class FakeLink:
 
     async def add_replica(self, engine):
         await self._reached("add_replica")
-        await self.host.add_replica(engine)
+        return await self.host.add_replica(engine)
 
     async def remove_replica(self, name, drain_s):
         await self._reached("remove_replica")
-        await self.host.remove_replica(name, drain_s)
+        return await self.host.remove_replica(name, drain_s)
 
     async def artifact(self, run_id, name):
         await self._reached("artifact")

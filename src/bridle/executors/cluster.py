@@ -24,7 +24,7 @@ import structlog
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import Task
-from bridle.errors import BridleError, ConfigError, NodeLostError
+from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError
 from bridle.executors.hosting import Hello, News, Start
 from bridle.executors.members import Link, Member, Patience, Run
 from bridle.executors.placing import Place, choose, relevant
@@ -206,7 +206,10 @@ class ClusterRunner:
             for wanted in self.common:
                 member.policy = await member.link.set_policy(wanted)
             for engine in self.replicas:
-                await member.link.add_replica(engine)
+                try:
+                    member.policy = await member.link.add_replica(engine)
+                except EngineError as error:  # it is gone, maybe; the others are there
+                    log.warning("an engine cannot join", engine=engine, error=str(error))
         draining = hello.room.draining or member.state == "draining"
         member.state = "draining" if draining else "live"
         self._take_room(member, hello)

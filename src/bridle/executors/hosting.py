@@ -325,15 +325,17 @@ class NodeHost:
         await self._gateway.set_policy(wanted)
         return self._gateway.policy()
 
-    async def add_replica(self, engine: str) -> None:
+    async def add_replica(self, engine: str) -> JSON:
         """A server joins this node's engines; nothing changes if it is there. `EngineError`."""
         if engine not in self._gateway.policy()["replicas"]:
             await self._gateway.add_replica(engine)
+        return self._gateway.policy()
 
-    async def remove_replica(self, name: str, drain_s: float) -> None:
+    async def remove_replica(self, name: str, drain_s: float) -> JSON:
         """A server leaves them, its calls after so many seconds; one that is not there has left."""
         if name in self._gateway.policy()["replicas"]:
             await self._gateway.remove_replica(name, drain_s)
+        return self._gateway.policy()
 
 
 async def recalled(run_id: str, gateway: Gateway, store: Store) -> SessionResult | None:

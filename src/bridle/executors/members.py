@@ -61,10 +61,10 @@ class Link(Protocol):
     async def set_policy(self, wanted: SetPolicy) -> JSON:
         """As `NodeHost.set_policy`."""
 
-    async def add_replica(self, engine: str) -> None:
+    async def add_replica(self, engine: str) -> JSON:
         """As `NodeHost.add_replica`."""
 
-    async def remove_replica(self, name: str, drain_s: float) -> None:
+    async def remove_replica(self, name: str, drain_s: float) -> JSON:
         """As `NodeHost.remove_replica`."""
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:

@@ -33,6 +33,7 @@ from bridle.aio import Nursery
 from bridle.errors import BridleError, ConfigError, NodeLostError
 from bridle.executors.cluster import ClusterRunner
 from bridle.executors.hosting import End, Hello, News, NodeHost, Opens, Start, node_name
+from bridle.executors.replicas import Replicas
 from bridle.executors.settings import RaySettings
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.results import SessionResult
@@ -195,13 +196,15 @@ class RayLink:
         policy: JSON = await self._say("set_policy", wanted)
         return policy
 
-    async def add_replica(self, engine: str) -> None:
+    async def add_replica(self, engine: str) -> JSON:
         """As `Link.add_replica`."""
-        await self._say("add_replica", engine)
+        policy: JSON = await self._say("add_replica", engine)
+        return policy
 
-    async def remove_replica(self, name: str, drain_s: float) -> None:
+    async def remove_replica(self, name: str, drain_s: float) -> JSON:
         """As `Link.remove_replica`."""
-        await self._say("remove_replica", name, drain_s)
+        policy: JSON = await self._say("remove_replica", name, drain_s)
+        return policy
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:
         """As `Link.artifact`."""
@@ -279,6 +282,8 @@ class RayCluster:
             await self._look()
             await self._runner.first_heard()
             self._nursery.start(self._watch(), name="machines")
+            if self._settings.engines_from is not None:
+                self._nursery.start(self._follow(self._settings.engines_from), name="engines")
         except BaseException:
             await self.__aexit__()
             raise
@@ -317,6 +322,18 @@ class RayCluster:
                 await self._look()
             except (RayError, NodeLostError) as error:
                 log.warning("the cluster cannot be asked for its machines", error=_short(error))
+
+    async def _follow(self, source: str) -> None:
+        """Have every node use the engines that `source` tells of, from here on."""
+        replicas = Replicas(self._runner)
+        while True:
+            try:
+                teller = await asyncio.to_thread(teller_of, source)
+                wanted = [str(one) for one in await teller.engines.remote()]
+                await replicas.follow(wanted, drain_s=self._settings.engines_drain_s)
+            except (RayError, ValueError, TypeError, ImportError) as error:
+                log.warning("nobody tells of engines", source=source, error=_short(error))
+            await asyncio.sleep(self._settings.engines_s)
 
     async def _look(self) -> None:
         """Join the machines that are there, and let those go that are not."""
@@ -372,6 +389,16 @@ class RayCluster:
         )
         cpus = resources.get("CPU") or None
         return made.remote(str(self._folder), str(Path.cwd()), self._opens, cpus)
+
+
+def teller_of(source: str) -> Any:  # noqa: ANN401 - ray's handle
+    """Who tells of engines (`RaySettings.engines_from`). `ValueError` if nobody has that name."""
+    if source.startswith("serve:"):
+        from ray import serve
+
+        return serve.get_app_handle(source.removeprefix("serve:"))
+    namespace, _, name = source.rpartition("/")
+    return ray.get_actor(name, namespace or None)
 
 
 def keep_signals() -> None:

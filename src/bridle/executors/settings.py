@@ -25,6 +25,13 @@ class RaySettings(Patience):
     folder: Path | None = None
     """Folder on each machine's own disk for captures and logs; `None` = `nodes` in the server's
     data folder, by the same path on each."""
+    engines_from: str | None = None
+    """Who tells of further engines, by a method `engines()` that gives their URLs: the name of an
+    actor of the cluster (`NAME`, or `NAMESPACE/NAME`), or `serve:APP`, a Ray Serve application."""
+    engines_s: float = Field(default=10, gt=0)
+    """Seconds between two times of asking it; an engine that is told no more has its calls for
+    `engines_drain_s`."""
+    engines_drain_s: float = Field(default=60, ge=0)
     watch_s: float = Field(default=1, gt=0)
     """Seconds between looks for machines that have joined or left."""
 

@@ -7,14 +7,15 @@ them up by their ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 
 from bridle.config import Task
-from bridle.errors import BridleError, EngineError, NodeLostError, StoreError
+from bridle.errors import EngineError, NodeLostError, StoreError
 from bridle.executors.cluster import ClusterRunner
 from bridle.executors.members import Member
+from bridle.executors.replicas import Replicas, all_of, live
 from bridle.gateway.steering import SLACK_S, update
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
@@ -30,6 +31,7 @@ class ClusterWorkers:
 
     def __init__(self, runner: ClusterRunner) -> None:
         self._runner = runner
+        self._replicas = Replicas(runner)
 
     @property
     def capacity(self) -> int:
@@ -113,15 +115,11 @@ class ClusterWorkers:
 
     async def add_replica(self, engine: str) -> None:
         """As `Workers.add_replica`: on every node, those that join later too."""
-        await each_link(self._live(), lambda member: member.link.add_replica(engine))
-        if engine not in self._runner.replicas:
-            self._runner.replicas.append(engine)
+        await self._replicas.add(engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> None:
         """As `Workers.remove_replica`."""
-        if name in self._runner.replicas:
-            self._runner.replicas.remove(name)
-        await each_link(self._live(), lambda member: member.link.remove_replica(name, drain_s))
+        await self._replicas.remove(name, drain_s)
 
     def policy(self) -> JSON:
         """As `Workers.policy`: the least version of all nodes, paused or held if one is."""
@@ -146,7 +144,7 @@ class ClusterWorkers:
         return None
 
     def _live(self) -> list[Member]:
-        return [one for one in self._runner.nodes() if one.state in ("live", "draining")]
+        return live(self._runner)
 
 
 class Steers:
@@ -168,28 +166,7 @@ class Steers:
 
 async def each(nodes: list[Steers], wanted: SetPolicy) -> None:
     """Steer all at once. `EngineError` says which did not do their part."""
-    await _each([(node.name, partial(node.steer, wanted)) for node in nodes])
-
-
-async def each_link(members: list[Member], say: Callable[[Member], Awaitable[None]]) -> None:
-    """Say something to all at once. `EngineError` says which did not do it."""
-    await _each([(f"node {one.place.node_id}", partial(say, one)) for one in members])
-
-
-async def _each(said: list[tuple[str, Callable[[], Awaitable[object]]]]) -> None:
-    failed: list[str] = []
-
-    async def one(name: str, say: Callable[[], Awaitable[object]]) -> None:
-        try:
-            await say()
-        except BridleError as error:
-            failed.append(f"{name}: {error}")
-
-    async with asyncio.TaskGroup() as group:
-        for name, say in said:
-            group.create_task(one(name, say))
-    if failed:
-        raise EngineError("; ".join(failed))
+    await all_of([(node.name, partial(node.steer, wanted)) for node in nodes])
 
 
 def earlier_runs(run_id: str) -> tuple[str, ...]:
