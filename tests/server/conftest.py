@@ -32,5 +32,10 @@ def cluster():
 @pytest.fixture(autouse=True)
 def fresh_database(cluster, monkeypatch):
     """What `house.database_of` names is new for each test."""
-    if cluster is not None:
-        monkeypatch.setenv("BRIDLE_TEST_DATABASE", cluster.fresh())
+    if cluster is None:
+        yield
+        return
+    url = cluster.fresh()
+    monkeypatch.setenv("BRIDLE_TEST_DATABASE", url)
+    yield
+    cluster.drop(url)
