@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,10 @@ def sandbox():
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        yield int(children.read_text().split()[0])
+        pid = int(children.read_text().split()[0])
+        while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
+            time.sleep(0.01)
+        yield pid
         process.kill()
 
 

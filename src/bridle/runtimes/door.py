@@ -7,7 +7,7 @@ that the harness ends (its own time limit) ends the command. What the harness wa
 key above all, stays outside; a variable that it sets for a command goes along.
 
 `container` is for programs that bring a Docker client's command line (`run`, `exec`, `stop`, `rm`):
-`exec` is a command in the sandbox, the others have nothing to do.
+`exec` is a command in the sandbox; the others have nothing to do and say an id.
 """
 
 from __future__ import annotations
@@ -173,10 +173,7 @@ class Door:
         words, variables = rest[: int(count)], rest[int(count) :]
         argv, env = words, self._given(variables)
         if words[0] == CONTAINER:
-            parsed = container_command(words[1:])
-            if parsed is None:
-                return "exit 0"
-            cwd, argv, more = parsed
+            cwd, argv, more = container_command(words[1:])
             env |= more
         given = (streams[0], streams[1], streams[2])
         async with asyncio.TaskGroup() as group:
@@ -227,13 +224,11 @@ class Door:
         self.failure = self.failure or RuntimeFailure(message)
 
 
-def container_command(words: Sequence[str]) -> tuple[str, list[str], dict[str, str]] | None:
+def container_command(words: Sequence[str]) -> tuple[str, list[str], dict[str, str]]:
     """Folder, command and variables of `exec [-w FOLDER] [-e NAME=VALUE]... ID COMMAND...`.
 
-    `None` for any other verb. Raises `ValueError` for an option that is not known.
+    Raises `ValueError` for an option that is not known.
     """
-    if not words or words[0] != "exec":
-        return None
     cwd, env, rest = "", {}, list(words[1:])
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)

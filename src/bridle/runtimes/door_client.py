@@ -63,6 +63,9 @@ def main() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    if sys.argv[2] == "container" and sys.argv[3:4] != ["exec"]:
+        print("sandbox")  # noqa: T201 - the id of the container that `run` made, for any verb
+        return
     try:
         answer = ask(sys.argv[1], request(sys.argv[2], sys.argv[3:]))
     except OSError as error:
