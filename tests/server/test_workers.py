@@ -8,13 +8,14 @@ from bridle.bridges import parquet
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError
+from bridle.executors.hosting import KILLED
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
 from bridle.server.schemas import ServiceSettings
 from bridle.server.service import Service
-from bridle.server.workers import KILLED, NodeWorkers, ServerFolder
+from bridle.server.workers import NodeWorkers, ServerFolder
 
 
 def work(task_id="t", samples=1):

@@ -7,28 +7,22 @@ server, so a run that ended before its result could be stored is recalled, not d
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, Self
 
-from bridle.capture.records import Outcome
 from bridle.capture.store import Store
 from bridle.config import Task
 from bridle.errors import ConfigError
-from bridle.executors.hosting import artifact_path
+from bridle.executors.hosting import artifact_path, bytes_in, recalled
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
 from bridle.lifecycle.manager import Node
-from bridle.lifecycle.results import SessionResult, result_from
+from bridle.lifecycle.results import SessionResult
 from bridle.lifecycle.run_folder import SESSIONS, RunFolder, hold
-from bridle.types import JSON, Cause, SessionStatus
-
-KILLED = "its server was killed"
-"""Error of a run that has no end of its own."""
+from bridle.types import JSON
 
 
 class Workers(Protocol):
@@ -115,16 +109,6 @@ class ServerFolder(RunFolder):
         """Nothing: the server writes it to where its rows say."""
 
 
-def bytes_in(folder: Path) -> int:
-    """Size of all files below a folder; links are not followed, what goes meanwhile is nothing."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(Path(path, name)).st_size
-    return total
-
-
 class NodeWorkers:
     """Implements `Workers` on a node of this process."""
 
@@ -155,27 +139,8 @@ class NodeWorkers:
         return False
 
     async def recall(self, run_id: str) -> SessionResult | None:
-        """As `Workers.recall`. A run that the stopping server ended did not come to its end."""
-        try:
-            await self._gateway.seal(run_id)
-        except KeyError:
-            return None
-        outcome = self._store.outcome(run_id)
-        if outcome is None:
-            ended = Outcome(
-                session_id=run_id,
-                status=SessionStatus.ERROR,
-                ended_at=time.time(),
-                reward=None,
-                cause=Cause.INFRASTRUCTURE,
-                error=KILLED,
-            )
-            await self._store.close_session(ended)
-            return None
-        if outcome.status == SessionStatus.CANCELLED or outcome.error == KILLED:
-            return None
-        capture = await asyncio.to_thread(self._store.read, run_id)
-        return await asyncio.to_thread(result_from, capture)
+        """As `Workers.recall`."""
+        return await recalled(run_id, self._gateway, self._store)
 
     def release(self, run_id: str) -> None:
         """As `Workers.release`."""
