@@ -24,6 +24,8 @@ from .checks import plain_logprobs, prompts
 
 STEPS, GROUPS, SAMPLES = 7, 6, 8
 SEED = 40_000
+UNTRAINED = 0.64
+"""Share of these tasks that the demo's model solves. So hot a training rises fast and may dip."""
 CLOSE = 1e-4
 """Nats between what an engine says of a token and the trainer's own forward pass, in float32."""
 TRIED = 'grep -q . answer.txt && ! grep -q "do not know" answer.txt'
@@ -39,8 +41,8 @@ def easy(lookup, folder):
 async def check_learning(engine: str, model: Path, folder: Path) -> int:
     """Train `model` on a server of it, into `folder`; the number of updates.
 
-    The reward rises; each token of each session has the logprob that the weights give it which its
-    version names.
+    Two steps in a row are well above the untrained model; each token of each session has the
+    logprob that the weights give it which its version names.
     """
     tasks = [easy(one, folder / "tasks") for one in lookups(STEPS * GROUPS, seed=SEED)]
     kept = {0: model}
@@ -64,7 +66,8 @@ async def check_learning(engine: str, model: Path, folder: Path) -> int:
     trained = await train_here(settings, tasks, tell=keep)
 
     rewards = [one["reward"] for one in trained.course.steps]
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.05, rewards
+    best = max(np.mean(rewards[at : at + 2]) for at in range(2, STEPS - 1))
+    assert best > UNTRAINED + 0.1, rewards
     updates = [update for one in trained.course.steps if (update := one["update"])]
     assert max(kept) == len(updates) > 2
     errors = [error for one in updates if (error := one["logprob_error"]) is not None]
