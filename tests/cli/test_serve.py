@@ -39,6 +39,16 @@ def script(tmp_path):
     return path
 
 
+def url_said(lines):
+    """The URL in what a server says; all of its words where there is none."""
+    said = []
+    for line in lines:
+        said.append(line)
+        if found := re.search(r"rollout server at (\S+),", line):
+            return found[1]
+    raise AssertionError("".join(said))
+
+
 @contextmanager
 def a_server(tmp_path, *arguments):
     """A server's process; gives its URL."""
@@ -49,9 +59,7 @@ def a_server(tmp_path, *arguments):
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            line = process.stderr.readline() if process.stderr else ""
-            [url] = re.findall(r"rollout server at (\S+),", line)
-            yield url
+            yield url_said(process.stderr)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 0
         finally:
