@@ -1,0 +1,22 @@
+"""GRPO on a real SGLang, whose running weights follow the trainer's."""
+
+import pytest
+from tests.vllm.learning import check_learning
+
+from bridle.cli.demo_model import demo_model
+
+from .serving import RealSglang
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory):
+    """A server of the demo's model."""
+    with RealSglang(tmp_path_factory.mktemp("learner"), demo_model()) as server:
+        yield server.running("--context-length", "4096")
+
+
+async def test_a_policy_learns_on_an_sglang_whose_weights_follow_the_trainers(learner, tmp_path):
+    updates = await check_learning(f"sglang:{learner.url}", learner.model, tmp_path)
+    assert learner.call("GET", "/model_info")["weight_version"] == str(updates)
