@@ -11,6 +11,8 @@ from bridle.config import builtin_tokenizer_dir
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.engines.server import EngineServer
+from bridle.errors import ConfigError, EngineError
+from bridle.gateway.weights import WEIGHTS_FILE
 from bridle.types import VersionSpan
 
 LONG = {"content": "one two three four five six seven eight nine ten", "delay_s": 0.15}
@@ -188,3 +190,60 @@ async def test_metrics_tell_each_replica():
             assert line in text
         await home.gateway.seal(caller.session_id)
         assert (await replicas(home))[0]["sessions"] == 0
+
+
+def kept(folder):
+    path = folder / WEIGHTS_FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+async def test_an_engine_that_was_started_anew_has_the_last_weights_before_it_serves(tmp_path):
+    async with house(engine=Trained({"content": "a"}), data_dir=tmp_path) as home:
+        await home.control("POST", "/policy", {"weights": "dir", "version": 4})
+        assert kept(tmp_path) == {"weights": "dir", "version": 4}
+    anew = Trained({"content": "a"})
+    async with house(engine=anew, data_dir=tmp_path) as home:
+        assert anew.loaded == ["dir"]
+        assert (await home.control("GET", "/policy"))[1]["version"] == 4
+        caller = await home.session()
+        await caller.ask([user("go")])
+        assert versions(caller) == [(VersionSpan(4, 0, len(caller.exchanges[0].output_ids)),)]
+
+
+async def test_an_engine_that_says_that_it_has_newer_weights_keeps_them(tmp_path):
+    async with house(engine=Trained({"content": "a"}), data_dir=tmp_path) as home:
+        await home.control("POST", "/policy", {"weights": "dir", "version": 4})
+    ahead = Trained({"content": "a"})
+    await ahead.set_version(6)
+    async with house(engine=ahead, data_dir=tmp_path) as home:
+        assert ahead.loaded == []
+        assert (await home.control("GET", "/policy"))[1]["version"] == 6
+
+
+async def test_weights_that_a_trainer_loads_by_itself_are_not_loaded_again(tmp_path):
+    async with house(engine=Trained({"content": "a"}), data_dir=tmp_path) as home:
+        await home.control("POST", "/policy", {"weights": "dir", "version": 4})
+        await home.control("POST", "/policy", {"version": 4})
+        assert kept(tmp_path) is not None
+        await home.control("POST", "/policy", {"version": 5})
+        assert kept(tmp_path) is None
+
+
+async def test_last_weights_that_are_gone_end_the_start_with_the_way_out(tmp_path):
+    (tmp_path / WEIGHTS_FILE).write_text('{"weights": "nowhere", "version": 4}')
+    with pytest.raises(EngineError, match=r"version 4, of nowhere; .* remove .*weights\.json"):
+        async with house(engine=Trained({"content": "a"}), data_dir=tmp_path):
+            pass
+    (tmp_path / WEIGHTS_FILE).write_text('{"weights": ')
+    with pytest.raises(ConfigError, match=r"weights\.json: cannot be read"):
+        async with house(engine=Trained({"content": "a"}), data_dir=tmp_path):
+            pass
+
+
+async def test_who_comes_late_loads_weights_only_where_they_are_older():
+    old, new = Trained({"content": "a"}), Trained({"content": "a"})
+    await new.set_version(5)
+    async with house(engine=EnginePool([Replica("old", old), Replica("new", new)])) as home:
+        body = {"weights": "dir", "version": 4, "only_older": True}
+        assert (await home.control("POST", "/policy", body))[0] == 200
+        assert (old.loaded, new.loaded) == (["dir"], [])

@@ -143,6 +143,19 @@ async def test_a_node_that_joins_late_samples_under_the_same_policy_on_the_same_
         assert runner.replicas == []
 
 
+async def test_a_node_that_joins_late_loads_the_last_weights_where_its_own_are_older():
+    async with some_links("a", "late", "later") as links, a_runner(links[0]) as runner:
+        workers = ClusterWorkers(runner)
+        await workers.set_policy(SetPolicy(weights="/w", version=7))
+        runner.join(links[1])
+        await until(lambda: len(workers._live()) == 2)
+        assert links[1].gateway.asked == [SetPolicy(weights="/w", version=7, only_older=True)]
+        await workers.set_policy(SetPolicy(version=8))
+        runner.join(links[2])
+        await until(lambda: len(workers._live()) == 3)
+        assert links[2].gateway.asked == [SetPolicy(version=8)]
+
+
 async def test_a_node_is_drained_by_either_of_its_names():
     async with some_links("a", "b") as links, a_runner(*links) as runner:
         workers = ClusterWorkers(runner)

@@ -96,8 +96,10 @@ class TakesWeights(ABC):
         rolling: bool = False,
         timeout_s: float = 60.0,
         only: Collection[str] | None = None,
+        only_older: bool = False,
     ) -> None:
-        """Load the weights of `source` into all replicas, or those named in `only`.
+        """Load the weights of `source` into all replicas, or those named in `only`; with
+        `only_older`, those whose weights are of an earlier version.
 
         Sessions go on. All at once under a `hold` of `mode`, which is taken over if there is one
         already; or `rolling`: one replica after the other, while the rest samples under the old
@@ -109,7 +111,11 @@ class TakesWeights(ABC):
         told: set[str] = set()
         # Again for those that came back meanwhile, with weights that were the newest then.
         while todo := [
-            one for one in self._up() if one.name not in told and (only is None or one.name in only)
+            one
+            for one in self._up()
+            if one.name not in told
+            and (only is None or one.name in only)
+            and not (only_older and one.version >= version)
         ]:
             told.update(one.name for one in todo)
             if rolling and self.held is None:
@@ -118,6 +124,12 @@ class TakesWeights(ABC):
                 failed += await self._at_once(todo, source, version, mode, timeout_s)
         if failed:
             raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
+        if only_older:
+            self.remember(source, version)
+
+    def remember(self, source: Weights, version: int) -> None:
+        """Replicas with older weights get these before they serve."""
+        self._latest = source, version
 
     def _up(self) -> list[Replica]:
         return [one for one in self.each() if one.state is not ReplicaState.DOWN]

@@ -52,9 +52,11 @@ from bridle.gateway.retries import Deliveries
 from bridle.gateway.routing import split_target
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import (
+    WEIGHTS_FILE,
     AddReplica,
     SetPolicy,
     add_replica,
+    kept_weights,
     policy_json,
     remove_replica,
     set_policy,
@@ -117,7 +119,7 @@ class Gateway:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.aclose)
             self._engine.vouch = self._check_tokenizer
-            self.info = await self._engine.start()
+            await self._start_engine()
             check_engine(self.info, allow_untokenized=self._settings.allow_untokenized)
             nursery = await stack.enter_async_context(Nursery(_log_lost))
             self._assemble(nursery)
@@ -132,6 +134,23 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         """Stop; nothing is left behind."""
         await self._stack.aclose()
+
+    async def _start_engine(self) -> None:
+        """Replicas whose weights are older than those of the last life get these first."""
+        folder = self._settings.data_dir
+        kept = await asyncio.to_thread(kept_weights, folder)
+        if kept is not None:
+            self._engine.remember(*kept)
+        try:
+            self.info = await self._engine.start()
+        except EngineError as error:
+            if kept is None or folder is None:
+                raise
+            message = (
+                f"{error}. The last weights here were version {kept[1]}, of {kept[0]}; to go on "
+                f"without them remove {folder / WEIGHTS_FILE}"
+            )
+            raise EngineError(message, retryable=error.retryable, status=error.status) from error
 
     async def _check_tokenizer(self, engine: Engine, info: EngineInfo) -> None:
         """Refuse a replica that reads other words in our ids than were written (law 8)."""

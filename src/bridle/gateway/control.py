@@ -26,7 +26,6 @@ from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, ConfigError, EngineError
-from bridle.gateway.exchange import Policy
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import SessionFacts, SessionHandle
@@ -36,6 +35,7 @@ from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.views import encode, exchanges_json
 from bridle.gateway.weights import (
     AddReplica,
+    Policy,
     SetPolicy,
     add_replica,
     policy_json,

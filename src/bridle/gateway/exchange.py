@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -44,6 +44,7 @@ from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.weights import Policy
 from bridle.prompting.canonical import answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.messages import chat_tools, server_messages
@@ -52,14 +53,6 @@ from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class Policy:
-    """Which weights sample now, and whether they may."""
-
-    version: int
-    paused: bool = False
 
 
 class Exchanges:
@@ -82,7 +75,7 @@ class Exchanges:
         self._nursery = nursery
         self._deliveries = deliveries
         self._metrics = metrics
-        self.policy = Policy(info.version)
+        self.policy = Policy.of(info.version, settings.data_dir)
         by_engine = settings.prompt == "engine"
         self.models = Models(
             make_policy(engine, info, renderer, lambda: self.policy.version, by_engine=by_engine)

@@ -7,16 +7,38 @@ are resumed from their tokens, and each token knows the version that sampled it.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bridle.config import Settings
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import make_replica
-from bridle.errors import ConfigError
-from bridle.gateway.exchange import Policy
+from bridle.errors import ConfigError, boundary
 from bridle.types import JSON
+
+WEIGHTS_FILE: Final = "weights.json"
+"""In the gateway's data folder: the folder that its engines have loaded, and its version."""
+
+
+@dataclass(slots=True)
+class Policy:
+    """Which weights sample now, and whether they may."""
+
+    version: int
+    paused: bool = False
+    file: Path | None = None
+    """Where it is kept which folder the weights are of, for the gateway's next life."""
+
+    @classmethod
+    def of(cls, version: int, data_dir: Path | None) -> Self:
+        """That of a gateway with this data folder."""
+        return cls(version, file=None if data_dir is None else data_dir / WEIGHTS_FILE)
 
 
 class SetPolicy(Settings):
@@ -38,6 +60,8 @@ class SetPolicy(Settings):
     """Load `weights` into one replica after the other; the rest goes on under the old ones."""
     replicas: tuple[str, ...] | None = None
     """The replicas that load `weights`; `None` = all."""
+    only_older: bool = False
+    """Load `weights` only where those in place are older: for who comes late."""
     timeout_s: float = Field(default=60, gt=0)
     """How long a hold may take; then nothing is held."""
 
@@ -66,18 +90,52 @@ async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> 
             rolling=wanted.rolling,
             timeout_s=wanted.timeout_s,
             only=wanted.replicas,
+            only_older=wanted.only_older,
         )
         policy.version = wanted.version
+        await asyncio.to_thread(_keep, policy.file, wanted.weights, wanted.version)
     else:
         if wanted.hold:
             await engines.hold(wanted.hold, timeout_s=wanted.timeout_s)
         if wanted.version is not None:
             await engines.set_version(wanted.version)
             policy.version = wanted.version
+            await asyncio.to_thread(_forget, policy.file, wanted.version)
         if wanted.hold is False:
             await engines.release()
     if wanted.paused is not None:
         policy.paused = wanted.paused
+
+
+def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
+    """The folder and version that the last life of a gateway had loaded; `None` = none.
+
+    `ConfigError` if what it left cannot be read.
+    """
+    if data_dir is None or not (path := data_dir / WEIGHTS_FILE).exists():
+        return None
+    with boundary(ConfigError, f"{path}: cannot be read"):
+        kept = json.loads(path.read_text())
+        return str(kept["weights"]), int(kept["version"])
+
+
+def _keep(path: Path | None, weights: str, version: int) -> None:
+    if path is None:
+        return
+    with boundary(ConfigError, f"{path}: cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f"{path.name}.part")
+        with aside.open("w") as file:
+            json.dump({"weights": weights, "version": version}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+
+
+def _forget(path: Path | None, version: int) -> None:
+    """A version that came with no folder is of weights that a trainer has loaded by itself."""
+    if path is not None and (kept := kept_weights(path.parent)) and kept[1] != version:
+        path.unlink(missing_ok=True)
 
 
 def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:

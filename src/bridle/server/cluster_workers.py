@@ -100,8 +100,13 @@ class ClusterWorkers:
         self._keep(wanted)
 
     def _keep(self, wanted: SetPolicy) -> None:
-        """Have nodes that join later sample under the same policy."""
+        """Have nodes that join later sample under the same policy.
+
+        What a trainer has loaded by itself is with the engines that they share.
+        """
         changes = wanted.model_dump(include={"version", "paused"}, exclude_none=True)
+        if wanted.version is not None:
+            changes |= {"weights": wanted.weights, "only_older": wanted.weights is not None}
         before = self._runner.common[0] if self._runner.common else SetPolicy()
         self._runner.common = [before.model_copy(update=changes)]
 
