@@ -85,6 +85,17 @@ def test_a_session_of_which_nothing_fits_is_still_a_row_where_one_is_wanted():
     assert counts.left_out == {"overlong": 1}
 
 
+def test_every_token_has_the_temperature_of_its_call():
+    told = trace(metadata={"temperatures": [0.5, None]})
+    rows, _ = rows_of([group(session("s", 1.0, told, trace()))])
+    assert rows[0].temperatures.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1]
+    assert rows[1].temperatures.tolist() == [1.0] * 7
+    (cut,), _ = rows_of(
+        [group(session("s", 1.0, told))], Shape(max_response=1, overlong="truncate")
+    )
+    assert cut.temperatures.tolist() == [0.5]
+
+
 def test_tasks_are_played_as_groups_in_order():
     player = Player(*(session(name, 1.0) for name in "wxyz"))
     groups = play(player, TASKS, 2)

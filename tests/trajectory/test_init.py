@@ -169,6 +169,8 @@ def test_a_trace_says_what_it_is():
         "root_reason": "first",
         "tokens_trained": 10,
         "policy_versions": [7, 9],
+        "temperatures": [1.0, 1.0],
+        "seeds": [None, None],
     }
     assert (two.metadata["kind"], two.metadata["policy_versions"]) == ("subagent", None)
 

@@ -90,7 +90,7 @@ class Row:
 
     @property
     def mask(self) -> npt.NDArray[np.uint8]:
-        """1 = trains; aligned with `response_ids`, as are the next two."""
+        """1 = trains; aligned with `response_ids`, as are the next three."""
         return self.trace.loss_mask
 
     @property
@@ -102,6 +102,15 @@ class Row:
     def versions(self) -> npt.NDArray[np.int32]:
         """-1 where nothing was sampled."""
         return self.trace.versions
+
+    @property
+    def temperatures(self) -> npt.NDArray[np.float32]:
+        """What each response token's call was sampled at, 1.0 where it did not say; shape (R,)."""
+        size, ends = len(self.response_ids), self.trace.turn_ends
+        told = (self.trace.metadata.get("temperatures") or [None] * len(ends))[: len(ends)]
+        by_call = [1.0 if one is None else one for one in told]
+        sizes = np.diff(np.minimum(ends, size), prepend=0, append=size)
+        return np.repeat(np.array([*by_call, 1.0], np.float32), sizes)
 
     @property
     def lags(self) -> tuple[int, int] | None:

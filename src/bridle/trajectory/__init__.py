@@ -309,6 +309,8 @@ def _described(trace: Trace, joined: Joined, transcript: Transcript | None) -> T
         "root_reason": path[0].root_reason,
         "tokens_trained": int(np.count_nonzero(trace.loss_mask)),
         "policy_versions": None if newest < 0 else [oldest, newest],
+        "temperatures": [exchange.sampling.temperature for exchange in path],
+        "seeds": [exchange.sampling.seed for exchange in path],
     }
     if joined.splices and (spans := _spliced(nodes[-1], joined, len(trace.prompt_ids))):
         metadata["spliced"] = spans
