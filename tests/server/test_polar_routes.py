@@ -108,6 +108,8 @@ async def test_lists_come_in_pages(tmp_path):
         assert told == [("a", "completed"), ("b", "failed"), ("c", "completed")]
         page = (await http.get("/tasks/a/sessions?cursor=0&limit=5")).json()
         assert [one["session_id"] for one in page["sessions"]] == ["a.1"]
+        for path in ("/tasks", "/tasks/a/sessions", "/v1/groups", "/v1/tasks", "/v1/callbacks"):
+            assert (await http.get(f"{path}?cursor={2**62}")).status_code == 200, path
         assert (await http.get("/tasks/nobody/sessions")).status_code == 404
 
 

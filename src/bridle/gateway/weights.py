@@ -44,7 +44,7 @@ class Policy:
 class SetPolicy(Settings):
     """Body of `POST /policy`; what is absent stays."""
 
-    version: int | None = None
+    version: int | None = Field(default=None, ge=0, le=2**31 - 1)
     """Policy version from here on, of tokens whose engine does not tell it."""
     paused: bool | None = None
     """New calls are refused while paused; those in flight go on."""

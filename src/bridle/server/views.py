@@ -27,6 +27,9 @@ from bridle.server.states import FINAL_TASKS, DeliveryState, Kept, SessionState,
 FARTHEST_S: Final = 1200.0
 """No callback waits longer than this for its next try."""
 
+LAST_SAMPLE: Final = 2**31 - 1
+"""The most that PostgreSQL can compare a sample's index with."""
+
 Order = Literal["done", "submitted", "priority"]
 """How groups are handed out: as they end; as they were submitted, each after all before it; those
 of the highest priority first."""
@@ -72,6 +75,7 @@ class Views:
     ) -> Sequence[RowMapping]:
         """A task's sessions behind sample `after`, in the order of their samples."""
         s = t.sessions.c
+        after = min(after, LAST_SAMPLE)
         query = select(t.sessions).where(s.task_seq == task_seq, s.sample_index > after)
         if final:
             query = query.where(s.ended_at.is_not(None))
