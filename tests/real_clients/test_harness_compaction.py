@@ -78,7 +78,7 @@ PLANNED = {
     "openhands": Plan(1500, {"system_contains": "state summary"}, "first", TEXT, KEPT + QUOTED),
     "pi": Plan(1700, {"system_contains": "context summarization"}, "first", TEXT, KEPT),
     "qwen_code": Plan(
-        1100,
+        950,
         {"last_contains": "component that summarizes"},
         None,
         "same head",
