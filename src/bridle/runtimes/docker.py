@@ -67,6 +67,8 @@ PROCESSES = 1024
 FILES = 4096
 STOP_S = 120.0
 LOOK_S = 2.0
+HERE_S = 5.0
+"""How long a container's first process may take to be itself, on a busy machine."""
 DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 """Powers that Docker leaves to a container's root and that no task needs."""
 KWARGS = frozenset({"build", "user"})
@@ -209,8 +211,7 @@ class DockerRuntime(Contained):
         """Carry an address to the gateway."""
         if _enters():
             pid = int(await docker(["inspect", "--format", "{{.State.Pid}}", self._id]))
-            if not is_marked(pid, [self._mark]):
-                raise RuntimeFailure("the daemon is not on this machine: give it 'open' networks")
+            await self._is_here(pid)
             listener = await asyncio.to_thread(
                 listen_inside, pid, self._address[1], timeout_s=CALL_S
             )
@@ -219,6 +220,16 @@ class DockerRuntime(Contained):
             listener.settimeout(0)
             self._address = listener.getsockname()
         await self._carry(listener, up.resources)
+
+    async def _is_here(self, pid: int) -> None:
+        """Wait until a process is seen to be the container's first: it has yet to become that."""
+        try:
+            async with asyncio.timeout(HERE_S):
+                while not is_marked(pid, [self._mark]):  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            message = "the daemon is not on this machine: give it 'open' networks"
+            raise RuntimeFailure(message) from None
 
     async def _watch(self, up: _Up, most: int) -> None:
         """End the container when what it wrote takes too much room."""
