@@ -7,13 +7,15 @@ takes a fixed number of traces, as trainers do. CPU time of this process with on
 with more (`--threads 2`, on a quiet machine), which engine and trainer then both have. The bound is
 what the same tokens would cost if each were computed once.
 
-    python -m benchmarks.ablation --sessions 8 --turns 32
+    python -m benchmarks.ablation --sessions 8 --turns 32 64
+    python -m benchmarks.ablation --sessions 2 4 8 16 --turns 16 32 64 --ways prefix_merging
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -131,10 +133,10 @@ def measure(way: Way, model: Path, group: Group, size: int) -> tuple[int, int, i
     return len(pieces), len(whole.samples), computed, clock(threads) - began
 
 
-def bound(group: Group) -> int:
-    """Tokens of the group if each were computed once."""
+def bound(group: Group) -> tuple[int, int]:
+    """Tokens of the group if each were computed once, and how many of them were sampled."""
     batch = make_batch([group], GrpoSettings(), version=0)
-    return sum(tree.computed for tree in trees_of(batch.samples, 1 << 40))
+    return sum(tree.computed for tree in trees_of(batch.samples, 1 << 40)), batch.tokens
 
 
 def agree(model: Path, group: Group) -> float:
@@ -151,41 +153,46 @@ def agree(model: Path, group: Group) -> float:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Capture once, train three ways, print the table."""
+    """For each size capture once and train in each way; print a table."""
     torch.set_num_threads(options.threads)
     model = await asyncio.to_thread(demo_model)
+    print(
+        "| sessions | turns | sampled | way | updates | traces | tokens computed | of the bound "
+        "| generation, s | trainer, s | engine busy |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for sessions in options.sessions:
+        for turns in options.turns:
+            await compare(options, model, sessions, turns)
+
+
+async def compare(options: argparse.Namespace, model: Path, sessions: int, turns: int) -> None:
+    """The rows of one size, and how far the trainer's logprobs are from the rollout's."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        generation = await capture(model, folder, options.sessions, options.turns, options.threads)
+        generation = await capture(model, folder, sessions, turns, options.threads)
         merged = Group(0, "t", await sessions_of(folder, "prefix_merging"))
-        print(
-            f"{options.sessions} sessions of {options.turns} turns; generation {generation:.1f} s"
-        )
-        print(f"trainer and rollout logprobs differ by at most {agree(model, merged):.1e}")
-        print(
-            "| way | updates | traces | tokens computed | of the bound | trainer, s | with "
-            "generation, s | engine busy |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
-        least = bound(merged)
-        seconds = []
+        least, sampled = bound(merged)
         for way in ways(options.batch_tokens, options.threads):
+            if way.name not in options.ways:
+                continue
             group = Group(0, "t", await sessions_of(folder, way.builder))
-            updates, traces, tokens, cpu = measure(way, model, group, options.update)
-            seconds.append(cpu)
-            busy = generation / (generation + cpu)
+            updates, traces, tokens, seconds = measure(way, model, group, options.update)
             print(
-                f"| `{way.name}` | {updates} | {traces} | {tokens:,} | {tokens / least:.2f} | "
-                f"{cpu:.1f} | {generation + cpu:.1f} | {busy:.0%} |"
+                f"| {sessions} | {turns} | {sampled / least:.0%} | `{way.name}` | {updates} "
+                f"| {traces} | {tokens:,} | {tokens / least:.2f} | {generation:.1f} "
+                f"| {seconds:.1f} | {generation / (generation + seconds):.0%} |",
+                flush=True,
             )
-        print(f"trainer's part: {seconds[0] / seconds[1]:.1f} times faster with prefix_merging")
+        print(f"logprobs differ by at most {agree(model, merged):.1e}", file=sys.stderr)
 
 
 def main() -> None:
     """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=32)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[8])
+    parser.add_argument("--turns", type=int, nargs="+", default=[32])
+    parser.add_argument("--ways", nargs="+", default=["per_request", "prefix_merging", "tree"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--update", type=int, default=8, help="traces of an update")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens computed at once")

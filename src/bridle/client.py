@@ -164,6 +164,18 @@ class AsyncClient:
             found += page["sessions"]
             cursor = page["cursor"]
 
+    async def newest_sessions(
+        self, *, limit: int = 100, offset: int = 0, state: str | None = None
+    ) -> list[JSON]:
+        """Sessions of all tasks that were started, those of the newest task first; at most 1000."""
+        query: JSON = {"limit": limit, "offset": offset} | ({"state": state} if state else {})
+        found: list[JSON] = (await self._json("GET", "/v1/sessions", query=query))["sessions"]
+        return found
+
+    async def session(self, session_id: str) -> JSON:
+        """Where a session stands, or its result without its trajectory."""
+        return await self._json("GET", f"/v1/sessions/{session_id}")
+
     async def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
         """Return when a task is final: its last state. Raises `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
@@ -252,6 +264,11 @@ class AsyncClient:
     async def status(self) -> JSON:
         """How much there is of what."""
         return await self._json("GET", "/v1/status")
+
+    async def nodes(self) -> list[JSON]:
+        """Which nodes there are, their slots, and what they do."""
+        found: list[JSON] = (await self._json("GET", "/v1/nodes"))["nodes"]
+        return found
 
     async def policy(self) -> JSON:
         """The policy version under which sessions start, and whether sampling is held."""
@@ -416,6 +433,17 @@ class Client:
         """As `AsyncClient.sessions`."""
         return self._wait(self._client.sessions(task_id))
 
+    def newest_sessions(
+        self, *, limit: int = 100, offset: int = 0, state: str | None = None
+    ) -> list[JSON]:
+        """As `AsyncClient.newest_sessions`."""
+        found = self._client.newest_sessions(limit=limit, offset=offset, state=state)
+        return self._wait(found)
+
+    def session(self, session_id: str) -> JSON:
+        """As `AsyncClient.session`."""
+        return self._wait(self._client.session(session_id))
+
     def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
         """As `AsyncClient.wait`."""
         return self._wait(self._client.wait(task_id, timeout_s=timeout_s))
@@ -465,6 +493,10 @@ class Client:
     def status(self) -> JSON:
         """As `AsyncClient.status`."""
         return self._wait(self._client.status())
+
+    def nodes(self) -> list[JSON]:
+        """As `AsyncClient.nodes`."""
+        return self._wait(self._client.nodes())
 
     def policy(self) -> JSON:
         """As `AsyncClient.policy`."""

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from tests.training.made import session, trace
 
 from bridle.bridges.local import LocalSessions
@@ -94,15 +93,6 @@ def test_the_data_set_names_tasks_and_two_of_one_id_are_refused():
     assert TrlRollouts(Player(), TASKS).rows() == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(ConfigError, match="one task_id"):
         TrlRollouts(Player(), [*TASKS, *TASKS])
-
-
-@pytest.fixture
-def one_thread():
-    """The fastest for so small a model, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.train

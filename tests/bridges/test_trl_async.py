@@ -181,15 +181,6 @@ def test_two_tasks_of_one_id_are_refused():
 # ---- the real package
 
 
-@pytest.fixture
-def one_thread():
-    """The fastest for so small a model, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tree_attention(module, query, key, value, attention_mask, **tree):
     """What TRL's kernel computes: each segment sees its own path from the root, and no other."""
     del attention_mask

@@ -24,13 +24,12 @@ async def test_what_was_left_comes_before_what_is_queued_after_it():
     jobs.give(job("c"))
     assert names([jobs.get() for _ in range(3)]) == ["a", "b", "c"]
     assert jobs.empty
-    assert not jobs.left
+    assert not jobs.take_left()
 
 
 async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
     jobs = Jobs()
     jobs.leave(job("a"))
-    assert jobs.left
     assert not jobs.busy
     jobs.give(job("b"))
     assert jobs.busy
@@ -39,9 +38,12 @@ async def test_the_thread_is_busy_until_it_has_finished_all_that_was_queued():
 
 
 async def test_whoever_writes_takes_what_was_left():
-    jobs = Jobs()
-    jobs.leave(job("a"))
+    jobs, left = Jobs(), job("a")
+    jobs.leave(left)
+    assert jobs.is_left(left)
+    assert not jobs.is_left(job("a"))
     assert names(jobs.take_left()) == ["a"]
+    assert not jobs.is_left(left)
     assert jobs.take_left() == []
     jobs.give()
     assert not jobs.busy

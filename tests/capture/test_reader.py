@@ -4,9 +4,11 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+from tests.capture.made import MadeSession
 from tests.capture.test_sqlite import path, three_turns, written
 
 from bridle.capture.reader import SqliteReader
+from bridle.capture.sqlite import SqliteStore
 from bridle.errors import StoreError
 
 __all__ = ["path"]
@@ -66,3 +68,46 @@ async def test_reading_leaves_nothing_behind(path):
         assert len(reader.exchanges("s1")) == 3
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
+
+
+def session(calls, session_id="s1"):
+    made, before = MadeSession(session_id), None
+    for _ in range(calls):
+        before = made.call(before).exchange_id
+    return made
+
+
+async def test_looking_again_costs_what_is_new(path):
+    made = session(3)
+    async with await SqliteStore.open(path) as store:
+        with closing(SqliteReader(path)) as reader:
+            change = reader.change()
+            await made.write(store)
+            first, last = reader.totals()
+            nothing, same = reader.totals(last)
+            assert reader.change() != change
+            change = reader.change()
+            assert reader.change() == change
+            more = made.call(made.exchanges[-1].exchange_id, output=9)
+            await store.commit(more, made.new_bodies[more.exchange_id])
+            second, _ = reader.totals(last)
+
+    own = made.session_id
+    assert first[own].exchanges == 3
+    assert first[own].sampled == sum(len(one.output_ids) for one in made.exchanges[:3])
+    assert (nothing, same) == ({}, last)
+    assert (second[own].exchanges, second[own].sampled) == (1, 9)
+    assert second[own].last_at == more.started_at + more.duration_s
+
+
+async def test_outcomes_and_extents_are_those_of_each_session(path):
+    one, two = session(2, "one"), session(1, "two")
+    one.end(0.5, cause="limit", error="too long")
+    async with await SqliteStore.open(path) as store:
+        await one.write(store)
+        await two.write(store)
+        with closing(SqliteReader(path)) as reader:
+            assert reader.outcomes() == {"one": one.outcome}
+            assert reader.extent("one") == (2, 2, 1)
+            assert reader.extent("two") == (1, 1, 0)
+            assert reader.extent("none") == (0, 0, 0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.capture.made import MadeSession
 
+from bridle.capture.jobs import Job
 from bridle.capture.sqlite import HELD_UP_S, WRITTEN_HERE, SqliteStore
 from bridle.errors import StoreError
 
@@ -111,13 +112,28 @@ async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):
         await store.commit(first, made.bodies)
         told = group.create_task(store.deliver(made.deliver(first.exchange_id)))
         await asyncio.sleep(0)
-        assert store._writer._jobs.left
+        assert len(store._writer._jobs._left) == 1
         await store.commit(second, made.bodies)
-        assert not store._writer._jobs.left
+        assert not store._writer._jobs._left
         await told
         group.create_task(store.deliver(made.deliver(second.exchange_id)))
         await asyncio.sleep(0)
         assert set(store.deliveries("s1")) == {first.exchange_id, second.exchange_id}
+
+
+async def test_the_time_of_a_delivery_that_went_with_an_exchange_writes_no_other(path):
+    made = three_turns()
+    async with await SqliteStore.open(path) as store:
+        await store.open_session(made.record)
+        loop, writer = asyncio.get_running_loop(), store._writer
+        gone, left = (Job(lambda _: None, loop, loop.create_future()) for _ in range(2))
+        writer.give_later(gone)
+        await store.commit(made.exchanges[0], made.bodies)
+        assert gone.done.done()
+        writer.give_later(left)
+        writer._write_later(gone)
+        assert writer._jobs.is_left(left)
+        await left.done
 
 
 async def test_a_delivery_that_cannot_be_written_costs_the_next_exchange_nothing(path):

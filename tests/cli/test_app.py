@@ -10,7 +10,7 @@ from bridle.cli.app import app, main
 
 VERBS = {
     *("demo", "run", "show", "rebuild", "export", "doctor", "gateway", "engine", "init", "train"),
-    *("serve", "submit", "status", "watch", "cancel", "generate"),
+    *("serve", "submit", "status", "watch", "cancel", "generate", "dashboard"),
 }
 
 

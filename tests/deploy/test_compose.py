@@ -66,3 +66,9 @@ def test_the_image_copies_what_there_is_and_installs_what_is_locked():
     for locked in re.findall(r"-r (\S+)", text):
         assert (DEPLOY.parent / locked).exists()
     assert "bubblewrap" in text
+
+
+def test_the_image_preloads_what_it_installs():
+    text = (DEPLOY / "Dockerfile").read_text()
+    [name, version] = re.findall(r"^ENV LD_PRELOAD=(lib\w+)\.so\.(\d+)$", text, re.MULTILINE)[0]
+    assert f" {name}{version} " in text.split("ENV", 1)[0]

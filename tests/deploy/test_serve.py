@@ -1,8 +1,6 @@
 """The script that keeps a server up, with a `ray` and a `bridle` of a few lines."""
 
-import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,27 +9,14 @@ SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "serve.sh"
 
 
 @pytest.fixture
-def serve(tmp_path):
-    """Runs the script; each program is a shell script, in a folder that `$AT` names."""
-
-    started: list[subprocess.Popen[str]] = []
+def serve(script, tmp_path):
+    """Runs the script, with `$AT` as a folder of the test's."""
 
     def run(bridle, ray="exit 0", **env):
-        for name, text in {"bridle": bridle, "ray": ray}.items():
-            (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-            (tmp_path / name).chmod(0o755)
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        given = {"PATH": path, "AT": str(tmp_path), "BRIDLE_RESTART_S": "0", **env}
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(["bash", SCRIPT], env=given, stdout=pipe, stderr=pipe, text=True)
-        )
-        return started[-1]
+        programs = {"bridle": bridle, "ray": ray}
+        return script(SCRIPT, programs, AT=str(tmp_path), BRIDLE_RESTART_S="0", **env)
 
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+    return run
 
 
 COUNT = 'echo x >> "$AT/runs"; n=$(wc -l < "$AT/runs")'

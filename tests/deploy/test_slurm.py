@@ -1,6 +1,5 @@
 """The Slurm script with a `srun`, `scontrol` and `ray` that only say what they were given."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -13,36 +12,22 @@ from bridle.cli.app import app
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "bridle.sbatch"
 SLEEP = "sleep 30 >/dev/null 2>&1 &"
-HOSTS = "#!/bin/sh\necho node07; echo node08; echo node09\n"
+HOSTS = "echo node07; echo node08; echo node09"
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(script):
     """Runs the script in a job of three machines; `srun` is given as a shell script."""
 
-    started: list[subprocess.Popen[str]] = []
-
     def run(srun='echo "$@"', **env):
-        for name, text in {"scontrol": HOSTS, "srun": f"#!/bin/bash\n{srun}\n"}.items():
-            (tmp_path / name).write_text(text)
-            (tmp_path / name).chmod(0o755)
         given = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "SLURM_JOB_NODELIST": "node[07-09]",
             "SLURM_JOB_NUM_NODES": "3",
             "SLURM_CPUS_PER_TASK": "8",
-            **env,
         }
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(["bash", SCRIPT], env=given, stdout=pipe, stderr=pipe, text=True)
-        )
-        return started[-1]
+        return script(SCRIPT, {"scontrol": HOSTS, "srun": srun}, **given, **env)
 
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+    return run
 
 
 def said(process):

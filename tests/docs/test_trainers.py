@@ -1,11 +1,15 @@
 """The recipes for trainers run as they stand on their pages."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.bridges.by_hand import session, trace
+from tests.cli.models import untrained
 
 from bridle.bridges.parquet import write_trajectories
 
@@ -67,3 +71,17 @@ def test_traces_and_responses_come_as_their_pages_say():
     assert (len(made["turns"]), len(made["nodes"])) == (2, 5)
     exec(blocks("nemo.md").split("from bridle.bridges.base")[0], made)  # noqa: S102
     assert made["answer"]["reward"] == 1.0
+
+
+@pytest.mark.train
+@pytest.mark.filterwarnings("default")
+def test_a_model_learns_from_a_set_as_the_page_says(tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 8, n], "loss_mask": [0, 0, 0, 1, 1]} for n in (9, 10)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = untrained(tmp_path / "model")
+    given = {"data_file": "data.jsonl", "parquet_file": "set.parquet", "out_dir": "learned"}
+    paths = {name: str(tmp_path / path) for name, path in given.items()}
+    exec(blocks("data.md"), {"model_dir": str(model), **paths})  # noqa: S102 - our own page
+
+    before, after = (load_file(at / "model.safetensors") for at in (model, tmp_path / "learned"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -5,7 +5,7 @@ A server is first well, so that the adapter starts on it, and then answers as ea
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import aiohttp
 import pytest
@@ -63,6 +63,7 @@ class Proxy:
 
 SAMPLING = {"/generate", "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
 ALL = {**SHAPES, "openai": None}
+SILENT_S = 1.0
 
 
 @pytest.fixture(params=ALL, name="reached")
@@ -73,12 +74,12 @@ async def opened(request):
     server = EngineServer(inside) if shape is None else shape.server(inside, **shape.serving)
     async with server, Proxy(server).open_with() as (proxy, url):
         if shape is None:
-            adapter = OpenAIEngine(url + "/v1", timeout_s=0.5)
+            adapter = OpenAIEngine(url + "/v1", timeout_s=SILENT_S)
         else:
-            adapter = shape.adapter(url, timeout_s=0.5, **shape.reading)
-        await adapter.start()
-        yield adapter, proxy
-        await adapter.aclose()
+            adapter = shape.adapter(url, timeout_s=SILENT_S, **shape.reading)
+        async with aclosing(adapter):
+            await adapter.start()
+            yield adapter, proxy
 
 
 def call(**fields):

@@ -78,7 +78,7 @@ async def test_a_session_that_cannot_be_recorded_does_not_exist():
                 await home.gateway.open_session("one")
         assert home.gateway.session_ids() == []
         status, reply = await home.control("POST", "/sessions", {"session_id": "one"})
-        assert (status, reply["error"]["message"]) == (500, "disk full")
+        assert (status, reply["error"]["message"]) == (503, "disk full")
 
 
 # ---- sealing

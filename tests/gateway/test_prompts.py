@@ -50,6 +50,28 @@ async def test_a_begun_answer_extends_the_turns_before_it():
         assert renderer().decode(two.suffix_ids).endswith("assistant\nthr")
 
 
+async def test_a_turn_that_comes_back_in_one_piece_with_its_beginning_extends_its_ids():
+    async with house({"raw": " is 4.<|im_end|>"}, {"content": "5"}) as home:
+        caller = await home.session()
+        await said(caller, [user("2+2?"), begun("The answer")])
+        await said(caller, [user("2+2?"), begun("The answer is 4."), user("2+3?")])
+        one, two = caller.exchanges
+        assert (two.parent_id, two.root_reason) == (one.exchange_id, None)
+        assert two.kept == one.prompt_length + len(one.output_ids)
+        assert "The answer" not in renderer().decode(two.suffix_ids)
+
+
+async def test_a_begun_answer_that_was_cut_is_gone_on_with_from_all_of_it():
+    async with house({"raw": " ha", "finish": "length"}) as home:
+        caller = await home.session()
+        for text in ("Ha", "Ha ha"):
+            await said(caller, [user("laugh"), begun(text)])
+        await said(caller, [user("laugh"), begun("Ha ha ha"), user("more")])
+        one, two, three = caller.exchanges
+        assert (two.parent_id, len(two.suffix_ids)) == (one.exchange_id, 0)
+        assert three.parent_id == two.exchange_id
+
+
 async def test_a_reply_that_was_cut_by_its_length_is_gone_on_with_token_by_token():
     turns = ({"raw": "<think>\n\n</think>\n\none two", "finish": "length"}, {"raw": " three"})
     async with house(*turns) as home:
@@ -138,7 +160,7 @@ async def test_a_call_behind_a_begun_answer_is_a_call(between, text):
         history = [asked[0], turn, {"role": "user", "content": [result]}]
         status, _ = await said(caller, history, tools=[BASH])
         one, two = caller.exchanges
-        assert (status, two.continues) == (200, one.exchange_id)
+        assert (status, two.parent_id) == (200, one.exchange_id)
 
 
 async def test_a_call_behind_a_begun_answer_stays_text_where_no_call_is_wanted():

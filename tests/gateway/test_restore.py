@@ -80,6 +80,27 @@ async def test_an_old_session_goes_on_where_it_was(tmp_path):
         assert trajectory["metadata"]["stats"]["merge_ratio"] == 1.0
 
 
+async def test_a_turn_with_a_beginning_of_the_client_s_goes_on_after_a_restart(tmp_path):
+    asked = [user("2+2?"), {"role": "assistant", "content": "The answer"}]
+    whole = [asked[0], {"role": "assistant", "content": "The answer is 4."}, user("on")]
+    async with on_disk(tmp_path / "c.sqlite", {"raw": " is 4.<|im_end|>"}) as home:
+        caller = await home.session("one")
+        await messages_of(caller, asked)
+    async with on_disk(tmp_path / "c.sqlite", {"content": "5"}) as home:
+        caller = again(home, caller)
+        await messages_of(caller, whole)
+        one, two = caller.exchanges
+        assert two.parent_id == one.exchange_id
+
+
+async def messages_of(caller, messages):
+    """Ask in Anthropic's dialect."""
+    body = {"model": "m", "max_tokens": 99, "messages": messages}
+    path = f"/s/{caller.session_id}/v1/messages"
+    status, _, _ = await request(caller.house, "POST", path, key=caller.handle.key, body=body)
+    assert status == 200
+
+
 @pytest.mark.parametrize("dialect", list(Dialect))
 async def test_every_dialect_s_exchanges_come_back(dialect, tmp_path):
     path, body, _ = REQUESTS[dialect]

@@ -240,6 +240,23 @@ async def test_last_weights_that_are_gone_end_the_start_with_the_way_out(tmp_pat
             pass
 
 
+async def test_weights_that_cannot_be_written_down_may_be_published_again(
+    tmp_path,
+):
+    engine = Trained({"content": "a"})
+    async with house(engine=engine, data_dir=tmp_path) as home:
+        blocked = tmp_path / f"{WEIGHTS_FILE}.part"
+        blocked.symlink_to("/dev/full")
+        body = {"weights": "dir", "version": 4}
+        status, told = await home.control("POST", "/policy", body)
+        assert (status, "No space left" in told["error"]["message"]) == (503, True)
+        assert (await home.control("GET", "/policy"))[1]["version"] == 4
+        assert (engine.loaded, kept(tmp_path)) == (["dir"], None)
+        blocked.unlink()
+        assert (await home.control("POST", "/policy", body))[0] == 200
+        assert kept(tmp_path) == body
+
+
 async def test_who_comes_late_loads_weights_only_where_they_are_older():
     old, new = Trained({"content": "a"}), Trained({"content": "a"})
     await new.set_version(5)

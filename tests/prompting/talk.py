@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from bridle.dialects.base import content_digest
-from bridle.prompting.canonical import AtomMemo, answer_atoms, canonical
+from bridle.prompting.canonical import AtomMemo, answer_atoms, canonical, joined_atoms
 from bridle.prompting.conversation import Conversation
 from bridle.types import (
     DeliveryState,
@@ -93,8 +93,21 @@ class Talk:
         self.place(*messages, tools=tools)
         self.conversation.begin(name, self.canonical(*messages, tools=tools))
 
-    def commit(self, name, messages, answer, *, tools=(), template_args=None, state="delivered"):
-        """`answer`: one assistant message or several; its ids are the ones that we issued."""
+    def commit(
+        self,
+        name,
+        messages,
+        answer,
+        *,
+        tools=(),
+        template_args=None,
+        state="delivered",
+        begun=None,
+    ):
+        """`answer`: one assistant message or several; its ids are the ones that we issued.
+
+        `begun` is the text of the last of `messages` where that is a prefill.
+        """
         shown = answer if isinstance(answer, tuple) else (answer,)
         issued = [c.id for m in shown for c in m.tool_calls if c.id] + [
             i for m in shown for i in m.issued_ids
@@ -104,6 +117,7 @@ class Talk:
             self.canonical(*messages, tools=tools),
             answer_atoms(shown, tools),
             issued,
+            joined=joined_atoms(replace(request(*messages, tools=tools), prefill=begun), shown),
             template_args=template_args,
         )
         if state:

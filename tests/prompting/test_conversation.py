@@ -92,6 +92,43 @@ def test_1_a_request_may_end_with_an_assistant_turn(talk):
     assert (prefill.kind, prefill.reason) == (ROOT, "foreign")
 
 
+BEGUN = said("Two and two")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"), [(" is 4.", ()), (" is", TURN.tool_calls), ("", TURN.tool_calls)]
+)
+@pytest.mark.parametrize("issued", [(), ("sig",)])
+def test_a_turn_that_comes_back_in_one_piece_with_its_prefill_is_the_same_turn(calls, text, issued):
+    talk = Talk(Dialect.ANTHROPIC)
+    answer = said(text, calls=calls, issued=issued)
+    talk.exchange("p", (*TASK, BEGUN), answer, begun="Two and two")
+    after = SEEN if calls else user("on")
+    for turn in ((said(f"Two and two{text}", calls=calls),), (BEGUN, answer)):
+        placement = talk.place(*TASK, *turn, after)
+        assert (placement.kind, placement.parent, placement.drift) == (CHILD, "p", None)
+        assert placement.extend
+        assert placement.new_from == len(TASK) + len(turn)
+
+
+def test_a_turn_that_is_not_its_prefill_and_all_of_what_followed_is_no_turn_of_ours():
+    talk = Talk(Dialect.ANTHROPIC)
+    talk.exchange("p", (*TASK, BEGUN), said(" is 4."), begun="Two and two")
+    for text in ("Two and twois 4.", "Two and two is", "Two and two  is 4.", "is 4."):
+        placement = talk.place(*TASK, said(text), user("on"))
+        assert (placement.kind, placement.reason) == (ROOT, "foreign")
+    # Of a reply that was cut only what was written can come back.
+    talk.conversation.mark("p", DeliveryState.CUT, delivered=answer_atoms((said(" is"),), ()))
+    assert talk.place(*TASK, said("Two and two is 4."), user("on")).kind is ROOT
+
+
+def test_a_prefill_behind_which_nothing_was_said_is_no_turn():
+    talk = Talk(Dialect.ANTHROPIC)
+    talk.exchange("p", (*TASK, BEGUN), said(""), begun="Two and two")
+    placement = talk.place(*TASK, BEGUN)
+    assert (placement.kind, placement.repeats) == (ROOT, ("p",))
+
+
 def test_2_equal_visible_answers_are_told_apart_by_reasoning():
     talk = Talk()
     for name, thought in (("a", "left"), ("b", "right"), ("c", "left again")):

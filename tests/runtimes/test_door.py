@@ -2,14 +2,18 @@
 
 import asyncio
 import os
+import resource
 import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bridle.config import RuntimeSpec
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.door import Door, container_command, mounts_of, python
+from bridle.runtimes.base import ExecResult
+from bridle.runtimes.door import WAIT_S, Door, container_command, mounts_of, python
 from bridle.runtimes.door_client import ask, request
 from bridle.runtimes.local import LocalRuntime
 from bridle.runtimes.process import Command, run_process
@@ -88,16 +92,108 @@ async def test_an_open_folder_is_no_stream(door, sandbox, streams):
     assert not Path(sandbox.workdir, "ran").exists()  # noqa: ASYNC240 - quick
 
 
-async def test_a_request_that_is_too_long_is_not_read(door):
+def answer_of(door, frame, streams=3):
+    """What the door says to these bytes, sent with so many open files; nothing follows them."""
     with socket.socket(socket.AF_UNIX) as client:
         at = os.open(door.seen, os.O_RDONLY)
         client.connect(f"/proc/self/fd/{at}/socket")
         os.close(at)
         null = os.open(os.devnull, os.O_RDWR)
-        socket.send_fds(client, [b"\xff\xff\xff\xff"], [null] * 3)
+        socket.send_fds(client, [frame], [null] * streams)
         os.close(null)
+        client.shutdown(socket.SHUT_WR)
         client.settimeout(10)
-        assert await asyncio.to_thread(client.recv, 100) == b""
+        try:
+            return client.recv(100)
+        except ConnectionResetError:  # it did not read to the end
+            return b""
+
+
+def framed(body):
+    return len(body).to_bytes(4, "big") + body
+
+
+async def test_a_request_that_is_too_long_is_not_read(door):
+    assert await asyncio.to_thread(answer_of, door, b"\xff\xff\xff\xff") == b""
+
+
+class Ready:
+    """A sandbox in which every command does well."""
+
+    workdir = shared_at = "/work"
+
+    def share(self):
+        return Path(self.workdir)
+
+    async def attach(self, argv, *, env, cwd, streams):
+        assert argv
+        return ExecResult(
+            exit_code=0,
+            signal=None,
+            timed_out=False,
+            stdout=b"",
+            stderr=b"",
+            truncated=False,
+            duration_s=0.0,
+        )
+
+
+NO_REQUESTS = (
+    *("", "/", "/ 0", "/ 1", "/ -1 sh", "/ many sh"),
+    *("/ 1 container", "/ 2 container exec", "/ 3 container exec id"),
+    *("/ 3 container exec -w", "/ 3 container exec -e"),
+)
+WORDS = st.sampled_from([b"container", b"exec", b"-w", b"-e", b"-i", b"-x", b"id", b"sh", b""])
+BODIES = st.binary() | st.builds(
+    lambda count, words: b"\0".join([b"/", str(count).encode(), *words]),
+    st.integers(-2, 7),
+    st.lists(WORDS, max_size=7),
+)
+
+
+@pytest.mark.parametrize("words", NO_REQUESTS)
+async def test_what_asks_for_no_command_has_no_answer(door, words):
+    frame = framed(words.replace(" ", "\0").encode())
+    assert await asyncio.to_thread(answer_of, door, frame) == b""
+    assert door.failure is None
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary() | BODIES.map(framed), st.integers(1, 3))
+async def test_no_bytes_of_a_harness_end_a_door_or_are_a_failure_of_its_sandbox(
+    tmp_path_factory, frame, streams
+):
+    at = tmp_path_factory.mktemp("door") / "door"
+    async with Door(Ready(), at, seen=str(at), shared="/shared") as door:
+        for sent in (frame or b"\0", framed(b"/\x001\x00sh")):
+            answer = await asyncio.to_thread(answer_of, door, sent, streams)
+        assert answer in (b"exit 0\n", b"failed\n") if streams == 3 else answer == b""
+        assert door.failure is None
+
+
+async def test_a_door_without_a_free_file_number_waits_for_one(door):
+    with socket.socket(socket.AF_UNIX) as client:
+        at = os.open(door.seen, os.O_RDONLY)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(at)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            client.connect(f"/proc/self/fd/{at}/socket")
+            socket.send_fds(client, [request("sh", ["-c", "exit 4"])], [0, 1, 2])
+            await asyncio.sleep(3 * WAIT_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.close(at)
+        client.settimeout(10)
+        assert await asyncio.to_thread(client.recv, 100) == b"exit 4\n"
+
+
+async def test_a_command_line_that_no_system_takes_is_no_failure_of_the_sandbox(door):
+    body = b"/\x002\x00sh\x00" + b"x" * (3 << 20)
+    answer = await asyncio.to_thread(answer_of, door, framed(body))
+    assert answer.startswith(b"failed cannot start 'sh'")
+    assert door.failure is None
 
 
 async def test_a_sandbox_that_cannot_run_it_is_remembered(door, sandbox):

@@ -4,12 +4,16 @@ import asyncio
 import random
 import sqlite3
 import string
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
+from weakref import WeakKeyDictionary
 
 import orjson
 import pytest
 from sqlalchemy import event
-from tests.server.house import FakeWorkers, an_app, body, ended, until
+from structlog.testing import capture_logs
+from tests.server.house import FakeWorkers, an_app, body, ended, result, until
+
+from bridle.config import Task
 
 FIELDS = (
     *("task_id", "instruction", "num_samples", "runtime", "agent", "builder", "evaluator"),
@@ -81,20 +85,26 @@ async def test_a_task_may_hold_any_text(tmp_path):
         assert (await http.get("/v1/tasks/t?wait_s=20")).json()["state"] == "completed"
 
 
+TOLD = WeakKeyDictionary()
+"""What is told to the connections of a pool."""
+
+
 @contextmanager
 def told_on_checkout(service, *pragmas):
     """Every connection of the service's database is told these before it is used."""
+    pool = service.state._database._engine.sync_engine.pool
 
     def tell(connection, *_):
         cursor = connection.cursor()
-        for pragma in pragmas:
+        for pragma in TOLD[pool]:
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
-    pool = service.state._database._engine.sync_engine
-    event.listen(pool, "checkout", tell)
+    if pool not in TOLD:  # listened to once: a connection may be on its way out at any time
+        event.listen(pool, "checkout", tell)
+    TOLD[pool] = pragmas
     yield
-    event.remove(pool, "checkout", tell)
+    TOLD[pool] = ()
 
 
 async def refused_for_now(http, task_id):
@@ -113,7 +123,8 @@ async def held_run(http):
 
 async def all_is_there(http, task):
     """What ran meanwhile goes on and ends once, and what was refused can be sent again."""
-    http.service.workers.let("a.0")
+    if "a.0" in http.service.workers.living:
+        http.service.workers.let("a.0")
     await ended(http.service, "a")
     assert http.service.workers.ran.count("a.0") == 1
     assert (await http.post("/v1/tasks", json={"tasks": [task]})).status_code == 200
@@ -136,6 +147,58 @@ async def test_while_the_database_is_full_requests_are_told_to_come_again_and_no
             assert (await http.get("/v1/status")).status_code == 200  # what is there is read
         with told_on_checkout(http.service, "max_page_count=1000000"):
             await all_is_there(http, task)
+
+
+LONG = {"error": "x" * 200_000}
+"""What makes a result need room."""
+
+
+async def full_with_a_result_in_hand(http, log):
+    """Let the held run end; its result cannot be stored, which is said."""
+    http.service.workers.let("a.0", **LONG)
+    await until(lambda: any(one.get("doing") == "storing a.0" for one in log))
+    assert {one["error"] for one in log if one.get("doing") == "storing a.0"} == {
+        "the database cannot be used: database or disk is full"
+    }
+
+
+async def test_a_result_in_hand_waits_while_the_database_is_full_and_is_stored_then(
+    sqlite, tmp_path
+):
+    async with an_app(tmp_path, FakeWorkers(held=True)) as http:
+        await held_run(http)
+        pages = await sqlite.pages(http.service)
+        with told_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
+            await full_with_a_result_in_hand(http, log)
+            assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
+            assert (await http.get("/v1/status")).json()["running"] == 1
+            task = await refused_for_now(http, "b")
+        with told_on_checkout(http.service, "max_page_count=1000000"):
+            assert (await ended(http.service, "a"))["usable"] == 1
+            (group,) = (await http.get("/v1/groups?include=trajectories")).json()["groups"]
+            (one,) = group["results"]
+            assert (one["session_id"], one["error"]) == ("a.0", LONG["error"])
+            assert len(one["trajectory"]["traces"]) == 1
+            await all_is_there(http, task)
+            assert http.service.workers.ran == ["a.0", "b.0"]
+
+
+async def test_a_server_that_stops_with_a_result_in_hand_leaves_it_to_the_next_one(
+    sqlite, tmp_path
+):
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(an_app(tmp_path, FakeWorkers(held=True)))
+        await held_run(http)
+        pages = await sqlite.pages(http.service)
+        with told_on_checkout(http.service, f"max_page_count={pages}"), capture_logs() as log:
+            await full_with_a_result_in_hand(http, log)
+            await stack.aclose()
+    workers = FakeWorkers()
+    task = Task(task_id="a", instruction="Do it.")
+    workers.recallable = {"a.0": result("a.0", task, 0, **LONG)}  # a node keeps what has ended
+    async with an_app(tmp_path, workers) as http:
+        assert (await ended(http.service, "a"))["usable"] == 1
+        assert workers.ran == []
 
 
 async def test_while_the_database_is_locked_requests_are_told_to_come_again_and_nothing_is_lost(

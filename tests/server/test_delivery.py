@@ -53,6 +53,18 @@ class Receiver:
         return [json.loads(content) for _, content in self.got]
 
 
+class Slow(Receiver):
+    """Answers nothing before `release`."""
+
+    def __init__(self, release):
+        super().__init__()
+        self.release = release
+
+    async def take(self, request):
+        await self.release.wait()
+        return await super().take(request)
+
+
 class Clock:
     """Unix seconds that pass when they are told to."""
 
@@ -163,14 +175,8 @@ async def test_an_unreachable_receiver_is_given_up_after_its_time(tmp_path):
 
 async def test_a_slow_receiver_holds_no_other_up(tmp_path):
     release = asyncio.Event()
-
-    class Slow(Receiver):
-        async def take(self, request):
-            await release.wait()
-            return await super().take(request)
-
     async with (
-        Slow().up() as slow,
+        Slow(release).up() as slow,
         Receiver().up() as quick,
         a_service(tmp_path) as service,
         delivering(service),
@@ -309,19 +315,13 @@ async def has_delivered(service, count):
 
 async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
     release = asyncio.Event()
-
-    class Slow(Receiver):
-        async def take(self, request):
-            await release.wait()
-            return await super().take(request)
-
     async with (
         AsyncExitStack() as stack,
         Receiver().up() as quick,
         a_service(tmp_path, FakeWorkers(capacity=8)) as service,
         delivering(service),
     ):
-        slow = [await stack.enter_async_context(Slow().up()) for _ in range(16)]
+        slow = [await stack.enter_async_context(Slow(release).up()) for _ in range(16)]
         tasks = [
             submission(f"s{number}-{one}", callback_url=receiver.url)
             for number, receiver in enumerate(slow)
@@ -339,14 +339,8 @@ async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
 
 async def test_a_retry_does_not_wait_for_another_receivers_answer(tmp_path):
     release = asyncio.Event()
-
-    class Slow(Receiver):
-        async def take(self, request):
-            await release.wait()
-            return await super().take(request)
-
     async with (
-        Slow().up() as slow,
+        Slow(release).up() as slow,
         Receiver(500, 500).up() as quick,
         a_service(tmp_path) as service,
         delivering(service, first_wait_s=0.05),

@@ -80,6 +80,26 @@ async def test_tasks_and_sessions_are_cancelled(tmp_path):
         await ended(http.service, "c")
 
 
+async def test_sessions_of_all_tasks_are_listed_newest_first(tmp_path):
+    workers = FakeWorkers(answers={"b.0": failure("evaluator", "it broke")})
+    async with an_app(tmp_path, workers) as http:
+        await submit(http, body("a", 2), body("b", max_attempts=1))
+        await ended(http.service, "a")
+        await ended(http.service, "b")
+        found = (await http.get("/v1/sessions")).json()["sessions"]
+        page = (await http.get("/v1/sessions?limit=1&offset=1")).json()["sessions"]
+        failed = (await http.get("/v1/sessions?state=ERROR")).json()["sessions"]
+        wrong = await http.get("/v1/sessions?state=odd")
+
+    assert [one["session_id"] for one in found] == ["b.0", "a.1", "a.0"]
+    assert [one["task_id"] for one in found] == ["b", "a", "a"]
+    assert found[1]["harness"] == "command"
+    assert found[1]["timing"] == {"run": 0.01}
+    assert page == found[1:2]
+    assert failed == found[:1]
+    assert wrong.status_code == 422
+
+
 async def test_a_trajectory_comes_as_json_msgpack_or_arrow(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))

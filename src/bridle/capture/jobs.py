@@ -29,7 +29,7 @@ class Written(Enum):
     """It is to be queued."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """Something to write and who waits for it."""
 
@@ -73,10 +73,9 @@ class Jobs:
         """Whether the thread has jobs."""
         return self._given != self.finished
 
-    @property
-    def left(self) -> bool:
-        """Whether something was left for later."""
-        return bool(self._left)
+    def is_left(self, job: Job) -> bool:
+        """Whether `job` was left for later and nobody has taken it yet."""
+        return job in self._left
 
     @property
     def empty(self) -> bool:

@@ -9,8 +9,26 @@ from pathlib import Path
 from typing import Any, Self
 
 from bridle.capture import formats
-from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.capture.records import (
+    Delivery,
+    Exchange,
+    Outcome,
+    SessionCapture,
+    SessionRecord,
+    Totals,
+)
 from bridle.errors import StoreError, boundary
+
+_TOTALS = """
+SELECT s.session_id, max(e.n), count(*), sum(length(e.output_ids)) / 4,
+       max(e.started_at + e.duration_s)
+FROM exchanges e JOIN sessions s ON s.n = e.session WHERE e.n > ? GROUP BY e.session
+"""
+_EXTENT = """
+SELECT (SELECT count(*) FROM exchanges e JOIN sessions s ON s.n = e.session WHERE session_id = ?),
+       (SELECT count(*) FROM deliveries d JOIN sessions s ON s.n = d.session WHERE session_id = ?),
+       (SELECT count(*) FROM outcomes o JOIN sessions s ON s.n = o.session WHERE session_id = ?)
+"""
 
 
 class SqliteReader:
@@ -31,6 +49,35 @@ class SqliteReader:
         with self._reading():
             rows = self._rows("SELECT * FROM sessions ORDER BY n")
             return [formats.session_of(row) for row in rows]
+
+    def change(self) -> int:
+        """A number that stays the same as long as no other connection has written to the file."""
+        with self._reading():
+            return int(self._rows("PRAGMA data_version")[0][0])
+
+    def outcomes(self) -> Mapping[str, Outcome]:
+        """How sessions ended, by id; those that have not are missing."""
+        query = "SELECT s.session_id, o.* FROM outcomes o JOIN sessions s ON s.n = o.session"
+        with self._reading():
+            return {row[0]: formats.outcome_of(row[0], row[1:]) for row in self._rows(query)}
+
+    def totals(self, after: int = 0) -> tuple[Mapping[str, Totals], int]:
+        """What the exchanges behind row `after` add up to, by session id, and the last row.
+
+        To be added to what rows before gave: so looking again costs what is new.
+        """
+        with self._reading():
+            found: dict[str, Totals] = {}
+            for session_id, last, *values in self._rows(_TOTALS, (after,)):
+                after = max(after, last)
+                found[session_id] = Totals(*values)
+            return found, after
+
+    def extent(self, session_id: str) -> tuple[int, ...]:
+        """How much is recorded of a session: it changes when, and only when, something is added."""
+        with self._reading():
+            ((*counts,),) = self._rows(_EXTENT, (session_id,) * 3)
+            return tuple(counts)
 
     def size(self) -> int:
         """Bytes of the file that hold records: without the room that removed ones left."""

@@ -175,6 +175,17 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Totals:
+    """What some exchanges of a session add up to."""
+
+    exchanges: int
+    sampled: int
+    """Tokens."""
+    last_at: float
+    """Unix time, seconds, when the last of them was committed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Damaged:
     """A row of a capture file that is no exchange any more."""
 

@@ -63,8 +63,7 @@ WRITTEN_HERE = 1 << 15
 """Bytes of texts up to which a caller writes its own record: more takes long to compress."""
 
 HELD_UP_S = 0.05
-"""A transaction without fsync that takes longer met a busy disk (on a busy processor a thread waits
-some milliseconds for its turn)."""
+"""A transaction without fsync that takes longer met a busy disk; a busy processor costs some ms."""
 
 SHY_S = 5.0
 """How long callers leave the writing to the thread after that."""
@@ -252,15 +251,15 @@ class _Writer:
         self._jobs.give(job)
 
     def give_later(self, job: Job, seconds: float = LATER_S) -> None:
-        """Leave a job for the next transaction, which comes within so many seconds."""
+        """Leave a job for the next transaction, within so many seconds; later ones have theirs."""
         if self._jobs.leave(job) or seconds < LATER_S:
-            job.loop.call_later(seconds, self._write_later, job.loop)
+            job.loop.call_later(seconds, self._write_later, job)
 
-    def _write_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._jobs.left:
+    def _write_later(self, job: Job) -> None:
+        if not self._jobs.is_left(job):
             return
         if (written := self.write_now(None)) is Written.SOON:
-            loop.call_later(SOON_S, self._write_later, loop)
+            job.loop.call_later(SOON_S, self._write_later, job)
         elif written is Written.BY_THREAD:
             self._jobs.give()
 

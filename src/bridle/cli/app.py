@@ -11,6 +11,7 @@ from rich.console import Console
 from bridle import __version__
 from bridle.cli import (
     cancel,
+    dashboard,
     demo,
     doctor,
     engine,
@@ -67,6 +68,7 @@ app.command("rebuild")(rebuild.rebuild)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("train")(train.train)
+app.command("dashboard")(dashboard.dashboard)
 app.command("doctor")(doctor.doctor)
 app.command("gateway")(gateway.gateway)
 app.command("serve")(serve.serve)

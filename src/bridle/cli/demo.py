@@ -167,6 +167,7 @@ def _what_next(out: Path, real: Part, summary: JSON) -> None:
         )
         console.print("                                             the run folder of its sessions")
     console.print("\n[bold]What to try next[/]")
+    console.print(f"  bridle dashboard {out}   (runs, conversations and tokens in a browser)")
     console.print(f"  bridle show {session} --run {out}/harnesses/run")
     console.print(f"  bridle rebuild {out}/harnesses/run --builder per_request")
     console.print(f"  bridle export {out}/policy/run --format sft --out sft.jsonl")

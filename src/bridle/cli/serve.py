@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
     from bridle.server.service import Service
 
+DashboardOption = Annotated[
+    bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
+]
+
 
 def serve(  # noqa: PLR0913 - one parameter per flag
     engine: EnginesOption = None,
@@ -60,6 +64,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         list[str] | None,
         typer.Option(help="Name or network that callbacks may go to; repeatable."),
     ] = None,
+    dashboard: DashboardOption = False,
     stream: StreamOption = None,
     prompt: PromptOption = None,
 ) -> None:
@@ -84,7 +89,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         server={name: value for name, value in flags.items() if value not in (None, {})},
         executor=executor_flags(executor, concurrency),
     )
-    run_until_signal(lambda stop: _serve(loaded, stop))
+    run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard))
 
 
 def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
@@ -101,10 +106,12 @@ class Served:
     url: str
 
 
-async def _serve(config: FileConfig, stop: Stop) -> None:
-    async with server_of(config) as served:
+async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
+    async with server_of(config, dashboard=dashboard) as served:
         where = f", on the Ray cluster {ray}" if (ray := _cluster(config)) else ""
         notes.print(f"rollout server at {served.url}, data in {config.server.data}{where}")
+        if dashboard:
+            notes.print(f"its dashboard is at {served.url}/ui/")
         with long_running():
             await stop.wait()
             if left := await served.service.drain():
@@ -122,8 +129,8 @@ def _cluster(config: FileConfig) -> str | None:
 
 
 @asynccontextmanager
-async def server_of(config: FileConfig) -> AsyncIterator[Served]:
-    """A whole server inside: engines, gateways, nodes, state, HTTP.
+async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIterator[Served]:
+    """A whole server inside: engines, gateways, nodes, state, HTTP, and the dashboard if wanted.
 
     `ConfigError` or `EngineError` if it cannot be had; nothing is left behind.
     """
@@ -160,9 +167,15 @@ async def server_of(config: FileConfig) -> AsyncIterator[Served]:
         nursery = await stack.enter_async_context(Nursery(service.lost))
         deliverer = Deliverer(service, addresses, callback_secret(data))
         nursery.start(deliverer.run(), name="deliverer")
-        served = answering.Served(service, settings.permits, Auth(tokens), addresses)
+        auth = Auth(tokens)
+        served = answering.Served(service, settings.permits, auth, addresses)
+        mounts = []
+        if dashboard:
+            from bridle.cli.looking import mount
+
+            mounts.append(mount(service, auth, settings.host, data))
         url = await stack.enter_async_context(
-            serving(served, host=settings.host, port=settings.port)
+            serving(served, host=settings.host, port=settings.port, mounts=mounts)
         )
         yield Served(service, url)
 

@@ -25,7 +25,7 @@ from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
-from bridle.errors import BridleError, ConfigError, EngineError
+from bridle.errors import BridleError, ConfigError, EngineError, StoreError
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import SessionFacts, SessionHandle
@@ -187,6 +187,8 @@ class ControlPlane:
             return _error(refusal.status, str(refusal))
         except ConfigError as error:
             return _error(400, str(error))
+        except StoreError as error:
+            return _error(503, str(error))
         except ConnectionError:
             raise
         except BridleError as error:

@@ -45,7 +45,7 @@ from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import Policy
-from bridle.prompting.canonical import answer_atoms, canonical
+from bridle.prompting.canonical import answer_atoms, canonical, joined_atoms
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.messages import chat_tools, server_messages
 from bridle.prompting.prompt import PromptIds
@@ -436,6 +436,7 @@ class Exchanges:
             question.canonical,
             answer_atoms(shown, question.request.tools),
             issued_ids(shown),
+            joined=joined_atoms(question.request, shown),
             template_args=question.template_args,
         )
         summary = finished.call.asked.kind is Kind.COMPACTION

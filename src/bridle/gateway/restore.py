@@ -25,7 +25,7 @@ from bridle.gateway.models import Models
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
 from bridle.gateway.responses import DELETED
-from bridle.prompting.canonical import Atom, answer_atoms, canonical
+from bridle.prompting.canonical import Atom, answer_atoms, canonical, joined_atoms
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
 from bridle.types import (
@@ -118,6 +118,7 @@ class Restorer:
             key,
             answer_atoms(shown, request.tools),
             issued_ids(shown),
+            joined=joined_atoms(request, shown),
             template_args=template_args,
         )
         summary = exchange.kind is Kind.COMPACTION

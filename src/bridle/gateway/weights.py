@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from bridle.config import Settings
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import make_replica
-from bridle.errors import ConfigError, boundary
+from bridle.errors import ConfigError, StoreError, boundary
 from bridle.types import JSON
 
 WEIGHTS_FILE: Final = "weights.json"
@@ -81,7 +81,11 @@ class AddReplica(Settings):
 
 
 async def set_policy(wanted: SetPolicy, policy: Policy, engines: EnginePool) -> None:
-    """Do what `POST /policy` asks for. `EngineError` if the engines did not do their part."""
+    """Do what `POST /policy` asks for.
+
+    `EngineError` if the engines did not do their part, `StoreError` if they did and what they
+    loaded could not be written down for the gateway's next life: the same may be asked again.
+    """
     if wanted.weights is not None and wanted.version is not None:
         await engines.update_weights(
             wanted.weights,
@@ -122,7 +126,7 @@ def kept_weights(data_dir: Path | None) -> tuple[str, int] | None:
 def _keep(path: Path | None, weights: str, version: int) -> None:
     if path is None:
         return
-    with boundary(ConfigError, f"{path}: cannot be written"):
+    with boundary(StoreError, f"{path}: cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.part")
         with aside.open("w") as file:
@@ -135,7 +139,8 @@ def _keep(path: Path | None, weights: str, version: int) -> None:
 def _forget(path: Path | None, version: int) -> None:
     """A version that came with no folder is of weights that a trainer has loaded by itself."""
     if path is not None and (kept := kept_weights(path.parent)) and kept[1] != version:
-        path.unlink(missing_ok=True)
+        with boundary(StoreError, f"{path}: cannot be removed"):
+            path.unlink(missing_ok=True)
 
 
 def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:

@@ -194,6 +194,18 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
     return _span_atoms(messages, Dialect.OPENAI_CHAT, schema_defaults(tools))
 
 
+def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
+    """The atoms, no EVIDENCE, of an answer in one piece with what the client began of it.
+
+    Most clients of a prefill send both back as one text. Empty = the client began nothing.
+    """
+    if request.prefill is None or not messages:
+        return ()
+    whole = replace(messages[0], content=(TextPart(request.prefill), *messages[0].content))
+    atoms = answer_atoms((whole, *messages[1:]), request.tools)
+    return tuple(atom for atom in atoms if atom.kind is not AtomKind.EVIDENCE)
+
+
 def tools_digest(tools: Iterable[ToolSpec]) -> bytes:
     """16 bytes over the ordered tools: name, description, schema. No tools give `NO_TOOLS`.
 

@@ -144,10 +144,16 @@ class Conversation:
         answer: Sequence[Atom],
         issued: Iterable[str],
         *,
+        joined: Sequence[Atom] = (),
         template_args: Hashable = None,
     ) -> None:
-        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids."""
-        self._index.commit(exchange_id, canonical, answer, issued, template_args=template_args)
+        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids.
+
+        `joined` is `joined_atoms` of a reply that the client began.
+        """
+        self._index.commit(
+            exchange_id, canonical, answer, issued, joined=joined, template_args=template_args
+        )
 
     def forget(self, exchange_id: str) -> None:
         """An exchange in flight failed: nothing was captured of it."""

@@ -32,6 +32,11 @@ class Indexed:
     """Its answer's atoms; TEXT, CALL and the like, no EVIDENCE."""
     shown: tuple[Atom, ...] = ()
     """What of it a client can have seen; `by_turn` holds the key after these."""
+    joined_key: bytes | None = None
+    """The chain's digest after the answer in one piece with what the client began of it; `None` =
+    it began nothing."""
+    turn_keys: tuple[bytes, ...] = ()
+    """Under which `by_turn` has it."""
     reasoning: frozenset[bytes] = frozenset()
     template_args: Hashable = None
     state: DeliveryState | None = None
@@ -73,9 +78,10 @@ class Index:
         answer: Sequence[Atom],
         issued: Iterable[str],
         *,
+        joined: Sequence[Atom] = (),
         template_args: Hashable = None,
     ) -> None:
-        """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids."""
+        """As `Conversation.commit`."""
         if exchange_id not in self._exchanges:
             self.begin(exchange_id, canonical)
         exchange = self._exchanges[exchange_id]
@@ -84,6 +90,7 @@ class Index:
         exchange.template_args = template_args
         exchange.answer = tuple(atom for atom in answer if atom.kind is not AtomKind.EVIDENCE)
         exchange.reasoning = frozenset(atom.reasoning for atom in answer if atom.reasoning)
+        exchange.joined_key = chain_after(canonical.chain[-2], joined) if joined else None
         self._index_turn(exchange, exchange.answer)
         for value in issued:
             self._by_id[id_key(value)] = exchange
@@ -114,12 +121,15 @@ class Index:
             self._index_turn(exchange, seen)
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
-        """Put the exchange into `by_turn` under the key after the atoms that can come back."""
-        if exchange.shown:
-            _take_out(self._by_turn, _turn_key(exchange), exchange)
+        """Put the exchange into `by_turn` under the keys after the atoms that can come back."""
+        for key in exchange.turn_keys:
+            _take_out(self._by_turn, key, exchange)
         exchange.shown = shown
-        if shown:
-            self._by_turn.setdefault(_turn_key(exchange), []).append(exchange)
+        exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
+        if exchange.joined_key is not None and shown and shown == exchange.answer:
+            exchange.turn_keys += (exchange.joined_key,)
+        for key in exchange.turn_keys:
+            self._by_turn.setdefault(key, []).append(exchange)
 
     def _next(self) -> int:
         self._clock += 1
@@ -143,10 +153,6 @@ class Index:
 def id_key(value: str) -> str:
     """An id as it is looked up: Google's Python clients return base64 in its URL-safe form."""
     return value.translate(_URL_SAFE).rstrip("=")
-
-
-def _turn_key(exchange: Indexed) -> bytes:
-    return chain_after(exchange.prompt_key, exchange.shown)
 
 
 def _take_out(index: dict[bytes, list[Indexed]], key: bytes, exchange: Indexed) -> None:

@@ -13,6 +13,7 @@ key above all, stays outside; a variable that it sets for a command goes along.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shlex
 import shutil
@@ -36,6 +37,8 @@ MOST_BYTES = 4 << 20
 """Of one command line with its environment; Linux takes 2 MiB."""
 MOST_AT_ONCE = 128
 """Commands of one session at once; more wait."""
+WAIT_S = 0.05
+"""How long it waits for a free file number."""
 HEAR_S = 30.0
 """How long a command line may take to arrive."""
 OWN = frozenset(
@@ -148,7 +151,12 @@ class Door:
         assert listener is not None
         while True:
             await self._room.acquire()
-            client, _ = await loop.sock_accept(listener)
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError:  # too many files are open, which commands that end will close
+                self._room.release()
+                await asyncio.sleep(WAIT_S)
+                continue
             self._nursery.start(self._serve(client), name="sandbox-command")
 
     async def _serve(self, client: socket.socket) -> None:
@@ -156,7 +164,8 @@ class Door:
         with client:
             client.settimeout(0)
             try:
-                with suppress(OSError, ValueError, TimeoutError):
+                # The harness may send anything: what is no request is not answered.
+                with suppress(OSError, ValueError, LookupError, TimeoutError):
                     async with asyncio.timeout(HEAR_S):
                         body = await _heard(client, streams)
                     answer = await self._answered(client, body, streams)
@@ -168,13 +177,18 @@ class Door:
                 self._room.release()
 
     async def _answered(self, client: socket.socket, body: bytes, streams: Sequence[int]) -> str:
-        """Run what a client asks for, until it ends or the client does; the answer's line."""
+        """Run what a client asks for, until it ends or the client does; the answer's line.
+
+        `ValueError` or `LookupError` for what asks for nothing.
+        """
         cwd, count, *rest = body.decode(errors="surrogateescape").split("\0")
         words, variables = rest[: int(count)], rest[int(count) :]
         argv, env = words, self._given(variables)
         if words[0] == CONTAINER:
             cwd, argv, more = container_command(words[1:])
             env |= more
+        if not argv:
+            raise ValueError(words)
         given = (streams[0], streams[1], streams[2])
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run(argv, env, self._inside(cwd), given))
@@ -186,7 +200,8 @@ class Door:
             return "failed"
         result = running.result()
         if isinstance(result, RuntimeFailure):
-            self.failure = self.failure or result
+            if not _is_too_long(result):
+                self.failure = self.failure or result
             return f"failed {' '.join(str(result).split())}"
         self.limit = result.limit or self.limit
         return f"exit {result.exit_code}" if result.signal is None else f"signal {result.signal}"
@@ -227,7 +242,7 @@ class Door:
 def container_command(words: Sequence[str]) -> tuple[str, list[str], dict[str, str]]:
     """Folder, command and variables of `exec [-w FOLDER] [-e NAME=VALUE]... ID COMMAND...`.
 
-    Raises `ValueError` for an option that is not known.
+    Raises `ValueError` for an option that is not known, `IndexError` for one without its value.
     """
     cwd, env, rest = "", {}, list(words[1:])
     while rest and rest[0].startswith("-"):
@@ -279,6 +294,12 @@ async def _gone(client: socket.socket) -> None:
     with suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(client, 4096):
             pass
+
+
+def _is_too_long(failure: RuntimeFailure) -> bool:
+    """Whether the system takes no such command line, wherever it runs."""
+    cause = failure.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.E2BIG
 
 
 def _is_stream(number: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -12,6 +12,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.types import ASGIApp
 
 from bridle.errors import ConfigError
 from bridle.server import node_routes, polar_routes, v1_routes
@@ -20,8 +22,8 @@ from bridle.server.openapi import describe
 from bridle.server.schemas import error_json
 
 
-def make_app(served: Served) -> Starlette:
-    """All routes as one ASGI application."""
+def make_app(served: Served, mounts: Sequence[Mount] = ()) -> Starlette:
+    """All routes as one ASGI application, and whatever else is served under paths of its own."""
     routes = [
         *polar_routes.routes(served),
         *v1_routes.routes(served),
@@ -33,7 +35,7 @@ def make_app(served: Served) -> Starlette:
         return reply(describe(routes))
 
     routes.append(route(served, "GET", "/openapi.json", None, openapi))
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    return Starlette(routes=[*routes, *mounts], exception_handlers={HTTPException: _no_route})
 
 
 async def _no_route(_: Request, error: Exception) -> Response:
@@ -43,16 +45,29 @@ async def _no_route(_: Request, error: Exception) -> Response:
 
 
 @asynccontextmanager
-async def serving(served: Served, *, host: str, port: int) -> AsyncIterator[str]:
+async def serving(
+    served: Served, *, host: str, port: int, mounts: Sequence[Mount] = ()
+) -> AsyncIterator[str]:
     """Serve inside; yields the server's URL. `ConfigError` if the port cannot be had.
 
     When it is left, answers that are under way get a second.
     """
+    async with listening(make_app(served, mounts), host=host, port=port) as url:
+        try:
+            yield url
+        finally:
+            served.service.stopping.set()
+            served.service.groups.beat()
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp, *, host: str, port: int) -> AsyncIterator[str]:
+    """Serve any application inside; as `serving`."""
     listener = _bound(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
-        make_app(served),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -67,8 +82,6 @@ async def serving(served: Served, *, host: str, port: int) -> AsyncIterator[str]
             await server.up.wait()
             yield url
         finally:
-            served.service.stopping.set()
-            served.service.groups.beat()
             server.should_exit = True
             await asyncio.wait({task})
             listener.close()

@@ -89,7 +89,10 @@ class Dispatcher:
     # ---- starting
 
     async def run(self) -> None:
-        """Dispatch until cancelled; then end the runs that are under way and put them back."""
+        """Dispatch until cancelled; then end the runs that are under way and put them back.
+
+        Those that have ended and are not stored yet stay leased: the next server recalls them.
+        """
         async with Nursery(_log_lost) as nursery:
             try:
                 await self._dispatch(nursery)
@@ -173,7 +176,8 @@ class Dispatcher:
         except _Doomed:
             closed = await self._store(_not_run(claim, "cancelled", Cause.CANCELLED))
         except asyncio.CancelledError:
-            if not self._workers.outlive:
+            # One whose result is in hand is recalled by the next server, not run again.
+            if claim.run_id in self._computing and not self._workers.outlive:
                 await run_shielded(self._give_back(claim), timeout_s=PUT_BACK_S)
             raise
         finally:

@@ -28,8 +28,8 @@ from bridle.server.auth import Role
 from bridle.server.polar_routes import check, list_sessions, session_json, task_row
 from bridle.server.results import session_result, trajectory
 from bridle.server.rows import run_id
-from bridle.server.schemas import Ack, Batch, CancelBody
-from bridle.server.states import DeliveryState, TaskState
+from bridle.server.schemas import BATCH, Ack, Batch, CancelBody
+from bridle.server.states import DeliveryState, SessionState, TaskState
 from bridle.server.views import is_final
 from bridle.server.wire import Row
 from bridle.trajectory.packed import packed_json
@@ -48,6 +48,12 @@ GROUPS: Final[dict[str, JSON]] = {
     "wait_s": {"type": "integer", "minimum": 0, "maximum": LONGEST_WAIT_S, "default": 0},
     "order": {"enum": ["done", "submitted", "priority"]},
     "include": {"enum": ["trajectories"]},
+}
+
+NEWEST: Final[dict[str, JSON]] = {
+    "limit": PAGE["limit"],
+    "offset": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "default": 0},
+    "state": {"enum": list(SessionState)},
 }
 
 
@@ -70,6 +76,7 @@ def routes(served: Served) -> list[Route]:
         ),
         route(served, "DELETE", "/v1/tasks/{task_id}", submit, cancel_task),
         route(served, "GET", "/v1/tasks/{task_id}/sessions", read, list_sessions, query=PAGE),
+        route(served, "GET", "/v1/sessions", read, newest, query=NEWEST),
         route(served, "GET", "/v1/sessions/{session_id}", read, show_session),
         route(served, "DELETE", "/v1/sessions/{session_id}", submit, cancel_session),
         route(served, "GET", "/v1/sessions/{session_id}/trajectory", read, show_trajectory),
@@ -161,6 +168,18 @@ async def _session(asked: Asked) -> Row:
         message = f"no session {session_id[:250]!r}; sessions are there once they have started"
         raise Refusal(404, "not_found", message, param="session_id")
     return row
+
+
+async def newest(asked: Asked) -> Response:
+    """`GET /v1/sessions`: sessions that were started, those of the newest task first."""
+    state = asked.choice("state", tuple(SessionState))
+    rows = await asked.service.views.newest(
+        limit=asked.number("limit", 100, least=1, most=BATCH),
+        offset=asked.number("offset", 0, most=2**31 - 1),
+        state=None if state is None else SessionState(state),
+    )
+    told = [session_json(asked, row) | {"task_id": row["task_id"]} for row in rows]
+    return reply({"sessions": told})
 
 
 async def show_session(asked: Asked) -> Response:

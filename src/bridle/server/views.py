@@ -81,6 +81,17 @@ class Views:
             query = query.where(s.ended_at.is_not(None))
         return await self._all(query.order_by(s.sample_index).limit(limit))
 
+    async def newest(
+        self, *, limit: int, offset: int = 0, state: SessionState | None = None
+    ) -> Sequence[RowMapping]:
+        """Sessions that were started, those of the newest task first, with its `task_id`."""
+        s = t.sessions.c
+        query = select(t.sessions, t.tasks.c.task_id).join(t.tasks)
+        if state is not None:
+            query = query.where(s.state == state)
+        query = query.order_by(s.task_seq.desc(), s.sample_index.desc())
+        return await self._all(query.limit(limit).offset(offset))
+
     async def session(self, session_id: str) -> RowMapping | None:
         """A session's row, with its task's `task_id`."""
         query = select(t.sessions, t.tasks.c.task_id).join(t.tasks)

@@ -42,18 +42,22 @@ class Transcript:
         """The request as its dialect reads it."""
         known = self._requests.get(exchange.exchange_id)
         if known is None:
+            body = self.body(exchange)
             with _reading(exchange, "request"):
-                wire = DIALECTS[exchange.dialect]
-                tools = exchange.request.tools
-                body = wire.body(
-                    exchange.request.head,
-                    [self._bodies[digest] for digest in self._spans(exchange)],
-                    None if tools is None else self._bodies[tools],
-                )
                 route = Route(exchange.dialect, RouteKind.GENERATE, model="policy")
-                known = wire.parse(route, body, self._memo)
+                known = DIALECTS[exchange.dialect].parse(route, body, self._memo)
             self._requests[exchange.exchange_id] = known
         return known
+
+    def body(self, exchange: Exchange) -> bytes:
+        """The request's JSON: the bytes of its parts are those that came."""
+        with _reading(exchange, "request"):
+            tools = exchange.request.tools
+            return DIALECTS[exchange.dialect].body(
+                exchange.request.head,
+                [self._bodies[digest] for digest in self._spans(exchange)],
+                None if tools is None else self._bodies[tools],
+            )
 
     def reply(self, exchange: Exchange) -> tuple[Message, ...]:
         """The assistant messages of a reply; none where nothing was kept of it."""

@@ -39,7 +39,7 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
     marks = mark(graph, capture.exchanges, capture.deliveries, train)
     transcript = Transcript(capture.exchanges, capture.bodies)
     lines: list[tuple[int, str]] = []
-    for depth, node in _branches(graph):
+    for depth, node in branches(graph):
         exchange = node.exchange
         if node.parent is None:
             lines.append((depth, _root_line(exchange)))
@@ -52,7 +52,7 @@ def draw(capture: SessionCapture, train: Collection[Kind]) -> list[tuple[int, st
     return lines
 
 
-def _branches(graph: Graph) -> list[tuple[int, Node]]:
+def branches(graph: Graph) -> list[tuple[int, Node]]:
     """Nodes depth first. Where a conversation branches, the branch with the most exchanges stays
     at its depth and comes last, so that a long session with many retries stays narrow.
     """
@@ -92,18 +92,18 @@ def _exchange_line(node: Node, reason: MaskReason, transcript: Transcript) -> st
     new = node.prompt_length - node.kept
     parts = [
         f"{exchange.exchange_id} {exchange.kind}",
-        f"{_speakers(exchange, transcript)} -> assistant",
+        f"{speakers(exchange, transcript)} -> assistant",
         f"{node.kept}+{new} ids -> {len(exchange.output_ids)} sampled ({exchange.finish_reason})",
         fate,
     ]
     if drift := exchange.extra.get("drift"):
         parts.append(f"drift: {drift}")
-    if excerpt := _excerpt(exchange, transcript):
-        parts.append(excerpt)
+    if said := excerpt(exchange, transcript):
+        parts.append(said)
     return " | ".join(parts)
 
 
-def _speakers(exchange: Exchange, transcript: Transcript) -> str:
+def speakers(exchange: Exchange, transcript: Transcript) -> str:
     """Roles of the messages that are new with a request, e.g. `tool x2, user`."""
     try:
         roles = [str(message.role) for message in transcript.added(exchange)]
@@ -113,8 +113,8 @@ def _speakers(exchange: Exchange, transcript: Transcript) -> str:
     return ", ".join(role if count == 1 else f"{role} x{count}" for role, count in runs) or "-"
 
 
-def _excerpt(exchange: Exchange, transcript: Transcript) -> str:
-    """The beginning of what was said, calls as `name(arguments)`."""
+def excerpt(exchange: Exchange, transcript: Transcript, length: int = EXCERPT) -> str:
+    """The first `length` characters of what was said, calls as `name(arguments)`."""
     try:
         messages = transcript.reply(exchange)
     except StoreError:
@@ -124,7 +124,7 @@ def _excerpt(exchange: Exchange, transcript: Transcript) -> str:
         said.append(message.text)
         said += [f"{call.name}({call.arguments})" for call in message.tool_calls]
     text = " ".join(" ".join(said).split())
-    return text if len(text) <= EXCERPT else text[: EXCERPT - 3] + "..."
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def explain_fork(

@@ -1,0 +1,145 @@
+"""The dashboard of `bridle serve --dashboard`: the server's own state, behind its tokens.
+
+Pages are made on worker threads; what they ask of the service is done on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from starlette.routing import Mount
+
+from bridle.cli.dashboard import guard_of
+from bridle.dashboard.app import make_app
+from bridle.dashboard.folder import Folder
+from bridle.dashboard.guard import Guard
+from bridle.dashboard.served import Served
+from bridle.errors import ConfigError, ServerError
+from bridle.server import results, wire
+from bridle.server.auth import Auth, Role
+from bridle.server.rows import run_id
+from bridle.server.states import SessionState
+
+if TYPE_CHECKING:
+    from bridle.server.service import Service
+    from bridle.server.wire import Row
+    from bridle.trajectory.sample import Trajectory
+    from bridle.types import JSON
+
+T = TypeVar("T")
+
+PATH: Final = "/ui"
+
+ANSWER_S: Final = 60.0
+"""How long the service may take for one answer."""
+
+
+def mount(service: Service, auth: Auth, host: str, data: Path) -> Mount:
+    """The dashboard under `PATH`, for whoever's token may read. In the service's event loop.
+
+    `data` is the folder with the capture of a node of this process; without one, conversations are
+    shown as their traces.
+    """
+    try:
+        folder = Folder(data / "capture.sqlite")
+    except ConfigError:
+        folder = None
+    rollouts = ServiceRollouts(service, asyncio.get_running_loop())
+    guard = guard_of(host, None) if auth.is_off else Guard(lambda token: may_read(auth, token))
+    return Mount(PATH, make_app(Served(rollouts, "rollout server", folder), guard))
+
+
+def may_read(auth: Auth, token: str) -> bool:
+    """Whether a token opens the dashboard."""
+    caller = auth.caller([(b"authorization", b"Bearer " + token.encode())])
+    return caller is not None and caller.may(Role.READ)
+
+
+class ServiceRollouts:
+    """A service as `bridle.dashboard.served.Rollouts`, to be asked from threads."""
+
+    def __init__(
+        self, service: Service, loop: asyncio.AbstractEventLoop, answer_s: float = ANSWER_S
+    ) -> None:
+        self._service = service
+        self._loop = loop
+        self._answer_s = answer_s
+
+    def status(self) -> JSON:
+        """See `Rollouts.status`."""
+        return self._wait(self._service.status())
+
+    def nodes(self) -> list[JSON]:
+        """See `Rollouts.nodes`."""
+
+        async def nodes() -> list[JSON]:
+            return self._service.workers.nodes()
+
+        return self._wait(nodes())
+
+    def newest_sessions(
+        self, *, limit: int = 100, offset: int = 0, state: str | None = None
+    ) -> list[JSON]:
+        """See `Rollouts.newest_sessions`."""
+        wanted = None if state is None else SessionState(state)
+        asked = self._service.views.newest(limit=limit, offset=offset, state=wanted)
+        return [self._told(row) | {"task_id": row["task_id"]} for row in self._wait(asked)]
+
+    def task(self, task_id: str) -> JSON:
+        """See `Rollouts.task`."""
+        return wire.task_json(self._task(task_id))
+
+    def sessions(self, task_id: str) -> list[JSON]:
+        """See `Rollouts.sessions`."""
+        rows = self._wait(self._service.views.sessions(self._task(task_id)["seq"]))
+        return [self._told(row) for row in rows]
+
+    def session(self, session_id: str) -> JSON:
+        """See `Rollouts.session`."""
+        row = self._session(session_id)
+        return self._told(row) | {"task_id": row["task_id"]}
+
+    def trajectory(self, session_id: str) -> Trajectory:
+        """See `Rollouts.trajectory`."""
+        found = self._wait(results.trajectory(self._service, self._session(session_id)))
+        if found is None:
+            raise ServerError(f"session {session_id!r} has no trajectory any more", status=404)
+        return found
+
+    def artifact(self, session_id: str, name: str) -> bytes | Path:
+        """See `Rollouts.artifact`."""
+        row = self._session(session_id)
+        run = run_id(session_id, max(1, row["attempt"]))
+        found = self._wait(self._service.workers.artifact(run, name))
+        if found is None:
+            raise ServerError(f"no artifact {name[:200]!r}", status=404)
+        return found
+
+    def _told(self, row: Row) -> JSON:
+        running = row["state"] == SessionState.RUNNING
+        stage = self._service.stage(row["session_id"], row["attempt"]) if running else None
+        return wire.session_json(row, stage)
+
+    def _task(self, task_id: str) -> Row:
+        return _there(self._wait(self._service.views.task(task_id)), f"task {task_id[:200]!r}")
+
+    def _session(self, session_id: str) -> Row:
+        row = self._wait(self._service.views.session(session_id))
+        return _there(row, f"session {session_id[:200]!r}")
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(self._answer_s)
+        except TimeoutError:
+            future.cancel()
+            raise ServerError(f"no answer in {self._answer_s:g} s", status=503) from None
+
+
+def _there(row: Row | None, what: str) -> Row:
+    if row is None:
+        raise ServerError(f"no {what}", status=404)
+    return row

@@ -1,0 +1,126 @@
+"""Who may look: a token in a header, or typed once into a form and kept as a cookie.
+
+The cookie names a sign-in of this process, not the token: it is worth nothing elsewhere, ends with
+the process and after `KEEP_S`, is never shown to a script, and is sent by no other site's pages.
+The token is asked about again at each request, so one that was taken back opens nothing more.
+
+Without tokens, on loopback, `hosts` alone guards: a page of another site whose name was pointed at
+this machine must not read what is served here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Final, Protocol
+from urllib.parse import parse_qs
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+COOKIE: Final = "bridle_dashboard"
+KEEP_S: Final = 12 * 3600.0
+MOST: Final = 200
+"""Sign-ins that are remembered."""
+
+MAX_FORM: Final = 4096
+"""Bytes of the login form."""
+
+
+class Form(Protocol):
+    """Makes the page that asks for a token."""
+
+    def __call__(self, request: Request, *, wrong: bool) -> Response:
+        """The page; `wrong` after a token that is not known."""
+
+
+class Guard:
+    """Lets those in who have a token that `allows` says yes to."""
+
+    def __init__(
+        self,
+        allows: Callable[[str], bool] | None = None,
+        hosts: Collection[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._allows = allows
+        """`None` = nobody needs one."""
+        self._hosts = hosts
+        """Names in the `Host` header that are answered; `None` = all."""
+        self._clock = clock
+        self._kept: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def around(self, app: ASGIApp, form: Form) -> ASGIApp:
+        """The application behind this guard."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            request = Request(scope, receive, send)
+            answer = await self._answer(request, form)
+            await (app if answer is None else answer)(scope, receive, send)
+
+        return guarded
+
+    async def _answer(self, request: Request, form: Form) -> Response | None:
+        """What a request gets from the guard itself; `None` = it may pass."""
+        if self._hosts is not None and _name_of(request.headers.get("host", "")) not in self._hosts:
+            return PlainTextResponse("this name is not served here", 421)
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        if self._allows is None:
+            return None
+        if path == "/login" and request.method == "POST":
+            return await self._sign_in(request, form)
+        # The form needs its style before anybody is known.
+        if path.startswith("/static/") or self._is_known(request):
+            return None
+        if path == "/login" or "text/html" in request.headers.get("accept", ""):
+            return form(request, wrong=False)
+        return PlainTextResponse("a known token is needed", 401)
+
+    def _is_known(self, request: Request) -> bool:
+        assert self._allows is not None
+        kind, _, sent = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer":
+            return self._allows(sent.strip())
+        token, since = self._kept.get(request.cookies.get(COOKIE, ""), ("", 0.0))
+        return bool(token) and self._clock() - since < KEEP_S and self._allows(token)
+
+    async def _sign_in(self, request: Request, form: Form) -> Response:
+        assert self._allows is not None
+        sent = b""
+        async for part in request.stream():
+            sent += part
+            if len(sent) > MAX_FORM:
+                return PlainTextResponse("the form is too large", 413)
+        token = parse_qs(sent.decode(errors="replace")).get("token", [""])[0].strip()
+        base = request.scope.get("root_path", "")
+        if not token or not await run_in_threadpool(self._allows, token):
+            return form(request, wrong=True)
+        name = secrets.token_urlsafe(32)
+        self._kept[name] = (token, self._clock())
+        while len(self._kept) > MOST:
+            self._kept.popitem(last=False)
+        answer = RedirectResponse(f"{base}/", 303)
+        answer.set_cookie(
+            COOKIE,
+            name,
+            max_age=int(KEEP_S),
+            path=base or "/",
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+
+def _name_of(host: str) -> str:
+    """The name in a `Host` header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower()

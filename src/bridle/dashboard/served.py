@@ -1,0 +1,215 @@
+"""A rollout server as a source, over its own API: whatever its token may read, and no more.
+
+Lists are of the newest sessions that were started (`NEWEST`). What the server has is each session's
+result and trajectory; the conversation tree is there where the capture is at hand too, as the data
+folder of a server whose node is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from bridle.dashboard.folder import Folder
+from bridle.dashboard.lines import FAILED, Group, Line, Wanted, groups_of, measured_of
+from bridle.dashboard.overview import Overview, newest, overview_of
+from bridle.dashboard.source import Listed, Shown
+from bridle.errors import ServerError
+from bridle.trajectory.sample import Trajectory
+from bridle.types import JSON
+
+NEWEST: Final = 1000
+"""Sessions that lists are made of."""
+
+
+class Rollouts(Protocol):
+    """What is asked of a server; `bridle.client.Client` is one. Raises `ServerError`."""
+
+    def status(self) -> JSON:
+        """How much there is of what."""
+
+    def nodes(self) -> list[JSON]:
+        """Where sessions are computed."""
+
+    def newest_sessions(
+        self, *, limit: int = 100, offset: int = 0, state: str | None = None
+    ) -> list[JSON]:
+        """Sessions that were started, newest first."""
+
+    def task(self, task_id: str) -> JSON:
+        """Where a task stands."""
+
+    def sessions(self, task_id: str) -> list[JSON]:
+        """A task's sessions."""
+
+    def session(self, session_id: str) -> JSON:
+        """Where a session stands."""
+
+    def trajectory(self, session_id: str) -> Trajectory:
+        """The trajectory of a session that has ended."""
+
+    def artifact(self, session_id: str, name: str) -> bytes | Path:
+        """A log or kept file."""
+
+
+class Served:
+    """Implements `Source`."""
+
+    def __init__(self, rollouts: Rollouts, title: str, folder: Folder | None = None) -> None:
+        self._rollouts = rollouts
+        self._title = title
+        self._folder = folder
+        """Where captures are, if they are at hand."""
+
+    @property
+    def title(self) -> str:
+        """See `Source.title`."""
+        return self._title
+
+    def overview(self) -> Overview:
+        """See `Source.overview`."""
+        status = self._rollouts.status()
+        seen = None if self._folder is None else self._folder.overview()
+        told = self._told()
+        lines = [line_of(one) for one in told]
+        latest = {line.session_id for line in newest(lines)}
+        own = overview_of(lines, [], [], now=time.time())
+        shown = self._lines([one for one in told if one["session_id"] in latest])
+        counts: dict[str, int] = dict(status["sessions"])
+        waiting = int(status["sessions_waiting"])
+        return replace(
+            own,
+            total=sum(counts.values()),
+            statuses=counts,
+            expected=sum(counts.values()) + waiting if waiting else None,
+            report=None if seen is None else seen.report,
+            unmeasured=0 if seen is None else seen.unmeasured,
+            rate=own.rate if seen is None else seen.rate,
+            exchanges=0 if seen is None else seen.exchanges,
+            sampled=0 if seen is None else seen.sampled,
+            server=status,
+            nodes=self._rollouts.nodes(),
+            newest=newest(shown),
+        )
+
+    def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
+        """See `Source.sessions`."""
+        state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
+        told = [(one, line_of(one)) for one in self._told(state)]
+        lines = [line for _, line in told]
+        found = [one for one, line in told if wanted.takes(line)]
+        choices = {
+            "status": sorted({*FAILED, "COMPLETED", "RUNNING", "QUEUED"}),
+            "cause": sorted({line.cause for line in lines if line.cause}),
+            "harness": sorted({line.harness for line in lines if line.harness}),
+        }
+        return Listed(self._lines(found[start : start + count]), len(found), choices)
+
+    def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:  # noqa: ARG002 - it has no runs
+        """See `Source.groups`."""
+        groups = groups_of(line_of(one) for one in self._told())
+        return groups[start : start + count], len(groups)
+
+    def group(self, task_id: str, run: str) -> Group | None:  # noqa: ARG002 - it has no runs
+        """See `Source.group`."""
+        try:
+            task = self._rollouts.task(task_id)
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+        told = [one | {"task_id": task_id} for one in self._rollouts.sessions(task_id)]
+        lines = self._lines(told)
+        return Group(task_id, lines, state=task["state"], total=task["total_sessions"])
+
+    def session(self, session_id: str, run: str) -> Shown | None:  # noqa: ARG002 - it has no runs
+        """See `Source.session`."""
+        try:
+            told = self._rollouts.session(session_id)
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+        line, facts = line_of(told), {"earlier": told.get("earlier") or None}
+        logs = {name: name for name in told.get("artifacts") or ()}
+        known = {name: value for name, value in facts.items() if value is not None}
+        if (
+            self._folder is not None
+            and (found := self._folder.session(_run_id(told), "")) is not None
+        ):
+            line = replace(found.line, session_id=line.session_id, status=line.status, run=".")
+            return replace(found, line=line, logs=logs, facts=found.facts | known)
+        if not told.get("has_trajectory"):
+            return Shown(line, logs=logs, facts=known)
+        trajectory = self._rollouts.trajectory(session_id)
+        measured = measured_of(trajectory)
+        line = replace(
+            line,
+            exchanges=measured.stats.get("exchanges"),
+            sampled=measured.stats.get("tokens_captured"),
+            measured=measured,
+        )
+        return Shown(line, trajectory, None, logs, known)
+
+    def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
+        """See `Source.file`."""
+        shown = self.session(session_id, run)
+        if shown is None or name not in shown.logs:
+            return None
+        try:
+            return self._rollouts.artifact(session_id, name)
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _told(self, state: str | None = None) -> list[JSON]:
+        return self._rollouts.newest_sessions(limit=NEWEST, state=state)
+
+    def _lines(self, told: Sequence[JSON]) -> list[Line]:
+        """Sessions with what capture tells of them, where it is at hand."""
+        names = {one["session_id"]: _run_id(one) for one in told}
+        known = {} if self._folder is None else self._folder.known(names.values())
+        return [_with(line_of(one), known.get(names[one["session_id"]])) for one in told]
+
+
+def _with(line: Line, mine: Line | None) -> Line:
+    if mine is None:
+        return line
+    return replace(
+        line,
+        harness=line.harness or mine.harness,
+        exchanges=mine.exchanges,
+        sampled=mine.sampled,
+        measured=mine.measured,
+    )
+
+
+def _run_id(told: JSON) -> str:
+    """Under which id a session's last run was captured."""
+    attempt = int(told.get("attempt") or 1)
+    session_id: str = told["session_id"]
+    return session_id if attempt <= 1 else f"{session_id}.r{attempt}"
+
+
+def line_of(told: JSON) -> Line:
+    """A session as the API tells it."""
+    return Line(
+        session_id=told["session_id"],
+        run=".",
+        task_id=told.get("task_id") or "",
+        sample_index=told["sample_index"],
+        harness=told.get("harness") or "",
+        harness_version=told.get("harness_version") or "",
+        status=told["status"],
+        cause=told.get("cause"),
+        error=told.get("error"),
+        reward=told.get("reward"),
+        opened_at=told.get("started_at"),
+        ended_at=told.get("ended_at"),
+        last_at=told.get("ended_at"),
+        timing=told.get("timing") or {},
+    )

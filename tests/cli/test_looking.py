@@ -1,0 +1,119 @@
+"""`bridle serve --dashboard`: pages under /ui, behind the server's tokens."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from tests.cli.test_serve import a_server, script, tasks
+from tests.dashboard.test_app import links_to
+
+from bridle.cli.config import load_config
+from bridle.cli.looking import ServiceRollouts, may_read
+from bridle.cli.serve import executor_flags, server_of
+from bridle.client import AsyncClient
+from bridle.errors import ServerError
+from bridle.server.auth import Auth, Role, Token
+
+pytestmark = pytest.mark.timeout(90)
+
+TOKENS = """
+[[tokens]]
+name = "reader"
+token = "the-token-of-a-reader"
+roles = ["read"]
+[[tokens]]
+name = "trainer"
+token = "the-token-of-a-trainer"
+roles = ["submit"]
+"""
+HTML = {"accept": "text/html"}
+
+
+async def test_a_reader_sees_conversations_under_ui(tmp_path):
+    (tmp_path / "tokens.toml").write_text(TOKENS)
+    config = load_config(
+        None,
+        engines=[f"scripted:{script(tmp_path)}"],
+        server={"port": 0, "data": tmp_path / "data", "tokens": tmp_path / "tokens.toml"},
+        executor=executor_flags(None, concurrency=2),
+    )
+    async with (
+        server_of(config, dashboard=True) as opened,
+        AsyncClient(opened.url, token="the-token-of-a-trainer") as trainer,
+        httpx.AsyncClient(base_url=opened.url, headers=HTML) as browser,
+    ):
+        await trainer.submit_many(tasks(1))
+        async with AsyncClient(opened.url, token="the-token-of-a-reader") as reader:
+            await reader.wait("task-0", timeout_s=60)
+
+        closed = await browser.get("/ui/session/task-0.0")
+        wrong = await browser.post("/ui/login", data={"token": "the-token-of-a-trainer"})
+        right = await browser.post("/ui/login", data={"token": "the-token-of-a-reader"})
+        first = await browser.get("/ui/")
+        page = await browser.get("/ui/session/task-0.0")
+        task = await browser.get("/ui/task?id=task-0")
+        exchange = await browser.get(links_to("exchange", page.text)[0])
+        tokens = await browser.get(links_to("trace", page.text)[0])
+        log = await browser.get(links_to("file", page.text)[0])
+        missing = await browser.get("/ui/session/none")
+        api = await browser.get("/v1/status")
+
+    assert (closed.status_code, wrong.status_code, right.status_code) == (401, 401, 303)
+    assert right.headers["location"] == "/ui/"
+    assert "Path=/ui" in right.headers["set-cookie"]
+    assert first.status_code == 200
+    assert "captured" in first.text
+    assert "groups wait for their trainer" in first.text
+    assert "root: <b>first</b>" in page.text
+    assert "Write done to out.txt." in exchange.text
+    assert task.status_code == tokens.status_code == log.status_code == 200
+    assert "trains, logprob" in tokens.text
+    assert missing.status_code == 404
+    assert api.status_code == 401, "the cookie opens the dashboard and nothing else"
+
+
+def test_a_dashboard_of_a_server_is_served_by_itself_too(tmp_path, say, monkeypatch):
+    from tests.cli.test_dashboard import fetch, serving
+
+    monkeypatch.delenv("BRIDLE_SERVER_TOKEN", raising=False)
+    with a_server(tmp_path, "--dashboard") as url, serving(url) as looking:
+        status, page = fetch(looking)
+        own, _ = fetch(f"{url}/ui/")
+
+    assert status == own == 200
+    assert "slots in use" in page
+    assert say("dashboard", "http://127.0.0.1:1").code == 3
+
+
+def test_only_who_may_read_may_look():
+    roles = {"reads": Role.READ, "submits": Role.SUBMIT, "all": Role.ADMIN}
+    auth = Auth(
+        [
+            Token(name=name, token=f"token-{name}-of-sixteen", roles=(role,))
+            for name, role in roles.items()
+        ]
+    )
+
+    able = {name for name in (*roles, "x") if may_read(auth, f"token-{name}-of-sixteen")}
+
+    assert able == {"reads", "all"}
+
+
+async def test_a_service_that_does_not_answer_is_told_and_its_work_is_ended():
+    ended = asyncio.Event()
+
+    class Silent:
+        async def status(self):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    asked: Any = Silent()
+    rollouts = ServiceRollouts(asked, asyncio.get_running_loop(), answer_s=0.05)
+    with pytest.raises(ServerError, match=r"no answer in 0\.05 s") as refused:
+        await asyncio.to_thread(rollouts.status)
+    assert refused.value.status == 503
+    async with asyncio.timeout(5):
+        await ended.wait()

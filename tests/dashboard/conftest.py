@@ -1,0 +1,13 @@
+"""A run of three sessions of one task, made through a real gateway; read only."""
+
+import asyncio
+
+import pytest
+from tests.dashboard.house import captured
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dashboard") / "run"
+    asyncio.run(captured(folder))
+    return folder

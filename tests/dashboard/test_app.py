@@ -1,0 +1,244 @@
+"""Pages: each answers, everything of others is escaped, nothing is loaded from elsewhere."""
+
+import asyncio
+import re
+from html.parser import HTMLParser
+
+import pytest
+from tests.dashboard.house import HOSTILE, busy, client, long, write
+
+from bridle.dashboard import app as pages
+from bridle.dashboard.tokens import PAGE
+
+
+class Page(HTMLParser):
+    """What a browser would load, run and follow."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.scripts, self.loads, self.links, self.inline, self.text = [], [], [], [], []
+        self._in_script = False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.inline += [name for name in given if name.startswith("on") or name == "style"]
+        self._in_script = tag == "script"
+        if tag == "script":
+            self.scripts.append(given.get("src"))
+        if tag in ("img", "iframe", "object", "embed", "source") or (
+            tag == "link" and given.get("rel") != "icon"
+        ):
+            self.loads.append(given.get("src") or given.get("href") or given.get("data"))
+        if tag == "a":
+            self.links.append(given.get("href"))
+
+    def handle_data(self, text):
+        (self.inline if self._in_script else self.text).append(text)
+
+    def handle_endtag(self, tag):
+        self._in_script = False
+
+
+def links_to(what, html):
+    return [link for link in Page(html).links if f"/{what}/" in link]
+
+
+def every_page(browser, start="/"):
+    """All pages that are reached by links, by path and query."""
+    found, waiting = {}, [start]
+    while waiting:
+        at = waiting.pop()
+        if at in found or "/static/" in at or at.startswith("#") or at.endswith("/file/escape"):
+            continue
+        found[at] = browser.get(at)
+        if found[at].headers["content-type"].startswith("text/html"):
+            waiting += [link for link in Page(found[at].text).links if link]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    """Every page of the run."""
+    with client(run) as browser:
+        return every_page(browser)
+
+
+def test_every_page_that_a_link_leads_to_is_there(found):
+    assert {answer.status_code for answer in found.values()} == {200}
+    kinds = {re.sub(r"[0-9a-f]{24}|one\.\d|\d+", "*", at.partition("?")[0]) for at in found}
+    assert {
+        *("/", "/sessions", "/tasks", "/task", "/session/*", "/session/*/exchange/*"),
+        *("/session/*/exchange/*/request.json", "/session/*/exchange/*/reply.json"),
+        *("/session/*/trace/*", "/session/*/trace/*/messages", "/session/*/file/stdout"),
+    } <= kinds
+
+
+def test_hostile_text_is_text_on_every_page(found):
+    shown = 0
+    for at, answer in found.items():
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        if not answer.headers["content-type"].startswith("text/html"):
+            assert answer.headers["content-type"].startswith("text/plain"), at
+            continue
+        page = Page(answer.text)
+        own = [*page.scripts, *page.loads]
+        assert all(one.startswith("/static/") for one in own), at
+        assert page.inline == [], at
+        assert "<script>alert" not in answer.text
+        assert all(link.startswith(("/", "#")) for link in page.links), at
+        shown += "<script>alert" in " ".join(page.text)
+    assert shown > 10
+
+
+def test_a_page_tells_its_session_whole(run):
+    with client(run) as browser:
+        page = browser.get("/session/one.0").text
+        failed = browser.get("/session/one.2").text
+
+    assert "captured" in page
+    assert "mini_swe_agent" in page
+    assert "root: <b>first</b>" in page
+    assert "root: <b>tools_changed</b>" in page
+    assert "does not contain" in page
+    assert page.count('class="turn') == 5
+    assert "it broke &lt;script&gt;" in failed
+
+
+def test_an_exchange_is_shown_beside_its_tree_and_alone_for_htmx(run):
+    with client(run) as browser:
+        link = links_to("exchange", browser.get("/session/one.0").text)[0]
+        whole = browser.get(link).text
+        alone = browser.get(link, headers={"HX-Request": "true", "HX-Target": "exchange"})
+        request = browser.get(link + "/request.json")
+
+    assert 'class="tree"' in whole
+    assert 'aria-current="true"' in whole
+    assert alone.text.lstrip().startswith('<article id="exchange"')
+    assert alone.headers["vary"] == "HX-Target"
+    assert "You fix tests." in alone.text
+    assert "Look first." in alone.text
+    assert request.json()["messages"][0]["content"] == "You fix tests."
+    assert request.json()["messages"][1]["content"].endswith(HOSTILE)
+
+
+def test_a_fork_is_explained_where_it_is_shown(run):
+    with client(run) as browser:
+        page = browser.get("/session/one.0").text
+        _, _, after = page.partition("root: <b>tools_changed</b>")
+        fork = browser.get(re.findall(r'class="turn.*?href="([^"]+)"', after)[0]).text
+
+    assert "why its ids do not go on" in fork
+    assert "they part at position" in fork
+
+
+def test_ten_thousand_exchanges_are_read_once_and_shown_by_pages(tmp_path):
+    asyncio.run(write(tmp_path, long(10_000, chain=100)))
+    with client(tmp_path) as browser:
+        first = browser.get("/session/long")
+        last = browser.get("/session/long?at=9900")
+        one = browser.get("/session/long/exchange/x5000", headers={"HX-Target": "exchange"})
+
+    assert first.text.count('class="turn') == pages.TREE
+    assert last.text.count('class="turn') == 100
+    assert "x5000" in one.text
+    assert len(first.content) < 400_000
+    assert len(one.content) < 100_000
+    assert [made.reads for made in browser.source._runs.values()] == [1]
+
+
+def test_the_page_of_the_tree_is_the_one_with_its_exchange(tmp_path):
+    asyncio.run(write(tmp_path, long(700)))
+    with client(tmp_path) as browser:
+        page = browser.get("/session/long/exchange/x650").text
+
+    assert 'id="x-x650"' in page
+    assert 'id="x-x1"' not in page
+
+
+def test_a_hundred_thousand_tokens_are_pages_of_a_thousand(tmp_path):
+    asyncio.run(write(tmp_path, long(20, new=4000, output=1000)))
+    with client(tmp_path) as browser:
+        first = browser.get("/session/long/trace/0").text
+        last = browser.get("/session/long/trace/0?at=99000").text
+        beyond = browser.get("/session/long/trace/0?at=99999999999").text
+
+    assert first.count("· prompt: before") == PAGE
+    assert 'rel="next"' in first
+    assert last.count("trains, logprob") == 1000
+    assert 'rel="next"' not in last
+    assert 'class="tokens' in beyond
+    assert len(first.encode()) < 300_000
+
+
+def test_what_is_not_there_is_a_page_that_says_so(run):
+    with client(run) as browser:
+        answers = [
+            browser.get(path)
+            for path in (
+                *("/nothing", "/session/none", "/session/one.0/exchange/none", "/task?id=none"),
+                *("/session/one.0/trace/99", "/session/one.0/trace/99/messages"),
+                *("/session/one.0/file/escape", "/session/one.0/file/secret"),
+                "/session/one.0/exchange/x/reply.json",
+            )
+        ]
+        posted = browser.post("/")
+
+    assert {answer.status_code for answer in answers} == {404}
+    assert all("Bridle</a>" in answer.text for answer in answers)
+    assert posted.status_code == 405
+
+
+def test_strange_numbers_in_a_link_are_the_first_page(run):
+    with client(run) as browser:
+        for at in ("-1", "x", "1e9", "٣", "9" * 40):
+            assert browser.get("/sessions", params={"at": at}).status_code == 200
+
+
+def test_a_tree_shows_kinds_branches_and_what_does_not_train(tmp_path):
+    asyncio.run(write(tmp_path, busy()))
+    with client(tmp_path) as browser:
+        page = browser.get("/session/busy").text
+
+    for text in ("subagent", "compaction", "side", "no delivery record", "length"):
+        assert text in page
+    assert 'class="root d0"' in page
+    assert 'class="d1"' in page
+    assert "still runs, or its process was killed" in page
+
+
+def test_mounted_under_a_path_all_links_stay_under_it(run):
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+    from starlette.testclient import TestClient
+
+    from bridle.dashboard.app import make_app
+    from bridle.dashboard.folder import Folder
+
+    with TestClient(Starlette(routes=[Mount("/ui", make_app(Folder(run)))])) as browser:
+        found = every_page(browser, "/ui/")
+
+    assert len(found) > 20
+    assert {answer.status_code for answer in found.values()} == {200}
+    assert all(at.startswith("/ui/") for at in found)
+
+
+def test_lone_surrogates_of_a_harness_do_not_break_a_page(tmp_path):
+    made = busy("odd")
+    made.end(0.0, status="ERROR", cause="harness_crash", error="bad \udcff byte")
+    asyncio.run(write(tmp_path, made))
+    with client(tmp_path) as browser:
+        page = browser.get("/session/odd")
+
+    assert page.status_code == 200
+
+
+@pytest.mark.parametrize("status", ["failed", "COMPLETED"])
+def test_a_list_is_filtered_by_its_query(run, status):
+    with client(run) as browser:
+        page = browser.get("/sessions", params={"status": status}).text
+
+    assert ("/session/one.2" in page) is (status == "failed")
+    assert ("/session/one.0" in page) is (status == "COMPLETED")

@@ -1,0 +1,260 @@
+"""Pages in a real Chromium: they draw, refresh and open without an error, and ask nobody else."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.dashboard.house import captured, shown
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+
+PICTURES = Path(__file__).resolve().parents[2] / ".cache" / "dashboard"
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--window-size=1360,940", "--hide-scrollbars"),
+)
+
+
+@contextmanager
+def serving(folder, **environment):
+    """Where a dashboard of the folder listens."""
+    command = [sys.executable, "-m", "bridle.cli", "dashboard", folder.name]
+    process: Any = subprocess.Popen(
+        [*command, "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        cwd=folder.parent,
+        text=True,
+    )
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A dashboard of a run and of a training."""
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("shown") / "runs"
+    asyncio.run(shown(folder))
+    with serving(folder) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """One Chromium for all tests, with a fresh profile."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = "/usr/bin/chromium"
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = webdriver.ChromeService("/usr/bin/chromedriver")
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(chromium):
+    """The Chromium; afterwards nothing was an error and nobody else was asked."""
+    for kind in ("browser", "performance"):
+        chromium.get_log(kind)
+    yield chromium
+    said = [line["message"] for line in chromium.get_log("browser")]
+    asked = {urlsplit(url).hostname for url in requests(chromium)}
+    assert said == []
+    assert asked == {"127.0.0.1"}
+
+
+def requests(chromium):
+    """Addresses that pages asked for since the last look; the browser's own pages don't count."""
+    for line in chromium.get_log("performance"):
+        event = json.loads(line["message"])["message"]
+        if event["method"] == "Network.requestWillBeSent":
+            address = event["params"]["request"]["url"]
+            if not address.startswith(("data:", "chrome:")):
+                yield address
+
+
+def every(browser, selector):
+    return browser.find_elements("css selector", selector)
+
+
+def one(browser, selector):
+    return until(lambda: every(browser, selector), selector)[0]
+
+
+def until(condition, what, seconds=15.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def press(browser, *keys):
+    from selenium.webdriver import ActionChains
+
+    ActionChains(browser).send_keys(*keys).perform()
+
+
+def picture(browser, name):
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    browser.save_screenshot(str(PICTURES / f"{name}.png"))
+
+
+def test_the_first_page_draws_a_training_and_refreshes_itself(browser, url):
+    browser.get(url)
+    until(lambda: len(every(browser, ".charts canvas")) == 5, "charts")
+    browser.execute_script("document.querySelector('.charts canvas').dataset.kept = 'yes'")
+    browser.execute_script("document.querySelector('#steps-1').open = true")
+    before = one(browser, "#live")
+
+    until(lambda: one(browser, "#live") != before, "a refresh")
+
+    assert every(browser, ".charts canvas[data-kept]"), "the drawing stays, with its zoom"
+    assert len(every(browser, ".charts canvas")) == 5
+    assert every(browser, "#steps-1[open]"), "what was opened stays open"
+    picture(browser, "overview")
+
+
+def test_the_tree_opens_an_exchange_beside_it_under_its_own_address(browser, url):
+    browser.get(f"{url}/sessions")
+    one(browser, "a[data-row]").click()
+    tree = one(browser, ".tree")
+    turn = every(browser, "a.turn")[1]
+    turn.click()
+    until(lambda: every(browser, "#exchange .message.sampled"), "the exchange")
+
+    assert tree == one(browser, ".tree"), "the page was not loaded anew"
+    assert browser.current_url == turn.get_attribute("href")
+    assert turn.get_attribute("aria-current") == "true"
+    picture(browser, "session")
+    browser.back()
+    until(lambda: "/exchange/" not in browser.current_url, "the way back")
+    browser.forward()
+    until(lambda: every(browser, "#exchange .message.sampled"), "the exchange again")
+
+
+def test_pages_are_reached_by_keys_alone(browser, url):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get(f"{url}/tasks")
+    press(browser, "j", Keys.ENTER)
+    until(lambda: "/task?" in browser.current_url, "the task")
+    press(browser, "j", "j", "k", Keys.ENTER)
+    until(lambda: "/session/" in browser.current_url, "the session")
+    press(browser, "j", Keys.ENTER)
+    until(lambda: every(browser, "#exchange .message.sampled"), "the exchange")
+    press(browser, "/")
+
+    assert browser.switch_to.active_element.get_attribute("name") == "text"
+    press(browser, "hello", Keys.ENTER)
+    until(lambda: "text=hello" in browser.current_url, "what was looked for")
+
+
+def test_the_skip_link_comes_first_and_focus_can_be_seen(browser, url):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get(url)
+    press(browser, Keys.TAB)
+    first = browser.switch_to.active_element
+
+    assert first.text == "Skip to the content"
+    assert first.value_of_css_property("outline-style") == "solid"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tokens_are_coloured_in_both_schemes(browser, url, scheme):
+    told = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", told)
+    browser.get(f"{url}/sessions?run=run")
+    one(browser, "a[data-row]").click()
+    browser.get(one(browser, "a[href*='/trace/']").get_attribute("href"))
+
+    shades = {
+        token.value_of_css_property("background-color") for token in every(browser, ".tokens .on")
+    }
+    back = one(browser, "body").value_of_css_property("background-color")
+    ink = one(browser, "html").value_of_css_property("background-color")
+    assert len(shades) > 1
+    assert "logprob" in one(browser, ".tokens .on").get_attribute("title")
+    assert back == "rgba(0, 0, 0, 0)"
+    assert (ink == "rgba(20, 23, 26, 1)") is (scheme == "dark")
+    picture(browser, f"tokens-{scheme}")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_without_scripts_every_page_tells_the_same(browser, url):
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get(f"{url}/sessions?run=run")
+        one(browser, "a[data-row]").click()
+        until(lambda: every(browser, "a.turn"), "the tree")[0].click()
+        until(lambda: every(browser, "#exchange .message.sampled"), "the exchange")
+        browser.get(url)
+        assert one(browser, "#steps-1")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("hostile")
+    asyncio.run(captured(folder))
+    with serving(folder) as where:
+        browser.get(f"{where}/session/one.2")
+        links = {
+            link.get_attribute("href")
+            for link in every(browser, "main a")
+            if "/exchange/" in link.get_attribute("href") or "/trace/" in link.get_attribute("href")
+        }
+        assert len(links) > 5
+        for address in sorted(links):
+            browser.get(address)
+            assert every(browser, "img[src*='evil']") == []
+            assert every(browser, "main script") == []
+
+
+def test_a_token_is_typed_once(browser, tmp_path_factory):
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("guarded")
+    asyncio.run(captured(folder, rewards=(1.0,)))
+    with serving(folder, BRIDLE_DASHBOARD_TOKEN="a-token-to-type") as where:
+        browser.get(where)
+        one(browser, "input[name=token]").send_keys("a-token-to-type\n")
+        until(lambda: every(browser, "#live"), "the first page")
+        browser.get(f"{where}/session/one.0")
+        assert every(browser, "a.turn")
+        assert browser.execute_script("return document.cookie") == ""
+    told = [line["message"] for line in browser.get_log("browser")]
+    assert [message for message in told if "401" not in message] == []
+
+
+def test_a_dashboard_that_has_gone_is_told(browser, tmp_path_factory):
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("going")
+    asyncio.run(captured(folder, rewards=(1.0,)))
+    with serving(folder) as where:
+        browser.get(where)
+        one(browser, "#live")
+    until(lambda: one(browser, ".stale").is_displayed(), "not refreshed")
+    browser.get("data:text/html,")
+    told = [line["message"] for line in browser.get_log("browser")]
+    assert all("CONNECTION_REFUSED" in message or "htmx" in message for message in told)

@@ -1,0 +1,102 @@
+"""Who may look."""
+
+import pytest
+from tests.dashboard.house import client
+
+from bridle.dashboard.guard import COOKIE, KEEP_S, MOST, Guard
+
+TOKEN = "a-token-that-is-known"
+HTML = {"accept": "text/html"}
+
+
+@pytest.fixture
+def known():
+    return {TOKEN}
+
+
+@pytest.fixture
+def clock():
+    return [1000.0]
+
+
+@pytest.fixture
+def browser(run, known, clock):
+    guard = Guard(lambda sent: sent in known, clock=lambda: clock[0])
+    with client(run, guard) as made:
+        yield made
+
+
+def test_nothing_is_shown_without_a_token(browser):
+    page = browser.get("/session/one.0", headers=HTML)
+    plain = browser.get("/session/one.0/file/stdout", headers={"accept": "*/*"})
+
+    assert page.status_code == plain.status_code == 401
+    assert 'type="password"' in page.text
+    assert "mini_swe_agent" not in page.text + plain.text
+    assert browser.get("/static/style.css").status_code == 200
+
+
+def test_a_token_typed_once_opens_all_pages(browser):
+    wrong = browser.post("/login", data={"token": "x"}, headers=HTML)
+    right = browser.post("/login", data={"token": TOKEN})
+
+    cookie = right.headers["set-cookie"]
+    assert wrong.status_code == 401
+    assert "not known" in wrong.text
+    assert (right.status_code, right.headers["location"]) == (303, "/")
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert TOKEN not in cookie
+    assert browser.get("/session/one.0").status_code == 200
+
+
+def test_the_header_opens_them_too(browser):
+    told = {"authorization": f"Bearer {TOKEN}"}
+
+    assert browser.get("/", headers=told).status_code == 200
+    assert browser.get("/", headers={"authorization": "Bearer x"}).status_code == 401
+
+
+def test_a_token_that_was_taken_back_opens_nothing_more(browser, known):
+    browser.post("/login", data={"token": TOKEN})
+    known.clear()
+
+    assert browser.get("/").status_code == 401
+
+
+def test_a_made_up_cookie_opens_nothing(browser):
+    browser.cookies.set(COOKIE, TOKEN)
+
+    assert browser.get("/").status_code == 401
+
+
+def test_a_sign_in_ends(browser, clock):
+    browser.post("/login", data={"token": TOKEN})
+    clock[0] += KEEP_S - 1
+    assert browser.get("/").status_code == 200
+    clock[0] += 1
+    assert browser.get("/").status_code == 401
+
+
+def test_sign_ins_and_forms_are_bounded(browser):
+    browser.post("/login", data={"token": TOKEN})
+    first = browser.cookies[COOKIE]
+    for _ in range(MOST):
+        browser.post("/login", data={"token": TOKEN})
+
+    old = browser.get("/", headers={"cookie": f"{COOKIE}={first}"})
+    assert browser.get("/").status_code == 200
+    assert old.status_code == 401
+    assert browser.post("/login", data={"token": "x" * 10_000}).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8090", 200), ("localhost", 200), ("[::1]:80", 200), ("LOCALHOST:1", 200),
+        ("evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("", 421),
+    ],
+)  # fmt: skip
+def test_a_page_of_another_name_cannot_read_loopback(run, host, status):
+    with client(run, Guard(hosts={"localhost", "127.0.0.1", "::1"})) as browser:
+        assert browser.get("/", headers={"host": host}).status_code == status

@@ -1,0 +1,150 @@
+"""A rollout server as a source, over its API and a real client."""
+
+import asyncio
+import inspect
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.testclient import TestClient
+from tests.dashboard.house import busy, write
+from tests.dashboard.test_app import every_page
+from tests.server.house import FakeWorkers, a_service, failure, served, submission, until
+from tests.test_client import TOKEN
+
+from bridle.client import Client
+from bridle.dashboard.app import make_app
+from bridle.dashboard.folder import Folder
+from bridle.dashboard.lines import Wanted
+from bridle.dashboard.served import Rollouts, Served
+from bridle.dashboard.source import Source
+from bridle.errors import ServerError
+from bridle.server.app import serving
+from bridle.types import Kind
+
+WORKERS = {"a.1": failure("harness_crash", "it crashed <b>"), "b": {"reward": 0.0}}
+
+
+@asynccontextmanager
+async def a_server(tmp_path):
+    """A server's URL; `a` has one good session and one that failed, `b` one worth nothing."""
+    workers = FakeWorkers(
+        answers=WORKERS, artifacts={("a.0", "stdout.log"): tmp_path / "stdout.log"}
+    )
+    (tmp_path / "stdout.log").write_text("hello")
+    async with (
+        a_service(tmp_path, workers) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+        await service.submit([submission("a", 2, max_attempts=1), submission("b")], owner="me")
+
+        async def done():
+            return (await service.views.counts()).sessions.keys() <= {"COMPLETED", "ERROR"} and (
+                await service.views.task("b")
+            )["done_seq"]
+
+        await until(done)
+        yield url
+
+
+def asked(url, ask, folder=None):
+    """What `ask` gives of the source, in a thread, as pages are made."""
+
+    def work():
+        with Client(url, token=TOKEN.token, patience_s=2) as client:
+            return ask(Served(client, "server", folder))
+
+    return asyncio.to_thread(work)
+
+
+async def test_the_first_page_tells_what_the_server_has(tmp_path):
+    async with a_server(tmp_path) as url:
+        seen = await asked(url, Served.overview)
+
+    assert seen.statuses == {"COMPLETED": 2, "ERROR": 1}
+    assert seen.total == 3
+    assert seen.server["groups_unacked"] == 2
+    assert seen.nodes[0]["name"] == "fake"
+    assert [(one.cause, one.count) for one in seen.failures] == [("harness_crash", 1)]
+    assert [score.mean for score in seen.scores] == [0.5]
+    assert seen.report is None
+
+
+async def test_lists_groups_and_sessions_are_those_of_the_server(tmp_path):
+    async with a_server(tmp_path) as url:
+        failed = await asked(url, lambda source: source.sessions(Wanted(status="failed"), 0, 10))
+        groups, total = await asked(url, lambda source: source.groups("", 0, 10))
+        group = await asked(url, lambda source: source.group("a", ""))
+        shown = await asked(url, lambda source: source.session("a.0", ""))
+        none = [
+            await asked(url, lambda source: source.session("none", "")),
+            await asked(url, lambda source: source.group("none", "")),
+            await asked(url, lambda source: source.file("a.0", "", "stdout.log")),
+        ]
+
+    assert [line.session_id for line in failed.lines] == ["a.1"]
+    assert total == len(groups) == 2
+    assert (group.state, group.total, len(group.lines)) == ("completed", 2, 2)
+    assert shown.line.measured.stats == {"traces": 1}
+    assert len(shown.trajectory.traces) == 1
+    assert shown.session is None
+    assert none == [None, None, None]
+
+
+async def test_every_page_of_a_server_is_there(tmp_path):
+    def crawl(source):
+        with TestClient(make_app(source)) as browser:
+            return every_page(browser)
+
+    async with a_server(tmp_path) as url:
+        found = await asked(url, crawl)
+
+    assert {answer.status_code for answer in found.values()} == {200}
+    assert {"/session/a.0", "/session/a.1", "/session/a.0/trace/0"} <= set(found)
+    assert "it crashed &lt;b&gt;" in found["/session/a.1"].text
+
+
+async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
+    made = busy("a.0")
+    made.call(None, exchange_id="more", kind=Kind.AGENT)
+    await write(tmp_path / "data", made)
+    folder = Folder(tmp_path / "data" / "capture.sqlite")
+    async with a_server(tmp_path) as url:
+        shown = await asked(url, lambda source: source.session("a.0", ""), folder)
+        seen = await asked(url, Served.overview, folder)
+    folder.close()
+
+    assert shown.session.size == 8
+    assert shown.line.status == "COMPLETED"
+    assert seen.exchanges == 8
+    assert [line.exchanges for line in seen.newest if line.session_id == "a.0"] == [8]
+
+
+async def test_a_server_that_cannot_be_reached_is_a_page(tmp_path):
+    def gone(source):
+        with TestClient(make_app(source)) as browser:
+            return browser.get("/")
+
+    answer = await asked("http://127.0.0.1:1", gone)
+
+    assert answer.status_code == 503
+    assert "cannot be reached" in answer.text
+
+
+async def test_a_token_that_is_not_known_is_told():
+    class Closed:
+        def status(self):
+            raise ServerError("a known token is needed", status=401)
+
+    with TestClient(make_app(Served(Closed(), "server"))) as browser:  # type: ignore[arg-type]
+        answer = browser.get("/")
+
+    assert (answer.status_code, "a known token" in answer.text) == (401, True)
+
+
+@pytest.mark.parametrize(("promise", "kept"), [(Source, Served), (Rollouts, Client)])
+def test_it_takes_what_is_given(promise, kept):
+    for name, method in inspect.getmembers(promise, inspect.isfunction):
+        if name[0] != "_":
+            assert inspect.signature(method).parameters == (
+                inspect.signature(getattr(kept, name)).parameters
+            )

@@ -1,0 +1,28 @@
+"""Our scripts, run with programs of a few lines in place of those that they call."""
+
+import os
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs one of our scripts; each of `programs` is a shell script ahead on its PATH."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(path, programs, **env):
+        for name, text in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **env}
+        pipe = subprocess.PIPE
+        started.append(
+            subprocess.Popen(["bash", path], env=given, stdout=pipe, stderr=pipe, text=True)
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
