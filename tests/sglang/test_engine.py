@@ -41,8 +41,6 @@ async def test_the_probe_finds_all_that_training_needs(opened, server, engine_pa
     assert engine.report.usable
     lacking = {f.what for f in engine.report.findings if not f.ok}
     assert lacking == {"streams", "seeds"}  # flags that this server was not started with
-    # Two busy cores sample a token in 0.1 s; the probe itself waits for nothing.
-    assert engine.report.duration_s < 15
     assert info.token_in
     assert info.logprob_mode is LogprobMode.PROCESSED
     assert info.context_length == CONTEXT_LENGTH

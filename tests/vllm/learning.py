@@ -75,8 +75,8 @@ async def check_learning(engine: str, model: Path, folder: Path) -> int:
     found: Counter[int] = Counter()
     for capture in sessions(Path(trained.rollouts)):
         found += check_versions(capture, kept)
-    # Groups run ahead by an update, so one whose batch was there already may have sampled nothing.
-    assert len(found) > len(updates) / 2, found
+    # Groups run ahead by an update, so where training is quick every other one samples nothing.
+    assert len(found) >= len(updates) / 2, found
     return len(updates)
 
 
