@@ -86,8 +86,7 @@ async def test_what_was_wrong_with_a_run_is_raised_as_it_is():
             run = group.create_task(trying(runner.run(task(), session_id="s0")))
             (await begun(links, "s0")).node.living["s0"].set_result(StoreError("disk full"))
         assert str(run.result()) == "disk full"
-        again = asyncio.timeout(1)
-        async with again, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             run = group.create_task(runner.run(task(), session_id="s1"))
             await begun(links, "s1")
             with pytest.raises(ConfigError, match="runs already"):
