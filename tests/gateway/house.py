@@ -109,9 +109,30 @@ class Caller:
         record = self.house.store.deliveries(self.session_id).get(self.exchanges[index].exchange_id)
         return None if record is None else record.state
 
+    @property
+    def calls(self):
+        """Its calls that the gateway knows, in their order."""
+        return list(self._session.calls.values())
+
+    @property
+    def _session(self):
+        session = self.house.gateway._registry.get(self.session_id)
+        assert session is not None
+        return session
+
+    async def unclaimed(self) -> None:
+        """Wait until its calls have been made and no client waits for one."""
+        await self.until(lambda: self.calls and not any(call.clients for call in self.calls))
+
+    def end_grace(self) -> None:
+        """Have the grace of all calls that no client waits for be over now."""
+        for call in self.calls:
+            if call.grace is not None:
+                self.house.gateway._deliveries.expire(self._session, call)
+
     async def until(self, condition) -> None:
         """Wait until `condition()` holds."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while not condition():  # noqa: ASYNC110 - what is looked at has no event
                 await asyncio.sleep(0.005)
 

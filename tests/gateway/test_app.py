@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from tests.gateway.house import TOKEN, house, renderer, scripted, user
 from tests.gateway.test_exchange import GatedStore
-from tests.gateway.test_relay import sent
+from tests.gateway.test_relay import late, sent, went
 
 from bridle.capture.store import MemoryStore
 from bridle.config import Limits
@@ -19,8 +19,6 @@ from bridle.errors import ConfigError, EngineError, StoreError
 from bridle.gateway.app import Gateway, check_engine
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState, LogprobMode
-
-SLOW = {"content": "a", "delay_s": 0.2}
 
 
 async def test_base_urls_lead_each_family_of_clients_to_its_session():
@@ -85,12 +83,12 @@ async def test_a_session_that_cannot_be_recorded_does_not_exist():
 
 
 async def test_a_seal_cancels_calls_and_tells_their_clients():
-    async with house({"content": "a", "delay_s": 30}) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(caller.post({"model": "m", "messages": [user("go")]}))
-            await caller.until(lambda: caller.facts.calls == 1)
-            await asyncio.sleep(0.05)
+            await engine.waits.wait()
             facts = await home.gateway.seal(caller.session_id)
         assert asking.result()[0] == 401
         assert (facts.turns, facts.sealed) == (0, True)
@@ -112,12 +110,11 @@ async def test_an_ended_session_can_be_dropped_from_memory_and_stays_in_the_stor
 
 
 async def test_a_seal_waits_for_commits_and_settles_what_was_not_delivered():
-    async with house(SLOW) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
-        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
-        writer.close()
+        await went(caller, engine)
+        engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
         facts = await home.gateway.seal(caller.session_id)
         assert (facts.turns, facts.delivered) == (1, 0)
@@ -158,11 +155,11 @@ async def test_an_unknown_session_cannot_be_sealed():
 
 
 async def test_leaving_the_gateway_ends_calls_and_closes_the_port():
-    async with house({"content": "a", "delay_s": 30}) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
         reader, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
+        await engine.waits.wait()
         url = home.gateway.url
     answer = await reader.read()
     assert b"503" in answer.split(b"\r\n")[0]
@@ -174,12 +171,11 @@ async def test_leaving_the_gateway_ends_calls_and_closes_the_port():
 
 async def test_leaving_the_gateway_settles_every_reply():
     store = MemoryStore()
-    async with house(SLOW, store=store) as home:
+    engine = late()
+    async with house(engine=engine, store=store) as home:
         caller = await home.session("one")
-        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
-        writer.close()
+        await went(caller, engine)
+        engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
     (record,) = store.deliveries("one").values()
     assert record.state is DeliveryState.ABANDONED

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import orjson
 import pytest
+from tests.gateway.gated import Gated
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
 
 from bridle.capture.store import MemoryStore
@@ -295,12 +296,14 @@ async def test_a_token_limit_shortens_the_last_call_and_then_refuses():
 
 
 async def test_calls_in_flight_beyond_the_limit_are_asked_to_come_back():
-    async with house({"content": "a", "delay_s": 0.2}) as home:
+    engine = Gated({"content": "a"}, gate=0)
+    async with house(engine=engine) as home:
         caller = await home.session(limits=Limits(max_calls_in_flight=1))
         async with asyncio.TaskGroup() as group:
             group.create_task(caller.ask([user("go")]))
-            await asyncio.sleep(0.05)
+            await engine.waits.wait()
             status, reply = await caller.post({"model": "m", "messages": [user("other")]})
+            engine.sign.set()
         assert status == 429
         assert reply["error"]["code"] == "rate_limit_exceeded"
         assert caller.facts.limit is None

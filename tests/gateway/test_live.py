@@ -123,7 +123,7 @@ def test_the_beginning_of_a_reply_ends_at_the_mark():
 async def living():
     """A live gateway whose engine holds the last token of each reply until it gets a sign."""
     engine = Gated(TURN, {"content": "And then?"})
-    async with house(engine=engine, stream="live", retry_grace_s=5) as home, asyncio.timeout(15):
+    async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
         yield engine, await home.session()
 
 
@@ -260,7 +260,7 @@ async def test_what_left_before_a_failure_is_recorded_and_does_not_train(path, b
 
 
 def _live(caller):
-    (call,) = caller.house.gateway._registry.get(caller.session_id).calls.values()
+    (call,) = caller.calls
     return call.live or LiveReply(None, PROMPT)
 
 
@@ -297,19 +297,15 @@ async def begun(caller, text=b"two", messages=None):
     reader, writer = await opened_stream(caller, messages)
     seen = await read_until(reader, text)
     writer.transport.abort()
-    (call,) = (c for c in _calls(caller) if c.live is not None and c.in_flight)
+    (call,) = (c for c in caller.calls if c.live is not None and c.in_flight)
     await caller.until(lambda: call.clients == 0)
     return events(seen.partition(b"\r\n\r\n")[2]), call
-
-
-def _calls(caller):
-    return list(caller.house.gateway._registry.get(caller.session_id).calls.values())
 
 
 @pytest.fixture
 async def wordy():
     engine = Gated({"content": WORDS}, {"content": "Resumed."}, gate=8)
-    async with house(engine=engine, stream="live", retry_grace_s=5) as home, asyncio.timeout(15):
+    async with house(engine=engine, stream="live") as home, asyncio.timeout(15):
         yield engine, await home.session()
 
 
@@ -330,7 +326,7 @@ async def test_a_json_retry_of_a_stream_that_broke_gets_it_whole(wordy):
     await begun(caller)
     async with asyncio.TaskGroup() as group:
         asked = group.create_task(caller.ask([user("go")]))
-        await caller.until(lambda: _calls(caller)[0].clients == 1)
+        await caller.until(lambda: caller.calls[0].clients == 1)
         engine.sign.set()
     assert asked.result()["content"] == WORDS
     assert caller.facts.turns == 1
@@ -408,11 +404,12 @@ async def test_one_that_kept_less_than_was_written_is_known_too(wordy):
 
 async def test_a_stream_that_was_sampled_to_its_end_unclaimed_is_cut_but_can_be_asked_for():
     engine = Gated({"content": WORDS}, gate=8)
-    async with house(engine=engine, stream="live", retry_grace_s=0.1) as home:
+    async with house(engine=engine, stream="live") as home:
         caller = await home.session()
         await begun(caller)
         engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
+        caller.end_grace()
         await caller.until(lambda: caller.delivery(0) is DeliveryState.CUT)
         assert caller.exchanges[0].finish_reason == "stop"
         assert (await caller.ask([user("go")]))["content"] == WORDS
@@ -441,7 +438,7 @@ async def test_wherever_a_client_goes_its_retry_gets_the_whole_turn(living, numb
         assert piece
         seen += piece
     writer.transport.abort()
-    await caller.until(lambda: _calls(caller)[0].clients == 0)
+    await caller.until(lambda: caller.calls[0].clients == 0)
     engine.sign.set()
     chunks = await caller.stream([user("go")], tools=[SHELL_TOOL])
     deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]

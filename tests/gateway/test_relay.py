@@ -7,6 +7,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from tests.gateway.gated import Gated
 from tests.gateway.house import events, house, scripted, user
 from tests.gateway.test_retries import FRESH, REQUEST, a_call, a_room
 
@@ -21,7 +22,10 @@ from bridle.gateway.relay import Relay
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState, Dialect, FinishReason, Reply, Usage
 
-LATE = {"content": "a", "delay_s": 0.25}
+
+def late():
+    """An engine that says `a` when it gets its sign."""
+    return Gated({"content": "a"}, gate=0)
 
 
 async def opened_stream(caller, messages=None, **more):
@@ -71,39 +75,47 @@ async def test_usage_in_a_stream_is_what_was_used():
 
 
 async def test_headers_leave_before_the_first_token_and_keepalives_fill_the_silence():
-    async with house(LATE, headers_after_s=0.05, keepalive_s=0.03) as home:
+    engine = late()
+    async with house(engine=engine, headers_after_s=0.05, keepalive_s=0.03) as home:
         caller = await home.session()
-        loop = asyncio.get_running_loop()
-        started = loop.time()
         reader, writer = await opened_stream(caller)
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"200 OK" in head
         assert b"text/event-stream" in head
-        assert loop.time() - started < 0.2
+        silence = b""
+        while silence.count(b"data: ") < 4:
+            piece = await reader.read(65536)
+            assert piece, silence
+            silence += piece
+        assert b'"a"' not in silence
+        engine.sign.set()
         rest = await reader.readuntil(b"0\r\n\r\n")
         writer.close()
-        assert rest.count(b"data: ") >= 6
+        assert b'"a"' in rest
         assert b"[DONE]" in rest
 
 
 async def test_a_json_reply_waits_without_a_byte():
-    async with house(LATE, headers_after_s=0.01, keepalive_s=0.01) as home:
+    engine = late()
+    async with house(engine=engine, headers_after_s=0.01, keepalive_s=0.01) as home:
         caller = await home.session()
         reader, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
+        await engine.waits.wait()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await reader.read(1)
+        engine.sign.set()
         assert b"200 OK" in await reader.readline()
         writer.close()
 
 
 class Failing:
-    """A scripted engine that fails after its first token."""
+    """A scripted engine that fails after its first token, when it gets its sign."""
 
-    def __init__(self, error, *, after_s=0.0):
+    def __init__(self, error):
         self._inner = scripted({"content": "some words of a reply"})
         self._error = error
-        self._after_s = after_s
+        self.sign = asyncio.Event()
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -111,7 +123,7 @@ class Failing:
     async def generate(self, request):
         async for chunk in self._inner.generate(request):
             yield GenerateChunk(chunk.output_ids[:1], chunk.logprobs[:1])
-            await asyncio.sleep(self._after_s)
+            await self.sign.wait()
             raise self._error
 
 
@@ -122,13 +134,14 @@ async def test_a_failure_before_the_headers_has_its_own_status():
         assert status == 503
 
 
-async def late_failure(home, path, body):
-    """What a streaming client reads of a reply that fails after its first token."""
+async def late_failure(home, engine, path, body):
+    """What a streaming client reads of a reply that fails when its headers have arrived."""
     caller = await home.session()
     async with home.client.post(
         home.gateway.url + path, json=body, headers=caller.headers
     ) as response:
         assert response.status == 200
+        engine.sign.set()
         pieces = []
         try:
             pieces.extend([piece async for piece in response.content.iter_any()])
@@ -151,8 +164,9 @@ CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "go"}]}]}
     ],
 )
 async def test_a_late_failure_is_told_by_the_dialect_s_error_event(path, body):
-    async with house(engine=Failing(EngineError("secret"), after_s=0.05)) as home:
-        raw = await late_failure(home, path, body)
+    engine = Failing(EngineError("secret"))
+    async with house(engine=engine) as home:
+        raw = await late_failure(home, engine, path, body)
     assert b"error" in raw
     assert b"secret" not in raw
     assert b"<cut>" not in raw
@@ -166,8 +180,9 @@ async def test_a_late_failure_is_told_by_the_dialect_s_error_event(path, body):
     ],
 )
 async def test_where_the_client_retries_on_a_cut_a_late_failure_cuts_the_stream(path, body):
-    async with house(engine=Failing(EngineError("secret"), after_s=0.05)) as home:
-        raw = await late_failure(home, path, body)
+    engine = Failing(EngineError("secret"))
+    async with house(engine=engine) as home:
+        raw = await late_failure(home, engine, path, body)
     assert raw.endswith(b"<cut>") or b"error" in raw
     assert b"[DONE]" not in raw
     assert b"secret" not in raw
@@ -189,29 +204,36 @@ async def test_codex_hears_of_an_overflow_in_a_started_stream():
 # ---- clients that go
 
 
+async def went(caller, engine, *, stream=False):
+    """A client that asked, and left while the engine was at work."""
+    body = {"model": "m", "messages": [user("go")], "stream": stream}
+    _, writer = await sent(caller, body)
+    await engine.waits.wait()
+    writer.close()
+    await caller.unclaimed()
+
+
 async def test_a_client_that_went_may_ask_again_and_gets_the_same_sample():
-    async with house(LATE) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
-        body = {"model": "m", "messages": [user("go")]}
-        _, writer = await sent(caller, body)
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
-        writer.close()
-        await asyncio.sleep(0.05)
-        await caller.ask([user("go")])
+        await went(caller, engine)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(caller.ask([user("go")]))
+            await caller.until(lambda: caller.calls[0].clients == 1)
+            engine.sign.set()
         (exchange,) = caller.exchanges
-        assert caller.facts.calls == 2
+        assert (caller.facts.calls, engine.asked) == (2, 1)
         assert caller.delivery(0) is DeliveryState.DELIVERED
         assert exchange.finish_reason == "stop"
 
 
 async def test_a_retry_that_comes_after_the_commit_gets_the_committed_reply():
-    async with house(LATE) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
-        _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
-        writer.close()
+        await went(caller, engine)
+        engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
         assert caller.delivery(0) is None
         # The same question as a stream: another form of the same reply.
@@ -222,52 +244,59 @@ async def test_a_retry_that_comes_after_the_commit_gets_the_committed_reply():
 
 
 async def test_a_retry_that_says_so_joins_a_call_whose_client_still_waits():
-    async with house(LATE) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
         async with asyncio.TaskGroup() as group:
             first = group.create_task(caller.ask([user("go")]))
-            await asyncio.sleep(0.05)
+            await engine.waits.wait()
             again = group.create_task(caller.ask([user("go")], {"x-stainless-retry-count": "1"}))
+            await caller.until(lambda: caller.calls[0].clients == 2)
+            engine.sign.set()
         assert first.result() == again.result()
         assert caller.facts.turns == 1
 
 
 async def test_identical_requests_of_waiting_clients_are_separate_samples():
-    async with house(LATE) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
                 group.create_task(caller.ask([user("go")]))
+            await caller.until(lambda: engine.asked == 3)
+            engine.sign.set()
         assert caller.facts.turns == 3
         assert [caller.delivery(i) for i in range(3)] == [DeliveryState.DELIVERED] * 3
 
 
 async def test_an_unclaimed_call_is_cancelled_after_its_grace():
-    async with house({"content": "a", "delay_s": 5}, retry_grace_s=0.05) as home:
+    engine = late()
+    async with house(engine=engine, retry_grace_s=0.05) as home:
         caller = await home.session()
         _, writer = await sent(caller, {"model": "m", "messages": [user("go")]})
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
+        await engine.waits.wait()
         writer.close()
         metrics = ""
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             while 'outcome="cancelled"} 1.0' not in metrics:
                 metrics = (await home.control("GET", "/metrics"))[1]
                 await asyncio.sleep(0.01)
+        assert engine.closed.is_set()
         assert caller.exchanges == []
         assert not caller.facts.failed_last
 
 
 async def test_an_unclaimed_reply_is_kept_as_abandoned():
-    async with house(LATE, retry_grace_s=0.4) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
-        _, writer = await opened_stream(caller)
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.05)
-        writer.close()
+        await went(caller, engine, stream=True)
+        engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
-        await caller.until(lambda: caller.delivery(0) is not None)
-        assert caller.delivery(0) is DeliveryState.ABANDONED
+        assert caller.delivery(0) is None
+        caller.end_grace()
+        await caller.until(lambda: caller.delivery(0) is DeliveryState.ABANDONED)
         # A late retry is still the same sample.
         await caller.ask([user("go")])
         assert caller.facts.turns == 1
@@ -306,7 +335,7 @@ async def test_a_client_that_does_not_take_its_reply_counts_as_gone():
             transport: Any = writer.transport
             transport.pause_reading()
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(15):
                 while call.delivery is None:  # noqa: ASYNC110 - it has no event
                     await asyncio.sleep(0.01)
             transport.abort()
@@ -320,14 +349,18 @@ async def test_a_fault_in_the_middle_of_a_reply_cuts_it_and_loses_no_client():
             encoder.close = None  # not callable: a bug of ours after the stream began
             return encoder
 
-    call = {"content": "a", "delay_s": 0.05}
-    async with house(call, headers_after_s=0.01, retry_grace_s=0) as home:
+    engine = late()
+    async with house(engine=engine, headers_after_s=0.01, retry_grace_s=0) as home:
         caller = await home.session()
+        body = {"model": "m", "messages": [user("go")], "stream": True}
         plain = DIALECTS[Dialect.OPENAI_CHAT]
         DIALECTS[Dialect.OPENAI_CHAT] = Faulty()
         try:
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await caller.stream([user("go")])
+            async with home.client.post(caller.url, json=body, headers=caller.headers) as response:
+                assert response.status == 200
+                engine.sign.set()
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
         finally:
             DIALECTS[Dialect.OPENAI_CHAT] = plain
         assert caller.delivery(0) is DeliveryState.ABANDONED
@@ -349,7 +382,9 @@ def test_no_reply_is_an_event_stream_without_data():
 
 
 async def test_what_an_engine_sampled_before_it_cut_for_good_is_kept_up_to_the_budget():
-    async with house(engine=Failing(CutError("cut"))) as home:
+    engine = Failing(CutError("cut"))
+    engine.sign.set()
+    async with house(engine=engine) as home:
         caller = await home.session()
         status, reply = await caller.post({"model": "m", "messages": [user("go")], "max_tokens": 3})
         assert status == 200

@@ -7,6 +7,7 @@ import orjson
 import pytest
 from tests.gateway.house import house, scripted
 from tests.gateway.test_data import request
+from tests.gateway.test_relay import late
 from tests.gateway.test_restore import again, on_disk
 
 from bridle.gateway.responses import NEWEST, Shelf
@@ -236,15 +237,15 @@ async def test_items_of_kept_replies_may_come_back_as_references():
 async def test_a_reply_asked_for_again_after_a_restart_keeps_its_id(tmp_path):
     path = tmp_path / "c.sqlite"
     body = {"model": "m", "input": "go"}
-    async with on_disk(path, {"content": "a", "delay_s": 0.1}) as home:
+    engine = late()
+    async with on_disk(path, engine=engine) as home:
         caller = await home.session("one")
-        url = f"{home.gateway.url}/s/one/v1/responses"
-        with pytest.raises(TimeoutError):
-            async with (
-                asyncio.timeout(0.05),
-                home.client.post(url, json=body, headers=caller.headers),
-            ):
-                pass
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(respond(caller, **body))
+            await engine.waits.wait()
+            asking.cancel()
+        await caller.unclaimed()
+        engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
         kept = orjson.loads(caller.exchanges[0].reply)
     async with on_disk(path, {"content": "b"}) as home:

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 import pytest
+from tests.gateway.gated import Gated
 from tests.gateway.house import (
     SHELL_TOOL,
     Caller,
@@ -19,7 +20,7 @@ from tests.gateway.house import (
     user,
 )
 from tests.gateway.test_data import REQUESTS, request
-from tests.gateway.test_relay import sent
+from tests.gateway.test_relay import went
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import Limits
@@ -149,14 +150,12 @@ async def test_an_ended_session_stays_ended_and_can_be_read(tmp_path):
 
 async def test_a_reply_that_never_arrived_is_given_to_the_retry_after_a_restart(tmp_path):
     path = tmp_path / "c.sqlite"
-    call = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}], "delay_s": 0.1}
-    body = {"model": "m", "messages": [user("go")]}
-    async with on_disk(path, call) as home:
+    call = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
+    engine = Gated(call)
+    async with on_disk(path, engine=engine) as home:
         caller = await home.session("one")
-        _, writer = await sent(caller, body)
-        await caller.until(lambda: caller.facts.calls == 1)
-        await asyncio.sleep(0.02)
-        writer.close()
+        await went(caller, engine)
+        engine.sign.set()
         await caller.until(lambda: caller.facts.turns == 1)
         kept = orjson.loads(caller.exchanges[0].reply)["choices"][0]["message"]
     async with on_disk(path, call) as home:

@@ -1,10 +1,12 @@
 """The official SDKs over loopback: what they read is what was scripted and captured."""
 
+import asyncio
 from typing import Any
 
 import openai
 import pytest
 from tests.gateway.house import SHELL_TOOL, house, scripted, user
+from tests.gateway.test_relay import late
 from tests.gateway.test_restore import on_disk
 
 from bridle.types import DeliveryState
@@ -90,11 +92,20 @@ async def test_the_openai_sdk_s_own_retries_survive_faults_and_join_nothing():
 
 
 async def test_a_timed_out_try_of_the_openai_sdk_is_joined_by_its_retry():
-    async with house({"content": "ok", "delay_s": 0.6}) as home:
+    engine = late()
+    async with house(engine=engine) as home:
         caller = await home.session()
-        async with client_of(caller, max_retries=2, timeout=0.4) as client:
-            reply = await client.chat.completions.create(model="m", messages=[user("go")])
-        assert reply.choices[0].message.content == "ok"
+        async with (
+            client_of(caller, max_retries=2, timeout=1) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            asking = group.create_task(
+                client.chat.completions.create(model="m", messages=[user("go")])
+            )
+            await engine.waits.wait()
+            await caller.unclaimed()
+            engine.sign.set()
+        assert asking.result().choices[0].message.content == "a"
         assert caller.facts.calls == 2
         assert len(caller.exchanges) == 1
         assert caller.delivery(0) is DeliveryState.DELIVERED

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 from tests.gateway.house import TOKEN, house, scripted, user
+from tests.gateway.test_steering import Trained as Waiting
+from tests.gateway.test_steering import under_way
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.engines.pool import EnginePool
@@ -15,7 +17,7 @@ from bridle.errors import ConfigError, EngineError
 from bridle.gateway.weights import WEIGHTS_FILE
 from bridle.types import VersionSpan
 
-LONG = {"content": "one two three four five six seven eight nine ten", "delay_s": 0.15}
+LONG = {"content": "one two three four five six seven eight nine ten"}
 
 
 class Trained:
@@ -42,27 +44,29 @@ def versions(caller):
     return [exchange.versions for exchange in caller.exchanges]
 
 
-async def running(home):
-    """Wait until a call is with the engine."""
-    async with asyncio.timeout(5):
-        while (await replicas(home))[0]["calls_in_flight"] == 0:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.005)
-
-
 async def replicas(home):
     return (await home.control("GET", "/replicas"))[1]["replicas"]
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 async def test_a_trainer_holds_loads_publishes_and_no_harness_hears_of_it(mode):
-    async with house(LONG) as home:
+    engine = Waiting(LONG)
+    engine.gate.clear()
+    async with house(engine=engine) as home:
         caller = await home.session()
         async with asyncio.TaskGroup() as group:
             call = group.create_task(caller.ask([user("go")]))
-            await running(home)
-            status, told = await home.control("POST", "/policy", {"hold": mode})
+            await under_way(home)
+            hold = group.create_task(home.control("POST", "/policy", {"hold": mode}))
+            if mode == "wait":
+                await caller.until(lambda: home.gateway.policy()["hold"] == mode)
+                assert not hold.done()
+                engine.gate.set()
+                await call
+            status, told = await hold
             assert (status, told["hold"]) == (200, mode)
             assert call.done() == (mode == "wait")
+            engine.gate.set()
             waiting = group.create_task((await home.session()).ask([user("go")]))
             await asyncio.sleep(0.02)
             assert not waiting.done()
@@ -118,14 +122,17 @@ async def test_weights_without_a_version_are_refused(body):
 
 
 async def test_a_hold_in_vain_is_an_error_and_no_hold():
-    async with house({"content": "a", "delay_s": 0.2}) as home:
+    engine = Waiting({"content": "a"})
+    engine.gate.clear()
+    async with house(engine=engine) as home:
         async with asyncio.TaskGroup() as group:
             call = group.create_task((await home.session()).ask([user("go")]))
-            await running(home)
+            await under_way(home)
             body = {"hold": "wait", "timeout_s": 0.01}
             status, _ = await home.control("POST", "/policy", body)
             assert status == 500
             assert (await home.control("GET", "/policy"))[1]["hold"] is None
+            engine.gate.set()
         assert call.result()["content"] == "a"
 
 
