@@ -16,7 +16,7 @@ from bridle.errors import EngineError
 from bridle.types import FinishReason, LogprobMode, Sampling
 
 INFO = EngineInfo("m", 1000, LogprobMode.RAW, token_in=True, version=0)
-QUICK = {"backoff_s": 0.01, "max_backoff_s": 0.02, "health_every_s": 0.02, "patience_s": 0.5}
+QUICK = {"backoff_s": 0.01, "max_backoff_s": 0.02, "health_every_s": 0.02, "patience_s": 15}
 
 
 def lost(message="connection refused"):
@@ -119,6 +119,6 @@ def state(pool, name):
 
 async def until(condition):
     """Wait until `condition()` holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not condition():  # noqa: ASYNC110 - what is looked at has no event
             await asyncio.sleep(0.002)

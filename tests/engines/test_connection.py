@@ -1,6 +1,6 @@
 import asyncio
 import itertools
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from hypothesis import given
@@ -71,10 +71,10 @@ def test_a_reply_says_whether_its_connection_goes_on(head, keeps):
 
 
 @asynccontextmanager
-async def serving(*replies, keepalive_s=4.0):
+async def serving(*replies, silent_s=15.0, keepalive_s=15.0):
     """A server whose each connection gives the next of `replies` per request; counts connections.
 
-    `None` closes, a number is a silence in seconds.
+    `None` closes, a number is a silence in seconds, or until the client has gone.
     """
     seen = []
     left = list(replies)
@@ -92,7 +92,10 @@ async def serving(*replies, keepalive_s=4.0):
                     if isinstance(part, bytes):
                         writer.write(part)
                     else:
-                        await asyncio.sleep(part)
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(part):
+                                await reader.read(1)
+                                return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -101,7 +104,7 @@ async def serving(*replies, keepalive_s=4.0):
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     url = URL(f"http://u:p@127.0.0.1:{port}/base/")
-    made = Connections(url, {"A": "b"}, silent_s=0.1, keepalive_s=keepalive_s)
+    made = Connections(url, {"A": "b"}, silent_s=silent_s, keepalive_s=keepalive_s)
     try:
         yield made, seen
     finally:
@@ -140,8 +143,8 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again():
             for _ in range(2):
                 group.create_task(made.post("/", b"", nothing))
         await asyncio.sleep(0.45)
-        for _ in range(2):
-            await made.post("/", b"", nothing)
+        await made.post("/", b"", nothing)
+        assert len(made._idle) == 1, "the others are closed"
     assert len(seen) == 3
 
 
@@ -158,18 +161,19 @@ async def test_a_reply_that_ends_with_its_connection_is_whole_and_the_next_call_
         ([None], ConnectionError, "disconnected"),
         ([LENGTH[:-1], None], CutReplyError, "disconnected"),
         ([b"nonsense", 0.05], ConnectionError, "no HTTP reply"),
-        ([0.2], TimeoutError, None),
-        ([0.05, LENGTH[:-1], 0.2], TimeoutError, None),
+        ([30], TimeoutError, None),
+        ([0.05, LENGTH[:-1], 30], TimeoutError, None),
     ],
 )
 async def test_a_reply_that_fails_says_how(reply, kind, says):
-    async with serving(reply) as (made, _):
+    async with serving(reply, silent_s=0.1 if kind is TimeoutError else 15) as (made, _):
         with pytest.raises(kind, match=says):
             await made.post("/", b"", nothing)
 
 
 async def test_a_server_that_keeps_talking_may_take_its_time():
-    async with serving([LENGTH[:9], 0.06, LENGTH[9:20], 0.06, LENGTH[20:]]) as (made, _):
+    parts = [LENGTH[:9], 0.6, LENGTH[9:20], 0.6, LENGTH[20:]]
+    async with serving(parts, silent_s=1) as (made, _):
         assert (await made.post("/", b"", nothing)).status == 200
 
 
@@ -197,7 +201,9 @@ async def test_closing_ends_calls_under_way():
         with pytest.raises(ConnectionError):
             await made.post("/", b"", nothing)
 
-    async with serving([0.05]) as (made, _), asyncio.TaskGroup() as group:
+    async with serving([30]) as (made, seen), asyncio.TaskGroup() as group:
         group.create_task(told())
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(10):
+            while not any(seen):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
         await made.aclose()

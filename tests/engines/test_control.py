@@ -49,7 +49,7 @@ async def collect(chunks):
 
 async def running(engine, count=1):
     """Wait until `count` calls have reached the engine."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while len(engine.requests) < count:  # noqa: ASYNC110 - the far side has no event
             await asyncio.sleep(0.005)
 
@@ -103,13 +103,31 @@ async def test_a_pause_that_keeps_holds_a_call_where_it_is():
     assert len(first.output_ids) == 8
 
 
+class Waiting:
+    """A scripted engine whose calls wait for its sign."""
+
+    def __init__(self):
+        self._inner = scripted_engine([{"content": "x"}])
+        self.sign = asyncio.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        await self.sign.wait()
+        async for chunk in self._inner.generate(request):
+            yield chunk
+
+
 async def test_keep_then_resume_loses_nothing(served):
-    engine = RecordingEngine(scripted_engine([{"content": "x", "delay_s": 0.05}]))
+    inside = Waiting()
+    engine = RecordingEngine(inside)
     _, ask = await served(engine)
     async with asyncio.TaskGroup() as group:
         call = group.create_task(ask("/v1/chat/completions", CHAT))
         await running(engine)
         await ask("/pause?mode=keep")
+        inside.sign.set()
         await asyncio.sleep(0.1)
         assert not call.done()
         await ask("/resume")
@@ -132,11 +150,14 @@ async def test_calls_are_aborted_by_the_callers_id_or_all_at_once(served, ids):
 
 
 async def test_two_calls_with_one_id_stay_apart(served):
-    engine = RecordingEngine(scripted_engine([{"content": "x", "delay_s": 0.05}]))
+    inside = Waiting()
+    engine = RecordingEngine(inside)
     _, ask = await served(engine)
     body = {**CHAT, "request_id": "same"}
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(ask("/v1/chat/completions", body)) for _ in range(2)]
+        await running(engine, 2)
+        inside.sign.set()
     assert [call.result()[0] for call in calls] == [200, 200]
     assert len({one.request_id for one in engine.requests}) == 2
 

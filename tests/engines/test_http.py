@@ -130,14 +130,14 @@ async def test_nobody_there_can_be_tried_again():
     [
         (drop, EngineError, "cannot be reached"),
         (half, CutError, "broke off"),
-        (silence, EngineError, r"was silent for 0\.1 s"),
+        (silence, EngineError, r"was silent for 0\.5 s"),
         (HTML, EngineError, "not JSON"),
         (b"[]", EngineError, "answered 200"),
         (503, EngineError, "answered 503"),
     ],
 )
 async def test_a_reply_that_fails_is_an_engine_error(client, reply, kind, says):
-    _, made = await client(timeout_s=0.1, call=reply)
+    _, made = await client(timeout_s=0.5 if reply is silence else 15, call=reply)
     with pytest.raises(kind, match=says):
         await made.post("/call", b"{}", Call(), prompt_tokens=1)
 
@@ -168,7 +168,7 @@ async def test_events_are_read_however_they_are_cut(client):
     ],
 )
 async def test_a_stream_that_fails_is_an_engine_error(client, reply, kind, says):
-    _, made = await client(timeout_s=0.1, call=reply)
+    _, made = await client(timeout_s=0.5 if reply is trickle else 15, call=reply)
     with pytest.raises(kind, match=says):
         await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
 

@@ -209,12 +209,11 @@ async def test_a_server_that_came_back_as_another_one_gets_no_calls():
     other = Fake(info=replace(INFO, model="another"))
     async with pooled(a, reopen=lambda _: other, patience_s=0.1) as pool:
         a.sick = lost()
-        a.fail(lost())
-        async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(refused(pool))
-            await until(lambda: a.looked > 1)
-            a.sick = None
-        assert "has model another, the others m" in waiting.result()
+        await pool._look(pool.each()[0], failures=1)
+        await until(lambda: pool.each()[0].gone)
+        a.sick = None
+        await until(lambda: "has model another" in pool.replicas()[0]["error"])
+        assert "has model another, the others m" in await refused(pool)
         assert other.closed >= 1
         assert not other.asked
 

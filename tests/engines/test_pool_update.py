@@ -174,7 +174,7 @@ async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_v
 async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again(anew):
     """Whether it was started anew meanwhile, or is the server that it was."""
     a, b, late = Trained(), Trained(), Trained()
-    async with pooled(a, b, patience_s=5) as pool:
+    async with pooled(a, b, patience_s=15) as pool:
         b.sick = lost()
         await pool._look(pool.each()[1], failures=1)
         await until(lambda: pool.each()[1].gone)
@@ -194,7 +194,7 @@ async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again(a
 
 async def test_a_replica_that_comes_back_in_the_middle_of_an_update_is_updated_too():
     a, b = Trained(), Trained()
-    async with pooled(a, b, patience_s=5) as pool:
+    async with pooled(a, b, patience_s=15) as pool:
         b.sick = lost()
         await pool._look(pool.each()[1], failures=1)
         a.loading.clear()
