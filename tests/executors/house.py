@@ -94,6 +94,9 @@ class FakeGateway:
     async def remove_replica(self, name, drain_s):
         self.replicas.remove(name)
 
+    def metrics(self):
+        return f"# TYPE bridle_sessions_open gauge\nbridle_sessions_open {self.version}\n"
+
     def forget(self, run_id):
         self.forgotten.append(run_id)
 
@@ -201,6 +204,10 @@ class FakeLink:
     async def remove(self, run_id):
         await self._reached("remove")
         self.disk.pop(run_id, None)
+
+    async def metrics(self):
+        await self._reached("metrics")
+        return await self.host.metrics()
 
     async def kept_bytes(self):
         await self._reached("kept_bytes")

@@ -50,6 +50,12 @@ def test_a_replica_that_one_worker_lost_is_told_as_lost():
     assert told == {"bridle_replica_up": 0, "bridle_replica_version": 4}
 
 
+def test_room_on_a_disk_that_workers_share_is_not_added():
+    text = "# TYPE bridle_data_free_bytes gauge\nbridle_data_free_bytes %d\n"
+    told = numbers(merged_metrics([text % 70, text % 69]))
+    assert told == {"bridle_data_free_bytes": 69}
+
+
 def test_what_workers_count_of_a_replica_is_added_and_trouble_is_told():
     counted = ("calls_in_flight", "sessions", "calls", "failures", "losses")
     tokens = ("prompt_tokens", "cached_tokens")

@@ -10,6 +10,7 @@ import numpy as np
 from bridle.bridges import parquet
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec
 from bridle.errors import ConfigError
+from bridle.gateway.metrics import Metrics as GatewayMetrics
 from bridle.lifecycle.results import SessionResult
 from bridle.server.addresses import Addresses
 from bridle.server.answering import Served
@@ -65,8 +66,9 @@ def result(
     node_id=None,
 ):
     """A session's result as a node gives it."""
+    stats = {"traces": traces, "tokens_trained": 4 * traces, "tokens_excluded": {"cut": 1}}
     made = tuple(trace(session_id=run_id) for _ in range(traces))
-    trajectory = Trajectory(run_id, status, made, reward, error, {"stats": {"traces": traces}})
+    trajectory = Trajectory(run_id, status, made, reward, error, {"stats": stats})
     return SessionResult(
         session_id=run_id,
         task_id=task.task_id,
@@ -167,7 +169,11 @@ class FakeWorkers:
         return {"version": self.version, "paused": False, "hold": None, "model": "fake"}
 
     def nodes(self):
-        return [{"name": "fake", "state": "draining" if self.drained else "live"}]
+        state = "draining" if self.drained else "live"
+        return [{"name": "fake", "state": state, "slots": self.capacity, "free": self.capacity}]
+
+    async def metrics(self):
+        return {"fake": GatewayMetrics().render().decode()}
 
     async def drain_node(self, name):
         if name != "fake":

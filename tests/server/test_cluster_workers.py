@@ -176,3 +176,13 @@ async def test_what_is_kept_of_a_run_is_found_and_removed_wherever_it_is():
         assert await workers.artifact("s", "x.log") is None
         links[1].failure = "away"
         assert await workers.kept_bytes() == 100
+
+
+async def test_the_numbers_of_every_node_that_answers_are_told_by_its_name():
+    async with some_links("a", "b", "c") as links, a_runner(*links) as runner:
+        workers = ClusterWorkers(runner)
+        links[1].gateway.version = 3
+        links[2].failure = "away"
+        told = await workers.metrics()
+        assert sorted(told) == ["a", "b"]
+        assert told["b"].endswith("bridle_sessions_open 3\n")

@@ -133,6 +133,10 @@ async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(tmp_path):
         assert (len(ids), len(set(ids))) == (5, 2)
         rows = await callbacks(service)
         assert sum(row["tries"] for row in rows) == 5
+        told = (await service.metrics.render(service)).decode()
+        for became, count in (("taken", 2), ("failed", 3), ("dead", 0)):
+            line = f'bridle_server_callback_tries_total{{became="{became}"}} {count}.0'
+            assert line in told
 
 
 async def test_what_was_not_delivered_is_delivered_by_the_next_server(tmp_path):

@@ -6,7 +6,7 @@ REPLICA = "http://127.0.0.1:9"
 async def test_nodes_are_shown_and_drained_by_name(tmp_path):
     async with an_app(tmp_path, FakeWorkers()) as http:
         assert (await http.get("/v1/nodes")).json() == {
-            "nodes": [{"name": "fake", "state": "live"}]
+            "nodes": [{"name": "fake", "state": "live", "slots": 4, "free": 4}]
         }
         drained = await http.post("/v1/nodes/fake/drain")
         assert drained.json()["nodes"][0]["state"] == "draining"

@@ -307,6 +307,10 @@ class NodeHost:
         if "/" not in run_id:  # such a one never ran, and is not to lead out of the folder
             await asyncio.to_thread(self._node.folder.drop_logs, run_id)
 
+    async def metrics(self) -> str:
+        """The numbers of this machine's gateway, as Prometheus text."""
+        return self._gateway.metrics()
+
     async def kept_bytes(self) -> int:
         """How much is kept of runs."""
         logs = self._node.folder.path / SESSIONS

@@ -73,6 +73,9 @@ class Link(Protocol):
     async def remove(self, run_id: str) -> None:
         """As `NodeHost.remove`."""
 
+    async def metrics(self) -> str:
+        """As `NodeHost.metrics`."""
+
     async def kept_bytes(self) -> int:
         """As `NodeHost.kept_bytes`."""
 

@@ -215,6 +215,11 @@ class RayLink:
         """As `Link.remove`."""
         await self._say("remove", run_id)
 
+    async def metrics(self) -> str:
+        """As `Link.metrics`."""
+        text: str = await self._say("metrics")
+        return text
+
     async def kept_bytes(self) -> int:
         """As `Link.kept_bytes`."""
         size: int = await self._say("kept_bytes")

@@ -172,6 +172,8 @@ class Gateway:
     def _assemble(self, nursery: Nursery) -> None:
         settings, metrics = self._settings, self._metrics
         metrics.watch(lambda: self._pools)
+        if settings.data_dir is not None:
+            metrics.watch_disk(settings.data_dir)
         deliveries = Deliveries(
             store=self._store,
             nursery=nursery,
@@ -386,6 +388,10 @@ class Gateway:
     async def remove_replica(self, name: str, drain_s: float) -> None:
         """As the control route `DELETE /replicas`. `ConfigError` if there is none of that name."""
         await remove_replica(name, str(drain_s), self._engine)
+
+    def metrics(self) -> str:
+        """What the control route `GET /metrics` answers."""
+        return self._metrics.render().decode()
 
     def policy(self) -> JSON:
         """What the control route `GET /policy` answers."""

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from bridle.types import JSON
 
-_WORST = {"bridle_replica_up": min, "bridle_replica_version": max}
+_WORST = {
+    "bridle_replica_up": min,
+    "bridle_replica_version": max,
+    "bridle_data_free_bytes": min,
+}
 """Families that are no sums."""
 
 _SUMMED = (

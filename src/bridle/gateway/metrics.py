@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -109,6 +111,10 @@ class Metrics:
         """Tell the replicas of these pools, by the name of their model, whenever somebody asks."""
         self._registry.register(_Replicas(pools))
 
+    def watch_disk(self, folder: Path) -> None:
+        """Tell how much room there is where `folder` lies."""
+        self._registry.register(_Disk(folder))
+
     def render(self) -> bytes:
         """All of them as Prometheus text, version 0.0.4."""
         return generate_latest(self._registry)
@@ -123,6 +129,22 @@ class _Tallies(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family per tally."""
         return (tally.family() for tally in self._tallies)
+
+
+class _Disk(Collector):
+    """Reads how much a disk can still take: what is full first when nobody looks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterator[Metric]:
+        """One number; none while the folder cannot be reached."""
+        try:
+            free = shutil.disk_usage(self._folder).free
+        except OSError:
+            return
+        text = "Room left where the capture lies, in bytes."
+        yield GaugeMetricFamily("bridle_data_free_bytes", text, value=free)
 
 
 class _Replicas(Collector):

@@ -166,12 +166,14 @@ class Endpoint:
     def __init__(
         self,
         served: Served,
+        path: str,
         role: Role | None,
         answer: Answer,
         body: type[BaseModel] | None,
         query: Mapping[str, JSON],
     ) -> None:
         self._served = served
+        self._path = path
         self._role = role
         self._answer = answer
         self.body = body
@@ -189,6 +191,7 @@ class Endpoint:
             return
         except Exception as error:  # noqa: BLE001 - the top of a served request
             response = _refused(error)
+        self._served.service.metrics.answered(request.method, self._path, response.status_code)
         await response(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
@@ -220,7 +223,7 @@ def route(
 
     `body` and `query` (name -> JSON schema) are for the description; the handler reads them itself.
     """
-    return Route(path, Endpoint(served, role, answer, body, query or {}), methods=[method])
+    return Route(path, Endpoint(served, path, role, answer, body, query or {}), methods=[method])
 
 
 PAGE: Final[Mapping[str, JSON]] = {

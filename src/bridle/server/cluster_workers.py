@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from typing import Final
 
 from bridle.config import Task
 from bridle.errors import EngineError, NodeLostError, StoreError
@@ -22,6 +23,9 @@ from bridle.lifecycle.events import Event
 from bridle.lifecycle.results import SessionResult
 from bridle.server.rows import run_id as id_of_run
 from bridle.types import JSON
+
+METRICS_S: Final = 3.0
+"""A scrape waits 10 s by default, and a node that is slow now is told of by `bridle_node_up`."""
 
 
 class ClusterWorkers:
@@ -113,6 +117,20 @@ class ClusterWorkers:
     def nodes(self) -> list[JSON]:
         """As `Workers.nodes`."""
         return [member.json() for member in self._runner.nodes()]
+
+    async def metrics(self) -> dict[str, str]:
+        """As `Workers.metrics`; a node has `METRICS_S` to answer."""
+        told: dict[str, str] = {}
+
+        async def ask(member: Member) -> None:
+            with suppress(NodeLostError, TimeoutError):
+                async with asyncio.timeout(METRICS_S):
+                    told[member.place.name] = await member.link.metrics()
+
+        async with asyncio.TaskGroup() as group:
+            for member in self._live():
+                group.create_task(ask(member))
+        return told
 
     async def drain_node(self, name: str) -> None:
         """As `Workers.drain_node`."""

@@ -196,6 +196,7 @@ class Deliverer:
         await self._service.state.note_callback(
             row["delivery_id"], tries=tries, fault=fault, dead=dead, now=now, next_at=now + wait_s
         )
+        self._service.metrics.callback_tried(taken=fault is None, dead=dead)
         if fault is None and row["session_id"] is None:
             # Whoever took the whole group has it: it needs no ack of the cursor's.
             await self._service.ack(cursor=None, task_ids=[row["task_id"]])

@@ -26,6 +26,7 @@ from bridle.gateway.faults import trace_of
 from bridle.lifecycle.results import SessionResult
 from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles
+from bridle.server.metrics import Metrics
 from bridle.server.rows import Claim, Closed, Ended, run_id
 from bridle.server.schemas import ServiceSettings
 from bridle.server.state import Room, State
@@ -57,6 +58,7 @@ class Dispatcher:
         settings: ServiceSettings,
         owner: str,
         on_closed: Callable[[Closed], None],
+        metrics: Metrics,
     ) -> None:
         self._state = state
         self._views = views
@@ -65,6 +67,7 @@ class Dispatcher:
         self._settings = settings
         self._owner = owner
         self._on_closed = on_closed
+        self._metrics = metrics
         self._running: dict[str, Claim] = {}
         """Runs whose results are not stored yet, by id."""
         self._computing: set[str] = set()
@@ -238,6 +241,8 @@ class Dispatcher:
             version_max=high,
         )
         closed = await self._store(ended)
+        if closed.what == "final":
+            self._metrics.kept(trajectory)
         if closed.what == "again" or (closed.what == "lost" and not await self._names(name, claim)):
             await self._files.remove(name)
         return closed
@@ -265,16 +270,18 @@ class Dispatcher:
                 wait_s = min(2 * wait_s, 5.0)
 
     async def _store(self, ended: Ended) -> Closed:
-        return await until_done(
+        closed = await until_done(
             lambda: self._state.finish(ended, owner=self._owner, now=time.time()),
             f"storing {ended.session_id}",
             closing=self._closing,
         )
+        self._metrics.run_ended(ended, closed.what)
+        return closed
 
     async def _again(self, claim: Claim, why: str) -> Closed:
         """The machine of a run was lost: another run of the session, without waiting."""
         log.warning("a run was lost with its node", run_id=claim.run_id, why=why)
-        return await until_done(
+        closed = await until_done(
             lambda: self._state.put_back(
                 claim.session_id,
                 claim.attempt,
@@ -285,6 +292,8 @@ class Dispatcher:
             f"putting {claim.session_id} back",
             closing=self._closing,
         )
+        self._metrics.run_lost(closed.what)
+        return closed
 
     async def _give_back(self, claim: Claim) -> None:
         """The server stops: the session is run again by the next one."""

@@ -25,6 +25,7 @@ from bridle.lifecycle.manager import plan
 from bridle.server.database import Database
 from bridle.server.dispatch import Dispatcher
 from bridle.server.files import TrajectoryFiles
+from bridle.server.metrics import Metrics
 from bridle.server.neighbours import Neighbours
 from bridle.server.retention import Retention
 from bridle.server.rows import Closed, run_id
@@ -60,6 +61,7 @@ class Service:
         self.workers = workers
         self.owner = owner
         """Whose leases these are: the same in every life of one server."""
+        self.metrics = Metrics()
         self.events = Broadcast()
         self.groups = Pulse()
         """A group has ended."""
@@ -73,6 +75,7 @@ class Service:
             settings=self.settings,
             owner=owner,
             on_closed=self.closed,
+            metrics=self.metrics,
         )
         self.retention = Retention(self.state, self.views, files, workers, self.settings)
         self.neighbours = Neighbours(self)

@@ -87,6 +87,7 @@ def routes(served: Served) -> list[Route]:
         route(served, "POST", "/v1/callbacks/replay", admin, replay_all),
         route(served, "POST", "/v1/callbacks/{delivery_id}/replay", admin, replay),
         route(served, "GET", "/v1/status", read, status),
+        route(served, "GET", "/metrics", read, metrics),
         route(served, "POST", "/v1/pause", admin, pause),
         route(
             served,
@@ -308,6 +309,12 @@ async def replay_all(asked: Asked) -> Response:
 async def status(asked: Asked) -> Response:
     """`GET /v1/status`: how much there is of what."""
     return reply(await asked.service.status())
+
+
+async def metrics(asked: Asked) -> Response:
+    """`GET /metrics`: numbers of the server and of its nodes' gateways, as Prometheus text."""
+    text = await asked.service.metrics.render(asked.service)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def pause(asked: Asked) -> Response:

@@ -78,6 +78,9 @@ class Workers(Protocol):
     def nodes(self) -> list[JSON]:
         """The nodes that there are: name, state, slots, free ones, stages, what went wrong."""
 
+    async def metrics(self) -> dict[str, str]:
+        """What the gateway of each node that answers tells of itself, by the node's name."""
+
     async def drain_node(self, name: str) -> None:
         """Give a node no further run. `ConfigError` if there is none, or it is the only one."""
 
@@ -188,6 +191,10 @@ class NodeWorkers:
                 "error": None,
             }
         ]
+
+    async def metrics(self) -> dict[str, str]:
+        """As `Workers.metrics`."""
+        return {"local": self._gateway.metrics()}
 
     async def drain_node(self, name: str) -> None:  # noqa: ARG002 - whichever it is
         """As `Workers.drain_node`."""

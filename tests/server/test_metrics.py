@@ -1,0 +1,90 @@
+"""What `GET /metrics` of a server tells, read as Prometheus reads it."""
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.server.house import FakeWorkers, an_app, body, ended, failure, until
+
+from bridle.errors import NodeLostError, StateError
+from bridle.server.auth import Role, Token
+
+
+async def numbers(http):
+    """Sample name and labels, sorted -> value."""
+    told = await http.get("/metrics")
+    assert told.status_code == 200
+    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(told.text)
+        for sample in family.samples
+    }
+
+
+async def test_ends_causes_stages_and_tokens_are_counted(tmp_path):
+    answers = {"b": failure("harness_crash"), "c.0": failure(), "d.0": NodeLostError("gone")}
+    async with an_app(tmp_path, FakeWorkers(answers=answers)) as http:
+        tasks = [body("a", 2), body("b"), body("c", max_attempts=2), body("d")]
+        assert (await http.post("/v1/tasks", json={"tasks": tasks})).status_code == 200
+        for task in "abcd":
+            await ended(http.service, task)
+        told = await numbers(http)
+
+    def runs(status, cause, became):
+        labels = f"became={became}", f"cause={cause}", f"status={status}"
+        return told.get(("bridle_server_runs_total", *labels), 0)
+
+    assert runs("COMPLETED", "", "final") == 4
+    assert runs("ERROR", "harness_crash", "final") == 1
+    assert runs("ERROR", "infrastructure", "again") == 1
+    assert runs("LOST", "infrastructure", "again") == 1
+    assert told["bridle_server_stage_seconds_count", "stage=run"] == 6
+    assert told["bridle_server_tokens_total", "fate=trained"] == 4 * 4
+    assert told["bridle_server_tokens_total", "fate=cut"] == 5
+    labels = "method=POST", "route=/v1/tasks", "status=200"
+    assert told["bridle_server_requests_total", *labels] == 1
+
+
+async def test_what_there_is_now_is_told_by_state_and_by_node(tmp_path):
+    workers = FakeWorkers(1, held=True)
+    async with an_app(tmp_path, workers) as http:
+        await http.post("/v1/tasks", json={"tasks": [body("a", 3)]})
+        await until(lambda: workers.living)
+        await http.post("/policy", json={"version": 7})
+        await http.post("/v1/pause")
+        told = await numbers(http)
+        workers.let("a.0")
+        await until(lambda: not workers.living)
+    assert told["bridle_server_sessions", "state=RUNNING"] == 1
+    assert told["bridle_server_sessions", "state=ERROR"] == 0
+    assert told["bridle_server_sessions_waiting",] == 2
+    assert told["bridle_server_tasks", "state=running"] == 1
+    assert told["bridle_server_callbacks", "state=dead"] == 0
+    assert (told["bridle_server_slots",], told["bridle_server_runs_under_way",]) == (1, 1)
+    assert (told["bridle_server_paused",], told["bridle_server_policy_version",]) == (1, 7)
+    assert told["bridle_node_up", "node=fake"] == told["bridle_node_slots", "node=fake"] == 1
+    assert told["bridle_sessions_open", "node=fake"] == 0
+
+
+async def test_a_database_that_is_gone_is_a_number_and_not_a_failed_scrape(tmp_path, monkeypatch):
+    async with an_app(tmp_path) as http:
+        assert (await numbers(http))["bridle_server_database_up",] == 1
+
+        async def counts():
+            raise StateError("the database is gone")
+
+        monkeypatch.setattr(http.service.views, "counts", counts)
+        told = await numbers(http)
+        assert told["bridle_server_database_up",] == 0
+        assert told["bridle_server_slots",] == 4
+        assert ("bridle_server_sessions_waiting",) not in told
+        http.service.lost(RuntimeError("boom"))
+        assert (await numbers(http))["bridle_server_healthy",] == 0
+
+
+async def test_a_scrape_needs_a_token_where_there_are_tokens(tmp_path):
+    tokens = [Token(name="prometheus", token="s" * 16, roles=(Role.READ,))]
+    async with an_app(tmp_path, tokens=tokens) as http:
+        assert (await http.get("/metrics")).status_code == 401
+        headers = {"authorization": f"Bearer {'s' * 16}"}
+        assert (await http.get("/metrics", headers=headers)).status_code == 200
