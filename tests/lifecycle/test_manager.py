@@ -48,8 +48,13 @@ async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):
     settings = {"run_slots": 2, "init_slots": 2, "ready_buffer": 3, "post_slots": 1}
     async with a_node(tmp_path, settings=settings) as node:
         async with asyncio.TaskGroup() as group:
+            go = tmp_path / "go"
             for _ in range(10):
-                group.create_task(node.run(task("sleep 0.1")))
+                group.create_task(node.run(task(f"until [ -e {go} ]; do sleep 0.05; done")))
+            async with asyncio.timeout(15):
+                while {"RUNNING": 2, "READY": 3}.items() - node.stages().items():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            go.touch()
         assert most_at_once(node, "RUNNING", ("BUILDING", *ENDS)) == 2
         assert most_at_once(node, "INITIALIZING", ("READY", *ENDS)) <= 2
         assert most_at_once(node, "INITIALIZING", ("RUNNING", *ENDS)) == 3
@@ -140,15 +145,16 @@ async def test_what_a_task_names_and_is_not_there_is_told_before_anything_runs(
 
 
 class Counted(CommandHarness):
-    """A harness that is installed, or is not."""
+    """A harness that is installed when `go` is set, or is not."""
 
     name = "counted"
     installed = 0
+    go: asyncio.Event | None = None
 
     async def install(self, bundles, report):
         type(self).installed += 1
         report("counted: working")
-        await asyncio.sleep(0.05)
+        await (self.go.wait() if self.go else asyncio.sleep(0.05))
         if "broken" in self._line:
             raise HarnessError("npm is missing: install node")
         folder = bundles / "counted"
@@ -176,11 +182,15 @@ async def test_a_harness_is_installed_once_and_told(tmp_path):
 
 async def test_an_installation_holds_back_no_other_harness(tmp_path):
     settings = {"bundles": tmp_path / "bundles", "init_slots": 2}
+    harness = open_harness(counted("true").agent)
+    assert isinstance(harness, Counted)
+    harness.go = asyncio.Event()
     async with a_node(tmp_path, settings=settings) as node, asyncio.TaskGroup() as group:
-        slow = group.create_task(node.install(open_harness(counted("true").agent)))
+        slow = group.create_task(node.install(harness))
         await asyncio.sleep(0)
         assert await node.install(open_harness(task("true").agent)) is None
         assert not slow.done()
+        harness.go.set()
     assert slow.result() is not None
 
 

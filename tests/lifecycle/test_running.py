@@ -50,14 +50,14 @@ async def test_an_expired_budget_ends_everything_and_keeps_the_partial_trajector
     command = f"{AGENT}; (setsid bash -c '{beat}' &) ; trap '' TERM; {beat}"
     async with a_node(tmp_path) as node:
         result = await node.run(
-            task(command, budgets={"agent_s": 2}, evaluator=checked(), num_samples=1)
+            task(command, budgets={"agent_s": 4}, evaluator=checked(), num_samples=1)
         )
         assert nothing_lives(result.session_id)
     size = (tmp_path / "beat").stat().st_size
     await asyncio.sleep(0.1)
     assert (tmp_path / "beat").stat().st_size == size > 0
     assert (result.status, result.cause, result.reward) == ("TIMEOUT", Cause.TIMEOUT, None)
-    assert result.error == "the agent's budget of 2 s ran out, after 2 model calls"
+    assert result.error == "the agent's budget of 4 s ran out, after 2 model calls"
     assert result.trajectory.metadata["stats"]["tokens_trained"] > 0
 
 
@@ -65,8 +65,8 @@ async def test_the_key_is_dead_when_the_budget_ends(tmp_path):
     # On TERM it takes its time and asks once more.
     command = f"trap '{AGENT} 2> {tmp_path}/late; exit' TERM; while true; do sleep 0.02; done"
     async with a_node(tmp_path) as node:
-        result = await node.run(task(command, budgets={"agent_s": 0.3}))
-    assert result.error == "the agent's budget of 0.3 s ran out, without one model call"
+        result = await node.run(task(command, budgets={"agent_s": 1.5}))
+    assert result.error == "the agent's budget of 1.5 s ran out, without one model call"
     assert result.trajectory.metadata["stats"]["exchanges"] == 0
     assert (tmp_path / "late").read_text() == "model error 401\n"
 
@@ -92,7 +92,7 @@ async def test_a_harness_that_goes_on_after_its_limit_is_ended(tmp_path):
     async with a_node(tmp_path, {"shell": ["true"]}) as node:
         result = await node.run(task(f"{AGENT}; sleep 60", limits=Limits(max_turns=1)))
     assert (result.status, result.cause, result.signal) == ("TIMEOUT", Cause.LIMIT, 15)
-    assert result.timing["run"] < 5
+    assert result.timing["run"] < 50
 
 
 async def test_daemons_of_a_harness_that_ended_well_do_not_see_the_evaluator(tmp_path):

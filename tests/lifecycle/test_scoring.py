@@ -13,17 +13,19 @@ from bridle.types import Cause
 
 
 @pytest.mark.parametrize(
-    ("evaluator", "said"),
+    ("evaluator", "budget_s", "said"),
     [
-        (checked("no-such-checker"), r"could not be run \(exit code 127\)"),
-        (checked("sleep 60"), "its budget of 0.3 s ran out"),
-        ({"strategy": "tests.lifecycle.test_scoring:Strange"}, "ZeroDivisionError"),
-        ({"strategy": "tests.lifecycle.test_scoring:Infinite"}, "must be a finite number"),
+        (checked("no-such-checker"), 30, r"could not be run \(exit code 127\)"),
+        (checked("sleep 60"), 0.3, "its budget of 0.3 s ran out"),
+        ({"strategy": "tests.lifecycle.test_scoring:Strange"}, 30, "ZeroDivisionError"),
+        ({"strategy": "tests.lifecycle.test_scoring:Infinite"}, 30, "must be a finite number"),
     ],
 )
-async def test_an_evaluator_that_fails_is_its_own_cause_and_no_reward(tmp_path, evaluator, said):
+async def test_an_evaluator_that_fails_is_its_own_cause_and_no_reward(
+    tmp_path, evaluator, budget_s, said
+):
     async with a_node(tmp_path) as node:
-        result = await node.run(task(evaluator=evaluator, budgets={"evaluate_s": 0.3}))
+        result = await node.run(task(evaluator=evaluator, budgets={"evaluate_s": budget_s}))
     assert (result.status, result.cause, result.reward) == ("ERROR", Cause.EVALUATOR, None)
     assert re.search(said, result.error)
     assert len(result.trajectory.traces) == 1
@@ -57,7 +59,7 @@ async def test_an_expired_session_is_scored_if_asked(tmp_path):
     command = f"{AGENT}; sleep 60"
     async with a_node(tmp_path) as node:
         result = await node.run(
-            task(command, budgets={"agent_s": 1.5}, evaluator=checked(after_budget=True))
+            task(command, budgets={"agent_s": 4}, evaluator=checked(after_budget=True))
         )
     assert (result.status, result.reward) == ("TIMEOUT", 1.0)
 
@@ -72,24 +74,24 @@ class Unreadable(MemoryStore):
     def read(self, session_id):
         failure, self.failure = self.failure, None
         if failure == "slow":
-            time.sleep(0.5)
+            time.sleep(1)
         elif failure is not None:
             raise StoreError(failure)
         return super().read(session_id)
 
 
 @pytest.mark.parametrize(
-    ("failure", "cause", "said"),
+    ("failure", "budget_s", "cause", "said"),
     [
-        ("torn file", Cause.INFRASTRUCTURE, "build: torn file"),
-        ("slow", Cause.TIMEOUT, "build: its budget of 0.1 s ran out"),
+        ("torn file", 30, Cause.INFRASTRUCTURE, "build: torn file"),
+        ("slow", 0.1, Cause.TIMEOUT, "build: its budget of 0.1 s ran out"),
     ],
 )
 async def test_a_trajectory_that_cannot_be_built_is_told_and_built_later(
-    tmp_path, failure, cause, said
+    tmp_path, failure, budget_s, cause, said
 ):
     async with a_node(tmp_path, store=Unreadable(failure)) as node:
-        result = await node.run(task(budgets={"build_s": 0.1}, evaluator=checked()))
+        result = await node.run(task(budgets={"build_s": budget_s}, evaluator=checked()))
         assert "EVALUATING" not in statuses(node)
     assert (result.status, result.cause, result.error) == ("ERROR", cause, said)
     assert len(result.trajectory.traces) == 1

