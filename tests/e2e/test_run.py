@@ -122,11 +122,11 @@ def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run
     with bridle_process(*run_arguments(folder)) as process:
         wait_for(lambda: committed(run) >= 2, "two exchanges are committed")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
 
     assert process.returncode == 130, err
     assert "interrupted" in err
-    wait_for(lambda: not processes_of(run), "no process of the run is left", 5)
+    wait_for(lambda: not processes_of(run), "no process of the run is left")
     shown = call("show", run, "--json")
     lines = json.loads(shown.stdout)
     assert sum(line["exchanges"] for line in lines) >= 2
@@ -163,7 +163,7 @@ def test_a_harness_that_fails_has_its_own_cause_and_is_never_completed(
     batch, run_arguments, command, cause
 ):
     agent = {"harness": "command", "command": command}
-    folder = batch(1, agent=agent, budgets={"agent_s": 1.5})
+    folder = batch(1, agent=agent, budgets={"agent_s": 1.5 if cause == "timeout" else 30})
 
     done = call(*run_arguments(folder, "--json"))
 
