@@ -2,10 +2,11 @@
 
 import gc
 import os
+import resource
 import signal
 import threading
 
-from bridle.cli.serving import Stop, long_running, run_until_signal
+from bridle.cli.serving import OPEN_FILES, Stop, enough, long_running, run_until_signal
 
 
 def test_a_signal_sets_stop_and_what_was_opened_is_closed():
@@ -32,3 +33,23 @@ def test_a_long_running_process_looks_for_garbage_less_often_and_as_before_after
         assert gc.get_freeze_count() > frozen
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+def test_a_long_running_process_may_hold_as_many_files_open_as_the_system_lets_it():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with long_running():
+            meanwhile = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert meanwhile == (enough(256, before[1]), before[1])
+
+
+def test_a_limit_is_never_lowered_and_never_above_the_hard_one():
+    without = resource.RLIM_INFINITY
+    assert enough(1024, 4096) == 4096
+    assert enough(1024, 1 << 20) == enough(1024, without) == OPEN_FILES
+    assert enough(1 << 20, 1 << 20) == enough(1 << 20, without) == 1 << 20
+    assert enough(without, without) == without

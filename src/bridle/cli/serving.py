@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,19 +19,26 @@ Stop = asyncio.Event
 _THRESHOLDS = (50_000, 20, 100)
 """Allocations before the youngest objects are looked through, and how often older ones are."""
 
+OPEN_FILES = 65_536
+"""Files and connections that the process may have open, where the system lets it: a model call
+holds two, and 1024, the usual number, would be the end of 500 calls at once."""
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's numbers for `mallopt` (malloc.h)."""
 
 
 @contextmanager
 def long_running() -> Iterator[None]:
-    """Meanwhile the process keeps memory that it will need again, and looks for garbage less often.
+    """Meanwhile the process keeps memory that it will need again, looks for garbage less often, and
+    may have `OPEN_FILES` open.
 
     To be entered when all is loaded. Calls make and drop buffers of their prompt's size; given back
     to the system and taken again each time, they and the collector's passes over what never goes
     take an eighth of a call's time (`benchmarks/gateway.py`, 32 sessions at 16k tokens).
     """
     before = gc.get_threshold()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough(*files), files[1]))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc; elsewhere the allocator does as it does
         mallopt(_TRIM_THRESHOLD, 256 << 20)
@@ -41,8 +49,16 @@ def long_running() -> Iterator[None]:
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def enough(soft: int, hard: int) -> int:
+    """The soft limit of open files to have, under what the system set."""
+    if resource.RLIM_INFINITY in (soft, hard):
+        return soft if soft == resource.RLIM_INFINITY else max(soft, OPEN_FILES)
+    return max(soft, min(hard, OPEN_FILES))
 
 
 def run_until_signal(serve: Callable[[Stop], Awaitable[None]]) -> None:
