@@ -141,6 +141,7 @@ class Learner:
         version: int = 0,
     ) -> None:
         """`model` is trained in place; `None` = a copy of it as it is now is the reference."""
+        _align(model)
         self.model = model.eval()
         self.settings = settings
         self.version = version
@@ -269,6 +270,16 @@ class Learner:
             f"the {what} at step {self.steps + 1} is not a number; the weights of version "
             f"{self.version} stand; a learning rate below {self.settings.learning_rate:g} may help"
         )
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move weights that lie where a file has them to where torch puts its own.
+
+    Some CPUs add up unaligned numbers in another order: a resumed training would not be the same.
+    """
+    for parameter in model.parameters():
+        if parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
 
 
 def _fastest(model: PreTrainedModel) -> int | None:
