@@ -105,7 +105,7 @@ async def test_a_call_that_an_update_aborts_goes_on_as_one_reply(updated, models
     check_spans(exchange, models)
 
 
-SESSIONS, FIRST, SECOND = 50, 8, 600
+SESSIONS, FIRST, SECOND = 50, 8, 400
 """Sessions that run at once, and the tokens of their two replies."""
 
 
