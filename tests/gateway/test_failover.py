@@ -225,7 +225,7 @@ async def test_over_an_update_and_a_kill_in_mid_reply_every_dialect_reads_one_cl
 
 async def test_a_replica_that_hangs_is_found_and_left(processes):
     engines = processes.start()
-    looks = {"health_every_s": 0.3, "health_timeout_s": 0.5, "health_failures": 2}
+    looks = {"health_every_s": 0.3, "health_timeout_s": 2, "health_failures": 2}
     async with gateway(engines, **looks) as (home, pool):
 
         async def hang():

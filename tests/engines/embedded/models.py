@@ -1,5 +1,7 @@
 """Tiny models of several architectures with random weights, and how these tests call an engine."""
 
+import itertools
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +111,22 @@ async def answer(engine: EmbeddedEngine, asked: GenerateRequest) -> Answer:
     async for chunk in engine.generate(asked):
         whole.add(chunk)
     return whole
+
+
+class Stop:
+    """The engine's thread stands before its third step from now until `go_on` is set."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        assert engine._loaded is not None
+        decoder: Any = engine._loaded.decoder
+        forward, steps, self.go_on = decoder.forward, itertools.count(), threading.Event()
+
+        def forward_then(work: Any) -> Any:
+            if next(steps) == 2:
+                self.go_on.wait(60)
+            return forward(work)
+
+        decoder.forward = forward_then
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

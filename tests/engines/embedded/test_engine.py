@@ -13,6 +13,7 @@ from tests.engines.embedded.models import (
     VOCAB,
     Ids,
     Oracle,
+    Stop,
     answer,
     prompt_of,
     request,
@@ -166,12 +167,15 @@ async def test_chunks_stream_and_the_first_token_does_not_wait(folder, opened):
 async def test_an_aborted_call_keeps_what_it_sampled_and_the_others_go_on(folder, oracle, opened):
     async with opened(folder) as engine:
         doomed = request(prompt_of(9), "doomed", max_tokens=200, min_tokens=200)
+        stop = Stop(engine)
+        stream = engine.generate(doomed)
+        first = await anext(stream)
         async with asyncio.TaskGroup() as group:
             other = group.create_task(answer(engine, request(prompt_of(7), max_tokens=20)))
-            stream = engine.generate(doomed)
-            first = await anext(stream)
+            await asyncio.sleep(0)
             await engine.abort("doomed")
             await engine.abort("unknown")
+            stop.go_on.set()
             chunks = [first, *[chunk async for chunk in stream]]
         assert chunks[-1].finish_reason is FinishReason.ABORT
         ids = np.concatenate([chunk.output_ids for chunk in chunks]).tolist()
@@ -279,9 +283,15 @@ async def test_a_weight_update_is_in_force_between_two_tokens(folder, opened, tm
     new = Oracle(save_model(tmp_path, seed=1))
     async with opened(folder) as engine:
         flying = request(prompt_of(20), "flying", temperature=1.0, max_tokens=150, min_tokens=150)
+        stop = Stop(engine)
         stream = engine.generate(flying)
         chunks = [await anext(stream)]
-        await engine.update_weights(new.model.state_dict(), 7)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.update_weights(new.model.state_dict(), 7))
+            assert engine._batch is not None
+            while engine._batch._inbox.empty():  # noqa: ASYNC110 - the thread has no event of ours
+                await asyncio.sleep(0.001)
+            stop.go_on.set()
         assert engine.info.version == 7
         after = await answer(engine, request(prompt_of(30), temperature=1.0))
         chunks += [chunk async for chunk in stream]
@@ -434,15 +444,16 @@ async def test_a_start_that_failed_says_why_to_all_who_ask(tmp_path):
 async def test_closing_answers_the_calls_in_flight(folder):
     engine = EmbeddedEngine(folder)
     await engine.start()
+    stop = Stop(engine)
+    stream = engine.generate(request(prompt_of(5), max_tokens=250, min_tokens=250))
+    await anext(stream)
     async with asyncio.TaskGroup() as group:
-
-        async def refused() -> None:
-            with pytest.raises(EngineError, match="closed"):
-                await answer(engine, request(prompt_of(5), max_tokens=250, min_tokens=250))
-
-        group.create_task(refused())
-        await asyncio.sleep(0.01)
-        await engine.aclose()
+        group.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        stop.go_on.set()
+        with pytest.raises(EngineError, match="closed"):
+            async for _ in stream:
+                pass
 
 
 async def test_an_engine_never_started_can_be_closed(folder):
@@ -458,10 +469,12 @@ async def test_a_fault_in_the_thread_fails_all_calls_and_health(folder):
     def fault(*_: object) -> None:
         raise ZeroDivisionError("of our own")
 
+    stop = Stop(engine)
     stream = engine.generate(request(prompt_of(5), max_tokens=250, min_tokens=250))
     await anext(stream)
     assert engine._batch is not None
     engine._batch.post(fault)
+    stop.go_on.set()
     with pytest.raises(EngineError, match="has failed: ZeroDivisionError: of our own"):
         async for _ in stream:
             pass
