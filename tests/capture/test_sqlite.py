@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -50,6 +50,15 @@ class TestSqliteStoreWithFsync(TestSqliteStore):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "capture.sqlite"
+
+
+def open_files():
+    """The files that this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.add(str(entry.readlink()))
+    return found
 
 
 def three_turns(session_id="s1"):
@@ -210,16 +219,17 @@ async def test_a_corrupt_file_is_named(path, text):
     path.write_bytes(text)
     with pytest.raises(StoreError, match=f"^{path}: cannot open for writing"):
         await SqliteStore.open(path)
-    with pytest.raises(StoreError, match=f"^{path}: cannot open for reading"):
+    with pytest.raises(StoreError, match=f"^{path}: cannot open for reading") as refused:
         SqliteReader(path)
+    assert str(path) not in open_files(), f"left open by {refused}"
 
 
 async def test_a_truncated_file_is_named(path):
     await written(path, *(three_turns(f"s{n}") for n in range(20)))
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(StoreError, match=str(path)):
-        SqliteReader(path).exchanges("s19")
+    with pytest.raises(StoreError, match=str(path)), SqliteReader(path) as reader:
+        reader.exchanges("s19")
     with pytest.raises(StoreError, match=str(path)):
         async with await SqliteStore.open(path) as store:
             await store.open_session(SessionRecord("new", 0.0))

@@ -178,10 +178,11 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA busy_timeout = 5000")
     try:
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    except sqlite3.OperationalError:
-        wal = path.with_name(path.name + "-wal")
+    except sqlite3.Error as error:
         connection.close()
-        if wal.exists() and wal.stat().st_size > 0:
+        wal = path.with_name(path.name + "-wal")
+        pending = wal.exists() and wal.stat().st_size > 0
+        if pending or not isinstance(error, sqlite3.OperationalError):
             raise
         connection = sqlite3.connect(
             f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False
