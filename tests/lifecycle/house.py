@@ -32,7 +32,7 @@ def renderer():
 
 def task(command=AGENT, **changes):
     """A task for a command line; `budgets`, `evaluator`, `agent` are merged over small ones."""
-    budgets = {"init_s": 10, "agent_s": 10, "evaluate_s": 10, **changes.pop("budgets", {})}
+    budgets = {"init_s": 60, "agent_s": 60, "evaluate_s": 60, **changes.pop("budgets", {})}
     agent = {"harness": "command", "command": command, **changes.pop("agent", {})}
     return Task(
         task_id=changes.pop("task_id", "t-1"),

@@ -25,18 +25,23 @@ async def test_the_harness_gets_its_own_session_and_nothing_else_of_ours(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("prepare", "cause", "said"),
+    ("prepare", "budget_s", "cause", "said"),
     [
-        ("echo why >&2; exit 4", Cause.INFRASTRUCTURE, r"prepare step 0 \(exec\): .*code 4: why"),
-        ("sleep 60", Cause.TIMEOUT, "init: its budget of 0.3 s ran out"),
+        (
+            "echo why >&2; exit 4",
+            30,
+            Cause.INFRASTRUCTURE,
+            r"prepare step 0 \(exec\): .*code 4: why",
+        ),
+        ("sleep 60", 0.3, Cause.TIMEOUT, "init: its budget of 0.3 s ran out"),
     ],
 )
 async def test_a_runtime_that_cannot_be_made_ready_is_infrastructure(
-    tmp_path, prepare, cause, said
+    tmp_path, prepare, budget_s, cause, said
 ):
     runtime = RuntimeSpec(prepare=(Action(type="exec", command=prepare),))
     async with a_node(tmp_path) as node:
-        result = await node.run(task(runtime=runtime, budgets={"init_s": 0.3}))
+        result = await node.run(task(runtime=runtime, budgets={"init_s": budget_s}))
         assert statuses(node) == ["REGISTERED", "INITIALIZING", "ERROR"]
     assert (result.status, result.cause) == ("ERROR", cause)
     assert re.search(said, result.error)

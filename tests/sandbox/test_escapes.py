@@ -256,7 +256,7 @@ def read(path):
 
 
 def until(condition, what):
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 45
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.02)
