@@ -1,5 +1,7 @@
 import asyncio
 import sqlite3
+import threading
+from typing import Any
 
 import pytest
 from sqlalchemy import insert, select
@@ -100,6 +102,34 @@ async def test_a_writer_waits_for_another_process_that_holds_the_lock(tmp_path):
             assert not writing.done()
             other.execute("COMMIT")
         other.close()
+
+
+async def test_a_writer_that_is_cancelled_while_it_reads_leaves_no_lock(tmp_path):
+    reads, goes_on = threading.Event(), threading.Event()
+
+    def held():
+        reads.set()
+        goes_on.wait(30)
+        return 1
+
+    async with await Database.open(tmp_path / "a.sqlite") as database:
+
+        async def write():
+            async with database.write() as connection:
+                driver: Any = (await connection.get_raw_connection()).driver_connection
+                await driver.create_function("held", 0, held)
+                await connection.exec_driver_sql("SELECT held() UNION ALL SELECT 2")
+
+        writing = asyncio.get_running_loop().create_task(write())
+        await asyncio.to_thread(reads.wait, 30)
+        writing.cancel()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await writing
+        other = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None, timeout=0)
+        other.execute("BEGIN IMMEDIATE")  # though the error still has the cursor
+        other.close()
+        assert cancelled.tb is not None
 
 
 async def test_what_cannot_be_done_is_tried_until_it_can():

@@ -108,7 +108,7 @@ class Database:
 
     async def _connected(self, url: str) -> aiosqlite.Connection:
         """A new connection to SQLite, whose thread is known."""
-        connection = aiosqlite.connect(make_url(url).database or "")
+        connection = aiosqlite.connect(make_url(url).database or "", factory=_Connection)
         self._threads = [one for one in self._threads if one.is_alive()]
         self._threads.append(connection._thread)  # noqa: SLF001 - nothing else tells of its end
         return await connection
@@ -146,6 +146,20 @@ class Database:
                     await connection.execution_options(begin="BEGIN IMMEDIATE")
                     async with connection.begin():
                         yield connection
+
+
+class _Connection(sqlite3.Connection):
+    """Its transaction ends with it.
+
+    SQLite keeps both, and with them the lock, for as long as anything still has a cursor, such as
+    the error of a call that was cancelled while it read.
+    """
+
+    def close(self) -> None:
+        """Close it; what was not committed is taken back."""
+        if self.in_transaction:
+            self.rollback()
+        super().close()
 
 
 async def until_done(
