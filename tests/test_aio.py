@@ -121,7 +121,7 @@ async def test_who_leaves_a_turnstile_holds_up_nobody():
         await turnstile.enter()
         through.append(name)
 
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         group.create_task(comes("first"))
         leaves = group.create_task(comes("leaves"))
         group.create_task(comes("last"))

@@ -189,7 +189,7 @@ async def test_what_watches_a_call_can_end_it():
 async def test_bytes_that_nobody_asked_for_close_the_connection():
     async with serving([LENGTH, 0.01, b"more"], [LENGTH]) as (made, seen):
         await made.post("/", b"", nothing)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(15):
             while made._idle[0].open:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         await made.post("/", b"", nothing)
@@ -203,7 +203,7 @@ async def test_closing_ends_calls_under_way():
 
     async with serving([30]) as (made, seen), asyncio.TaskGroup() as group:
         group.create_task(told())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(15):
             while not any(seen):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         await made.aclose()

@@ -295,7 +295,7 @@ async def test_an_abort_ends_a_waiting_call(opened):
         await asyncio.sleep(30)
 
     stub, engine = await opened(**{CHAT: silence})
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         first = group.create_task(collect(engine, call(request_id="mine")))
         second = group.create_task(collect(engine, call(request_id="other", stream=True)))
         while len(stub.bodies) < 2:  # noqa: ASYNC110 - the stub has no event

@@ -301,7 +301,7 @@ async def test_the_wait_before_a_late_fault_comes_after_its_tokens_and_an_abort_
         [{"content": "word " * 20, "fault": 500, "fault_after": 8, "delay_s": 60}]
     )
     got = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         async for chunk in engine.generate(call(request_id="x", stream=True)):
             got.append(chunk)
             asyncio.get_running_loop().call_later(0.01, engine._calls["x"].set)
@@ -331,7 +331,7 @@ async def test_a_delay_comes_before_the_first_token():
 
 async def test_an_abort_ends_a_waiting_call_at_once():
     engine = scripted_engine([{"content": "ok", "delay_s": 60, "fault": 500}])
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(play(engine, call(request_id="x")))
         await asyncio.sleep(0)
         await engine.abort("unknown")
@@ -353,7 +353,7 @@ async def test_an_abort_in_mid_stream_keeps_what_was_sampled():
 
 async def test_closing_the_engine_ends_its_calls():
     engine = scripted_engine([{"delay_s": 60}])
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(play(engine, call()))
         await asyncio.sleep(0)
         await engine.aclose()

@@ -294,7 +294,7 @@ async def test_leaving_ends_calls_that_are_under_way():
             return await response.json()
 
     async with (
-        asyncio.timeout(10),
+        asyncio.timeout(15),
         asyncio.TaskGroup() as group,
         aiohttp.ClientSession() as session,
         EngineServer(engine) as server,

@@ -177,7 +177,7 @@ async def test_an_abort_is_told_with_the_calls_own_id_and_keeps_its_tokens(opene
         return b""
 
     stub.replies |= {"/generate": slow, "/abort_request": abort}
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(collect(engine, request(request_id="r")))
         while not stub.bodies[-1].get("rid", "").startswith("r-"):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.005)
@@ -194,7 +194,7 @@ async def test_a_server_that_cannot_be_told_is_cut_off(opened, reply):
     stub, engine = await opened(abort_request=reply)
     stub.replies["/generate"] = silence
     count = len(stub.bodies)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(collect(engine, request(request_id="r")))
         while len(stub.bodies) == count:  # noqa: ASYNC110 - the stub has no event
             await asyncio.sleep(0.005)
@@ -263,7 +263,7 @@ async def test_waiting_holds_new_calls_until_ours_have_ended():
     async with SglangServer(inside) as server:
         engine = SglangEngine(server.url)
         await engine.start()
-        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(15), asyncio.TaskGroup() as group:
             first = group.create_task(collect(engine, request(request_id="one")))
             await asyncio.sleep(0.02)
             assert await engine.pause("wait")

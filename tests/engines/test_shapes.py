@@ -209,7 +209,7 @@ async def test_a_pause_holds_new_calls_until_it_is_over(shape):
     async with shape.over(scripted_engine([TURN])) as outside:
         for mode in ("abort", "wait", "keep"):
             assert await outside.pause(mode)
-            async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(15), asyncio.TaskGroup() as group:
                 task = group.create_task(collect(outside, request(PROMPT)))
                 await asyncio.sleep(0.03)
                 assert not task.done()

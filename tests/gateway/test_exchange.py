@@ -419,7 +419,7 @@ async def test_a_call_that_is_cancelled_before_its_first_step_is_over():
         assert session.in_flight() == 1
         assert call.task is not None
         call.task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             await call.done.wait()
         assert call.stage is Stage.FAILED
         assert session.in_flight() == 0

@@ -32,7 +32,7 @@ def client(address) -> socket.socket:
 
 
 async def told_by(connection: socket.socket) -> bytes:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         try:
             return await asyncio.get_running_loop().sock_recv(connection, 4096)
         except ConnectionError:

@@ -65,7 +65,7 @@ async def test_half_a_head_is_closed_after_its_time():
     async with listening(head_timeout_s=0.1) as listener:
         reader, writer = await asyncio.open_connection(*address(listener))
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             assert await reader.read() == b""
         writer.close()
 
@@ -99,7 +99,7 @@ async def test_a_handler_is_cancelled_when_its_client_goes():
     async with listening(wait) as listener:
         _, writer = await asyncio.open_connection(*address(listener))
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             await arrived.wait()
             writer.close()
             await gone.wait()
@@ -119,7 +119,7 @@ async def test_what_is_not_http_is_refused():
     async with listening() as listener:
         reader, writer = await asyncio.open_connection(*address(listener))
         writer.write(b"\x16\x03\x01 not http\r\n\r\n")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             assert b"400" in await reader.readline()
         writer.close()
 

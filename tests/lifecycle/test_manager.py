@@ -38,7 +38,7 @@ async def test_what_a_dead_node_leaves_is_removed_while_another_one_runs(tmp_pat
         left = Scratch.make(tmp_path / "scratch")
         dead = {"pid": 2**22 + 1, "started": "5"}
         (left.folder / OWNER).write_text(json.dumps(dead))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(15):
             while left.folder.exists():  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.01)
         assert list((tmp_path / "scratch").glob(left.folder.name)) == []

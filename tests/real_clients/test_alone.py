@@ -119,7 +119,7 @@ async def test_the_forwarder_ends_with_its_command(tmp_path):
         result = await reach("AF_INET", ("127.0.0.1", 1))
         assert (result.stdout, result.exit_code) == (b"\n", 0), result
         left = members((b"BRIDLE_SESSION=s-alone",), Leaders())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while left:
                 await asyncio.sleep(0.01)
                 left &= members((b"BRIDLE_SESSION=s-alone",), Leaders())

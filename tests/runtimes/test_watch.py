@@ -40,7 +40,7 @@ def child():
     [(Bounds(memory_bytes=50 << 20), "memory"), (Bounds(processes=4), "processes")],
 )
 async def test_too_much_memory_or_too_many_threads_are_found(child, bounds, named):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(15):
         assert await first_reached(watched(members=[child], bounds=bounds)) == named
 
 
@@ -55,7 +55,7 @@ async def test_within_its_limits_nothing_is_found(child, tmp_path):
 async def test_too_much_on_disk_is_found(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "big").write_bytes(b"x" * (1 << 20))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(15):
         assert await first_reached(watched(folders=[tmp_path], storage=1 << 19)) == "storage"
 
 

@@ -189,7 +189,7 @@ async def test_closing_the_iterator_ends_the_call(folder, opened):
         stream = engine.generate(request(prompt_of(9), "left", max_tokens=200, min_tokens=200))
         await anext(stream)
         await stream.aclose()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while engine.stats()["running"]:
                 await asyncio.sleep(0.005)
                 await answer(engine, request(prompt_of(3), max_tokens=1))
