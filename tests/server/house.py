@@ -24,7 +24,7 @@ from bridle.server.service import Service
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import Cause, SessionStatus
 
-PATIENCE_S = 15.0
+PATIENCE_S = 45.0
 """How long a test waits for what must come."""
 
 

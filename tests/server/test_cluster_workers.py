@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from tests.executors.house import a_runner, begun, some_links, task
+from tests.executors.house import HASTY, a_runner, begun, some_links, task
 from tests.server.house import a_service, ended, result, submission, until
 
 from bridle.errors import EngineError
@@ -40,10 +40,9 @@ async def test_a_server_computes_on_many_nodes(tmp_path):
 
 
 async def test_sessions_of_a_lost_node_are_run_again_elsewhere_at_once(tmp_path):
-    hasty = {"lost_after_s": 0.3}
     async with (
         some_links("a", "b") as links,
-        a_runner(*links, outlive=True, patience=hasty) as runner,
+        a_runner(*links, outlive=True, patience=HASTY) as runner,
         a_service(tmp_path, ClusterWorkers(runner)) as service,
     ):
         await service.submit([submission(samples=4, max_attempts=1)], owner="o")
