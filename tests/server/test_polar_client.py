@@ -45,7 +45,7 @@ class PolarClient:
         assert told["status"] == "running"
         return told["task_id"]
 
-    async def poll(self, task_id, timeout_s=15):
+    async def poll(self, task_id, timeout_s=45):
         headers = {"x-polar-control-token": TOKEN}
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
