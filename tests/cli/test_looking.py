@@ -11,7 +11,7 @@ from tests.dashboard.test_app import links_to
 from bridle.cli.config import load_config
 from bridle.cli.looking import ServiceRollouts, may_read
 from bridle.cli.serve import executor_flags, server_of
-from bridle.client import AsyncClient
+from bridle.client import AsyncClient, Client
 from bridle.errors import ServerError
 from bridle.server.auth import Auth, Role, Token
 
@@ -78,11 +78,16 @@ def test_a_dashboard_of_a_server_is_served_by_itself_too(tmp_path, say, monkeypa
 
     monkeypatch.delenv("BRIDLE_SERVER_TOKEN", raising=False)
     with a_server(tmp_path, "--dashboard") as url, serving(url) as looking:
+        with Client(url) as client:
+            client.submit_many(tasks(1))
+            client.wait("task-0", timeout_s=60)
         status, page = fetch(looking)
+        _, session = fetch(f"{looking}/session/task-0.0")
         own, _ = fetch(f"{url}/ui/")
 
     assert status == own == 200
     assert "slots in use" in page
+    assert "root: <b>first</b>" in session
     assert say("dashboard", "http://127.0.0.1:1").code == 3
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -11,6 +12,7 @@ from tests.dashboard.test_app import every_page
 from tests.server.house import FakeWorkers, a_service, failure, served, submission, until
 from tests.test_client import TOKEN
 
+from bridle.capture.excerpt import excerpt
 from bridle.client import Client
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
@@ -84,7 +86,7 @@ async def test_lists_groups_and_sessions_are_those_of_the_server(tmp_path):
     assert [line.session_id for line in failed.lines] == ["a.1"]
     assert total == len(groups) == 2
     assert (group.state, group.total, len(group.lines)) == ("completed", 2, 2)
-    assert shown.line.measured.stats == {"traces": 1}
+    assert shown.line.measured.stats["traces"] == 1
     assert len(shown.trajectory.traces) == 1
     assert shown.session is None
     assert none == [None, None, None]
@@ -117,6 +119,42 @@ async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
     assert shown.line.status == "COMPLETED"
     assert seen.exchanges == 8
     assert [line.exchanges for line in seen.newest if line.session_id == "a.0"] == [8]
+
+
+async def test_without_the_capture_at_hand_it_is_fetched_and_once_for_a_session_that_ended(
+    tmp_path,
+):
+    made = busy("a.0")
+    await write(tmp_path / "far", made)
+    content = excerpt(tmp_path / "far" / "capture.sqlite", "a.0")
+    asked_for = []
+
+    class Far:
+        """A server that has a capture."""
+
+        def session(self, session_id):
+            ended = None if session_id == "a.1" else 2.0
+            return {
+                "session_id": "a.0", "sample_index": 0, "status": "COMPLETED", "ended_at": ended,
+                "artifacts": ["stdout.log"],
+            }  # fmt: skip
+
+        def artifact(self, session_id, name):
+            asked_for.append((session_id, name))
+            return content
+
+    def look(source: Served, session_id: str) -> Any:
+        return source.session(session_id, "")
+
+    source = Served(Far(), "far")  # type: ignore[arg-type]  # what a session's page asks for
+    first = look(source, "a.0")
+    assert first.session is look(source, "a.0").session
+    assert first.session.size == 7
+    assert first.logs == {"stdout.log": "stdout.log"}
+    assert asked_for == [("a.0", "capture.sqlite")]
+    source = Served(Far(), "far")  # type: ignore[arg-type]  # as above
+    assert look(source, "a.1").session.size == look(source, "a.1").session.size == 7
+    assert len(asked_for) == 3, "one that goes on is looked at anew"
 
 
 async def test_a_server_that_cannot_be_reached_is_a_page(tmp_path):

@@ -11,6 +11,7 @@ from tests.server.house import until
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError
 from bridle.executors.hosting import (
+    CAPTURE,
     KEPT_EVENTS,
     Hosted,
     NodeHost,
@@ -173,7 +174,9 @@ async def test_a_real_session_is_hosted_recalled_and_removed(tmp_path):
             assert (result.status, result.sample_index) == ("COMPLETED", 3)
             assert pickle.loads(pickle.dumps(result)).json() == result.json()  # noqa: S301 - our own
             assert await host.recall(["t", "s"]) == {"s": result}
-            assert host.artifact("s", "harness.log") is not None or host.artifact("s", "x") is None
+            assert await host.artifact("s", "x") is None
+            assert (await host.artifact("s", CAPTURE)).startswith(b"SQLite format 3")
+            assert await host.artifact("t", CAPTURE) is None
             assert artifact_path(node, "s", "../../run.json") is None
             assert await host.kept_bytes() > 0
         again: Any = await recalled("s", node.gateway, store)

@@ -1,14 +1,17 @@
 """The real node behind the service: what ends, what was cut off, what a file is."""
 
+from pathlib import Path
+
 import pytest
 from tests.lifecycle.house import a_node, checked, task
 from tests.server.house import ended, submission, until
 
 from bridle.bridges import parquet
+from bridle.capture.reader import SqliteReader
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError
-from bridle.executors.hosting import KILLED
+from bridle.executors.hosting import CAPTURE, KILLED
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.server.database import Database
@@ -16,6 +19,7 @@ from bridle.server.files import TrajectoryFiles
 from bridle.server.schemas import ServiceSettings
 from bridle.server.service import Service
 from bridle.server.workers import NodeWorkers, ServerFolder
+from bridle.trajectory import rebuild
 
 
 def work(task_id="t", samples=1):
@@ -40,11 +44,25 @@ async def test_a_task_is_done_by_a_node_and_its_result_kept(tmp_path):
             assert trajectory.metadata["stats"]["tokens_trained"] > 0
             assert trajectory.reward == 1.0
             log = await workers.artifact("t.0", "stdout.log")
-            assert log is not None
+            assert isinstance(log, Path)
             assert log.read_text().strip() == "It is done."
             assert await workers.artifact("t.0", "../../run.json") is None
             assert await workers.artifact("t.0", "none.log") is None
             assert service.stage("t.0", 1) is None
+
+
+async def test_a_run_s_capture_is_had_as_a_file_of_its_own(tmp_path):
+    store = await SqliteStore.open(tmp_path / "capture.sqlite")
+    async with store, a_node(tmp_path, store=store) as node:
+        workers = NodeWorkers(node, node.gateway, store)
+        result = await workers.run(work(), 0, "t.0", frozenset())
+        content = await workers.artifact("t.0", CAPTURE)
+        assert isinstance(content, bytes)
+        (tmp_path / "copy.sqlite").write_bytes(content)
+        with SqliteReader(tmp_path / "copy.sqlite") as reader:
+            copy = rebuild(reader.read("t.0"))
+        assert copy.metadata["stats"] == result.trajectory.metadata["stats"]
+        assert await workers.artifact("u.0", CAPTURE) is None
 
 
 async def test_what_is_released_leaves_memory_and_what_is_removed_leaves_the_disk(tmp_path):

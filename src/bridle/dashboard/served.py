@@ -1,14 +1,18 @@
 """A rollout server as a source, over its own API: whatever its token may read, and no more.
 
-Lists are of the newest sessions that were started (`NEWEST`). What the server has is each session's
-result and trajectory; the conversation tree is there where the capture is at hand too, as the data
-folder of a server whose node is its own.
+Lists are of the newest sessions that were started (`NEWEST`). A session's conversation tree is made
+from its capture: that of the data folder, where the server's node is its own, else it is fetched
+from whichever node has it. Without one a session is shown as its traces.
 """
 
 from __future__ import annotations
 
+import tempfile
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -23,6 +27,12 @@ from bridle.types import JSON
 
 NEWEST: Final = 1000
 """Sessions that lists are made of."""
+
+CAPTURE: Final = "capture.sqlite"
+"""The artifact that is a session's capture."""
+
+FETCHED: Final = 4
+"""How many captures of ended sessions are kept: a page leads to the next of the same session."""
 
 
 class Rollouts(Protocol):
@@ -63,6 +73,8 @@ class Served:
         self._title = title
         self._folder = folder
         """Where captures are, if they are at hand."""
+        self._fetched: OrderedDict[str, Shown] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def title(self) -> str:
@@ -136,10 +148,9 @@ class Served:
         line, facts = line_of(told), {"earlier": told.get("earlier") or None}
         logs = {name: name for name in told.get("artifacts") or ()}
         known = {name: value for name, value in facts.items() if value is not None}
-        if (
-            self._folder is not None
-            and (found := self._folder.session(_run_id(told), "")) is not None
-        ):
+        found = None if self._folder is None else self._folder.session(_run_id(told), "")
+        found = found or self._fetch(told)
+        if found is not None:
             line = replace(found.line, session_id=line.session_id, status=line.status, run=".")
             return replace(found, line=line, logs=logs, facts=found.facts | known)
         if not told.get("has_trajectory"):
@@ -165,6 +176,31 @@ class Served:
             if error.status == 404:
                 return None
             raise
+
+    def _fetch(self, told: JSON) -> Shown | None:
+        """A session from its capture, had from the server; `None` = it has none of it."""
+        run_id = _run_id(told)
+        with self._lock:
+            if run_id in self._fetched:
+                return self._fetched[run_id]
+        try:
+            content = self._rollouts.artifact(told["session_id"], CAPTURE)
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+        assert isinstance(content, bytes)
+        with tempfile.TemporaryDirectory(prefix="bridle-") as place:
+            path = Path(place, CAPTURE)
+            path.write_bytes(content)
+            with closing(Folder(path)) as folder:
+                shown = folder.session(run_id, "")
+        if shown is not None and told.get("ended_at") is not None:
+            with self._lock:
+                self._fetched[run_id] = shown
+                while len(self._fetched) > FETCHED:
+                    self._fetched.popitem(last=False)
+        return shown
 
     def _told(self, state: str | None = None) -> list[JSON]:
         return self._rollouts.newest_sessions(limit=NEWEST, state=state)

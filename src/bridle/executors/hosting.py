@@ -25,7 +25,9 @@ from typing import Final, Protocol, Self, TypeAlias
 import structlog
 
 from bridle.aio import Nursery
+from bridle.capture.excerpt import excerpt
 from bridle.capture.records import Outcome
+from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import Store
 from bridle.config import Task
 from bridle.errors import BridleError, StoreError, boundary
@@ -42,6 +44,9 @@ KILLED: Final = "its process was killed"
 
 KEPT_EVENTS: Final = 4096
 """Events that are held for an owner who does not listen; older ones are dropped."""
+
+CAPTURE: Final = "capture.sqlite"
+"""The artifact that is made when it is asked for: what was captured of a run, so far."""
 
 ARTIFACT_BYTES: Final = 256 << 20
 """Larger files stay where they are."""
@@ -295,8 +300,13 @@ class NodeHost:
 
     # ---- what is kept
 
-    def artifact(self, run_id: str, name: str) -> bytes | None:
-        """A log or kept file of a run; `None` = there is none of that name, or it is too large."""
+    async def artifact(self, run_id: str, name: str) -> bytes | None:
+        """A log or kept file of a run, or its capture (`CAPTURE`); `None` = there is none of that
+        name, or it is too large.
+        """
+        if name == CAPTURE:
+            found = await captured(self._store, run_id)
+            return found if found and len(found) <= ARTIFACT_BYTES else None
         path = artifact_path(self._node, run_id, name)
         return path.read_bytes() if path and path.stat().st_size <= ARTIFACT_BYTES else None
 
@@ -368,6 +378,16 @@ async def recalled(run_id: str, gateway: Gateway, store: Store) -> SessionResult
         return None
     capture = await asyncio.to_thread(store.read, run_id)
     return await asyncio.to_thread(result_from, capture)
+
+
+async def captured(store: Store, run_id: str) -> bytes | None:
+    """A capture file with one run alone; `None` = there is no such run, or the store has no file.
+
+    Raises `StoreError`.
+    """
+    if not isinstance(store, SqliteStore):
+        return None
+    return await asyncio.to_thread(excerpt, store.path, run_id)
 
 
 def artifact_path(node: Node, run_id: str, name: str) -> Path | None:

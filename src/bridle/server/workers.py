@@ -15,7 +15,7 @@ from typing import Protocol, Self
 from bridle.capture.store import Store
 from bridle.config import Task
 from bridle.errors import ConfigError
-from bridle.executors.hosting import artifact_path, bytes_in, recalled
+from bridle.executors.hosting import CAPTURE, artifact_path, bytes_in, captured, recalled
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
@@ -95,7 +95,7 @@ class Workers(Protocol):
 
     async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
         """A run's log or kept file: its path, or, from elsewhere, its content; `None` = there is
-        none of that name.
+        none of that name. `capture.sqlite` is what was captured of it, so far.
         """
 
 
@@ -212,6 +212,8 @@ class NodeWorkers:
         """As `Workers.listening`."""
         return self._node.events.listening(listener)
 
-    async def artifact(self, run_id: str, name: str) -> Path | None:
+    async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
         """As `Workers.artifact`; only what lies in the run's own folder."""
+        if name == CAPTURE:
+            return await captured(self._store, run_id)
         return artifact_path(self._node, run_id, name)
