@@ -15,7 +15,7 @@ def test_a_harness_that_makes_its_tool_call_works(name):
 
 
 @pytest.mark.harnesses
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "what"), [("aider", "edit"), ("mini_swe_agent", "tool call")])
 def test_a_program_that_ends_in_a_way_of_its_own_works(name, what):
     report = check_harness(name)

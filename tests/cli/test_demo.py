@@ -40,7 +40,7 @@ def test_a_part_shows_its_sessions_and_law_2(finished_run):
 
 
 @pytest.mark.harnesses
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_both_real_harnesses_solve_their_jobs_and_nothing_is_lost(tmp_path):
     part = harnesses_part(tmp_path, 2)
 

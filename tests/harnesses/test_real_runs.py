@@ -19,7 +19,7 @@ from bridle.testing import scripted_engine
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import Cause
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 NAMES = ("mini_swe_agent", "pi")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

@@ -16,7 +16,7 @@ from bridle.types import JSON, Cause
 KINDS = [
     pytest.param("local"),
     *(
-        pytest.param(kind, marks=[pytest.mark.sandbox, pytest.mark.timeout(60)])
+        pytest.param(kind, marks=[pytest.mark.sandbox, pytest.mark.timeout(180)])
         for kind in ("bubblewrap", "docker")
     ),
 ]

@@ -9,7 +9,6 @@ from tests.real_clients import test_harness_subagents as agents
 from tests.real_clients.side_by_side import Ran, Run, never_forked, succeeded
 from tests.real_clients.work import TEN, the_files_are_right
 
-from bridle.config import Budgets
 from bridle.types import Kind
 
 WITH_AGENTS = {
@@ -19,8 +18,6 @@ WITH_AGENTS = {
 }
 COMPACTS = ("pi", "openai_chat")
 DONE = 'test "$(cat on.txt)" = "a b"'
-PATIENT = Budgets(agent_s=600)
-"""Four programs at once, with prompts of up to 50,000 tokens, on a machine that may be busy."""
 
 
 def filling(number: int) -> str:
@@ -47,11 +44,10 @@ def rollouts() -> list[Run]:
                 agents.script(name, dialect, lines=LINES),
                 check,
                 agents.SETTINGS.get(name, {}),
-                PATIENT,
             )
             for name, dialect in WITH_AGENTS.items()
         ),
-        Run(*COMPACTS, compaction.script(COMPACTS[0], filling), DONE, budgets=PATIENT),
+        Run(*COMPACTS, compaction.script(COMPACTS[0], filling), DONE),
     ]
 
 

@@ -50,7 +50,8 @@ class Run:
     check: str
     """A command that exits 0 in the work folder if the work was done."""
     settings: dict[str, Any] = field(default_factory=dict)
-    budgets: Budgets = field(default_factory=Budgets)
+    budgets: Budgets = field(default_factory=lambda: Budgets(agent_s=1500))
+    """Long: many programs at once, with long prompts, on a machine that may be busy."""
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from tests.real_clients.real import TURNS, at_once, chosen, did_its_work, run
 from bridle.harnesses import open_harness
 from bridle.types import Dialect
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("claude_agent_sdk", {}),

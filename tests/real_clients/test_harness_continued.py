@@ -10,7 +10,7 @@ from bridle.harnesses.claude_code import ClaudeCode
 from bridle.prompting.renderer import load_renderer
 from bridle.types import Kind
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 AGAIN = "Now [again]."
 TURNS = [

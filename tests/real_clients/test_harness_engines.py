@@ -13,7 +13,7 @@ from tests.real_clients.side_by_side import side_by_side
 
 from bridle.testing import scripted_engine
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 
 class Served:

@@ -15,7 +15,7 @@ from tests.real_clients.real import at_once, chosen, run
 
 from bridle.prompting.renderer import load_renderer
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 SKILL = """---

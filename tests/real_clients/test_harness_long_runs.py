@@ -8,7 +8,7 @@ from tests.real_clients.work import TEN, TOOLS, ten_turns, the_files_are_right
 from bridle.prompting.renderer import load_renderer
 from bridle.types import Dialect, Kind
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 CASES = (
     ("google_adk", "google", {}),

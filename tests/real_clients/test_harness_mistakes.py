@@ -18,7 +18,7 @@ from tests.real_clients.real import at_once, chosen, run
 
 from bridle.capture.sqlite import SqliteReader
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 REPAIRED = "It repairs the arguments, and runs the call."
 RENAMED = "It makes a call of its own tool `invalid` of it."

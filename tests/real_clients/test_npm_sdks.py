@@ -26,7 +26,7 @@ from tests.gateway.oracle import (
 from bridle.harnesses.bundles import bundles_dir, ensure
 from bridle.harnesses.installers import NODE, node_recipe
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
 SCRIPTS = Path(__file__).with_name("npm")
 SDKS = {"openai": "openai", "anthropic": "anthropic", "google": "google"}

@@ -55,14 +55,14 @@ async def test_before_its_start_it_runs_nothing(tmp_path):
 
 
 @pytest.mark.sandbox
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_it_conforms(check, tmp_path):
     await run_check(check, DockerRuntime, tmp_path, RuntimeSpec(**await spec_of("docker")))
 
 
 @pytest.mark.sandbox
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 class TestContainers:
     async def started(self, tmp_path, **spec):
         runtime = DockerRuntime(RuntimeSpec(**await spec_of("docker"), **spec), "own", tmp_path)

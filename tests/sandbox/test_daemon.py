@@ -16,7 +16,7 @@ from bridle.runtimes.docker_client import docker
 from bridle.runtimes.proc import living
 from bridle.types import Cause
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
 
 OPTIONS = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false")
 

@@ -25,7 +25,7 @@ from bridle.runtimes.docker_client import remove_left_behind
 TOPS = ("/", "/usr", "/etc", "/usr/bin", "/root", "/var/tmp")
 """Folders of the machine, at the same path."""
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tests.sandbox.test_escapes import listening
 from bridle.config import RuntimeSpec
 from bridle.types import Cause
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
 
 CLIENT = r"""
 ask() { # ask METHOD PATH KEY BODY: the status of the gateway's answer
