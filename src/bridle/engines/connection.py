@@ -155,7 +155,8 @@ class _Connection(asyncio.Protocol):
         self._heard = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._silent_s, self._look)
-        self._transport.writelines((head, body))
+        # asyncio of Python 3.12 and 3.13 would try to send an empty part for ever, and never close.
+        self._transport.writelines((head, body) if body else (head,))
         return self._waiting
 
     def data_received(self, data: bytes) -> None:
