@@ -11,12 +11,13 @@ pause=${BRIDLE_RESTART_S:-2}
 
 until ray health-check --address "$head" >/dev/null 2>&1; do sleep "$pause"; done
 
-server=
-trap '[ -n "$server" ] && kill -TERM "$server"' TERM INT
-while true; do
+server= told= # to end: whom we told of it, or `early` where there was nobody
+trap 'told=${server:-early}; [ "$told" = early ] || kill -TERM "$server"' TERM INT
+while [ -z "$told" ]; do
   RAY_ADDRESS=$head bridle serve --config "$config" \
     ${BRIDLE_DATABASE:+--database "$BRIDLE_DATABASE"} &
   server=$!
+  [ "$told" != early ] || kill -TERM "$server"
   wait "$server"
   code=$?
   if [ "$code" -gt 128 ] && kill -0 "$server" 2>/dev/null; then # told to end: it drains
@@ -26,6 +27,8 @@ while true; do
   case $code in
     0 | 2 | 130) exit "$code" ;; # it was told to end; or its configuration is wrong
   esac
+  server=
+  [ -z "$told" ] || break
   echo "serve.sh: the server ended with code $code; it is started again" >&2
   sleep "$pause"
 done

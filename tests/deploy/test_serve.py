@@ -24,15 +24,21 @@ COUNT = 'echo x >> "$AT/runs"; n=$(wc -l < "$AT/runs")'
 
 def test_a_server_that_dies_is_started_again(serve, tmp_path):
     process = serve(f"{COUNT}; [ $n = 3 ] && exit 0; kill -9 $$")
-    _, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=45)
     assert process.returncode == 0
     assert len((tmp_path / "runs").read_text().split()) == 3
     assert err.count("ended with code 137; it is started again") == 2
 
 
+def test_told_to_end_it_starts_no_server_again(serve, tmp_path):
+    process = serve(f"{COUNT}; [ $n = 2 ] && exit 0; kill -TERM $PPID; exit 1")
+    process.communicate(timeout=45)
+    assert (process.returncode, (tmp_path / "runs").read_text()) == (0, "x\n")
+
+
 def test_a_wrong_configuration_is_not_tried_again(serve, tmp_path):
     process = serve(f"{COUNT}; exit 2")
-    process.communicate(timeout=15)
+    process.communicate(timeout=45)
     assert (process.returncode, (tmp_path / "runs").read_text()) == (2, "x\n")
 
 
@@ -40,7 +46,7 @@ def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
     ray = '[ -e "$AT/asked" ] && exit 0; touch "$AT/asked"; exit 1'
     env = {"BRIDLE_CONFIG": "b.toml", "BRIDLE_DATABASE": "postgresql://db/x y"}
     process = serve('test -e "$AT/asked"; echo $? "$RAY_ADDRESS" "$@"', ray=ray, **env)
-    out, _ = process.communicate(timeout=15)
+    out, _ = process.communicate(timeout=45)
     told = "serve --config b.toml --database postgresql://db/x y"
     assert out == f"0 127.0.0.1:6379 {told}\n"
 
@@ -52,5 +58,5 @@ def test_told_to_end_it_lets_the_server_drain(serve, tmp_path):
     while not (tmp_path / "up").exists():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=15)
+    out, _ = process.communicate(timeout=45)
     assert (process.returncode, out) == (0, "drained\n")

@@ -31,7 +31,7 @@ def job(script):
 
 
 def said(process):
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=45)
     return process.returncode, out, err
 
 
