@@ -97,7 +97,7 @@ def one(browser, selector):
     return until(lambda: every(browser, selector), selector)[0]
 
 
-def until(condition, what, seconds=15.0):
+def until(condition, what, seconds=60.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"not in time: {what}"
@@ -257,4 +257,4 @@ def test_a_dashboard_that_has_gone_is_told(browser, tmp_path_factory):
     until(lambda: one(browser, ".stale").is_displayed(), "not refreshed")
     browser.get("data:text/html,")
     told = [line["message"] for line in browser.get_log("browser")]
-    assert all("CONNECTION_REFUSED" in message or "htmx" in message for message in told)
+    assert all("net::ERR_" in message or "htmx" in message for message in told)
