@@ -14,7 +14,7 @@ import pytest
 from bridle.cli.dashboard import guard_of
 from bridle.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def serving(*arguments, **environment):
         yield json.loads(line)["url"]
     finally:
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
 
 

@@ -8,7 +8,7 @@ from tests.cli.models import untrained
 from bridle.cli.demo_policy import policy_part, show_policy
 from bridle.cli.output import console
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_every_session_is_accounted_for_and_the_rate_is_what_was_scored(tmp_path):

@@ -11,7 +11,7 @@ from bridle.cli.demo_training import LOOP, training_part
 from bridle.cli.output import console
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_the_summary_says_before_and_after_on_the_same_fresh_tasks(tmp_path):
     model = untrained(tmp_path / "model")
     lines = [{"task_id": f"q{n}", "reward": [1.0, 0.0, None][n]} for n in range(3)]

@@ -38,7 +38,7 @@ def test_a_folder_without_a_model_cannot_judge_logprobs(say, script):
     assert "on this machine" in finding["advice"]
 
 
-@pytest.mark.timeout(120)  # torch is imported in this process
+@pytest.mark.timeout(180)  # torch is imported in this process
 def test_the_embedded_engines_logprobs_are_those_of_a_plain_forward_pass(say, tmp_path):
     folder = save_model(tmp_path / "model", "qwen3")
     said = say("doctor", "--engine", f"embedded:{folder}", "--logprobs", "--json")

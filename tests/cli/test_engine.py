@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_scripted_engine_answers_in_vllms_shape_until_it_is_asked_to_end(tmp_path):
@@ -28,10 +28,10 @@ def test_a_scripted_engine_answers_in_vllms_shape_until_it_is_asked_to_end(tmp_p
             json.dumps(body | {"return_token_ids": True}).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - loopback
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - loopback
             reply = json.load(answer)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
     assert reply["choices"][0]["message"]["content"] == "hi"
     assert reply["prompt_token_ids"]

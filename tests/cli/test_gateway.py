@@ -16,7 +16,7 @@ import pytest
 
 from bridle.cli.captured import sessions
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
@@ -37,7 +37,7 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
             request = urllib.request.Request(  # noqa: S310 - loopback
                 f"{url}{path}", json.dumps(body).encode(), {"Authorization": f"Bearer {key}"}
             )
-            with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - loopback
+            with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - loopback
                 return json.load(answer)
 
         session = post("/sessions", {}, token)
@@ -48,10 +48,10 @@ def test_a_session_over_http_is_captured_and_survives_the_end(tmp_path):
             json.dumps({**asked, "stream": True}).encode(),
             {"Authorization": f"Bearer {session['key']}"},
         )
-        with urllib.request.urlopen(streamed, timeout=20) as answer:  # noqa: S310 - loopback
+        with urllib.request.urlopen(streamed, timeout=60) as answer:  # noqa: S310 - loopback
             assert answer.read().endswith(b"data: [DONE]\n\n")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
     assert reply["choices"][0]["message"]["content"] == "hi"
     assert session["base_url"]["openai"].endswith("/v1")
@@ -107,7 +107,7 @@ def two_workers(folder: Path):
 
         yield process, urlsplit(said["url"]).netloc, ask
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -117,7 +117,7 @@ def test_sessions_of_several_processes_survive_the_death_of_one(tmp_path):
     chat = "/v1/chat/completions"
     opened = []
     with two_workers(tmp_path) as (process, where, ask):
-        line = http.client.HTTPConnection(where, timeout=30)
+        line = http.client.HTTPConnection(where, timeout=60)
         for _ in range(4):
             status, said = ask(line, "POST", "/sessions", {})
             assert status == 200
@@ -125,7 +125,7 @@ def test_sessions_of_several_processes_survive_the_death_of_one(tmp_path):
         for session in opened * 2:  # over one connection, which began with a control request
             assert ask(line, "POST", chat, body, session["key"])[0] == 200
         line.close()
-        line = http.client.HTTPConnection(where, timeout=30)
+        line = http.client.HTTPConnection(where, timeout=60)
         for session in opened:  # over one connection, which is its first session's worker's
             path = urlsplit(session["base_url"]["openai"]).path
             status, said = ask(line, "POST", f"{path}/chat/completions", body, session["key"])
@@ -136,7 +136,7 @@ def test_sessions_of_several_processes_survive_the_death_of_one(tmp_path):
 
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
-        line = http.client.HTTPConnection(where, timeout=30)
+        line = http.client.HTTPConnection(where, timeout=60)
         for session in opened:
             assert ask(line, "POST", chat, body, session["key"])[0] == 200
         assert b"bridle_worker_restarts_total 1.0" in ask(line, "GET", "/metrics")[1]

@@ -15,7 +15,7 @@ from bridle.client import AsyncClient, Client
 from bridle.errors import ServerError
 from bridle.server.auth import Auth, Role, Token
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 TOKENS = """
 [[tokens]]

@@ -14,7 +14,7 @@ from bridle.cli.config import load_config
 from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 SCRIPT = {"conversations": [{"turns": [{"shell": ["echo done > out.txt"]}, {"content": "Done."}]}]}
 

@@ -78,7 +78,7 @@ def test_without_a_model_the_command_says_so(say, tmp_path):
     assert "model" in said.err
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_training_runs_and_goes_on_where_it_ended(say, lookup_file, tmp_path):
     model = untrained(tmp_path / "model")
     (tmp_path / "agent.py").write_text(ANTHROPIC_AGENT)

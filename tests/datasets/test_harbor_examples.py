@@ -27,7 +27,7 @@ async def test_one_task_of_each_kind_tells_a_solution_from_nothing(tmp_path, har
 
 
 @pytest.mark.sandbox
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("harness", "reward"), [("oracle", 1.0), ("empty", 0.0)])
 async def test_every_task_tells_a_solution_from_nothing_in_a_sandbox(tmp_path, harness, reward):
     found = await rewards(tmp_path, harness, "bubblewrap")

@@ -29,7 +29,7 @@ def bridle_process(*arguments: object, env=None, **options) -> subprocess.Popen:
     )
 
 
-def call(*arguments: object, timeout: float = 60, env=None) -> subprocess.CompletedProcess:
+def call(*arguments: object, timeout: float = 120, env=None) -> subprocess.CompletedProcess:
     """Run `bridle ARGUMENTS` to its end."""
     with bridle_process(*arguments, env=env) as process:
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import call
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def failure(*arguments: object) -> tuple[int, str]:

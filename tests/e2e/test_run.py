@@ -11,7 +11,7 @@ import pytest
 
 from .conftest import arguments_of, bridle_process, call, write_batch
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 def committed(run) -> int:
@@ -26,7 +26,7 @@ def committed(run) -> int:
         return 0
 
 
-def wait_for(condition, what: str, timeout_s: float = 30.0) -> None:
+def wait_for(condition, what: str, timeout_s: float = 90.0) -> None:
     """Return when `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

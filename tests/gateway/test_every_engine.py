@@ -86,7 +86,7 @@ def check(trajectory, capture, kept):
 OTHERS = [name for name in SHAPES if not name.startswith("vllm")]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("shape", OTHERS)
 async def test_nine_turns_with_tools_are_one_trace_of_the_engines_own_tokens(shape):
     kept = Kept(scripted_engine(reading()["conversations"][0]["turns"]))
@@ -111,7 +111,7 @@ def random_model(tmp_path):
     return tmp_path
 
 
-@pytest.mark.timeout(120)  # 4 s of a core of one's own, most of it to load the model twice
+@pytest.mark.timeout(180)  # 4 s of a core of one's own, most of it to load the model twice
 async def test_what_the_embedded_engine_says_by_itself_trains_as_a_forward_pass_has_it(
     random_model,
 ):

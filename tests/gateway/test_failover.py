@@ -25,7 +25,7 @@ from bridle.engines.server import EngineServer
 from bridle.engines.vllm import VllmEngine
 from bridle.trajectory import rebuild
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
 TEXT = " ".join(f"word{number}" for number in range(60))

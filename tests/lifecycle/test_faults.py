@@ -5,7 +5,7 @@ from tests.lifecycle.faults import FAULTS, hold
 from tests.sandbox.images import spec_of
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 async def test_every_session_of_a_batch_with_faults_ends_under_its_own_cause(tmp_path):
     # One of each kind: twenty sessions with a harness of bash, about two seconds of computing.
     await hold(tmp_path, len(FAULTS), 1, [{"backend": "local"}])

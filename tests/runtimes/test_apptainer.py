@@ -180,7 +180,7 @@ def test_only_its_own_variables_reach_it(monkeypatch):
 if any(map(shutil.which, PROGRAMS)):
 
     @pytest.mark.sandbox
-    @pytest.mark.timeout(120)
+    @pytest.mark.timeout(180)
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     async def test_it_conforms(check, tmp_path):
         from tests.sandbox.rootfs import make_rootfs

@@ -63,14 +63,14 @@ def server():
 
 
 @pytest.mark.sandbox
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_the_local_deployment_conforms(check, tmp_path):
     await run_check(check, RemoteRuntime, tmp_path)
 
 
 @pytest.mark.sandbox
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_a_server_conforms(check, server, tmp_path):
     await run_check(check, RemoteRuntime, tmp_path, RuntimeSpec(kwargs=server))
