@@ -76,11 +76,18 @@ class Machines:
 
 def _children(pid: int) -> list[int]:
     listed = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in listed for child in path.read_text().split()]
+    return [int(child) for path in listed for child in _read(path).split()]
 
 
 def _title(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it ended while we looked
+        return ""
 
 
 @contextmanager

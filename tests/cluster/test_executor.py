@@ -19,10 +19,15 @@ ONE_LINE = ('kind = "local"', 'kind = "ray"')
 async def come_to(server):
     """What a batch of 8 comes to: by session, what does not depend on the machine."""
     async with AsyncClient(server.url, patience_s=120) as client:
-        await client.submit_many(bodies(8, sleep_s=0))
+        await client.submit_many(bodies(8, first="true"))
         groups = await taken(client, 2)
         log = await client.artifact("t0.0", "stdout.log")
+        capture = await client.artifact("t0.0", "capture.sqlite")
+    async with aiohttp.ClientSession() as http, http.get(f"{server.url}/metrics") as answer:
+        told = await answer.text()
     assert log == b"" or log
+    assert capture.startswith(b"SQLite format 3")
+    assert 'bridle_sampled_tokens_total{node="' in told
     return {
         one.session_id: (
             one.status,
@@ -84,12 +89,14 @@ async def a_drained_node_leaves(server):
 async def a_process_dies(server, cluster, nodes):
     """Ray starts the node anew; what it was running is run again, on the same folder."""
     async with AsyncClient(server.url, patience_s=120) as client:
-        [again] = bodies(4, sleep_s=3)
+        told = nodes.parent / "told"
+        [again] = bodies(4, first=f"until [ -e {told} ]; do sleep 0.1; done")
         await client.submit_many([again | {"task_id": "u0"}])
         while sum(run_id.startswith("u0") for run_id in runs_in(nodes)) < 4:  # noqa: ASYNC110 - elsewhere
             await asyncio.sleep(0.1)
         [actor] = cluster.actors()
         os.kill(actor, signal.SIGKILL)
+        told.touch()
         group = (await taken(client, 2))[-1]  # the last one of before was not acknowledged
     assert group.task_id == "u0"
     assert {one.status for one in group.results} == {"COMPLETED"}
