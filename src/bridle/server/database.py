@@ -157,9 +157,11 @@ class _Connection(sqlite3.Connection):
 
     def close(self) -> None:
         """Close it; what was not committed is taken back."""
-        if self.in_transaction:
-            self.rollback()
-        super().close()
+        try:
+            if self.in_transaction:
+                self.rollback()
+        finally:
+            super().close()
 
 
 async def until_done(
