@@ -1,5 +1,6 @@
 """Tiny models of several architectures with random weights, and how these tests call an engine."""
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterable
@@ -118,6 +119,8 @@ class Stop:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         assert engine._loaded is not None
+        assert engine._batch is not None
+        self._inbox = engine._batch._inbox
         decoder: Any = engine._loaded.decoder
         forward, steps, self.go_on = decoder.forward, itertools.count(), threading.Event()
 
@@ -127,6 +130,12 @@ class Stop:
             return forward(work)
 
         decoder.forward = forward_then
+
+    async def go_on_with_news(self) -> None:
+        """Go on when something was posted to the thread."""
+        while self._inbox.empty():  # noqa: ASYNC110 - it has no event of a loop's
+            await asyncio.sleep(0.001)
+        self.go_on.set()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

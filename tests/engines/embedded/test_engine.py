@@ -288,10 +288,7 @@ async def test_a_weight_update_is_in_force_between_two_tokens(folder, opened, tm
         chunks = [await anext(stream)]
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.update_weights(new.model.state_dict(), 7))
-            assert engine._batch is not None
-            while engine._batch._inbox.empty():  # noqa: ASYNC110 - the thread has no event of ours
-                await asyncio.sleep(0.001)
-            stop.go_on.set()
+            await stop.go_on_with_news()
         assert engine.info.version == 7
         after = await answer(engine, request(prompt_of(30), temperature=1.0))
         chunks += [chunk async for chunk in stream]
@@ -449,8 +446,7 @@ async def test_closing_answers_the_calls_in_flight(folder):
     await anext(stream)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.aclose())
-        await asyncio.sleep(0)
-        stop.go_on.set()
+        await stop.go_on_with_news()
         with pytest.raises(EngineError, match="closed"):
             async for _ in stream:
                 pass
