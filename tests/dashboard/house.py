@@ -155,9 +155,19 @@ def long(exchanges, session_id="long", *, new=3, output=2, chain=1000):
     return made
 
 
+LOOKED_AT: list[Folder] = []
+"""Folders of the test that runs; it closes them (conftest)."""
+
+
+def looked_at(folder, **options):
+    """A folder that is closed when the test has ended."""
+    LOOKED_AT.append(Folder(folder, **options))
+    return LOOKED_AT[-1]
+
+
 def client(folder, guard=None, **options):
     """A browser without scripts."""
-    source = Folder(folder, **options)
+    source = looked_at(folder, **options)
     browser = TestClient(make_app(source, guard), follow_redirects=False)
     browser.source = source  # type: ignore[attr-defined]  # for the tests
     return browser

@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from tests.dashboard.house import HOSTILE, busy, client, long, write
+from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, write
 
 from bridle.dashboard import app as pages
 from bridle.dashboard.tokens import PAGE
@@ -215,9 +215,8 @@ def test_mounted_under_a_path_all_links_stay_under_it(run):
     from starlette.testclient import TestClient
 
     from bridle.dashboard.app import make_app
-    from bridle.dashboard.folder import Folder
 
-    with TestClient(Starlette(routes=[Mount("/ui", make_app(Folder(run)))])) as browser:
+    with TestClient(Starlette(routes=[Mount("/ui", make_app(looked_at(run)))])) as browser:
         found = every_page(browser, "/ui/")
 
     assert len(found) > 20
