@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,17 +122,25 @@ class Stop:
         assert engine._batch is not None
         self._inbox = engine._batch._inbox
         decoder: Any = engine._loaded.decoder
-        forward, steps, self.go_on = decoder.forward, itertools.count(), threading.Event()
+        forward, steps = decoder.forward, itertools.count()
+        self.go_on, self._stands = threading.Event(), threading.Event()
 
         def forward_then(work: Any) -> Any:
             if next(steps) == 2:
+                self._stands.set()
                 self.go_on.wait(60)
             return forward(work)
 
         decoder.forward = forward_then
 
+    async def first_of(self, stream: AsyncIterator[GenerateChunk]) -> GenerateChunk:
+        """The first chunk of a call; the thread stands when this returns."""
+        chunk = await anext(stream)
+        await asyncio.to_thread(self._stands.wait, 60)
+        return chunk
+
     async def go_on_with_news(self) -> None:
-        """Go on when something was posted to the thread."""
+        """Go on when something was posted to the thread, which stands."""
         while self._inbox.empty():  # noqa: ASYNC110 - it has no event of a loop's
             await asyncio.sleep(0.001)
         self.go_on.set()

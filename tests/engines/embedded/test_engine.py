@@ -169,7 +169,7 @@ async def test_an_aborted_call_keeps_what_it_sampled_and_the_others_go_on(folder
         doomed = request(prompt_of(9), "doomed", max_tokens=200, min_tokens=200)
         stop = Stop(engine)
         stream = engine.generate(doomed)
-        first = await anext(stream)
+        first = await stop.first_of(stream)
         async with asyncio.TaskGroup() as group:
             other = group.create_task(answer(engine, request(prompt_of(7), max_tokens=20)))
             await asyncio.sleep(0)
@@ -285,7 +285,7 @@ async def test_a_weight_update_is_in_force_between_two_tokens(folder, opened, tm
         flying = request(prompt_of(20), "flying", temperature=1.0, max_tokens=150, min_tokens=150)
         stop = Stop(engine)
         stream = engine.generate(flying)
-        chunks = [await anext(stream)]
+        chunks = [await stop.first_of(stream)]
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.update_weights(new.model.state_dict(), 7))
             await stop.go_on_with_news()
@@ -443,7 +443,7 @@ async def test_closing_answers_the_calls_in_flight(folder):
     await engine.start()
     stop = Stop(engine)
     stream = engine.generate(request(prompt_of(5), max_tokens=250, min_tokens=250))
-    await anext(stream)
+    await stop.first_of(stream)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.aclose())
         await stop.go_on_with_news()
@@ -467,7 +467,7 @@ async def test_a_fault_in_the_thread_fails_all_calls_and_health(folder):
 
     stop = Stop(engine)
     stream = engine.generate(request(prompt_of(5), max_tokens=250, min_tokens=250))
-    await anext(stream)
+    await stop.first_of(stream)
     assert engine._batch is not None
     engine._batch.post(fault)
     stop.go_on.set()
