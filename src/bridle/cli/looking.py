@@ -6,7 +6,8 @@ Pages are made on worker threads; what they ask of the service is done on its ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -37,19 +38,19 @@ ANSWER_S: Final = 60.0
 """How long the service may take for one answer."""
 
 
-def mount(service: Service, auth: Auth, host: str, data: Path) -> Mount:
+@contextmanager
+def mounted(service: Service, auth: Auth, host: str, data: Path) -> Iterator[Mount]:
     """The dashboard under `PATH`, for whoever's token may read. In the service's event loop.
 
-    `data` is the folder with the capture of a node of this process; without one, conversations are
-    shown as their traces.
+    `data` is the folder with the capture of a node of this process, if there is one.
     """
-    try:
-        folder = Folder(data / "capture.sqlite")
-    except ConfigError:
+    with ExitStack() as opened:
         folder = None
-    rollouts = ServiceRollouts(service, asyncio.get_running_loop())
-    guard = guard_of(host, None) if auth.is_off else Guard(lambda token: may_read(auth, token))
-    return Mount(PATH, make_app(Served(rollouts, "rollout server", folder), guard))
+        with suppress(ConfigError):
+            folder = opened.enter_context(closing(Folder(data / "capture.sqlite")))
+        rollouts = ServiceRollouts(service, asyncio.get_running_loop())
+        guard = guard_of(host, None) if auth.is_off else Guard(lambda token: may_read(auth, token))
+        yield Mount(PATH, make_app(Served(rollouts, "rollout server", folder), guard))
 
 
 def may_read(auth: Auth, token: str) -> bool:

@@ -171,9 +171,9 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         served = answering.Served(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
-            from bridle.cli.looking import mount
+            from bridle.cli.looking import mounted
 
-            mounts.append(mount(service, auth, settings.host, data))
+            mounts.append(stack.enter_context(mounted(service, auth, settings.host, data)))
         url = await stack.enter_async_context(
             serving(served, host=settings.host, port=settings.port, mounts=mounts)
         )
