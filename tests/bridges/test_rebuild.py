@@ -7,7 +7,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.bridges.parquet import TrajectoryWriter
-from bridle.bridges.rebuild import BATCH, available_cores, rebuild_all
+from bridle.bridges.rebuild import BATCH, rebuild_all
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError, ConfigError
@@ -66,7 +66,3 @@ def test_a_process_that_is_killed_is_told(capture):
     spec = BuilderSpec(strategy="tests.bridges.test_rebuild:kill")
     with pytest.raises(BridleError, match="a process that rebuilt it ended"):
         list(rebuild_all(capture, SESSIONS, spec, workers=2))
-
-
-def test_there_is_a_core():
-    assert available_cores() >= 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup, remove_empty
+from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup, available_cores, remove_empty
 from bridle.runtimes.owner import owner_mark
 
 BOUNDS = Bounds(cpus=1.5, memory_bytes=1 << 20, processes=7)
@@ -126,3 +126,28 @@ def test_groups_of_the_dead_are_removed_and_no_others(version, request):
 
 def test_without_control_groups_there_is_nothing_to_remove(tmp_path):
     assert remove_empty(mount=tmp_path, own=tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize("at", ["ours", "."])
+def test_the_cores_that_may_be_used_are_those_of_the_smallest_limit(unified, at):
+    all_of_them = available_cores(mount=unified, own=unified / "own")
+    (unified / at / "cpu.max").write_text("max 100000\n")
+    assert available_cores(mount=unified, own=unified / "own") == all_of_them >= 1
+    (unified / at / "cpu.max").write_text("50000 100000\n")
+    assert available_cores(mount=unified, own=unified / "own") == 1
+    (unified / at / "cpu.max").write_text("150000 100000\n")
+    assert available_cores(mount=unified, own=unified / "own") == min(2, all_of_them)
+
+
+def test_version_1_limits_cores_in_two_files(version_1):
+    all_of_them = available_cores(mount=version_1, own=version_1 / "own")
+    quota, period = (version_1 / "cpu" / "ours" / f"cpu.cfs_{n}_us" for n in ("quota", "period"))
+    period.write_text("100000\n")
+    quota.write_text("-1\n")
+    assert available_cores(mount=version_1, own=version_1 / "own") == all_of_them
+    quota.write_text("20000\n")
+    assert available_cores(mount=version_1, own=version_1 / "own") == 1
+
+
+def test_without_control_groups_all_cores_may_be_used(tmp_path):
+    assert available_cores(mount=tmp_path, own=tmp_path / "none") >= 1

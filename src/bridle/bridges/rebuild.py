@@ -9,7 +9,6 @@ writes.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,6 +21,7 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError
 from bridle.lifecycle.results import trajectory_of
+from bridle.runtimes.cgroups import available_cores
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import JSON
 
@@ -76,11 +76,6 @@ def rebuild_all(
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _batch(path: Path, session_ids: Sequence[str], spec: BuilderSpec | None) -> list[Rebuilt]:

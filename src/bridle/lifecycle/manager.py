@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +40,7 @@ from bridle.lifecycle.results import SessionResult
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import Plan, Session
 from bridle.runtimes import chosen, make_runtime
+from bridle.runtimes.cgroups import available_cores
 from bridle.trajectory import rebuild
 from bridle.types import JSON, SessionStatus
 
@@ -75,10 +75,6 @@ class ModelGateway(Protocol):
         """What has come of a session so far."""
 
 
-def _cores() -> int:
-    return os.cpu_count() or 1
-
-
 def _share(of: float) -> Any:  # noqa: ANN401 - pydantic's type of a default that reads others
     """A default: this share of the run slots, and at least 2."""
     return lambda given: max(2, math.ceil(of * given.get("run_slots", 1)))
@@ -87,8 +83,9 @@ def _share(of: float) -> Any:  # noqa: ANN401 - pydantic's type of a default tha
 class NodeSettings(Settings):
     """How much a node does at once, and what it keeps."""
 
-    run_slots: int = Field(default_factory=lambda: 2 * _cores(), ge=1)
-    """Harnesses running at once; twice the cores by default, because they mostly wait."""
+    run_slots: int = Field(default_factory=lambda: 2 * available_cores(), ge=1)
+    """Harnesses running at once; twice the cores that this process may use by default, because
+    they mostly wait."""
     init_slots: int = Field(default_factory=_share(0.5), ge=1)
     """Runtimes being made ready at once; half the run slots by default."""
     ready_buffer: int = Field(default_factory=_share(0.5), ge=0)

@@ -7,6 +7,7 @@ user without delegation), `Cgroup.make` gives `None` and the sandbox is watched 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -167,3 +168,32 @@ def _enable(parent: Path, wanted: Mapping[str, object]) -> None:
         if not os.access(switch, os.W_OK):
             raise PermissionError(switch)
         switch.write_text(" ".join(f"+{name}" for name in sorted(missing)))
+
+
+def available_cores(*, mount: Path = MOUNT, own: Path = OWN) -> int:
+    """Cores that this process may use: those it may run on, or as many as its groups' limits (a
+    container's) come to, rounded up.
+    """
+    spread = getattr(os, "sched_getaffinity", None)  # not on every system
+    cores = (os.cpu_count() or 1) if spread is None else len(spread(0))
+    groups: Mapping[str, str] = {}
+    with suppress(OSError):
+        groups = _own_groups(own)
+    for top, path in ((mount, groups.get("", "")), (mount / "cpu", groups.get("cpu", ""))):
+        folder = top / path.lstrip("/")
+        for one in (folder, *folder.parents):
+            if not one.is_relative_to(top):
+                break
+            cores = min(cores, math.ceil(_limit(one) or cores))
+    return cores
+
+
+def _limit(folder: Path) -> float | None:
+    """The cores that a group may use at most; `None` = any number, or there is no such group."""
+    with suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        given = int((folder / "cpu.cfs_quota_us").read_text())
+        return given / int((folder / "cpu.cfs_period_us").read_text()) if given > 0 else None
+    return None
