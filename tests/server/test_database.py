@@ -9,6 +9,7 @@ from sqlalchemy.exc import DBAPIError
 from tests.server.house import database_of
 
 from bridle.errors import ConfigError, StateError
+from bridle.server import database as database_module
 from bridle.server import tables as t
 from bridle.server.database import Database, database_url, until_done
 from bridle.server.state import State
@@ -179,3 +180,38 @@ async def test_a_server_that_cannot_now_is_asked_again_and_a_mistake_of_ours_is_
         with pytest.raises(expected):
             async with database.write():
                 raise DBAPIError("UPDATE", {}, Said(state))
+
+
+async def test_a_connection_that_opens_for_a_caller_who_was_cancelled_is_closed(
+    tmp_path, monkeypatch
+):
+    begun, go_on, closed = threading.Event(), threading.Event(), []
+
+    class Slow(database_module._Connection):
+        """Opens when it is let."""
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            begun.set()
+            go_on.wait(20)
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    async with await Database.open(tmp_path / "a.sqlite") as database:
+        await database._engine.dispose()  # no idle connection is left to be taken
+        monkeypatch.setattr(database_module, "_Connection", Slow)
+
+        async def read():
+            async with database.read():
+                raise AssertionError("it was cancelled before")
+
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(read())
+            await asyncio.to_thread(begun.wait, 20)
+            reading.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+    assert reading.cancelled()
+    assert len(closed) == 1

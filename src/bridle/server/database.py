@@ -33,6 +33,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from bridle.aio import run_shielded
 from bridle.errors import ConfigError, StateError
 
 T = TypeVar("T")
@@ -111,7 +112,16 @@ class Database:
         connection = aiosqlite.connect(make_url(url).database or "", factory=_Connection)
         self._threads = [one for one in self._threads if one.is_alive()]
         self._threads.append(connection._thread)  # noqa: SLF001 - nothing else tells of its end
-        return await connection
+
+        async def connect() -> aiosqlite.Connection:
+            return await connection
+
+        try:
+            # Its thread opens the file whether or not anybody still waits for it.
+            return await run_shielded(connect(), timeout_s=CLOSE_S)
+        except asyncio.CancelledError:
+            await run_shielded(connection.close(), timeout_s=CLOSE_S)
+            raise
 
     async def aclose(self) -> None:
         """Close all connections; one whose caller was cancelled closes itself, and is awaited."""
