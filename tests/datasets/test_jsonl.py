@@ -98,7 +98,7 @@ def test_overrides_lie_over_a_task_and_defaults_under_it(tmp_path):
             json.dumps(ONE) + "\n" + json.dumps({**TWO, "num_samples": 0}),
             r"t\.jsonl:2: num_samples: .*greater than or equal to 1; given: 0",
         ),
-        ("t.json", '{\n "task_id": "a",\n}', r"t\.json:3: column 1"),
+        ("t.json", '{\n "task_id": "a",\n b}', r"t\.json:3: column 2"),
         ("t.json", [ONE, {"task_id": "b"}], r"t\.json:6: instruction: Field required"),
         ("t.json", {"tasks": [ONE, {**TWO, "samples": 3}]}, r"t\.json:11: samples: Extra inputs"),
         ("t.json", {"tasks": [ONE], "x": 1}, r"t\.json:1: x: beside 'tasks' only 'defaults'"),
