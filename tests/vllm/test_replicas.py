@@ -47,6 +47,8 @@ async def test_a_replica_killed_in_mid_reply_leaves_one_clean_reply_in_every_dia
             settings=RoutingSettings(keep_tokens=True, backoff_s=0.2),
         )
         async with opened_gateway(server, engine=pool) as (gateway, store):
+            # All begin at one moment, however long the clients take to be made.
+            await asyncio.to_thread(doomed.call, "POST", "/pause?mode=keep")
             async with asyncio.TaskGroup() as group:
                 asked = []
                 for ask in DIALECTS:
@@ -55,6 +57,8 @@ async def test_a_replica_killed_in_mid_reply_leaves_one_clean_reply_in_every_dia
                         pool._choice.pick(handle.session_id, pool.each()[:1])
                         call = ask(SimpleNamespace(handle=handle), stream=stream)
                         asked.append((handle.session_id, group.create_task(call)))
+                await until_there(pool, len(asked))
+                await asyncio.to_thread(doomed.call, "POST", "/resume")
                 await under_way(pool, len(asked))
                 await asyncio.to_thread(doomed.kill)
             assert [task.result() for _, task in asked] == [TEXT] * len(asked)
@@ -64,6 +68,13 @@ async def test_a_replica_killed_in_mid_reply_leaves_one_clean_reply_in_every_dia
                 check_resumed(store, session_id, models)
     finally:
         server.load(models[0], 0)
+
+
+async def until_there(pool, calls):
+    """Wait until all calls have been given to the first replica."""
+    async with asyncio.timeout(120):
+        while len(pool.each()[0].running) < calls:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.01)
 
 
 async def under_way(pool, calls):
