@@ -107,8 +107,8 @@ class RequestError(BridleError):
         self.status = status
         self.code = code
         """`invalid_request_error`, `authentication_error`, `permission_error`, `not_found`,
-        `request_too_large`, `context_length_exceeded`, `rate_limit`, `overloaded`,
-        `engine_error`, `budget_exhausted`, `paused`."""
+        `thread_not_found`, `request_too_large`, `context_length_exceeded`, `rate_limit`,
+        `overloaded`, `engine_error`, `budget_exhausted`, `paused`."""
         self.param = param
         """Path of the offending field, e.g. `messages[2].content`."""
         self.retry_after_s = retry_after_s

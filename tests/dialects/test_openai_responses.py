@@ -4,7 +4,7 @@ import pytest
 from tests.dialects.exchange import CALLS, HEAD, TEXT, USAGE, parse
 
 from bridle.dialects import recognise
-from bridle.dialects.base import content_digest
+from bridle.dialects.base import Kept, content_digest
 from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.errors import RequestError
 from bridle.types import Dialect, Role
@@ -91,15 +91,15 @@ def test_a_request_is_continued_from_stored_items():
         for call in CALLS.tool_calls
     ]
     body = {"model": "m", "input": results, "previous_response_id": f"resp_{HEAD.reply_id}"}
-    assert parse(Dialect.OPENAI_RESPONSES, body).extra["previous_response_id"]
-    history = WIRE.history(first.message_spans, reply)
-    whole = json.loads(WIRE.continued(json.dumps(body).encode(), history))
+    assert parse(Dialect.OPENAI_RESPONSES, body).extra["previous"]
+    kept = Kept(first.message_spans, reply, first.head)
+    whole = json.loads(WIRE.continued(json.dumps(body).encode(), kept))
     assert list(whole)[-2:] == ["input", "previous_response_id"]
     request = parse(Dialect.OPENAI_RESPONSES, whole)
     assert request.messages[:2] == (*first.messages, *WIRE.reply_messages(reply))
     assert [m.role for m in request.messages[2:]] == [Role.TOOL, Role.TOOL]
     bare = {"model": "m", "previous_response_id": "resp_x"}
-    again = json.loads(WIRE.continued(json.dumps(bare).encode(), history))
+    again = json.loads(WIRE.continued(json.dumps(bare).encode(), kept))
     assert len(again["input"]) == 5
     assert parse(Dialect.OPENAI_RESPONSES, bare).messages == ()
 
@@ -107,7 +107,7 @@ def test_a_request_is_continued_from_stored_items():
 def test_what_a_compaction_stands_for_is_not_gone_on_from():
     compacting = read(HI, {"type": "compaction_trigger"})
     reply = WIRE.reply_json(compacting, HEAD, TEXT, USAGE)
-    [item] = WIRE.history(compacting.message_spans, reply)
+    [item] = WIRE.history(Kept(compacting.message_spans, reply, compacting.head))
     assert json.loads(item)["type"] == "compaction"
 
 

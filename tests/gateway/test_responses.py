@@ -10,6 +10,7 @@ from tests.gateway.test_data import request
 from tests.gateway.test_relay import late
 from tests.gateway.test_restore import again, on_disk
 
+from bridle.dialects.base import Kept
 from bridle.gateway.responses import NEWEST, Shelf
 
 TOOL = {
@@ -259,12 +260,15 @@ async def test_a_reply_asked_for_again_after_a_restart_keeps_its_id(tmp_path):
         assert len(caller.exchanges) == 1
 
 
+KEPT = Kept((b"1",), b"2", b"{}")
+
+
 def test_a_shelf_keeps_only_the_newest_at_hand():
     shelf = Shelf()
     for number in range(NEWEST + 2):
-        shelf.keep(f"resp_{number}", f"e{number}", (b"1",), b"2")
+        shelf.keep(f"resp_{number}", f"e{number}", KEPT)
     assert shelf.exchange_of("resp_0") == "e0"
     assert shelf.at_hand("resp_0") is shelf.at_hand("resp_1") is None
-    assert shelf.at_hand("resp_2") == ((b"1",), b"2")
+    assert shelf.at_hand("resp_2") is KEPT
     shelf.forget("resp_2")
     assert (shelf.exchange_of("resp_2"), shelf.at_hand("resp_2")) == (None, None)

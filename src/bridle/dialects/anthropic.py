@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from bridle.dialects.anthropic_blocks import read_message, read_system
 from bridle.dialects.anthropic_stream import MessagesStream
 from bridle.dialects.anthropic_write import error_body, message_json, status_of
 from bridle.dialects.base import (
+    Kept,
     ReplyHead,
     Route,
     RouteKind,
@@ -36,8 +39,10 @@ from bridle.dialects.reading import (
     objects,
     read_spans,
     shallow,
+    split_array,
     split_body,
     split_field,
+    split_object,
     text_at,
     texts_at,
     whole_at,
@@ -102,11 +107,13 @@ class Anthropic(WireFormat):
         fields, spans = split_body(body, "messages", memo, _SALT)
         if spans is None:
             spans = split_field(fields, "messages")
-        if not spans:
-            raise RequestError("messages: at least one message is required", param="messages")
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         head = an_object(decode(head_bytes, ""), "")
+        thread = object_at(head, "thread", "")
+        previous = None if thread is None else _read_thread(thread)
+        if not spans and previous is None:
+            raise RequestError("messages: at least one message is required", param="messages")
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         allow_removed(tools.removed, self._rules, "tools")
         system, removed = read_system(head.get("system"), "system", self._rules)
@@ -140,6 +147,7 @@ class Anthropic(WireFormat):
             extra={
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
+                **({} if thread is None else {"store": True, "previous": previous}),
             },
         )
 
@@ -148,6 +156,33 @@ class Anthropic(WireFormat):
     ) -> bytes:
         """A `message` object."""
         return encode(message_json(head, reply, usage, request.extra.get("thinking")))
+
+    def continued(self, body: bytes, kept: Kept) -> bytes:
+        """A request that continues a thread, as the one with the thread's whole history.
+
+        The system prompt and the tools are the thread's; `RequestError` where they are sent again.
+        `thread` stands last: what precedes it is the same in every request of the thread, and is
+        read once.
+        """
+        fields, thread = split_object(body), split_object(kept.head)
+        for field in ("system", "tools"):
+            if sent(fields.pop(field, None)) is not None:
+                message = f"{field}: kept by the thread since its first request; do not repeat it"
+                raise RequestError(message, param=field)
+        begun = {"system": thread["system"]} if "system" in thread else {}
+        if kept.tools is not None:
+            begun["tools"] = msgspec.Raw(kept.tools)
+        content = bytes(split_object(kept.reply)["content"])
+        reply = b'{"role":"assistant","content":%b}' % content
+        items = [*kept.items, reply, *split_array(fields.pop("messages"), "messages")]
+        whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
+        last = {"messages": whole, "thread": fields.pop("thread")}
+        return encode({**begun, **fields, **last})
+
+    def unknown_previous(self, message_id: str) -> RequestError:
+        """The refusal at which the SDKs send their whole history again."""
+        message = f"thread.previous_message_id: no thread was found for {message_id!r}"
+        return RequestError(message, status=404, code="thread_not_found", param="thread")
 
     def reply_messages(self, reply_json: bytes) -> tuple[Message, ...]:
         """The assistant message of a reply."""
@@ -188,6 +223,18 @@ class Anthropic(WireFormat):
 def _shown(thinking: JSON) -> str:
     """How thinking is shown: `text`, or `omitted` (blocks with a signature only)."""
     return "omitted" if thinking.get("display") == "omitted" else "text"
+
+
+def _read_thread(thread: JSON) -> str | None:
+    """The id of the message that a thread is continued from; `None` where it begins."""
+    match name_at(thread, "type", "thread"):
+        case "create":
+            return None
+        case "continue":
+            return name_at(thread, "previous_message_id", "thread")
+        case other:
+            message = f"thread.type: unknown {other!r}; known: create, continue"
+            raise RequestError(message, param="thread.type")
 
 
 def _read_sampling(head: JSON) -> Sampling:

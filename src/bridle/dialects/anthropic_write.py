@@ -18,6 +18,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "authentication_error": (401, "authentication_error"),
     "permission_error": (403, "permission_error"),
     "not_found": (404, "not_found_error"),
+    "thread_not_found": (404, "not_found_error"),
     "request_too_large": (413, "request_too_large"),
     "context_length_exceeded": (400, "invalid_request_error"),
     "rate_limit": (429, "rate_limit_error"),
@@ -97,7 +98,10 @@ def status_of(error: RequestError) -> int:
 def error_body(error: RequestError) -> JSON:
     """The error object, as a body or as the data of an `error` event."""
     kind = _ERRORS.get(error.code, (0, "invalid_request_error"))[1]
-    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+    told: JSON = {"type": kind, "message": _message(error)}
+    if error.code == "thread_not_found":
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told}
 
 
 def _message(error: RequestError) -> str:

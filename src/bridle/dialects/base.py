@@ -92,6 +92,18 @@ class ReplyHead:
     """The prompt's length, for dialects whose stream opens with it; 0 = not known yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A reply that a later request may continue, and the request that it answers."""
+
+    items: tuple[bytes, ...]
+    """The request's spans, whole from the first one on."""
+    reply: bytes
+    """The reply's JSON."""
+    head: bytes
+    tools: bytes | None = None
+
+
 class StreamEncoder(ABC):
     """Turns one reply into the event grammar of a streaming client, piece by piece.
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from bridle.dialects.base import (
+    Kept,
     ReplyHead,
     Route,
     RouteKind,
@@ -154,7 +155,7 @@ class OpenAIResponses(WireFormat):
             extra={
                 "removed": dict(tools.removed),
                 "dress": _dress(head, fields, tools, reasoning, compacts=compacts),
-                "previous_response_id": previous,
+                "previous": previous,
                 "store": flag_at(head, "store", "") is not False,
                 **({"compact": True} if head.get("object") == _COMPACTED else {}),
             },
@@ -178,16 +179,16 @@ class OpenAIResponses(WireFormat):
         """The raw output items of a reply of ours; what goes into the next request's history."""
         return split_array(split_object(reply_json)["output"], "output")
 
-    def history(self, items: Sequence[bytes], reply_json: bytes) -> tuple[bytes, ...]:
+    def history(self, kept: Kept) -> tuple[bytes, ...]:
         """What a request goes on from: the items of the one before and of its reply.
 
         A compaction item in the reply stands for everything before it.
         """
-        output = self.output_items(reply_json)
+        output = self.output_items(kept.reply)
         for place, item in enumerate(output):
             if an_object(decode(item, "output"), "output").get("type") == "compaction":
                 return output[place:]
-        return (*items, *output)
+        return (*kept.items, *output)
 
     def resolved(self, body: bytes, find: Callable[[str], bytes | None]) -> bytes:
         """A request with each `item_reference` replaced by the item that `find` knows by its id.
@@ -205,18 +206,23 @@ class OpenAIResponses(WireFormat):
         whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
         return encode({**fields, "input": whole})
 
-    def continued(self, body: bytes, history: Sequence[bytes]) -> bytes:
+    def continued(self, body: bytes, kept: Kept) -> bytes:
         """A request with `previous_response_id` as the one with its whole history.
 
-        `history` is what `history` gives. The instructions are the new request's own, as the API
-        defines. The id stays for the record, behind the items: what stands before them is then the
-        same in every request that goes on like this, and is read once.
+        The instructions are the new request's own, as the API defines. The id stays for
+        the record, behind the items: what stands before them is then the same in every request
+        that goes on like this, and is read once.
         """
         fields = split_object(body)
-        items = [*history, *_input_items(fields)]
+        items = [*self.history(kept), *_input_items(fields)]
         previous = fields.pop("previous_response_id", msgspec.Raw(b"null"))
         whole = msgspec.Raw(b"[" + b",".join(items) + b"]")
         return encode({**fields, "input": whole, "previous_response_id": previous})
+
+    def unknown_previous(self, response_id: str) -> RequestError:
+        """OpenAI's refusal of an id that is not kept."""
+        message = f"Previous response with id {response_id!r} not found."
+        return RequestError(message, status=404, code="not_found", param="previous_response_id")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
         """Responses events."""

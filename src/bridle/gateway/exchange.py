@@ -19,7 +19,7 @@ import structlog
 
 from bridle.aio import Nursery
 from bridle.capture.store import Store
-from bridle.dialects.base import ReplyHead, WireFormat
+from bridle.dialects.base import Kept, ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
@@ -417,7 +417,8 @@ class Exchanges:
         await self._commit(session, finished, wire.reply_messages(body))
         call.answer = Answer(reply, usage, body)
         if request.extra.get("store") and call.error is None:
-            session.shelf.keep(reply_id(body), call.exchange_id, request.message_spans, body)
+            kept = Kept(request.message_spans, body, request.head, request.tools_span)
+            session.shelf.keep(reply_id(body), call.exchange_id, kept)
         self._count(session, finished, usage)
         call.enter(Stage.COMMITTED)
         if call.error is not None:

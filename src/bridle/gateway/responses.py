@@ -1,9 +1,12 @@
-"""The response store: replies that a client of OpenAI Responses may name by their id.
+"""The response store: replies that a client may name by their id.
+
+They are those of OpenAI Responses, and the messages of Anthropic's threads.
 
 A kept reply is an exchange of the session, so everything is in the capture already: nothing is
 written a second time, and a gateway that starts again knows every id (`restore`). In memory each
 session keeps which exchange an id is, and the items of its newest replies, so that a conversation
-that goes on by `previous_response_id` costs its new items and one copy of the old ones' bytes.
+that goes on by an id (`previous_response_id`, `thread`) costs its new items and one copy of the
+bytes of the old ones.
 
 An id means something to the session that it was made for and to no other (law 7).
 """
@@ -18,11 +21,12 @@ from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import Delivery, Exchange
 from bridle.capture.store import Store
-from bridle.dialects.base import Route
+from bridle.dialects.anthropic import Anthropic
+from bridle.dialects.base import Kept, Route
 from bridle.dialects.openai_responses import OpenAIResponses
 from bridle.dialects.openai_responses_store import deleted_json, items_page
 from bridle.errors import RequestError
-from bridle.types import DeliveryState, ModelRequest
+from bridle.types import DeliveryState, Dialect, ModelRequest
 
 if TYPE_CHECKING:
     from bridle.gateway.registry import Session
@@ -42,15 +46,13 @@ class Shelf:
 
     def __init__(self) -> None:
         self._exchanges: dict[str, str] = {}
-        self._newest: dict[str, tuple[tuple[bytes, ...], bytes]] = {}
-        """Id -> the request's items and the reply; the newest last."""
+        self._newest: dict[str, Kept] = {}
+        """By id; the newest last."""
 
-    def keep(
-        self, response_id: str, exchange_id: str, items: tuple[bytes, ...], reply: bytes
-    ) -> None:
+    def keep(self, response_id: str, exchange_id: str, kept: Kept) -> None:
         """A reply is committed: it can be named from here on, and its items are at hand."""
         self.know(response_id, exchange_id)
-        self._newest[response_id] = (items, reply)
+        self._newest[response_id] = kept
         if len(self._newest) > NEWEST:
             del self._newest[next(iter(self._newest))]
 
@@ -67,8 +69,8 @@ class Shelf:
         """The exchange of a kept reply; `None` = there is none of that id."""
         return self._exchanges.get(response_id)
 
-    def at_hand(self, response_id: str) -> tuple[tuple[bytes, ...], bytes] | None:
-        """The request's items and the reply, if they need not be read from the store."""
+    def at_hand(self, response_id: str) -> Kept | None:
+        """The reply and its request, if they need not be read from the store."""
         return self._newest.get(response_id)
 
 
@@ -78,6 +80,7 @@ class Responses:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._wire = OpenAIResponses()
+        self._messages = Anthropic()
 
     def resolved(self, session: Session, body: bytes) -> bytes:
         """A request's body with the items of kept replies in place of references to them."""
@@ -89,28 +92,24 @@ class Responses:
         if (found := self._find(session, f"resp_{of}")) is None:
             return None
         name = b'"' + item_id.encode() + b'"'
-        return next((item for item in self._wire.output_items(found[1]) if name in item), None)
+        return next((item for item in self._wire.output_items(found.reply) if name in item), None)
 
     def whole(
         self, session: Session, route: Route, body: bytes, request: ModelRequest
     ) -> ModelRequest:
-        """`request`, with the whole history where it goes on from `previous_response_id`.
+        """`request`, with the whole history where it continues a kept reply.
 
-        Raises the 404 `RequestError` for an id that this session does not know.
+        Raises the provider's 404 `RequestError` for an id that this session does not know.
         """
-        previous = request.extra.get("previous_response_id")
+        previous = request.extra.get("previous")
         if previous is None:
             return request
-        found = self._find(session, previous)
+        in_thread = request.dialect is Dialect.ANTHROPIC
+        wire: Anthropic | OpenAIResponses = self._messages if in_thread else self._wire
+        found = self._find(session, previous, "msg_" if in_thread else "resp_")
         if found is None:
-            raise RequestError(
-                f"Previous response with id {previous!r} not found.",
-                status=404,
-                code="not_found",
-                param="previous_response_id",
-            )
-        history = self._wire.history(*found)
-        return self._wire.parse(route, self._wire.continued(body, history), session.messages)
+            raise wire.unknown_previous(previous)
+        return wire.parse(route, wire.continued(body, found), session.messages)
 
     async def answer(self, session: Session, route: Route, query: str) -> bytes:
         """The JSON of what is asked about one kept reply. `RequestError` as the API has it."""
@@ -119,10 +118,9 @@ class Responses:
         if found is None:
             message = f"Response with id {response_id!r} not found."
             raise RequestError(message, status=404, code="not_found", param="response_id")
-        items, reply = found
         match route.action:
             case "input_items":
-                return items_page(items, query)
+                return items_page(found.items, query)
             case "delete":
                 await self._delete(session, response_id)
                 return deleted_json(response_id)
@@ -132,19 +130,22 @@ class Responses:
                 message = "Only a response that was made in the background can be streamed again."
                 raise RequestError(message, param="stream")
             case _:
-                return reply
+                return found.reply
 
-    def _find(self, session: Session, response_id: str) -> tuple[tuple[bytes, ...], bytes] | None:
-        """The items of the request that a kept reply answers, and the reply."""
+    def _find(self, session: Session, response_id: str, prefix: str = "resp_") -> Kept | None:
+        """A kept reply whose id has the prefix of its dialect; `None` = there is none."""
         exchange_id = session.shelf.exchange_of(response_id)
         call = session.calls.get(exchange_id or "")
-        if call is None:
+        if call is None or not response_id.startswith(prefix):
             return None
         if (at_hand := session.shelf.at_hand(response_id)) is not None:
             return at_hand
         capture = self._store.read(session.session_id)
         exchange = _exchange(capture.exchanges, call.exchange_id)
-        return tuple(capture.bodies[d] for d in call.span_list().whole()), exchange.reply
+        asked = exchange.request
+        items = tuple(capture.bodies[digest] for digest in call.span_list().whole())
+        tools = None if asked.tools is None else capture.bodies[asked.tools]
+        return Kept(items, exchange.reply, asked.head, tools)
 
     async def _delete(self, session: Session, response_id: str) -> None:
         """Forget an id for good: the note of it is durable before the client hears of it.
