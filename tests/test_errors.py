@@ -1,6 +1,9 @@
 """Errors: one per boundary, classified once."""
 
 import asyncio
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from bridle.errors import (
     RequestError,
     StoreError,
     boundary,
+    install_extra,
 )
 
 
@@ -42,3 +46,23 @@ def test_errors_carry_what_their_readers_need():
     assert "100 tokens" in str(overflow)
     assert (engine.retryable, engine.status) == (True, 503)
     assert (request.status, request.param, request.retry_after_s) == (429, "n", 2)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_extras_that_messages_name_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"""install_extra\(["'](\w+)["']\)""", sources))
+
+    assert {"embedded", "ray"} <= named <= project["optional-dependencies"].keys()
+    assert install_extra("ray") == "pip install -e '.[ray]' in a checkout of Bridle"
+
+
+@pytest.mark.parametrize("where", ["README.md", "docs/**/*.md", "src/**/*.py", "examples/**/*.md"])
+def test_no_text_installs_bridle_by_a_name_that_is_not_published(where):
+    texts = {path: path.read_text() for path in ROOT.glob(where) if path.is_file()}
+
+    assert texts
+    assert [path for path, text in texts.items() if re.search(r"install\s+'?bridle", text)] == []

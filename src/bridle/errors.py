@@ -8,6 +8,11 @@ value (`bridle.types.Cause`), so only our own bugs escape as anything else.
 from __future__ import annotations
 
 
+def install_extra(extra: str) -> str:
+    """The command that installs an optional part of Bridle, for error messages."""
+    return f"pip install -e '.[{extra}]' in a checkout of Bridle"
+
+
 class BridleError(Exception):
     """Base of all errors that Bridle raises on purpose; its text is meant for a user."""
 

@@ -48,7 +48,7 @@ async def opened():
 
     async def make(start=True, options=None, **replies):
         stub = await Stub(**{"model_info": MODEL, "v1/models": MODELS, "generate": honest(),
-                             "health_generate": b"", **replies}).__aenter__()  # fmt: skip
+                             "health": b"", **replies}).__aenter__()  # fmt: skip
         engine = SglangEngine(stub.url, **(options or {}))
         made.append((stub, engine))
         if start:
@@ -210,14 +210,12 @@ async def test_no_id_of_a_call_begins_another_ones(opened):
     assert not second.startswith(first)
 
 
-async def test_the_server_is_asked_to_sample_for_its_health_where_it_can(opened):
-    stub, engine = await opened()
+async def test_a_health_check_does_not_sample(opened):
+    stub, engine = await opened(health=b"", health_generate=503)  # its weights are released
     await engine.health()
-    stub.replies["/health_generate"] = 503
+    stub.replies["/health"] = 503
     with pytest.raises(EngineError):
         await engine.health()
-    stub.replies |= {"/health_generate": 404, "/health": b""}
-    await engine.health()
 
 
 async def test_extras_are_asked_for_and_carried(opened):

@@ -184,7 +184,7 @@ async def test_it_tells_what_it_is(served):
     assert (await api.json("/server_info"))["incremental_streaming_output"] is True
     assert (await api.json("/v1/models"))["data"][0]["max_model_len"] == 500
     assert (await api.json("/tokenize", {"messages": USER}))["tokens"] == PROMPT
-    async with api.session.get(api.url + "/health_generate") as response:
+    async with api.session.get(api.url + "/health") as response:
         assert response.status == 200
 
 

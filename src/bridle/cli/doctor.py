@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.output import console, print_json, table
-from bridle.errors import BridleError, EngineError
+from bridle.errors import BridleError, EngineError, install_extra
 
 if TYPE_CHECKING:
     from bridle.engines.base import EngineInfo
@@ -106,7 +106,7 @@ def _program(name: str, advice: str) -> Finding:
 
 def _torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
-        advice = "the embedded engine and training need it: pip install 'bridle[embedded]'"
+        advice = f"the embedded engine and training need it: run {install_extra('embedded')}"
         return Finding("torch", ok=False, found="not installed", advice=advice)
     from importlib.metadata import version
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.errors import BridleError
+from bridle.errors import BridleError, install_extra
 
 if TYPE_CHECKING:
     from bridle.engines.base import Engine, EngineInfo
@@ -90,7 +90,8 @@ async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: 
         return failed(
             "recomputed logprobs",
             str(error),
-            "The model's folder must be on this machine, and bridle[embedded] installed.",
+            "The model's folder must be on this machine, and torch installed: run "
+            + install_extra("embedded"),
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import FileConfig
 from bridle.cli.parts import open_all
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, install_extra
 from bridle.executors.hosting import Hosted
 from bridle.gateway.app import Gateway
 from bridle.lifecycle.manager import Node, NodeSettings
@@ -69,7 +69,7 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
     try:
         from bridle.executors.ray import RayCluster
     except ModuleNotFoundError as error:
-        raise ConfigError(f"executor ray: {error}; pip install 'bridle[ray]'") from error
+        raise ConfigError(f"executor ray: {error}; run {install_extra('ray')}") from error
     settings = config.executor.ray
     async with (
         ClusterRunner(owner, outlive=True, patience=settings) as runner,

@@ -202,13 +202,12 @@ class SglangEngine(Serving):
         )  # fmt: skip
 
     async def health(self) -> None:
-        """Have the server sample one token (about 1 s by its own clock); raises `EngineError`."""
-        try:
-            await self._client.get("/health_generate")
-        except EngineError as error:
-            if error.status != 404:
-                raise
-            await self._client.get("/health")
+        """Ask `GET /health`; raises `EngineError` if the server does not answer 200.
+
+        A server whose weights are released cannot sample. By itself SGLang samples one token for
+        `/health` too, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false (slime sets it).
+        """
+        await self._client.get("/health")
 
     async def aclose(self) -> None:
         """End all calls and close all connections."""

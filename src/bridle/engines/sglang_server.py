@@ -179,7 +179,6 @@ class SglangServer(EngineServer):
             "/server_info": self._server_info,
         }
         app.router.add_get("/health", self._health)
-        app.router.add_get("/health_generate", self._health)
         for path, handler in posts.items():
             app.router.add_post(path, self._answered(handler))
         for path, handler in gets.items():

@@ -21,7 +21,7 @@ import orjson
 from pydantic import Field
 
 from bridle.config import Settings
-from bridle.errors import EvaluatorError
+from bridle.errors import EvaluatorError, install_extra
 from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.test_on_output import apply_patch, take_patch
@@ -107,7 +107,8 @@ class SwebenchEvaluator:
             )
         if not result.ok:
             said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
-            hint = "; pip install 'bridle[swebench]'" if "No module named 'swebench" in said else ""
+            missing = "No module named 'swebench" in said
+            hint = f"; run {install_extra('swebench')}" if missing else ""
             raise EvaluatorError(f"swebench ({python}): {said}{hint}")
         answer: JSON = orjson.loads(result.stdout)
         return answer

@@ -3,7 +3,7 @@
 Init workers make runtimes ready ahead of the run slots, up to a bounded READY buffer; a run slot is
 held by nothing but a running harness; building and evaluating have workers of their own. A slow
 stage holds up the ones before it, and memory stays bounded. How much sooner sessions end for it is
-measured by `benchmarks.slots`.
+measured by `python -m benchmarks.sessions slots`.
 
 Single event loop: the pools are plain semaphores, nothing else is shared.
 """

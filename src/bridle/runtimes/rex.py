@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from bridle.config import explain
-from bridle.errors import ConfigError, RuntimeFailure
+from bridle.errors import ConfigError, RuntimeFailure, install_extra
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _open(deployment: JSON) -> AbstractDeployment:
         from swerex.deployment import config
     except ImportError as error:
         message = (
-            f"runtime 'remote' needs the package swe-rex: pip install 'bridle[remote]' ({error})"
+            f"runtime 'remote' needs the package swe-rex ({error}): run {install_extra('remote')}"
         )
         raise ConfigError(message) from None
     try:

@@ -34,7 +34,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from bridle.aio import run_shielded
-from bridle.errors import ConfigError, StateError
+from bridle.errors import ConfigError, StateError, install_extra
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Database:
         try:
             database = cls(url)
         except ModuleNotFoundError as error:
-            message = f"database: {error}; install the extra: pip install 'bridle[postgres]'"
+            message = f"database: {error}; run {install_extra('postgres')}"
             raise ConfigError(message) from error
         try:
             async with database.write() as connection:

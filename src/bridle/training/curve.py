@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.errors import TrainingError
+from bridle.errors import TrainingError, install_extra
 
 if TYPE_CHECKING:
     from bridle.training.loop import Course
@@ -58,7 +58,7 @@ def draw_png(path: Path, course: Course, *, title: str) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainingError(
-            "the curve as PNG needs matplotlib: pip install 'bridle[train]'"
+            f"the curve as PNG needs matplotlib: run {install_extra('train')}"
         ) from error
     points = rewards_of(course)
     steps = [step for step, _ in points]

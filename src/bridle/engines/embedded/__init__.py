@@ -10,7 +10,7 @@ Who does what, from the outside in:
 - `engine`: the asyncio face, `EmbeddedEngine`; checks a call, hands it over, awaits chunks.
 - `batch`: the thread; who joins, who leaves, what is computed in the next step.
 - `call`: one call on its way, with its tokens, its stop rules and its own randomness.
-- `slots`, `whole`: how a step is computed, for models with plain attention and for all others.
+- `slots`, `single`: how a step is computed, for models with plain attention and for all others.
 - `prefixes`: what is remembered of finished calls, found by longest common beginning.
 - `sampling`: logits to tokens and logprobs.
 - `model`: a folder to a model that is known to work, or an error that says what is wrong.

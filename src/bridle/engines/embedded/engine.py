@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.embedded.call import Call, Mailbox
 from bridle.engines.tokenizer import load_tokenizer
-from bridle.errors import ContextOverflowError, EngineError
+from bridle.errors import ContextOverflowError, EngineError, install_extra
 from bridle.types import JSON, LogprobMode, Sampling
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ class EmbeddedEngine:
         """
         if self._ready is None:
             if importlib.util.find_spec("torch") is None:
-                raise EngineError("the embedded engine needs torch: pip install 'bridle[embedded]'")
+                raise EngineError(
+                    f"the embedded engine needs torch: run {install_extra('embedded')}"
+                )
             self._ready = Future()
             self._thread = threading.Thread(target=self._main, name="bridle-embedded", daemon=True)
             self._thread.start()
