@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tests.engines.sglang_server import SglangServer
 
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
 from bridle.engines.server import EngineServer
 from bridle.engines.sglang import SglangEngine
-from bridle.engines.sglang_server import SglangServer
 from bridle.engines.tokenizer import load_tokenizer
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_routes import Route

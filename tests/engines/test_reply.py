@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.engines.chatml import spell_call, spell_turn
-from bridle.engines.reply import Delta, ReplyReader, read_reply
+from bridle.engines.reply import Delta, ReplyReader
 
 words = st.text(st.sampled_from("ab \n<>/{}thinkcol_"), max_size=30)
 free = words.filter(lambda t: not any(m in t for m in ("<think>", "</think>", "<tool_call>")))
@@ -13,6 +13,11 @@ calls = st.lists(
     st.tuples(st.sampled_from(["bash", "edit"]), st.dictionaries(st.sampled_from("xy"), words)),
     max_size=3,
 )
+
+
+def read_reply(text, **options):
+    reader = ReplyReader(**options)
+    return reader.feed(text) + reader.finish()
 
 
 def in_pieces(text, size, **options):

@@ -3,12 +3,12 @@ import json
 
 import pytest
 from aiohttp import web
+from tests.engines.sglang_server import SglangServer
 from tests.engines.shapes import PROMPT, collect, ids_of, request
 from tests.engines.stub import Stub
 
 from bridle.engines import open_engine
 from bridle.engines.sglang import SglangEngine
-from bridle.engines.sglang_server import SglangServer
 from bridle.errors import EngineError
 from bridle.testing import RecordingEngine, scripted_engine
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan

@@ -5,8 +5,8 @@ import json
 import aiohttp
 import pytest
 from tests.engines.api import BASH, PROMPT, USER, Api
+from tests.engines.sglang_server import SglangServer
 
-from bridle.engines.sglang_server import SglangServer
 from bridle.testing import RecordingEngine, scripted_engine
 
 TURN = {"reasoning": "hm", "content": "Hello, world.",

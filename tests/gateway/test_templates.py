@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from tests.dialects.exchange import parse
+from tests.engines.sglang_server import SglangServer
 from tests.engines.shapes import SHAPES
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_result, user
 from tests.gateway.test_data import request
@@ -16,7 +17,6 @@ from bridle.engines.embedded import EmbeddedEngine
 from bridle.engines.server import EngineServer
 from bridle.engines.serving import Serving
 from bridle.engines.sglang import SglangEngine
-from bridle.engines.sglang_server import SglangServer
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.testing import RecordingEngine

@@ -140,12 +140,6 @@ class ReplyReader:
         return given
 
 
-def read_reply(text: str, *, tools: bool, thinking: bool = False) -> Delta:
-    """A whole reply at once; see `ReplyReader`."""
-    reader = ReplyReader(tools=tools, thinking=thinking)
-    return reader.feed(text) + reader.finish()
-
-
 def _held(text: str, markers: tuple[str, ...]) -> int:
     """How many last characters may be the beginning of a marker."""
     longest = max(len(marker) for marker in markers)

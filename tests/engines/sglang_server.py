@@ -154,7 +154,7 @@ class SglangServer(EngineServer):
     `incremental` is SGLang's `--incremental-streaming-output`.
     """
 
-    def __init__(self, engine: Engine, *, incremental: bool = False, **options: Any) -> None:  # noqa: ANN401 - EngineServer's own
+    def __init__(self, engine: Engine, *, incremental: bool = False, **options: Any) -> None:
         super().__init__(engine, **options)
         self._incremental = incremental
         self._named: str | None = None
@@ -407,7 +407,7 @@ class SglangServer(EngineServer):
         await self.control.pause(PAUSES[body.mode])
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
-    async def _continue_generation(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
+    async def _continue_generation(self, request: web.Request) -> web.Response:
         self.control.resume()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -428,7 +428,7 @@ class SglangServer(EngineServer):
         self._named = str(body.new_version)
         return web.json_response({"success": True, "new_version": str(answer)})
 
-    async def _model_info(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
+    async def _model_info(self, request: web.Request) -> web.Response:
         folder = str(self._tokenizer.folder)
         version = (await self._engine.start()).version
         about = {
@@ -442,7 +442,7 @@ class SglangServer(EngineServer):
         }
         return web.json_response(about)
 
-    async def _server_info(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
+    async def _server_info(self, request: web.Request) -> web.Response:
         served = {"version": "bridle", "incremental_streaming_output": self._incremental}
         return web.json_response({**served, "context_length": self.info.context_length})
 
@@ -454,7 +454,7 @@ def _is_folder(path: str) -> bool:
     return Path(path).is_dir()
 
 
-def _decode(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401 - the kind's own
+def _decode(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
