@@ -175,8 +175,6 @@ class AgentSpec(Settings):
     env: dict[str, str] = Field(default_factory=dict)
     mcp_servers: tuple[McpServer, ...] = ()
     """Written in the harness's own form; refused by a harness without an MCP client."""
-    place: Literal["sandbox", "host"] = "sandbox"
-    """`host`: the harness runs beside the sandbox, and only its commands run in it."""
     skills_path: str | None = None
     """A folder of skills (one folder each, with a `SKILL.md`), relative to the task file."""
 

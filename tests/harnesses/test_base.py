@@ -1,7 +1,6 @@
 import pytest
 
-from bridle.harnesses import open_harness
-from bridle.harnesses.base import crash, places_of
+from bridle.harnesses.base import crash
 from bridle.types import Cause
 
 
@@ -11,8 +10,3 @@ from bridle.types import Cause
 )
 def test_only_exit_code_0_is_no_crash(exit_code, signal, cause):
     assert crash(exit_code, signal) is cause
-
-
-def test_a_harness_is_in_the_sandbox_unless_its_file_says_more():
-    assert places_of(open_harness("codex")) == ("sandbox",)
-    assert places_of(open_harness("mini_swe_agent")) == ("sandbox", "host")

@@ -73,11 +73,3 @@ def test_it_speaks_every_wire_format(api, model, variables):
 def test_a_traceback_is_a_crash():
     assert mini().exit_cause(1, None, b"") is Cause.HARNESS_CRASH
     assert mini().exit_cause(0, None, b"") is None
-
-
-def test_on_the_host_its_docker_environment_goes_through_the_door():
-    launch = mini().launch(context(door="/door", workdir="/work"))
-    (config,) = launch.files.values()
-    environment = json.loads(config)["environment"]
-    assert environment["environment_class"] == "docker"
-    assert (environment["executable"], environment["cwd"]) == ("/door/container", "/work")

@@ -92,9 +92,3 @@ def test_exit_code_0_counts_only_if_its_last_word_is_not_an_error(lines, cause):
 
 def test_another_exit_code_is_a_crash():
     assert pi().exit_cause(1, None, event("stop")) is Cause.HARNESS_CRASH
-
-
-def test_on_the_host_its_shell_is_the_sandbox_s():
-    files = pi().launch(context(door="/door")).files
-    (settings,) = (file for path, file in files.items() if path.endswith("settings.json"))
-    assert json.loads(settings)["shellPath"] == "/door/bin/bash"

@@ -128,14 +128,3 @@ async def test_no_descriptor_stays_open(tmp_path):
         await run_process(Command(["nothing"], str(tmp_path), ENV))
     await asyncio.sleep(0)
     assert open_files() <= before
-
-
-async def test_streams_of_the_callers_own_are_the_process_s_and_nothing_is_kept(tmp_path):
-    (tmp_path / "in").write_text("given")
-    with (tmp_path / "in").open() as given, (tmp_path / "out").open("w") as out:
-        streams = (given.fileno(), out.fileno(), out.fileno())
-        result = await run_process(command("cat; echo e >&2; exit 4", tmp_path, streams=streams))
-        unknown = await run_process(Command(["no-such"], str(tmp_path), ENV, streams=streams))
-    assert (result.exit_code, result.stdout, result.stderr) == (4, b"", b"")
-    assert unknown.exit_code == 127
-    assert (tmp_path / "out").read_text() == "givene\nbridle: no-such: not found\n"

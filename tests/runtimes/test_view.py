@@ -85,11 +85,3 @@ def test_folders_of_the_sessions_own_are_seen_where_they_are_asked_for(tmp_path)
 @pytest.mark.parametrize("option", ["--unshare-all", "--unshare-user", "--disable-userns"])
 def test_every_namespace_is_the_sandboxs_own(tmp_path, option):
     assert option in words_of(tmp_path)
-
-
-def test_a_mount_is_written_to_only_where_it_says_so(tmp_path):
-    mounts = [Mount(Path("/host/work"), "/work", writable=True), Mount(Path("/host/b"), "/b")]
-    make_folders(tmp_path)
-    words = view(RuntimeSpec(), tmp_path, mounts, "/work")
-    assert words[words.index("/host/work") - 1] == "--bind"
-    assert words[words.index("/host/b") - 1] == "--ro-bind"

@@ -176,15 +176,3 @@ def test_a_task_folder_matters_only_to_tasks_that_name_files():
     steps = [{"type": "upload_file", "source": "a.txt", "target": "a.txt"}]
     assert names_files(Task.model_validate(BASE | runtime(prepare=steps)))
     assert names_files(Task.model_validate(BASE | {"evaluator": {"strategy": "harbor"}}))
-
-
-def test_a_harness_on_the_host_needs_the_runtime_that_contains_it_there():
-    hosted = {"agent": {"harness": "pi", "place": "host"}}
-    only_docker = refused(Permits(runtimes=("docker",)), **hosted)
-    assert only_docker == {
-        "agent.place": "runtime 'bubblewrap' is not permitted; permitted: docker"
-    }
-    assert refused(Permits(runtimes=("docker", "bubblewrap")), **hosted) == {}
-    local = {**hosted, "runtime": {"backend": "local"}}
-    assert "runtime.backend" in refused(Permits(), **local)
-    assert refused(Permits(local=True), **local) == {}

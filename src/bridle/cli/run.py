@@ -38,10 +38,6 @@ def run(  # noqa: PLR0913 - one parameter per flag
     network: Annotated[
         str | None, typer.Option(help="gateway_only, open or none, for all tasks.")
     ] = None,
-    place: Annotated[
-        str | None,
-        typer.Option(help="sandbox or host: where the harness itself runs, for all tasks."),
-    ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
     ] = None,
@@ -76,7 +72,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
 
     where = _given({"backend": runtime, "network": network})
     built = builder and {"strategy": builder}
-    overrides = {"agent": _agent(harness, place), "runtime": where, "num_samples": samples}
+    overrides = {"agent": _agent(harness), "runtime": where, "num_samples": samples}
     loaded = _load(tasks, _given(overrides | {"builder": built}) or {}, template)
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
@@ -88,10 +84,9 @@ def run(  # noqa: PLR0913 - one parameter per flag
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 
 
-def _agent(harness: str | None, place: str | None) -> JSON | None:
-    """Another harness for a task, whose own command line belongs to its own; where it runs."""
-    other = {"harness": harness, "command": None, "import_path": None}
-    return _given({"place": place}) if harness is None else other | (_given({"place": place}) or {})
+def _agent(harness: str | None) -> JSON | None:
+    """Another harness for a task, whose own command line belongs to its own."""
+    return None if harness is None else {"harness": harness, "command": None, "import_path": None}
 
 
 def _given(values: JSON) -> JSON | None:

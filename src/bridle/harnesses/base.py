@@ -41,9 +41,6 @@ class LaunchContext:
     """Tokens that the model takes in and gives out together."""
     task_id: str = ""
     sample_index: int = 0
-    door: str = ""
-    """For a harness on the host: the folder, as seen by it, whose `bin/bash` and `container` run
-    commands in the sandbox (`runtimes.door`); empty in the sandbox, where any shell does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +85,6 @@ class Harness(Protocol):
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         """What an ending means for this program; `None` = a true success."""
-
-
-def places_of(harness: Harness) -> tuple[str, ...]:
-    """Where it can run, the default first: in the sandbox, or on the `host` beside it too.
-
-    Its class says `places`, where each of its commands goes through a shell that can be named.
-    """
-    return tuple(getattr(harness, "places", ("sandbox",)))
 
 
 def needs_model(harness: Harness) -> bool:

@@ -49,7 +49,6 @@ class CommandHarness:
     """One command line; implements `base.Harness`."""
 
     name = "command"
-    places = ("sandbox", "host")
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:

@@ -29,7 +29,7 @@ RUNNER = "function_runner.py"
 MODULES = "modules"
 PYTHON = tuple(Path(each) for each in sorted({sys.prefix, sys.base_prefix} - {"/usr"}))
 """Where the Python that runs Bridle lies."""
-NOT_TOLD = ("bundle", "door", "home", "key", "model_name")
+NOT_TOLD = ("bundle", "home", "key", "model_name")
 """Of the launch context: the harness's own, or told by another name or way."""
 
 
@@ -46,7 +46,6 @@ class FunctionHarness:
     """One function; implements `base.Harness`."""
 
     name = "function"
-    places = ("sandbox", "host")
     dialect = Dialect.OPENAI_CHAT
 
     def __init__(self, agent: AgentSpec) -> None:

@@ -40,7 +40,6 @@ class GoogleAdk:
 
     name = "google_adk"
     version = VERSION
-    places = ("sandbox", "host")
     dialect = Dialect.GOOGLE
 
     def __init__(self, agent: AgentSpec) -> None:

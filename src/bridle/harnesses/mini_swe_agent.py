@@ -5,8 +5,6 @@ Its configuration comes in one file of the private home (no argument limit, no i
 process list), the endpoint and the key through the environment, because it writes its configuration
 into its log. Three unusable replies in a row end it with exit code 0: that is the policy's failure
 and not the program's, so the session completes and the evaluator says what it was worth.
-
-On the host its own Docker environment sends every command through the sandbox's door.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class MiniSweAgent:
 
     name = "mini_swe_agent"
     version = VERSION
-    places = ("sandbox", "host")
 
     def __init__(self, agent: AgentSpec) -> None:
         self._settings = accepted(agent, VERSION, MiniSettings, transports=(), skills=False)
@@ -77,14 +74,6 @@ class MiniSweAgent:
         if self.dialect is Dialect.OPENAI_RESPONSES:
             model["model_class"] = "litellm_response"
         own: JSON = {"run": {"task": context.instruction}, "model": model}
-        if context.door:
-            own["environment"] = {
-                "environment_class": "docker",
-                "executable": f"{context.door}/container",
-                "image": "sandbox",
-                "cwd": context.workdir,
-                "interpreter": ["bash", "-c"],
-            }
         command = (
             f"{context.bundle}/{PYTHON}",
             *("-m", "minisweagent.run.mini"),

@@ -43,7 +43,6 @@ class OpenaiAgents:
 
     name = "openai_agents"
     version = VERSION
-    places = ("sandbox", "host")
 
     def __init__(self, agent: AgentSpec) -> None:
         self._agent = agent

@@ -51,7 +51,6 @@ class Pi:
 
     name = "pi"
     version = VERSION
-    places = ("sandbox", "host")
 
     def __init__(self, agent: AgentSpec) -> None:
         self._agent = agent
@@ -84,8 +83,6 @@ class Pi:
             "PI_TELEMETRY": "0",
         }
         own: JSON = {"enableInstallTelemetry": False, "quietStartup": True}
-        if context.door:
-            own["shellPath"] = f"{context.door}/bin/bash"
         files = {
             f"{folder}/models.json": json.dumps(self._models(context)).encode(),
             f"{folder}/settings.json": json.dumps(own).encode(),

@@ -77,8 +77,7 @@ async def keep_files(session: Session, opened: Opened) -> tuple[dict[str, str], 
                     if name is PATCH:
                         await _patch(session, opened, path, target)
                     else:
-                        at = opened.place if path in opened.launch.logs else opened.runtime
-                        await _copy(session, at, path, target)
+                        await _copy(session, opened.runtime, path, target)
         except BridleError as error:
             left[name] = str(error)
         else:

@@ -34,7 +34,6 @@ from bridle.harnesses import open_harness
 from bridle.harnesses.base import Harness
 from bridle.harnesses.bundles import bundles_dir
 from bridle.lifecycle.events import Events, Installing
-from bridle.lifecycle.hosting import refuse_place
 from bridle.lifecycle.reaper import Scratch, reap
 from bridle.lifecycle.results import SessionResult
 from bridle.lifecycle.run_folder import RunFolder
@@ -144,10 +143,9 @@ def plan(task: Task) -> Plan:
     """The task with all that it names found; `ConfigError` names the task and the field."""
     with naming(task):
         task = task.model_copy(update={"runtime": chosen(task.runtime)})
-        runtime = make_runtime(task.runtime, "check", Path("check"))
+        make_runtime(task.runtime, "check", Path("check"))
         rebuild(_NOTHING, builder=task.builder)
         harness = open_harness(_located(task))
-        refuse_place(task.agent, harness, runtime)
         return Plan(task, harness, open_evaluator(task.evaluator))
 
 

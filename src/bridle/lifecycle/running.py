@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bridle.errors import BridleError, RuntimeFailure, boundary
@@ -49,15 +48,10 @@ async def _run(session: Session, opened: Opened) -> Ending:
         outstayed.cancel()
         # Both at once: the key is dead now, whatever a process does while it is being ended.
         sealing = group.create_task(session.seal())
-        broken = None if opened.door is None else opened.door.failure
-        if opened.door is not None:
-            await opened.place.kill()
         await opened.runtime.kill()
     facts, result = sealing.result(), running.result()
     if isinstance(result, BridleError):
         raise result
-    if broken is not None:
-        raise broken
     assert facts is not None
     session.harness_result = result
     if timed_out:
@@ -71,26 +65,16 @@ async def _exec(session: Session, opened: Opened) -> ExecResult | BridleError:
     """How the harness ended, or why it could not run: a value, so that no other task is ended."""
     try:
         with boundary(RuntimeFailure, "running the harness"):
-            result = await opened.place.exec(
-                _command(opened),
+            return await opened.runtime.exec(
+                opened.launch.command,
                 env={**opened.launch.env, **session.task.agent.env},
-                cwd=opened.workdir,
+                cwd=opened.runtime.workdir,
                 stdin=opened.launch.stdin,
                 log=session.log("stdout"),
                 error_log=session.log("stderr"),
             )
     except BridleError as error:
         return error
-    reached = None if opened.door is None else opened.door.limit
-    return result if reached is None else replace(result, limit=reached)
-
-
-def _command(opened: Opened) -> str | tuple[str, ...]:
-    """The harness's command; on the host its own line is for a shell of the host."""
-    command = opened.launch.command
-    if opened.door is None or not isinstance(command, str):
-        return command
-    return ("/bin/bash", "-o", "pipefail", "-c", command)
 
 
 def prewarm(session: Session, group: asyncio.TaskGroup, stack: AsyncExitStack) -> Prewarmed | None:

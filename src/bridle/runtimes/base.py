@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from bridle.config import RuntimeSpec
 
@@ -39,13 +39,11 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host folder that must be visible inside, read-only by default (a harness bundle)."""
+    """A host folder that must be visible inside, read-only (a harness bundle)."""
 
     source: Path
     target: str
     """Path inside; a runtime that does not contain uses `source` itself (see `Runtime.inside`)."""
-    writable: bool = False
-    """Whether what is written there is the host folder's (`local`, `bubblewrap` and `docker`)."""
 
 
 class Runtime(Protocol):
@@ -102,33 +100,6 @@ class Runtime(Protocol):
 
     async def stop(self) -> None:
         """`kill`, then remove everything that is not an artifact; idempotent."""
-
-
-@runtime_checkable
-class Shares(Protocol):
-    """What a runtime has beside `Runtime` that can serve a harness on the host."""
-
-    workdir: str
-
-    def share(self) -> Path:
-        """Make a folder of this machine hold the work folder; call it before `start`."""
-
-    @property
-    def shared_at(self) -> str:
-        """Where that folder is seen inside, once it is started."""
-
-    async def attach(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str,
-        streams: tuple[int, int, int],
-    ) -> ExecResult:
-        """Run a command whose stdin, stdout and stderr are open files of this process.
-
-        As `Runtime.exec`, but nothing that it prints is kept.
-        """
 
 
 class RuntimeFactory(Protocol):

@@ -228,17 +228,6 @@ class BubblewrapRuntime(Contained):
             self._cgroup.remove()
         remove_folders(self._scratch / name for name in (*OWN, "etc", "aside"))
 
-    # ---- a harness on the host
-
-    def share(self) -> Path:
-        """As `base.Shares.share`: the work folder is one of this machine, bound into it."""
-        return self._scratch / "work"
-
-    @property
-    def shared_at(self) -> str:
-        """As `base.Shares.shared_at`."""
-        return self._top
-
     # ---- commands
 
     async def _run(self, inside: Command) -> ExecResult:

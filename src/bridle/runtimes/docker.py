@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -98,8 +97,6 @@ class DockerRuntime(Contained):
         self._container: str | None = None
         self._up: _Up | None = None
         self._kills = 0
-        self._shared: Path | None = None
-        """The folder of this machine that holds the work folder."""
 
     # ---- start and end
 
@@ -115,20 +112,12 @@ class DockerRuntime(Contained):
             self.workdir = image["Config"]["WorkingDir"]
         with boundary(RuntimeFailure, f"cannot make the container of session {self._session_id}"):
             (self._scratch / "aside").mkdir(exist_ok=True)
-            if self._shared is not None:
-                self._shared.mkdir(exist_ok=True)
             await run_shielded(self._create(await self._options()), timeout_s=2 * CALL_S)
         self._usable = True
         await self._running()
         folders = [self.workdir, HOME]
         await self._run(Command(["mkdir", "-p", *folders], env={}, cwd="/"))
         await self._run(Command(["chmod", "700", HOME], env={}, cwd="/"))
-        if self._shared is not None and not os.access(self._shared, os.W_OK):
-            message = (
-                f"the container's user owns {self.workdir}, and a harness on the host could not "
-                f"write there: let it run as this user (kwargs.user = '{os.getuid()}')"
-            )
-            raise RuntimeFailure(message)
 
     async def _create(self, options: Sequence[str]) -> None:
         words = ["create", *options, str(self._spec.image), "/bin/bash", "-c", HOLD]
@@ -155,12 +144,7 @@ class DockerRuntime(Contained):
         if "user" in spec.kwargs:
             words += ["--user", str(spec.kwargs["user"])]
         for mount in self._mounts:
-            mode = "rw" if mount.writable else "ro"
-            words += ["--volume", f"{mount.source}:{mount.target}:{mode}"]
-        if self._shared is not None:
-            # A volume begins with what the image has in that folder; a plain bind would hide it.
-            bound = f"volume-opt=type=none,volume-opt=o=bind,volume-opt=device={self._shared}"
-            words += ["--mount", f"type=volume,dst={self.workdir},volume-driver=local,{bound}"]
+            words += ["--volume", f"{mount.source}:{mount.target}:ro"]
         return words
 
     async def _network(self) -> str:
@@ -268,19 +252,7 @@ class DockerRuntime(Contained):
         container, self._container = self._container, None
         if container is not None:
             await docker(["rm", "--force", "--volumes", container])
-        await asyncio.to_thread(remove_folders, [self._scratch / "aside", self._scratch / "work"])
-
-    # ---- a harness on the host
-
-    def share(self) -> Path:
-        """As `base.Shares.share`: the work folder becomes a volume of this machine's disk."""
-        self._shared = self._scratch / "work"
-        return self._shared
-
-    @property
-    def shared_at(self) -> str:
-        """As `base.Shares.shared_at`."""
-        return self.workdir
+        await asyncio.to_thread(remove_folders, [self._scratch / "aside"])
 
     # ---- commands
 
@@ -292,7 +264,7 @@ class DockerRuntime(Contained):
         env = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
         env = handed(env | {**self._spec.env, **inside.env})
         env |= marks
-        reads = inside.stdin is not None or inside.streams is not None
+        reads = inside.stdin is not None
         words = [program(), "exec", *(["--interactive"] if reads else [])]
         for name in env:  # by name only: the values stay out of this machine's process list
             words += ["--env", name]

@@ -113,15 +113,6 @@ class LocalRuntime(Place):
                 _copy_out, Path(self.workdir, source), target, self._scratch.resolve()
             )
 
-    def share(self) -> Path:
-        """As `base.Shares.share`: it is a folder of this machine anyway."""
-        return self._work
-
-    @property
-    def shared_at(self) -> str:
-        """As `base.Shares.shared_at`."""
-        return str(self._work)
-
     def inside(self, path: Path) -> str:
         """The path itself: nothing is hidden here."""
         return str(path)

@@ -76,17 +76,6 @@ class Place(ABC):
             )
         )
 
-    async def attach(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str,
-        streams: tuple[int, int, int],
-    ) -> ExecResult:
-        """As `base.Shares.attach`."""
-        return await self._run(Command(argv=argv, env=env, cwd=cwd, streams=streams))
-
     @abstractmethod
     async def _run(self, inside: Command) -> ExecResult:
         """Run a command whose folder and program are those of the runtime."""

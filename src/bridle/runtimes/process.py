@@ -49,9 +49,6 @@ class Command:
     """`None` = closed (reads end at once); a path is a file that is read."""
     stdout: Path | None = None
     """A file that gets stdout instead of memory and log."""
-    streams: tuple[int, int, int] | None = None
-    """Open files that are its stdin, stdout and stderr, in place of all of the above: what it
-    reads and writes does not pass through us, and nothing of it is kept."""
     timeout_s: float | None = None
     output_limit: int = 1 << 20
     log: Path | None = None
@@ -120,10 +117,7 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
     with ExitStack() as files:
         stdin: int | IO[bytes] = subprocess.PIPE
         stdout: int | IO[bytes] = subprocess.PIPE
-        stderr: int = subprocess.PIPE
-        if command.streams is not None:
-            stdin, stdout, stderr = command.streams
-        elif command.stdin is None:
+        if command.stdin is None:
             stdin = subprocess.DEVNULL
         elif isinstance(command.stdin, Path):
             stdin = files.enter_context(command.stdin.open("rb"))
@@ -135,7 +129,7 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
             env=dict(command.env),
             stdin=stdin,
             stdout=stdout,
-            stderr=stderr,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
         )
@@ -143,9 +137,6 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
 
 def _not_run(command: Command, code: int, why: str, logs: _Logs) -> ExecResult:
     said = f"bridle: {command.argv[0]}: {why}\n".encode()
-    if command.streams is not None:
-        with suppress(OSError):
-            os.write(command.streams[2], said)
     if logs.error is not None:
         logs.error.feed(said)
     return ExecResult(

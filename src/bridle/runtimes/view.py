@@ -88,7 +88,7 @@ def view(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top: str) ->
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         words += ["--bind", str(folder), target]
     for mount in mounts:
-        words += ["--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target]
+        words += ["--ro-bind", str(mount.source), mount.target]
     for source in spec.kwargs.get("binds", ()):
         words += ["--ro-bind", source, source]
     return [*words, "--remount-ro", "/"]

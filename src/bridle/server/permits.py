@@ -66,9 +66,6 @@ class Permits(Settings):
         runtime = task.runtime
         backend = chosen(runtime).backend
         yield from self._backend("runtime.backend", backend)
-        if task.agent.place == "host" and backend != "local":
-            # The harness itself then lives in a sandbox of bubblewrap.
-            yield from self._backend("agent.place", "bubblewrap")
         image = runtime.image or ""
         if image and backend in FOLDERS and "://" not in image:
             yield from self._path("runtime.image", image, task)
