@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.core, pytest.mark.timeout(1800)]
 
 
 def commands(page: Path) -> list[str]:

@@ -124,12 +124,14 @@ def test_it_works_through_the_gateway_and_nothing_is_lost(ran, tried, work):
             assert [exchange.extra["stream"] for exchange in exchanges] == ["live"] * 3
 
 
+@pytest.mark.core
 def test_what_never_streams_is_never_live(cell):
     for case in cases():
         if not case.streams:
             cell(*case.row, "live", "n/a", HAS_NO_STREAM)
 
 
+@pytest.mark.drawn_with("openhands")
 async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled(tmp_path):
     """It stops the model before `</function>` and sends the turn back with it: not what was
     sampled, so the next call starts anew and says which call it continues and why."""
@@ -150,6 +152,7 @@ async def test_openhands_text_protocol_forks_where_it_completes_what_was_sampled
     assert stats["tokens_captured"] == stats["tokens_trained"]
 
 
+@pytest.mark.drawn_with("aider")
 @pytest.mark.parametrize("git", [False, True])
 async def test_aider_writes_files_from_text_and_leaves_the_work_folder_as_it_found_it(
     tmp_path, git, cell

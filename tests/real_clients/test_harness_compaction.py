@@ -17,7 +17,7 @@ from tests.real_clients.work import TOOLS, Turn, tool
 from bridle.harnesses import open_harness
 from bridle.types import Dialect, Kind
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.core, pytest.mark.timeout(1800)]
 
 CONTEXT = 100_000
 STEPS = 16

@@ -10,7 +10,11 @@ from bridle.harnesses.claude_code import ClaudeCode
 from bridle.prompting.renderer import load_renderer
 from bridle.types import Kind
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.harnesses,
+    pytest.mark.drawn_with("claude_code"),
+    pytest.mark.timeout(1800),
+]
 
 AGAIN = "Now [again]."
 TURNS = [

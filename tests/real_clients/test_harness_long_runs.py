@@ -38,6 +38,7 @@ def script(harness: str) -> Script:
     return conversations
 
 
+@pytest.mark.core
 async def test_ten_turns_are_one_conversation(tmp_path, subtests):
     runs = [
         Run(harness, dialect, script(harness), the_files_are_right(), settings)
@@ -51,6 +52,7 @@ async def test_ten_turns_are_one_conversation(tmp_path, subtests):
             never_forked(ran, roots={Kind.AGENT: 1})
 
 
+@pytest.mark.drawn_with("aider")
 async def test_aider_that_is_sent_back_by_a_test_starts_a_root_of_which_nothing_is_lost(
     tmp_path,
 ):
@@ -70,6 +72,7 @@ async def test_aider_that_is_sent_back_by_a_test_starts_a_root_of_which_nothing_
     assert ran.stats["tokens_excluded"] == {}
 
 
+@pytest.mark.drawn_with("gemini_cli")
 async def test_old_outputs_that_gemini_cli_takes_away_start_a_root_and_nothing_is_lost(tmp_path):
     """Beyond some 50k tokens of outputs it puts stubs in the place of the oldest, now and then."""
     words = "an old output that nobody needs and that fills the context with its words"

@@ -16,7 +16,7 @@ from tests.real_clients.real import AT_ONCE, run
 
 from bridle.types import Dialect
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.core, pytest.mark.timeout(1800)]
 
 ASLEEP = 20
 """Sessions of a slow model that sleep beside those that work."""

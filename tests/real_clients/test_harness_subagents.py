@@ -11,7 +11,7 @@ from tests.real_clients.work import TEN, TOOLS, Turn, ten_turns, the_files_are_r
 
 from bridle.types import Dialect, Kind
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.harnesses, pytest.mark.core, pytest.mark.timeout(1800)]
 
 START = {
     "claude_agent_sdk": lambda name, text: tool(

@@ -8,7 +8,11 @@ functions in both cases, and its calls go out in the types that Codex runs.
 import pytest
 from tests.real_clients.real import did_its_work, run
 
-pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.harnesses,
+    pytest.mark.drawn_with("codex"),
+    pytest.mark.timeout(1800),
+]
 
 PATCH = "*** Begin Patch\n*** Add File: made.txt\n+hello\n*** End Patch\n"
 SCRIPT = "text(await tools.exec_command({cmd: 'echo hello > made.txt'}))"

@@ -86,6 +86,7 @@ def test_a_cell_without_a_result_and_a_broken_one_are_missing(table, full):
         ("aider", "openai_chat", "plain"),
         ("codex", "openai_responses", "slow"),
     ]
+    assert table.missing(cells, ["pi", "aider"]) == [("aider", "openai_chat", "plain")]
 
 
 def test_the_page_says_what_was_recorded_and_a_note_once(table, full):

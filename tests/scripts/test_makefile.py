@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 (PHONY,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 TARGETS = PHONY.split()
+CI = (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -19,8 +20,15 @@ def test_each_target_has_a_script(target):
 
 
 def test_ci_runs_the_readmes_commands():
-    steps = re.findall(
-        r"^step \S+ \S+ make (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
-    )
+    steps = re.findall(r"^ *suite +\d+ +\d+ +(\S+)", CI, re.MULTILINE)
     assert steps[:2] == ["test", "lint"]
     assert set(steps) <= set(TARGETS)
+
+
+def test_the_budgets_of_ci_are_at_most_an_hour():
+    budgets = {
+        target: int(minutes)
+        for minutes, target in re.findall(r"^ *suite +(\d+) +\d+ +(\S+)", CI, re.MULTILINE)
+    }
+    one_of_both = min(budgets["test-vllm"], budgets["test-sglang"])
+    assert sum(budgets.values()) - one_of_both <= 60

@@ -1,0 +1,50 @@
+""".ci/run: every suite runs, and the exit status and a table say what came of them."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GIT = ("git", "-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false")
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """Runs CI on a checkout of some commits with these targets; its status, and its summary."""
+
+    def run(makefile, commits=1):
+        (tmp_path / "Makefile").write_text(makefile)
+        (tmp_path / ".ci").mkdir()
+        shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+        subprocess.run([*GIT, "init", "-q"], check=True, cwd=tmp_path)
+        for number in range(commits):
+            commit = [*GIT, "commit", "-q", "--allow-empty", "-m", str(number)]
+            subprocess.run(commit, check=True, cwd=tmp_path)
+        done = subprocess.run(
+            ["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout.partition("==> summary")[2]
+
+    return run
+
+
+@pytest.mark.timeout(60)
+def test_a_suite_that_fails_fails_ci_after_all_others_ran_and_says_how_to_repeat_it(ran):
+    status, summary = ran("lint:\n\tfalse\n%:\n\t@echo '==== 2 passed in 1s ===='\n", commits=2)
+
+    assert status == 1
+    assert re.search(r"^lint +2 min +0:\d\d  FAILED: exit status 2", summary, re.MULTILINE)
+    assert "    repeat it: BRIDLE_TEST_DRAW=2 make lint\n" in summary
+    assert summary.count(" passed  2 passed in 1s") == len(re.findall(r" min ", summary)) - 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("commits", "suite"), [(2, "vllm"), (3, "sglang"), (4, "vllm")])
+def test_one_commit_in_four_runs_sglang_in_the_place_of_vllm(ran, commits, suite):
+    status, summary = ran("%:\n\t@echo $@ $$BRIDLE_TEST_DRAW\n", commits)
+
+    assert status == 0
+    assert re.findall(r"^test-(vllm|sglang)", summary, re.MULTILINE) == [suite]
