@@ -51,6 +51,9 @@ class SamplingPolicy(Settings):
     samples under a grammar where it can, and such tokens train only with logprobs of the
     constrained distribution. `record`: samples are free and train; what the answer does not keep
     is recorded."""
+    orphans: Literal["refuse", "serve"] = "refuse"
+    """What happens to a request with a tool result whose call stands nowhere before it: context
+    was lost on the way. `serve`: it is sampled, and its exchange says how many there were."""
 
 
 class ModelSpec(Settings):

@@ -17,6 +17,7 @@ from tests.dialects.exchange import HEAD, USAGE, live, synthetic
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.sse import SseParser
+from bridle.prompting.canonical import canonical
 from bridle.types import Dialect, FinishReason, ModelRequest, Reply, ToolCall
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -91,6 +92,17 @@ def test_a_golden_exchange_is_read_and_written_as_before(folder):
         if os.environ.get("BRIDLE_TEST_REGOLD"):
             (place / name).write_bytes(text.encode())
         assert (place / name).read_bytes().decode() == text, name
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_result_of_a_real_client_is_an_orphan(folder):
+    place = GOLDEN / folder
+    dialect = Dialect(folder.split("/")[0])
+    path = json.loads((place / "turn.json").read_text()).get("path", PATHS.get(dialect))
+    route = recognise("POST", path.partition("?")[0], "", {})
+    assert route is not None
+    request = DIALECTS[dialect].parse(route, (place / "request.json").read_bytes(), {})
+    assert canonical(request, {}).pairing.orphans == []
 
 
 def pretty(value) -> str:

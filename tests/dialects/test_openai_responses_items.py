@@ -76,8 +76,33 @@ def test_results_of_every_kind(item, text):
     assert (told.role, told.text, told.tool_call_id) == (Role.TOOL, text, "c")
 
 
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        (
+            {"type": "web_search_call", "id": "ws", "action": {"type": "search", "query": "é"}},
+            '[web_search_call] {"action":{"type":"search","query":"é"}}\n',
+        ),
+        (
+            {"type": "image_generation_call", "id": "ig", "result": "aGk=" * 500},
+            '[image_generation_call] {"result":"(2000 characters of data)"}\n',
+        ),
+        ({"type": "program_output", "call_id": "c", "result": "4"}, None),
+    ],
+)
+def test_what_the_provider_ran_is_shown_as_text(item, text):
+    told = read(**item)
+    assert (told.role, told.tool_call_id) == (Role.ASSISTANT, None)
+    assert told.text == (text or '[program_output] {"call_id":"c","result":"4"}\n')
+
+
+def test_a_call_of_an_unknown_kind_that_the_client_answers_is_a_call():
+    told = read(type="odd_call", id="o", call_id="c", status="completed", what=1)
+    assert told.tool_calls == (ToolCall("c", "odd", '{"what":1}'),)
+
+
 def test_unknown_items_stay_in_place():
-    search = {"type": "web_search_call", "id": "ws"}
+    search = {"type": "odd_call", "id": "ws"}
     assert read(**search) == Message(Role.ASSISTANT, (block_part(search),))
     odd = {"type": "odd", "x": 1}
     assert read(**odd) == Message(Role.USER, (block_part(odd),))

@@ -34,6 +34,7 @@ def test_an_append_only_session():
         "drift": {"exact": 3},
         "breaks": [],
         "spliced": {"spans": 0, "tokens": 0},
+        "unpaired": 0,
         "overlong": 0,
         "truncated": None,
     }
@@ -52,6 +53,7 @@ def test_an_empty_session():
         "drift": {},
         "breaks": [],
         "spliced": {"spans": 0, "tokens": 0},
+        "unpaired": 0,
         "overlong": 0,
         "truncated": None,
     }

@@ -11,16 +11,23 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from typing import Any
 
 from bridle.dialects.ids import standard_base64
-from bridle.types import JSON, MediaPart
+from bridle.types import JSON, MediaPart, TextPart
 
 VOLATILE = frozenset(
     {"id", "status", "cache_control", "signature", "thoughtSignature", "thought_signature"}
-    | {"encrypted_content", "annotations", "logprobs", "provider_specific_fields"}
+    | {"encrypted_content", "encrypted_index", "encrypted_stdout", "fingerprint"}
+    | {"annotations", "logprobs", "provider_specific_fields"}
 )
 """Keys that change between two echoes of one block and mean nothing to the model."""
+
+LONGEST_DATA = 1000
+"""Characters of base64 that are shown as text."""
+
+_DATA = re.compile(r"(data:[^,]*,)?[A-Za-z0-9+/=_\-\s]*")
 
 BLOCK_TYPE = "application/json"
 """Media type of a block kept as its own JSON."""
@@ -52,6 +59,29 @@ def block_part(block: JSON) -> MediaPart:
     text = json.dumps(_lasting(block), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     source = json.dumps(block, ensure_ascii=False, separators=(",", ":"))
     return MediaPart(BLOCK_TYPE, hashlib.sha256(text.encode()).hexdigest(), source)
+
+
+def block_text(block: JSON) -> TextPart:
+    """A block that the model is shown as text: its type, and its JSON without what is opaque.
+
+    Data of images and files is left out: as text it would be no picture, but fill the context.
+    """
+    kind = block.get("type") or next(iter(block), "block")
+    shown = {key: value for key, value in _lasting(block).items() if key != "type"}
+    text = json.dumps(_readable(shown), ensure_ascii=False, separators=(",", ":"))
+    return TextPart(f"[{kind}] {text}\n")
+
+
+def _readable(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _readable(item) for key, item in value.items()}
+        case list():
+            return [_readable(item) for item in value]
+        case str() if len(value) > LONGEST_DATA and _DATA.fullmatch(value):
+            return f"({len(value)} characters of data)"
+        case _:
+            return value
 
 
 def _lasting(value: Any) -> Any:

@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Iterator
 from typing import Any
 
-from bridle.dialects.media import block_part, data_part, url_part
+from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.openai_responses_tools import call_of_item, qualified
 from bridle.dialects.reading import (
     an_object,
@@ -37,6 +37,12 @@ COMPACTION_PROMPT = (
 
 _ENVELOPE = ("type", "id", "call_id", "output")
 """Keys of a result item that say what it is, not what came out."""
+
+_HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+    | {"mcp_call", "mcp_list_tools", "mcp_approval_request", "program", "program_output"}
+)
+"""Items of tools that the provider ran; the model is shown them as text."""
 
 _SUMMARY = "A summary of the conversation so far:\n\n"
 _COMPACTED = "bridle1."
@@ -156,10 +162,13 @@ def _read_compaction(item: JSON, path: str) -> Message:
 def _read_tool_item(item: JSON, kind: str, path: str) -> Message:
     """Calls and their results, of functions and of what is shown to the model as functions."""
     answers = text_at(item, "call_id", path) or None
+    if kind in _HOSTED:
+        return Message(Role.ASSISTANT, (block_text(item),))
+    if kind == "mcp_approval_response":
+        return Message(Role.USER, (block_text(item),))
     if kind.endswith("_output"):
-        return Message(
-            Role.TOOL, tuple(_read_output(item, kind, path)), tool_call_id=answers or _own(item)
-        )
+        answers = answers or (_own(item) if kind == "local_shell_call_output" else None)
+        return Message(Role.TOOL, tuple(_read_output(item, kind, path)), tool_call_id=answers)
     call: ToolCall | None
     if kind == "function_call":
         name = qualified(text_at(item, "namespace", path), name_at(item, "name", path))
@@ -169,6 +178,9 @@ def _read_tool_item(item: JSON, kind: str, path: str) -> Message:
         call = ToolCall(answers, name, text_at(item, "input", path) or "", custom=True)
     else:
         call = call_of_item(item, kind, answers or _own(item), path)
+    if call is None and kind.endswith("_call") and answers:
+        rest = {key: value for key, value in item.items() if key not in {*_ENVELOPE, "status"}}
+        call = ToolCall(answers, kind.removesuffix("_call"), arguments_text(rest))
     if call is not None:
         return Message(Role.ASSISTANT, tool_calls=(call,), issued_ids=_ids(item, path))
     role = Role.ASSISTANT if kind.endswith("_call") else Role.USER

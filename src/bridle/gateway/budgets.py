@@ -35,6 +35,8 @@ class SamplingPlan:
         self.max_output_tokens = policy.max_output_tokens
         self.enforces = policy.constraints == "enforce"
         """Whether a request's schema constrains the samples, where the engine can."""
+        self.refuses_orphans = policy.orphans == "refuse"
+        """Whether a tool result without a call is refused."""
         self._fields: tuple[tuple[str, FieldPolicy], ...] = tuple(
             (name, getattr(policy, name)) for name in FIELDS
         )

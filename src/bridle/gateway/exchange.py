@@ -94,6 +94,7 @@ class Exchanges:
         """
         served = self.models.find(request.model, asked.kind)
         question = self._place(session, wire, request, served)
+        session.check(question.canonical)
         placement = question.placement
         same = [call for id_ in placement.repeats if (call := session.calls.get(id_))]
         repeats = [call for call in same if call.other == served.other]
@@ -442,7 +443,8 @@ class Exchanges:
         )
         summary = finished.call.asked.kind is Kind.COMPACTION
         session.lineage.note(finished.call.exchange_id, shown, summary=summary)
-        exchange = exchange_record(finished, session.next_index)
+        unpaired = session.new_unpaired(question.canonical)
+        exchange = exchange_record(finished, session.next_index, unpaired)
         bodies = new_bodies(finished, session.stored)
         session.next_index += 1
         session.stored.update(bodies)

@@ -11,6 +11,7 @@ import traceback
 
 from bridle.errors import ContextOverflowError, EngineError, RenderError, RequestError
 from bridle.gateway.keys import redact
+from bridle.prompting.pairing import Orphan
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait after a refusal that passes by itself."""
@@ -63,6 +64,17 @@ def overflow(prompt_tokens: int, context_length: int) -> RequestError:
         param="messages",
         prompt_tokens=prompt_tokens,
         context_length=context_length,
+    )
+
+
+def orphan(found: Orphan) -> RequestError:
+    """A tool result answers a call that stands nowhere before it."""
+    named = f"the id {found.call_id!r}" if found.call_id else f"the name {found.name!r}"
+    which = named if found.call_id or found.name else "neither an id nor a name"
+    return RequestError(
+        f"a tool result has {which}, but no earlier tool call in the request answers to it: a part "
+        "of the conversation is missing. Send the whole conversation; to have such requests served "
+        'as they are, set sampling.orphans = "serve" for the session'
     )
 
 

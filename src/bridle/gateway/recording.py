@@ -72,8 +72,11 @@ def issued_ids(messages: tuple[Message, ...]) -> list[str]:
     ]
 
 
-def exchange_record(finished: Finished, index: int) -> Exchange:
-    """The exchange of a finished call; `index` is its place in the order of commit."""
+def exchange_record(finished: Finished, index: int, unpaired: int = 0) -> Exchange:
+    """The exchange of a finished call; `index` is its place in the order of commit.
+
+    `unpaired`: calls without a result that the session's requests did not show before.
+    """
     call, sample = finished.call, finished.sample
     request = finished.question.request
     prompt, parent = sampled_under(finished.prompted, sample)
@@ -106,7 +109,7 @@ def exchange_record(finished: Finished, index: int) -> Exchange:
         started_at=call.started_at,
         first_token_s=finished.first_token_s,
         duration_s=time.perf_counter() - call.clock_start,
-        extra=_extra(finished),
+        extra=_extra(finished, unpaired),
     )
 
 
@@ -134,7 +137,7 @@ def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
     return {digest: body for digest, body in new.items() if digest not in stored}
 
 
-def _extra(finished: Finished) -> JSON:
+def _extra(finished: Finished, unpaired: int) -> JSON:
     """What else is worth keeping; absent keys mean no, none or exact."""
     question, sample, reply = finished.question, finished.sample, finished.reply
     placement, request = question.placement, question.request
@@ -147,6 +150,8 @@ def _extra(finished: Finished) -> JSON:
         "retry_count": asked.retry_count,
         "drift": placement.drift,
         "tie": placement.tie,
+        "orphans": len(question.canonical.pairing.orphans),
+        "unpaired": unpaired,
         "repeats": list(placement.repeats),
         "break": _break(sample),
         "resumed": sample.resumed,

@@ -24,7 +24,7 @@ from bridle.gateway.budgets import SamplingPlan, TokenAccount
 from bridle.gateway.call import Call
 from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.responses import Shelf
-from bridle.prompting.canonical import AtomMemo
+from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.lineage import Lineage
 from bridle.types import JSON
@@ -103,6 +103,8 @@ class Session:
         self.ended: asyncio.Event | None = None
         """Set when what a seal waits for is over; `None` = not sealed by this process."""
         self._first_call_at: float | None = None
+        self._unpaired: set[bytes] = set()
+        """Calls without a result that were counted, by their links of the chain."""
         self.requests = 0
         self.begun = 0
         """Calls that were given to the engine; salts the seeds."""
@@ -146,6 +148,20 @@ class Session:
             last_error_code=self.last_error_code,
             sealed=self.sealed,
         )
+
+    def check(self, asked: Canonical) -> None:
+        """Refuse a request with a tool result whose call it does not show, unless they are served.
+
+        Raises `RequestError`.
+        """
+        if asked.pairing.orphans and self.plan.refuses_orphans:
+            raise faults.orphan(asked.pairing.orphans[0])
+
+    def new_unpaired(self, asked: Canonical) -> int:
+        """How many calls without a result `asked` shows that no committed request showed before."""
+        links = set(asked.pairing.unpaired) - self._unpaired
+        self._unpaired |= links
+        return len(links)
 
     def told_error(self, message: str, code: str | None = None) -> None:
         """Note that the last word the harness heard is an error."""

@@ -109,6 +109,7 @@ class Restorer:
         spans = self._spans(session, exchange)
         request = self._request(session, capture, exchange, wire, spans.whole())
         key = canonical(request, session.atoms)
+        session.new_unpaired(key)
         other = exchange.extra.get("other_model")
         template_args = self._models.template_args_of(other, request)
         shown = wire.reply_messages(exchange.reply)

@@ -25,6 +25,7 @@ from bridle.prompting.arguments import (
     schema_defaults,
     text_bytes,
 )
+from bridle.prompting.pairing import Pairing
 from bridle.prompting.walks import Known, Walks
 from bridle.types import (
     Dialect,
@@ -69,7 +70,7 @@ class Atom:
     ids: tuple[str, ...] = ()
     """CALL, RESULT: the call's id. EVIDENCE: the message's other ids and signatures."""
     text: str | None = None
-    """TEXT: the text, stripped. CALL: the tool's name. Else `None`."""
+    """TEXT: the text, stripped. CALL, RESULT: the tool's name. Else `None`."""
     reasoning: bytes | None = None
     """EVIDENCE: digest of the message's reasoning, stripped; `None` = it carried none."""
     offset: int = field(default=0, compare=False)
@@ -101,6 +102,7 @@ class Canonical:
     """16 bytes over the tools that the prompt shows."""
     hints: tuple[Hint, ...] = ()
     """Evidence, in order."""
+    pairing: Pairing = field(default_factory=Pairing)
 
 
 class AtomMemo(dict[bytes, tuple[Atom, ...]]):
@@ -231,7 +233,7 @@ def message_atoms(
     if message.role is Role.TOOL:
         ids = () if message.tool_call_id is None else (message.tool_call_id,)
         payload = _result_digest(message.content, dialect)
-        return (Atom(AtomKind.RESULT, payload, ids, offset=offset),)
+        return (Atom(AtomKind.RESULT, payload, ids, message.name, offset=offset),)
     if message.role is Role.ASSISTANT:
         return _assistant_atoms(message, defaults or {}, offset)
     kind = AtomKind.SYSTEM if message.role is Role.SYSTEM else AtomKind.USER
@@ -296,6 +298,7 @@ class _Walk:
         self._message_of: list[int] = [] if begun is None else list(begun.message_of)
         self._hints: list[Hint] = [] if begun is None else list(begun.hints)
         self._chain = [SEEDS[request.dialect]] if begun is None else list(begun.chain)
+        self._pairing = Pairing() if begun is None else begun.pairing
         self._begun = len(self._atoms)
         """How many atoms are closed: ordered, and in the chain."""
 
@@ -346,6 +349,7 @@ class _Walk:
             message_of=tuple(self._message_of),
             tools_digest=self._tools,
             hints=tuple(self._hints),
+            pairing=self._pairing.after(self._atoms, self._hints, chain),
         )
 
     def _order_results(self) -> None:

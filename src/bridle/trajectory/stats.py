@@ -81,6 +81,7 @@ def measure(
             "spans": len(joined.splices),
             "tokens": sum(splice.tokens for splice in joined.splices.values()),
         },
+        "unpaired": sum(exchange.extra.get("unpaired", 0) for exchange in exchanges),
         "overlong": built.overlong,
         "truncated": built.cut,
     }
