@@ -293,8 +293,6 @@ class ModelRequest:
     """How many leading messages came from the head (system prompt, instructions)."""
     tools_span: bytes | None = None
     """Raw JSON of the tool list; `None` = none sent."""
-    raw_prompt: str | tuple[int, ...] | None = None
-    """Legacy completions: a text or token ids to sample under as they are, without a template."""
     prefill: str | None = None
     """Text that begins the answer, as the last message gives it; the reply goes on from it."""
     logprobs: bool = False

@@ -24,7 +24,7 @@ def test_every_dialect_has_its_format():
         ("GET", "/v1/models", CHAT, KIND.MODELS),
         ("GET", "/v1/chat/completions", CHAT, KIND.UNSUPPORTED),
         ("POST", "/v1/embeddings", CHAT, KIND.UNSUPPORTED),
-        ("POST", "/v1/completions", CHAT, KIND.GENERATE),
+        ("POST", "/v1/completions", CHAT, KIND.UNSUPPORTED),
         ("GET", "/v1/batches/b1", CHAT, KIND.UNSUPPORTED),
         ("POST", "/v1/responses", RESPONSES, KIND.GENERATE),
         ("POST", "/v1/responses/input_tokens", RESPONSES, KIND.COUNT_TOKENS),

@@ -12,11 +12,8 @@ from tests.gateway.test_data import connected, mangled, request
 
 from bridle.types import Dialect
 
-TEXT = {"model": "m", "prompt": "go", "max_tokens": 5, "stop": ["x"], "logprobs": 1}
 ROUTES = {
     "chat": ("/v1/chat/completions", rich.chat()),
-    "completions": ("/v1/completions", TEXT),
-    "completions of ids": ("/v1/completions", {**TEXT, "prompt": [1, 2, 3]}),
     "responses": ("/v1/responses", rich.responses()),
     "compact": ("/v1/responses/compact", rich.responses()),
     "input_tokens": ("/v1/responses/input_tokens", rich.responses()),
@@ -68,7 +65,6 @@ async def test_what_a_client_adds_to_a_request_is_no_error(name):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
         ("/v1/chat/completions", {"tools": [{"type": "function", "function": 1}]}, "tools[0]"),
         ("/v1/chat/completions", {"temperature": "hot"}, "temperature"),
-        ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]"),
         ("/v1/responses", {"input": [{"type": "message", "role": 7}]}, "input[0].role"),
         ("/v1/responses", {"previous_response_id": 5}, "previous_response_id"),
         ("/v1/responses/compact", {"input": 5}, "input"),

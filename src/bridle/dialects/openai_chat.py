@@ -22,12 +22,6 @@ from bridle.dialects.openai_chat_write import (
     tool_call_json,
     usage_json,
 )
-from bridle.dialects.openai_completions import (
-    COMPLETIONS,
-    CompletionStream,
-    completion_json,
-    read_completion,
-)
 from bridle.dialects.openai_errors import chat_message, error_response
 from bridle.dialects.openai_options import read_choice, read_sampling, read_schema, read_thinking
 from bridle.dialects.reading import (
@@ -96,8 +90,6 @@ class OpenAIChat(WireFormat):
         words = tidy(path)
         if method == "POST" and words.endswith("/chat/completions"):
             return Route(self.dialect, RouteKind.GENERATE)
-        if method == "POST" and words.endswith(f"/{COMPLETIONS}"):
-            return Route(self.dialect, RouteKind.GENERATE, resource=COMPLETIONS)
         if (models := models_route(self.dialect, method, path, headers)) is not None:
             return models
         if caller(path, headers) is not self.dialect:
@@ -109,9 +101,8 @@ class OpenAIChat(WireFormat):
 
     def parse(self, route: Route, body: bytes, memo: SpanMemo) -> ModelRequest:
         """Normalise a request; each message is one span."""
+        del route  # its only generating route
         with shallow(""):
-            if route.resource == COMPLETIONS:
-                return read_completion(body, memo)
             return self._parse(body, memo)
 
     def _parse(self, body: bytes, memo: SpanMemo) -> ModelRequest:
@@ -157,9 +148,7 @@ class OpenAIChat(WireFormat):
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
-        """A `chat.completion` object with one choice, or a `text_completion`."""
-        if COMPLETIONS in request.extra:
-            return encode(completion_json(head, reply, usage, reply.content))
+        """A `chat.completion` object with one choice."""
         freeform = request.extra.get("freeform", ())
         message: JSON = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
@@ -195,8 +184,6 @@ class OpenAIChat(WireFormat):
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
         """Chunks, the usage chunk if it was asked for, `[DONE]`."""
-        if COMPLETIONS in request.extra:
-            return CompletionStream(head, include_usage=request.include_usage)
         freeform = request.extra.get("freeform", ())
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 

@@ -42,6 +42,13 @@ processor's caches: at 2 a round each call costs 15 % more, at 8 it costs 2 %
 (benchmarks/gateway.py, 32 sessions)."""
 
 
+SERVED: Final = (
+    "models are asked at /v1/chat/completions, /v1/responses, /v1/messages and "
+    "/v1beta/models/MODEL:generateContent"
+)
+"""Ends the refusal of a provider's other routes."""
+
+
 class DataPlane:
     """Answers harnesses."""
 
@@ -108,7 +115,8 @@ class DataPlane:
                 return _upgrade_refused()
             case RouteKind.UNSUPPORTED:
                 what = route.resource or target.path
-                raise RequestError(f"{what!r} is not served here", status=404, code="not_found")
+                message = f"{what!r} is not served here; {SERVED}"
+                raise RequestError(message, status=404, code="not_found")
             case RouteKind.MODELS | RouteKind.MODEL:
                 self._registry.authenticate(target.token, presented_keys(headers, target.query))
                 names = self._exchanges.models.names()

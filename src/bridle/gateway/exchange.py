@@ -242,7 +242,7 @@ class Exchanges:
         question = call.posed()
         request = question.request
         whole = self._settings.stream == "whole" or not request.stream
-        plain = request.raw_prompt is not None or request.prefill is not None
+        plain = request.prefill is not None
         again = call.grammar is not None or prompted.shown is not None
         if whole or plain or request.logprobs or again:
             return None

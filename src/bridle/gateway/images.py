@@ -68,7 +68,7 @@ async def show(served: Served, request: ModelRequest) -> Shown | None:
     `RequestError` for images that are refused, with the reason where it is safe to tell.
     """
     images = media_of(request.messages)
-    if not images or request.raw_prompt is not None or not isinstance(served.engine, Seeing):
+    if not images or not isinstance(served.engine, Seeing):
         return None
     if not all(part.media_type.startswith("image/") for part in images):
         return None

@@ -1,9 +1,8 @@
 """The ids that a call is sampled under, and what a reply without a template says.
 
 Usually a prompt is the parent's, its output and the rendered new messages, or all messages rendered
-anew. Two kinds of request are different: a legacy completion brings its own text or ids, and a
-prefilled answer is the rendered beginning of a turn with the client's first words behind it. Their
-replies are the sampled text as it is, but for calls behind a prefill.
+anew. A prefilled answer continues the client's first words of the turn; its reply is the sampled
+text as it is, but for tool calls.
 """
 
 from __future__ import annotations
@@ -54,13 +53,10 @@ class Prompts:
         """The ids to sample under: the parent's extended, else rendered anew.
 
         `parent` is the call that the question's placement names; `shown` is what the engine told of
-        messages with images. Raises `RenderError`, `EngineError` if the
-        engine was to render and failed, or `RequestError` for a completion's prompt that cannot be
-        sampled under or a prefill that the model's template does not take.
+        messages with images. Raises `RenderError`, `EngineError` if the engine was to render and
+        failed, or `RequestError` for a prefill that the model's template does not take.
         """
         request, placement = question.request, question.placement
-        if request.raw_prompt is not None:
-            return Prompted(self._raw(request.raw_prompt), None, "completion")
         if shown is not None:
             return self._among_images(question, parent, shown)
         messages = request.messages if request.prefill is None else request.messages[:-1]
@@ -136,17 +132,6 @@ class Prompts:
         prompt = self._prefilled(PromptIds.root(ids), request)
         return Prompted(prompt, None, reason, rendered_by=rendered_by, parted=parted)
 
-    def _raw(self, prompt: str | tuple[int, ...]) -> PromptIds:
-        """A completion's own prompt."""
-        if isinstance(prompt, str):
-            return PromptIds.root(self._renderer.text_ids(prompt, control=True))
-        size = self._renderer.vocab_size
-        for place, given in enumerate(prompt):
-            if given >= size:
-                where = f"prompt[{place}]"
-                raise RequestError(f"'{where}' is {given}, not below {size} tokens.", param=where)
-        return PromptIds.root(np.array(prompt, dtype=np.int32))
-
     def _prefilled(self, prompt: PromptIds, request: ModelRequest) -> PromptIds:
         """`prompt` with the client's beginning of the answer behind it."""
         if request.prefill is None:
@@ -167,11 +152,11 @@ class Prompts:
     def plain_reply(
         self, request: ModelRequest, prompt: PromptIds, sampled: Sample
     ) -> Reply | None:
-        """The reply to a completion or a prefill: the sampled text, and calls behind a prefill.
+        """The reply to a prefill: the sampled text, and the calls after it.
 
         `None` = it is to be parsed.
         """
-        if request.raw_prompt is None and request.prefill is None:
+        if request.prefill is None:
             return None
         ids, stop = sampled.output_ids, sampled.last.stop_text
         if len(ids) and ids[-1] in self._renderer.stop_token_ids:
@@ -179,7 +164,7 @@ class Prompts:
         text = self._renderer.decode(ids)
         content = text.partition(stop)[0] if stop else text
         plain = Reply(content, None, (), sampled.finish, stop_text=stop)
-        if request.prefill is None or not takes_calls(request):
+        if not takes_calls(request):
             return plain
         return self._calls_behind(request.prefill, request, prompt, sampled) or plain
 
