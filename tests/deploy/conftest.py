@@ -26,3 +26,16 @@ def script(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def ended_first(tmp_path):
+    """An environment that pauses a script while the child named by one of its variables runs."""
+
+    def environment(variable):
+        gone = f'while [ -n "${{{variable}:-}}" ] && kill -0 "${variable}" 2>/dev/null; do :; done'
+        hook = tmp_path / "hook.sh"
+        hook.write_text(f"[ \"${{0%/*}}\" = {tmp_path} ] || trap '{gone}' DEBUG\n")
+        return {"BASH_ENV": str(hook)}
+
+    return environment

@@ -22,6 +22,17 @@ def serve(script, tmp_path):
 COUNT = 'echo x >> "$AT/runs"; n=$(wc -l < "$AT/runs")'
 
 
+DRAINS = (
+    "trap 'echo drained; kill $!; exit 0' TERM; sleep 30 >/dev/null 2>&1 & touch \"$AT/up\"; wait"
+)
+
+
+def end_when_up(process, up):
+    while not up.exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+
+
 def test_a_server_that_dies_is_started_again(serve, tmp_path):
     process = serve(f"{COUNT}; [ $n = 3 ] && exit 0; kill -9 $$")
     _, err = process.communicate(timeout=45)
@@ -33,7 +44,21 @@ def test_a_server_that_dies_is_started_again(serve, tmp_path):
 def test_told_to_end_it_starts_no_server_again(serve, tmp_path):
     process = serve(f"{COUNT}; [ $n = 2 ] && exit 0; kill -TERM $PPID; exit 1")
     process.communicate(timeout=45)
-    assert (process.returncode, (tmp_path / "runs").read_text()) == (0, "x\n")
+    assert (process.returncode, (tmp_path / "runs").read_text()) == (1, "x\n")
+
+
+def test_a_server_that_drains_before_it_is_waited_for_again_ends_well(serve, tmp_path, ended_first):
+    process = serve(DRAINS, **ended_first("server"))
+    end_when_up(process, tmp_path / "up")
+    out, _ = process.communicate(timeout=45)
+    assert (process.returncode, out) == (0, "drained\n")
+
+
+def test_a_signal_while_it_waits_for_ray_ends_it(serve, tmp_path):
+    process = serve("exit 0", ray='touch "$AT/up"; exit 1')
+    end_when_up(process, tmp_path / "up")
+    out, err = process.communicate(timeout=45)
+    assert (process.returncode, out, err) == (0, "", "")
 
 
 def test_a_wrong_configuration_is_not_tried_again(serve, tmp_path):
@@ -52,11 +77,7 @@ def test_it_waits_for_ray_and_says_where_things_are(serve, tmp_path):
 
 
 def test_told_to_end_it_lets_the_server_drain(serve, tmp_path):
-    end = "trap 'sleep 0.1; echo drained; kill $!; exit 0' TERM; sleep 30 >/dev/null 2>&1 &"
-    server = f'{end} touch "$AT/up"; wait'
-    process = serve(server)
-    while not (tmp_path / "up").exists():
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
+    process = serve(DRAINS)
+    end_when_up(process, tmp_path / "up")
     out, _ = process.communicate(timeout=45)
     assert (process.returncode, out) == (0, "drained\n")

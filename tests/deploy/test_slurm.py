@@ -84,3 +84,36 @@ def test_the_end_that_slurm_announces_reaches_the_server_which_may_finish(job, t
 
 def test_a_server_that_fails_fails_the_job(job):
     assert said(job(srun="exit 3", BRIDLE_CONFIG="b.toml"))[0] == 3
+
+
+def test_a_server_that_fails_before_it_is_waited_for_fails_the_job(job, ended_first):
+    code, _, _ = said(job(srun="exit 3", BRIDLE_CONFIG="b.toml", **ended_first("step")))
+    assert code == 3
+
+
+def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
+    codes = [said(job(srun="exit 3", BRIDLE_CONFIG="b.toml"))[0] for _ in range(50)]
+    assert codes == [3] * 50
+
+
+def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
+    srun = f"trap 'kill $!; exit 4' TERM; {SLEEP} touch {tmp_path}/up; wait"
+    process = job(srun=srun, BRIDLE_CONFIG="b.toml")
+    while not (tmp_path / "up").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert said(process)[0] == 4
+
+
+def test_a_server_that_drains_is_waited_for_through_a_second_signal(job, tmp_path):
+    drain = f"touch {tmp_path}/told$((++n)); [ $n = 2 ] && kill $child && echo drained && exit 5"
+    start = "n=0; sleep 30 >/dev/null 2>&1 & child=$!"
+    wait = "while kill -0 $child 2>/dev/null; do wait $child; done"
+    srun = f"{start}; trap '{drain}' TERM; touch {tmp_path}/told0; {wait}"
+    process = job(srun=srun, BRIDLE_CONFIG="b.toml")
+    for name in ("told0", "told1"):
+        while not (tmp_path / name).exists():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+    code, out, _ = said(process)
+    assert (code, out) == (5, "drained\n")
