@@ -9,12 +9,11 @@ config=${BRIDLE_CONFIG:-/etc/bridle/bridle.toml}
 head=${RAY_HEAD:-127.0.0.1:6379}
 pause=${BRIDLE_RESTART_S:-2}
 
-server= signal= # the last signal: `early` when no server ran
+server= told= code=0 # told: to end, and by then which server ran, or `early`
 end_server() {
-  told=yes signal=${server:-early}
+  told=${server:-early}
   [ -z "$server" ] || kill -TERM "$server" 2>/dev/null
 }
-told= code=0
 trap end_server TERM INT
 
 until [ -n "$told" ] || ray health-check --address "$head" >/dev/null 2>&1; do sleep "$pause"; done
@@ -23,14 +22,11 @@ while [ -z "$told" ]; do
   RAY_ADDRESS=$head bridle serve --config "$config" \
     ${BRIDLE_DATABASE:+--database "$BRIDLE_DATABASE"} &
   server=$!
-  [ "$signal" != early ] || end_server
-  # A signal ends `wait` before the server has ended; the exit status of one that has ended is kept.
-  signal=any
-  while [ -n "$signal" ]; do
-    signal=
-    wait "$server"
-    code=$?
-  done
+  [ "$told" != early ] || end_server
+  # Not `wait` at once: bash loses the status of a child that ends while a signal interrupts `wait`.
+  while [ -n "$(jobs -rp)" ]; do sleep 1; done
+  wait "$server"
+  code=$?
   server=
   case $code in
     0 | 2 | 130) break ;; # it was told to end; or its configuration is wrong

@@ -92,8 +92,14 @@ def test_a_server_that_fails_before_it_is_waited_for_fails_the_job(job, ended_fi
 
 
 def test_a_server_that_fails_at_once_fails_the_job_each_time(job):
-    codes = [said(job(srun="exit 3", BRIDLE_CONFIG="b.toml"))[0] for _ in range(50)]
-    assert codes == [3] * 50
+    jobs = [job(srun="exit 3", BRIDLE_CONFIG="b.toml") for _ in range(50)]
+    assert [said(one)[0] for one in jobs] == [3] * 50
+
+
+def test_a_server_that_ends_when_the_job_is_told_to_keeps_its_status(job):
+    srun = "trap '' TERM; kill -TERM $PPID; exit 3"
+    jobs = [job(srun=srun, BRIDLE_CONFIG="b.toml") for _ in range(50)]
+    assert [said(one)[0] for one in jobs] == [3] * 50
 
 
 def test_a_server_that_fails_when_told_to_end_fails_the_job(job, tmp_path):
