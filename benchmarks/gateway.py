@@ -274,18 +274,16 @@ class Player:
     async def __aenter__(self) -> Self:
         where = self._where
         server = where.server(self._way)
-        url = urlsplit(server)
+        target, key = server + Route.GENERATE.path, "none"
         if self._way in PATHS:
             opened = parts.open_session(server, where.tokens[server])
+            family, path = PATHS[self._way]
+            target, key = opened["base_url"][family] + path, opened["key"]
+        self._head, url = post_head(target, key), urlsplit(target)
         loop = asyncio.get_running_loop()
         _, self._caller = await loop.create_connection(
             parts.Caller, str(url.hostname), url.port or 80
         )
-        if self._way in PATHS:
-            family, path = PATHS[self._way]
-            self._head = post_head(opened["base_url"][family] + path, opened["key"])
-        else:
-            self._head = post_head(server + Route.GENERATE.path, "none")
         return self
 
     async def __aexit__(self, *_: object) -> None:

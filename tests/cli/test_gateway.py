@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_why_a_worker_cannot_start_is_the_commands_own_error(say, tmp_path):
 
 @contextmanager
 def two_workers(folder: Path):
-    """A gateway of two processes on `folder`: what it says, and a way to ask it."""
+    """A gateway of two processes on `folder`: what it prints, and a way to ask it."""
     script = folder / "s.json"
     script.write_text(json.dumps({"conversations": [{"turns": [{"content": "hi"}]}]}))
     command = [
@@ -99,52 +100,78 @@ def two_workers(folder: Path):
         said = json.loads(process.stdout.readline())
         token = Path(said["control_token"]).read_text().strip()
 
-        def ask(line, method, path, body=None, key=token):
-            sent = None if body is None else json.dumps(body)
-            line.request(method, path, sent, {"Authorization": f"Bearer {key}"})
+        def ask(url, method, body=None, key=token):
+            where, sent = urlsplit(url), None if body is None else json.dumps(body)
+            line = http.client.HTTPConnection(where.netloc, timeout=120)
+            line.request(method, where.path, sent, {"Authorization": f"Bearer {key}"})
             reply = line.getresponse()
-            return reply.status, reply.read()
+            answer = reply.status, reply.read()
+            line.close()
+            return answer
 
-        yield process, urlsplit(said["url"]).netloc, ask
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 0
+        yield process, said, ask
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            assert process.returncode == 0
 
 
-def test_sessions_of_several_processes_survive_the_death_of_one(tmp_path):
+def test_sessions_of_several_workers_survive_the_death_of_one(tmp_path):
     """One test for a whole life: each start of a process costs a second."""
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     chat = "/v1/chat/completions"
-    opened = []
-    with two_workers(tmp_path) as (process, where, ask):
-        line = http.client.HTTPConnection(where, timeout=60)
+    opened: list[dict] = []
+    with two_workers(tmp_path) as (process, said, ask):
         for _ in range(4):
-            status, said = ask(line, "POST", "/sessions", {})
+            status, answer = ask(said["url"] + "/sessions", "POST", {})
             assert status == 200
-            opened.append(json.loads(said))
-        for session in opened * 2:  # over one connection, which began with a control request
-            assert ask(line, "POST", chat, body, session["key"])[0] == 200
-        line.close()
-        line = http.client.HTTPConnection(where, timeout=60)
-        for session in opened:  # over one connection, which is its first session's worker's
-            path = urlsplit(session["base_url"]["openai"]).path
-            status, said = ask(line, "POST", f"{path}/chat/completions", body, session["key"])
-            assert json.loads(said)["choices"][0]["message"]["content"] == "hi"
-        assert ask(line, "POST", chat, body, "bk-nobody-of-ours")[0] == 401
-        assert json.loads(ask(line, "POST", "/policy", {"version": 7})[1])["version"] == 7
-        line.close()
+            opened.append(json.loads(answer))
+        bases = [session["base_url"]["openai"] for session in opened]
+        assert sorted(urlsplit(base).port for base in bases) == sorted(said["worker_ports"] * 2)
+
+        def call(session: dict, base: str | None = None) -> int:
+            url = f"{base or session['base_url']['openai']}/chat/completions"
+            return ask(url, "POST", body, session["key"])[0]
+
+        assert [call(session) for session in opened] == [200] * 4
+        host = "http://127.0.0.1:{}/v1"
+        by_port = {
+            urlsplit(base).port: session for base, session in zip(bases, opened, strict=True)
+        }
+        one, other = said["worker_ports"]
+        assert call(by_port[one], host.format(one)) == 200, "the key is enough"
+        status, answer = ask(
+            host.format(other) + "/chat/completions", "POST", body, by_port[one]["key"]
+        )
+        assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
+        assert by_port[one]["session_id"].encode() not in answer
+        assert ask(said["url"] + chat, "POST", body, by_port[one]["key"])[0] == 421
+        assert ask(host.format(one).removesuffix("/v1") + "/sessions", "GET")[0] == 404
+        assert json.loads(ask(said["url"] + "/policy", "POST", {"version": 7})[1])["version"] == 7
 
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
-        line = http.client.HTTPConnection(where, timeout=60)
-        for session in opened:
-            assert ask(line, "POST", chat, body, session["key"])[0] == 200
-        assert b"bridle_worker_restarts_total 1.0" in ask(line, "GET", "/metrics")[1]
-        assert json.loads(ask(line, "GET", "/policy")[1])["version"] == 7
+        assert [call(session) for session in opened] == [200] * 4, "on the same ports"
+        while b"bridle_worker_restarts_total 1.0" not in ask(said["url"] + "/metrics", "GET")[1]:
+            pass
+        assert json.loads(ask(said["url"] + "/policy", "GET")[1])["version"] == 7
         ended = opened.pop()
-        assert ask(line, "DELETE", f"/sessions/{ended['session_id']}")[0] == 200
-        line.close()
+        gone = said["url"] + f"/sessions/{ended['session_id']}"
+        assert ask(gone, "DELETE")[0] == 200
+        assert call(ended) == 401
 
     captured = {one.session.session_id: one for one in sessions(tmp_path / "data")}
-    assert [len(one.exchanges) for one in captured.values()] == [4] * 4
+    assert sorted(len(one.exchanges) for one in captured.values()) == [2, 2, 2, 3]
+    versions = {one.exchanges[-1].versions[-1].version for one in captured.values()}
+    assert versions == {7}, "the restarted worker has the policy of the other one"
     assert captured[ended["session_id"]].outcome is not None
+
+
+def test_workers_end_when_their_supervisor_is_killed(tmp_path):
+    with two_workers(tmp_path) as (process, _, _):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        process.wait()
+        assert len(children) == 2
+        while any(Path(f"/proc/{child}/exe").exists() for child in children):
+            time.sleep(0.01)

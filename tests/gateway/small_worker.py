@@ -1,8 +1,8 @@
-"""A worker that is no gateway: it speaks to its parent as one does, and answers with its name.
+"""A worker that is no gateway: it speaks to its supervisor like one and answers with its name.
 
-A program of the standard library alone, so that a test can start a few of them. What it reads
-tells its `name`, an `error` that keeps it from starting, a word to `refuse` in bodies, and a file
-that, while it is there, keeps every second start from coming up (`stumbles`).
+A program of the standard library alone, so that a test can start a few of them. Its line of JSON
+may tell, by worker: an `error` that keeps it from starting, a key to `refuse` in bodies, and a
+file that, while it is there, keeps every second start from coming up (`stumbles`).
 """
 
 import json
@@ -13,10 +13,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-TOLD = json.load(sys.stdin)
-NAME = TOLD["name"]
-POLICY = {"version": 0, "paused": False, "hold": None, "model": "small"}
-REPLICAS = ["http://first"]
+SPEC = json.loads(sys.stdin.readline())
+NAME = Path(SPEC["gateway"]["data_dir"]).name
+OWN = SPEC.get(NAME, {})
+TOKEN = f"Bearer {SPEC['gateway']['control_token']}"
+POLICY = {"version": 0, "paused": False, "hold": None, "model": "small", **SPEC["policy"]}
+REPLICAS = ["http://first", *(name for change, name in SPEC["replicas"] if change == "add")]
 SESSIONS: dict[str, str] = {}
 
 
@@ -29,8 +31,8 @@ class Answers(BaseHTTPRequestHandler):
     def answer(self):
         size = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(size).decode()
-        status, told = self.told(body)
-        data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
+        status, answer = self.route(body)
+        data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -39,9 +41,9 @@ class Answers(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_DELETE = answer  # noqa: N815 - the names that http.server calls
 
-    def told(self, body):  # noqa: PLR0911 - one per route
+    def route(self, body):  # noqa: PLR0911, C901 - one per route
         asked = json.loads(body) if body.startswith("{") else {}
-        if TOLD.get("refuse") in asked:
+        if OWN.get("refuse") in asked:
             return 400, {"error": {"message": f"{NAME} refuses"}}
         match self.command, self.path:
             case "GET", "/metrics":
@@ -56,9 +58,13 @@ class Answers(BaseHTTPRequestHandler):
             case "GET", "/policy":
                 return 200, POLICY
             case "POST", "/sessions":
-                session_id = asked.get("session_id") or f"s-{NAME}-{len(SESSIONS)}"
+                session_id = asked.get("session_id")
+                if not isinstance(session_id, str):
+                    return 400, {"error": {"message": "session_id is missing"}}
+                if OWN.get("dies") == session_id:
+                    os._exit(1)
                 SESSIONS[session_id] = f"bk-{session_id}-key"
-                return 200, {"session_id": session_id, "key": SESSIONS[session_id]}
+                return 200, {"session_id": session_id, "worker": NAME}
             case "GET", "/sessions":
                 return 200, {"sessions": [{"session_id": one} for one in SESSIONS]}
             case "POST", "/replicas":
@@ -69,35 +75,34 @@ class Answers(BaseHTTPRequestHandler):
             )
             zeros |= {"prompt_tokens": 1, "cached_tokens": 0, "state": "live"}
             return 200, {"replicas": [{"name": name, **zeros} for name in REPLICAS]}
-        return 200, {"worker": NAME, "method": self.command, "path": self.path, "body": body}
+        allowed = self.headers.get("Authorization") == TOKEN
+        return 200, {"worker": NAME, "method": self.command, "path": self.path, "token": allowed}
 
 
-def say(told):
-    sys.stdout.write(json.dumps(told) + "\n")
+def say(answer):
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def main():
-    if "stumbles" in TOLD:
-        mark = Path(TOLD["stumbles"])
+    if "stumbles" in OWN:
+        mark = Path(OWN["stumbles"])
         if mark.exists():
             mark.unlink()
             sys.exit(1)
         mark.touch()
-    if "error" in TOLD:
-        say({"error": TOLD["error"], "kind": TOLD.get("kind", "")})
+    if "error" in OWN:
+        say({"error": OWN["error"], "kind": OWN.get("kind", "")})
         sys.exit(1)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    say({"url": f"http://127.0.0.1:{server.server_port}"})
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    while True:
-        told, numbers, _, _ = socket.recv_fds(channel, 1, 4)
-        if not told:
-            os._exit(0)
-        channel.send(b"t")
-        for number in numbers:
-            server.process_request(socket.socket(fileno=number), ("", 0))
+    for number in sys.argv[1:]:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers, bind_and_activate=False)
+        server.socket.close()
+        server.socket = socket.socket(fileno=int(number))
+        server.socket.setblocking(True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    say({"ready": True})
+    sys.stdin.read()
+    os._exit(0)
 
 
 main()

@@ -2,12 +2,10 @@
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
 
 import aiohttp
 import numpy as np
 import pytest
-from aiohttp import web
 from tests.gateway.house import TOKEN, house, renderer, scripted, user
 from tests.gateway.test_exchange import GatedStore
 from tests.gateway.test_relay import late, sent, went
@@ -17,7 +15,9 @@ from bridle.config import Limits
 from bridle.engines.base import EngineInfo
 from bridle.errors import ConfigError, EngineError, StoreError
 from bridle.gateway.app import Gateway, check_engine
+from bridle.gateway.listener import listen
 from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.weights import SetPolicy
 from bridle.types import DeliveryState, LogprobMode
 
 
@@ -290,56 +290,32 @@ async def test_control_and_data_routes_are_separate_listeners_where_a_port_is_gi
             assert response.status == 401
 
 
-async def test_an_adopted_connection_is_served_until_it_asks_for_a_session_of_others():
-    asked = []
+async def test_given_sockets_are_served_when_the_gateway_is_prepared():
+    prepared = []
 
-    async def elsewhere(http: web.BaseRequest) -> web.StreamResponse:
-        asked.append(http.raw_path)
-        return web.json_response({"elsewhere": True})
+    async def prepare(gateway: Gateway) -> None:
+        await gateway.set_policy(SetPolicy(version=3))
+        prepared.append(gateway.url)
 
-    gateway = Gateway(
-        engine=scripted({"content": "a"}),
-        renderer=renderer(),
-        store=MemoryStore(),
-        settings=GatewaySettings(control_token=TOKEN),
-        elsewhere=elsewhere,
-    )
-    async with gateway:
-        handle = await gateway.open_session("mine")
-
-        async def posted(client: aiohttp.ClientSession, path: str, key: str):
-            body = {"model": "m", "messages": [user("go")]}
-            bearer = {"Authorization": f"Bearer {key}"}
-            async with client.post(f"http://x{path}", json=body, headers=bearer) as reply:
-                return reply.status, await reply.json()
-
-        async with adopting(gateway) as client:
-            chat = "/v1/chat/completions"
-            status, _ = await posted(client, chat, "bk-nobody-at-first")
-            assert (status, asked) == (401, []), "the first request was sent here on purpose"
-            assert (await posted(client, chat, handle.key))[0] == 200
-            assert (await posted(client, f"/s/mine{chat}", handle.key))[0] == 200
-            for path, key in ((chat, "bk-of-another"), ("/s/another" + chat, ""), ("/policy", "")):
-                assert await posted(client, path, key) == (200, {"elsewhere": True})
-        async with adopting(gateway) as client:
-            assert (await posted(client, "/policy", TOKEN))[0] == 404, "no control routes here"
-        assert len(asked) == 3
-
-
-@asynccontextmanager
-async def adopting(gateway):
-    """A client whose one connection the gateway is given."""
-    ours, its = socket.socketpair()
-    its.setblocking(False)
-    await gateway.adopt(its)
-    given = iter([ours])
-
-    class Connector(aiohttp.BaseConnector):
-        async def _create_connection(self, *_):
-            loop = asyncio.get_running_loop()
-            factory = aiohttp.client_proto.ResponseHandler
-            made = await loop.create_connection(lambda: factory(loop), sock=next(given))
-            return made[1]
-
-    async with aiohttp.ClientSession(connector=Connector(limit=1)) as client:
-        yield client
+    with listen("127.0.0.1", 0) as data, listen("127.0.0.1", 0) as control:
+        ports = [one.getsockname()[1] for one in (data, control)]
+        gateway = Gateway(
+            engine=scripted({"content": "a"}),
+            renderer=renderer(),
+            store=MemoryStore(),
+            settings=GatewaySettings(
+                control_token=TOKEN, control_port=1, public_url="http://gate.example:{port}/x"
+            ),
+            sockets=(data, control),
+            prepare=prepare,
+        )
+        async with gateway, aiohttp.ClientSession() as client:
+            assert prepared == [""], "nothing listened yet"
+            assert gateway.url == f"http://gate.example:{ports[0]}/x"
+            assert gateway.control_url == f"http://127.0.0.1:{ports[1]}"
+            bearer = {"Authorization": f"Bearer {TOKEN}"}
+            for port, status in zip(ports, (404, 200), strict=True):
+                url = f"http://127.0.0.1:{port}/policy"
+                async with client.get(url, headers=bearer) as reply:
+                    assert reply.status == status
+            assert gateway.policy()["version"] == 3

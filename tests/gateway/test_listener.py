@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from bridle.errors import ConfigError
-from bridle.gateway.listener import Listener, is_first
+from bridle.gateway.listener import Listener, listen
 
 
 async def echo(http: web.BaseRequest) -> web.StreamResponse:
@@ -17,9 +17,14 @@ async def echo(http: web.BaseRequest) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def listening(handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0):
+async def listening(handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0, opened=None):
     listener = Listener(
-        handler, host="127.0.0.1", port=port, max_body_bytes=most, head_timeout_s=head_timeout_s
+        handler,
+        host="127.0.0.1",
+        port=port,
+        max_body_bytes=most,
+        head_timeout_s=head_timeout_s,
+        listening=opened,
     )
     async with listener:
         yield listener
@@ -135,22 +140,24 @@ async def test_an_ipv6_address_is_written_in_brackets():
         assert listener.url == ""  # a machine without an IPv6 loopback
 
 
-async def test_a_connection_accepted_elsewhere_is_served_and_its_first_request_is_known():
-    told: list[bool] = []
-
-    async def note(http: web.BaseRequest) -> web.StreamResponse:
-        told.append(is_first(http))
-        return web.Response(body=await http.read())
-
-    async with listening(note, port=None) as listener:
-        assert listener.url == ""
-        ours, its = socket.socketpair()
-        its.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        await listener.adopt(its)
-        for _ in range(2):
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok")
+async def test_a_socket_that_listens_already_is_served_and_keeps_its_backlog():
+    with listen("127.0.0.1", 0) as opened:
+        port = opened.getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)  # nobody accepts yet
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok")
+        async with listening(opened=opened) as listener:
+            assert listener.url == f"http://127.0.0.1:{port}"
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             assert await reader.readexactly(2) == b"ok"
-        writer.close()
-    assert told == [True, False]
+            writer.close()
+
+
+def test_a_port_that_cannot_be_listened_on_is_a_clear_error():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: the port is in use"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:0"):
+        listen("203.0.113.1", 0)
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:65536: .*65535"):
+        listen("127.0.0.1", 65536)

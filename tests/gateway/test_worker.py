@@ -1,4 +1,4 @@
-"""A worker's process: started, introduced, kept, ended."""
+"""A worker process: started, restarted, stopped."""
 
 import asyncio
 import os
@@ -6,76 +6,101 @@ import signal
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import orjson
+import aiohttp
 import pytest
 
 from bridle.errors import BridleError, ConfigError
+from bridle.gateway.listener import listen
 from bridle.gateway.worker import Worker
 
 SMALL = (sys.executable, str(Path(__file__).parent / "small_worker.py"))
 
 
-def worker(**told: Any) -> Worker:
-    return Worker("worker-0", SMALL, orjson.dumps({"name": "small", **told}))
+@asynccontextmanager
+async def worker(command=SMALL, *, starts=None, **own):
+    """A worker that is not started; `starts` collects what its starts are told."""
+    gateway = {"data_dir": "/worker-0", "control_token": "t"}
+
+    def spec():
+        told = {"gateway": gateway, "worker-0": own, "policy": {}, "replicas": []}
+        if starts is not None:
+            starts.append(told)
+        return told
+
+    with listen("127.0.0.1", 0) as data, listen("127.0.0.1", 0) as control:
+        made = Worker("worker-0", command=command, spec=spec, sockets=(data, control))
+        try:
+            yield made
+        finally:
+            await made.stop()
 
 
 @asynccontextmanager
-async def kept(one: Worker, prepare):
-    """A worker that is started and kept alive."""
+async def running(one: Worker):
+    """A worker that is started and kept running."""
     await one.start()
     async with asyncio.TaskGroup() as group:
-        keeping = group.create_task(one.keep(prepare))
+        keeping = group.create_task(one.keep_running())
         try:
             yield
         finally:
-            await one.stop()
-            await keeping
+            keeping.cancel()
+    await one.stop()
 
 
-async def test_one_that_dies_is_started_again_and_prepared_before_it_serves():
-    one, prepared = worker(), []
+async def restarted(one: Worker, times: int = 1) -> None:
+    async with asyncio.timeout(60):
+        while one.restarts < times:  # noqa: ASYNC110 - the counter has no event
+            await asyncio.sleep(0.005)
+        await one.ready.wait()
 
-    async def prepare(again: Worker) -> None:
-        prepared.append((again.url, again.ready))
 
-    async with kept(one, prepare):
-        before, first = one.url, one.pid
-        assert one.ready
+async def ask(one: Worker, number: int = 0) -> str:
+    url = f"http://127.0.0.1:{one.sockets[number].getsockname()[1]}/x"
+    async with aiohttp.ClientSession() as client, client.get(url) as reply:
+        return (await reply.json())["worker"]
+
+
+async def test_a_killed_worker_is_restarted_on_the_same_ports():
+    starts: list = []
+    async with worker(starts=starts) as one, running(one):
+        first = one.pid
         assert first is not None
+        assert [await ask(one, number) for number in (0, 1)] == ["worker-0"] * 2
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while one.restarts == 0:  # noqa: ASYNC110 - what is looked at has no event
-                await asyncio.sleep(0.005)
-        await one.wait_until_ready()
-        assert prepared == [(one.url, False)]
-        assert (one.pid, one.url) != (first, before)
-    assert one.pid is None
-    assert not one.ready
+        await restarted(one)
+        assert one.pid != first
+        assert [await ask(one, number) for number in (0, 1)] == ["worker-0"] * 2
+        assert len(starts) == 2, "what the process reads is made anew for every start"
+    assert not one.ready.is_set()
 
 
-async def test_one_that_does_not_come_up_again_is_tried_once_more(tmp_path):
-    one = worker(stumbles=str(tmp_path / "mark"))
+async def test_a_client_that_connects_while_the_worker_is_down_is_served_when_it_is_back():
+    async with worker() as one, asyncio.TaskGroup() as group:
+        early = group.create_task(ask(one))
+        await asyncio.sleep(0)
+        async with running(one):
+            assert await early == "worker-0"
 
-    async def prepare(_: Worker) -> None: ...
 
-    async with kept(one, prepare):
+async def test_a_restart_that_fails_is_repeated(tmp_path):
+    async with worker(stumbles=str(tmp_path / "mark")) as one, running(one):
         assert one.pid is not None
         os.kill(one.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while one.restarts < 2:  # noqa: ASYNC110 - what is looked at has no event
-                await asyncio.sleep(0.005)
-        await one.wait_until_ready()
+        await restarted(one, times=2)
 
 
-async def test_why_one_cannot_start_is_its_own_account():
-    with pytest.raises(ConfigError, match="no such engine"):
-        await worker(error="no such engine", kind="ConfigError").start()
-    with pytest.raises(BridleError, match="odd"):
-        await worker(error="odd", kind="SomethingElse").start()
+async def test_a_start_raises_the_error_that_the_process_reports():
+    async with worker(error="no such engine", kind="ConfigError") as one:
+        with pytest.raises(ConfigError, match="no such engine"):
+            await one.start()
+    async with worker(error="odd", kind="SomethingElse") as one:
+        with pytest.raises(BridleError, match="odd"):
+            await one.start()
 
 
-async def test_one_that_says_nothing_has_ended():
-    with pytest.raises(BridleError, match="worker-0 ended before it served"):
-        await Worker("worker-0", (sys.executable, "-c", ""), b"{}").start()
+async def test_a_process_that_ends_without_a_report_is_an_error():
+    async with worker((sys.executable, "-c", "")) as one:
+        with pytest.raises(BridleError, match="worker-0 ended before it served"):
+            await one.start()

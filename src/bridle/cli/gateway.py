@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -14,7 +16,10 @@ from bridle.cli.serving import Stop, long_running, run_until_signal
 from bridle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from bridle.cli.config import FileConfig
+    from bridle.gateway.app import Gateway
     from bridle.types import JSON
 
 EnginesOption = Annotated[
@@ -47,6 +52,8 @@ PromptOption = Annotated[
 ]
 
 
+CAPTURE = "capture.sqlite"
+
 PORT = 8100
 """Of the model API, where nothing else is said."""
 
@@ -72,7 +79,10 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     ] = False,
     allow_untokenized: UntokenizedOption = None,
     workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Processes that sessions are spread over.")
+        int,
+        typer.Option(
+            min=1, max=64, help="Processes that sessions are spread over, each with its own port."
+        ),
     ] = 1,
     json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON when it listens: where.")
@@ -80,7 +90,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
 ) -> None:
     """Serve the model API until Ctrl-C; sessions are opened over HTTP."""
     from bridle.cli.config import load_config
-    from bridle.gateway.front import check_folder
+    from bridle.gateway.workers import check_folder
 
     flags = {
         "host": host,
@@ -104,59 +114,87 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
 
 
 async def _serve(config: FileConfig, data: Path, fsync: bool, as_json: bool, stop: Stop) -> None:
+    async with opened(config, data, fsync=fsync) as served:
+        _tell(served.url, str(served.control_url), [data / CAPTURE], data, as_json=as_json)
+        with long_running():
+            await stop.wait()
+
+
+@asynccontextmanager
+async def opened(
+    config: FileConfig,
+    data: Path,
+    *,
+    fsync: bool,
+    sockets: Sequence[socket] = (),
+    prepare: Callable[[Gateway], Awaitable[None]] | None = None,
+) -> AsyncIterator[Gateway]:
+    """Serve a gateway that captures in the folder `data`; see `Gateway` for the rest."""
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.parts import open_all
     from bridle.gateway.app import Gateway
 
     parts = open_all(config)
     async with (
-        await SqliteStore.open(data / "capture.sqlite", fsync="group" if fsync else "off") as store,
+        await SqliteStore.open(data / CAPTURE, fsync="group" if fsync else "off") as store,
         Gateway(
             engine=parts.engine,
             renderer=parts.renderer,
             store=store,
             settings=config.gateway,
             models=parts.models,
+            sockets=sockets,
+            prepare=prepare,
         ) as served,
     ):
-        _tell(served.url, str(served.control_url), [store.path], data, as_json=as_json)
-        with long_running():
-            await stop.wait()
+        yield served
 
 
 async def _serve_workers(
     config: FileConfig, data: Path, fsync: bool, as_json: bool, workers: int, stop: Stop
 ) -> None:
-    """Serve with so many processes; this one listens, and keeps the others alive."""
-    from bridle.cli.gateway_worker import MODULE, told
-    from bridle.gateway.front import CAPTURE, Front, worker_folder
+    """Serve with worker processes, which this one supervises."""
+    from bridle.gateway.workers import Supervisor, worker_folder
 
     embedded = [spec for spec in config.engines if spec.startswith("embedded:")]
     if embedded:
         message = f"{embedded[0]} lives in one process: serve it with `bridle engine`, and name its"
         raise ConfigError(f"{message} URL, or leave --workers at 1")
-    front = Front(
+    supervisor = Supervisor(
         settings=config.gateway,
         data=data,
         workers=workers,
-        command=(sys.executable, "-m", MODULE),
-        told=lambda number, front: told(config, worker_folder(data, number), front, fsync=fsync),
+        command=(sys.executable, "-m", "bridle.cli.gateway_worker"),
+        spec={"config": config.model_dump(mode="json", exclude_unset=True), "fsync": fsync},
     )
-    async with front:
+    async with supervisor as served:
         files = [worker_folder(data, number) / CAPTURE for number in range(workers)]
-        _tell(front.url, front.control_url, files, data, as_json=as_json)
+        _tell(served.url, served.control_url, files, data, as_json=as_json, ports=served.ports)
         await stop.wait()
 
 
-def _tell(url: str, control_url: str, files: list[Path], data: Path, *, as_json: bool) -> None:
-    """Say where everything is."""
+def _tell(
+    url: str,
+    control_url: str,
+    files: list[Path],
+    data: Path,
+    *,
+    as_json: bool,
+    ports: Sequence[int] = (),
+) -> None:
+    """Print where everything is; `ports` are the data ports of workers."""
     token = data / "control.token"
     if as_json:
         said: JSON = {"url": url, "control_url": control_url, "workers": len(files)}
         said |= {"capture": [str(file) for file in files], "control_token": str(token)}
+        said |= {"worker_ports": list(ports)} if ports else {}
         sys.stdout.write(orjson.dumps(said).decode() + "\n")  # a line that can be waited for
         sys.stdout.flush()
         return
-    where = str(files[0]) if len(files) == 1 else f"{len(files)} files {data}/worker-*/"
-    notes.print(f"model API at {url}, control routes at {control_url}")
+    if ports:
+        api = f"{len(ports)} workers on ports {', '.join(map(str, ports))}"
+        where = f"{len(files)} files {data}/worker-*/"
+    else:
+        api, where = url, str(files[0])
+    notes.print(f"model API at {api}, control routes at {control_url}")
     notes.print(f"capture in {where}; control token in {token}")

@@ -1,104 +1,83 @@
-"""One worker of `bridle gateway --workers N`: `python -m bridle.cli.gateway_worker CHANNEL`.
+"""A worker of `bridle gateway --workers N`: `python -m bridle.cli.gateway_worker DATA CONTROL`.
 
-Reads what it is to be from standard input, writes where it listens, takes connections from the
-channel (a file descriptor), and ends when the channel does. Not for people.
+The arguments are the file descriptors of its listening sockets. Its settings come as one line of
+JSON on standard input (`Supervisor._spec_of`); it stops when that is closed. Started by the
+supervisor only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from socket import socket
+from typing import TYPE_CHECKING
 
 import orjson
 import uvloop
 
 from bridle.cli.config import FileConfig
+from bridle.cli.gateway import opened
 from bridle.cli.output import log_to_stderr
 from bridle.cli.serving import long_running
 from bridle.errors import BridleError
+from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from bridle.gateway.front import Front
-
-MODULE = "bridle.cli.gateway_worker"
-
-
-def told(config: FileConfig, data: Path, front: Front, *, fsync: bool) -> bytes:
-    """What a worker of `front` reads: it serves `config` and captures in `data`."""
-    whole = config.model_dump(mode="json", exclude_unset=True)
-    whole["gateway"] = {
-        **whole.get("gateway", {}),
-        "host": "127.0.0.1",
-        "port": 0,
-        "control_port": None,
-        "public_url": front.url,
-        "control_token": front.control_token,
-        "data_dir": str(data),
-    }
-    data.mkdir(parents=True, exist_ok=True)
-    spec = {"config": whole, "data": str(data), "fsync": fsync, "front": front.own_url}
-    return orjson.dumps(spec)
-
-
-async def serve(spec: dict[str, Any], channel: socket.socket) -> None:
-    """Serve until the channel ends. `BridleError` says why it cannot."""
-    from bridle.aio import Nursery
-    from bridle.capture.sqlite import SqliteStore
-    from bridle.cli.parts import open_all
     from bridle.gateway.app import Gateway
-    from bridle.gateway.forward import Forwarder
-    from bridle.gateway.front import CAPTURE
-    from bridle.gateway.handover import Taker
 
-    config = FileConfig.model_validate(spec["config"])
-    parts = open_all(config)
-    ended = asyncio.Event()
-    fsync = "group" if spec["fsync"] else "off"
-    async with (
-        Nursery(_log_lost) as nursery,
-        Forwarder(keep=False) as again,
-        await SqliteStore.open(Path(spec["data"], CAPTURE), fsync=fsync) as store,  # type: ignore[arg-type]
-        Gateway(
-            engine=parts.engine,
-            renderer=parts.renderer,
-            store=store,
-            settings=config.gateway,
-            models=parts.models,
-            elsewhere=lambda http: again.forward(http, spec["front"]),
-        ) as gateway,
-    ):
 
-        def taken(connection: socket.socket) -> None:
-            nursery.start(gateway.adopt(connection), name="adopt")
+def config_of(spec: JSON) -> FileConfig:
+    """Read the configuration of a worker: that of the whole gateway, with its own settings."""
+    config = spec["config"]
+    gateway = {**config.get("gateway", {}), **spec["gateway"]}
+    return FileConfig.model_validate({**config, "gateway": gateway})
 
-        taker = Taker(channel, taken, ended.set)
-        _say({"url": gateway.control_url})
+
+async def serve(spec: JSON, sockets: list[socket]) -> None:
+    """Serve until standard input is closed. `BridleError` if that is not possible."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stdin_closed() -> None:
+        loop.remove_reader(sys.stdin.fileno())
+        stop.set()
+
+    async def steer(gateway: Gateway) -> None:
+        """Catch up with what was set while another process was this worker."""
+        import structlog
+
+        from bridle.gateway.weights import SetPolicy
+
+        for change, name in spec["replicas"]:
+            try:
+                if change == "add":
+                    await gateway.add_replica(name)
+                else:
+                    await gateway.remove_replica(name, 0)
+            except BridleError as error:
+                structlog.get_logger().warning("replica_not_restored", name=name, error=str(error))
+        await gateway.set_policy(SetPolicy.model_validate(spec["policy"]))
+
+    loop.add_reader(sys.stdin.fileno(), stdin_closed)
+    data = Path(spec["gateway"]["data_dir"])
+    async with opened(config_of(spec), data, fsync=spec["fsync"], sockets=sockets, prepare=steer):
+        _say({"ready": True})
         with long_running():
-            await ended.wait()
-        taker.close()
+            await stop.wait()
 
 
-def _say(said: dict[str, Any]) -> None:
+def _say(said: JSON) -> None:
     sys.stdout.write(orjson.dumps(said).decode() + "\n")
     sys.stdout.flush()
 
 
-def _log_lost(error: BaseException) -> None:
-    import structlog
-
-    structlog.get_logger().error("worker_task_failed", error=f"{type(error).__name__}: {error}")
-
-
 def main() -> int:
-    """Be a worker; returns the exit code."""
+    """Run a worker; return its exit code."""
     log_to_stderr()
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    spec = orjson.loads(sys.stdin.buffer.read())
+    sockets = [socket(fileno=int(number)) for number in sys.argv[1:]]
+    spec = orjson.loads(sys.stdin.buffer.readline())
     try:
-        uvloop.run(serve(spec, channel))
+        uvloop.run(serve(spec, sockets))
     except BridleError as error:
         _say({"error": str(error), "kind": type(error).__name__})
         return 1

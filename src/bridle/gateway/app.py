@@ -8,10 +8,9 @@ writes down what became of every reply, and closes the engine; the store stays i
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -33,8 +32,8 @@ from bridle.gateway.call import Stage
 from bridle.gateway.control import ControlPlane, control_token
 from bridle.gateway.data import DataPlane
 from bridle.gateway.exchange import Exchanges
-from bridle.gateway.keys import key_digest, mint_key, presented_keys
-from bridle.gateway.listener import Handler, Listener, is_first
+from bridle.gateway.keys import key_digest, mint_key
+from bridle.gateway.listener import Handler, Listener
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import POLICY, OtherModel, check_models
 from bridle.gateway.registry import (
@@ -43,6 +42,7 @@ from bridle.gateway.registry import (
     Session,
     SessionFacts,
     SessionHandle,
+    new_session_id,
     stored_settings,
 )
 from bridle.gateway.relay import Relay
@@ -83,11 +83,15 @@ class Gateway:
         store: Store,
         settings: GatewaySettings,
         models: Sequence[OtherModel] = (),
-        elsewhere: Handler | None = None,
+        sockets: Sequence[socket.socket] = (),
+        prepare: Callable[[Gateway], Awaitable[None]] | None = None,
     ) -> None:
-        """`elsewhere` answers for sessions of others on connections that were adopted."""
+        """`sockets` listen already: for the data routes and, with a `control_port`, the control
+        routes. `prepare` is awaited before requests are served.
+        """
         check_models(models)
-        self._elsewhere = elsewhere
+        self._sockets = sockets
+        self._prepare = prepare
         self._engine = as_pool(engine)
         self._models = models
         self._pools = {POLICY: self._engine}
@@ -126,6 +130,8 @@ class Gateway:
             await self._start_others(stack)
             register_stored(self._registry, self._store)
             stack.push_async_callback(self._settle_records)
+            if self._prepare is not None:
+                await self._prepare(self)
             await self._listen(stack)
             stack.push_async_callback(self._end_sessions)
             self._stack = stack.pop_all()
@@ -236,25 +242,22 @@ class Gateway:
             self._exchanges.models.add(replace(other, engine=pool), info)
 
     async def _listen(self, stack: AsyncExitStack) -> None:
-        data = await stack.enter_async_context(self._listener(self._on_data, self._settings.port))
-        handler = self._on_adopted
-        self._adopter = await stack.enter_async_context(self._listener(handler, None))
-        self.url = (self._settings.public_url or data.url).rstrip("/")
+        settings, sockets = self._settings, [*self._sockets, None, None]
+        listener = self._listener(self._on_data, settings.port, sockets[0])
+        data = await stack.enter_async_context(listener)
+        port = data.url.rpartition(":")[2]
+        self.url = (settings.public_url or data.url).rstrip("/").replace("{port}", port)
         self.control_url = data.url
-        if self._settings.control_port is not None:
-            listener = self._listener(self._on_control, self._settings.control_port)
-            control = await stack.enter_async_context(listener)
-            self.control_url = control.url
+        if settings.control_port is not None:
+            listener = self._listener(self._on_control, settings.control_port, sockets[1])
+            self.control_url = (await stack.enter_async_context(listener)).url
 
-    async def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection of a harness that was accepted elsewhere; it is the gateway's then."""
-        await self._adopter.adopt(connection)
-
-    def _listener(self, handler: Handler, port: int | None) -> Listener:
+    def _listener(self, handler: Handler, port: int, listening: socket.socket | None) -> Listener:
         return Listener(
             handler,
             host=self._settings.host,
             port=port,
+            listening=listening,
             max_body_bytes=self._settings.max_body_bytes,
             head_timeout_s=self._settings.head_timeout_s,
         )
@@ -263,17 +266,6 @@ class Gateway:
         target = split_target(http.raw_path)
         if target.is_control and (self._settings.control_port is None or target.path == "/health"):
             return await self._control.handle(http, target)
-        return await self._data.handle(http, target)
-
-    async def _on_adopted(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Data routes only. The first request was sent here on purpose; others may be another's."""
-        target = split_target(http.raw_path)
-        if self._elsewhere is not None and not is_first(http):
-            keys = presented_keys(
-                {name.lower(): value for name, value in http.headers.items()}, target.query
-            )
-            if target.is_control or not self._registry.knows(target.token, keys):
-                return await self._elsewhere(http)
         return await self._data.handle(http, target)
 
     async def _on_control(self, http: web.BaseRequest) -> web.StreamResponse:
@@ -307,7 +299,7 @@ class Gateway:
         `session_id` `None` = one is made. `ConfigError` if the id is taken or cannot be one,
         `StoreError` if the session cannot be recorded.
         """
-        session_id = session_id or f"s-{secrets.token_hex(8)}"
+        session_id = session_id or new_session_id()
         self._registry.check_new_id(session_id)
         sampling, limits = sampling or SamplingPolicy(), limits or Limits()
         key = mint_key()

@@ -143,6 +143,26 @@ class Refusal(Exception):
         self.status = status
 
 
+def check_token(http: web.BaseRequest, token: str) -> None:
+    """Raise a 401 `Refusal` if the request does not have the control token."""
+    scheme, _, given = http.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(
+        given.strip().encode(), token.encode()
+    ):
+        raise Refusal(401, "the control token is missing or wrong")
+
+
+async def read_body(http: web.BaseRequest) -> bytes:
+    """Read a control request's body. `Refusal` if it is too large or too slow."""
+    if (http.content_length or 0) > MAX_BODY_BYTES:
+        raise Refusal(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await http.read()
+    except TimeoutError:
+        raise Refusal(408, "the request's body did not arrive in time") from None
+
+
 class ControlPlane:
     """Answers those who run sessions."""
 
@@ -162,7 +182,7 @@ class ControlPlane:
         self._engine = engine
         self._info = info
         self._policy = policy
-        self._token = token.encode()
+        self._token = token
         self._metrics = metrics
         self._routes: dict[tuple[str, ...], Answer] = {
             ("GET", "metrics"): self._show_metrics,
@@ -201,19 +221,12 @@ class ControlPlane:
         words = target.path.strip("/").split("/")
         if words == ["health"] and http.method in {"GET", "HEAD"}:
             return await self._health()
-        self._check_token(http)
+        check_token(http, self._token)
         pattern = tuple(ID if i == 1 and words[0] == "sessions" else w for i, w in enumerate(words))
         answer = self._routes.get((http.method, *pattern))
         if answer is None:
             raise Refusal(404, f"no such route: {http.method} /{'/'.join(words)}")
         return await answer(Asked(http, words[1] if len(words) > 1 else "", target.query))
-
-    def _check_token(self, http: web.BaseRequest) -> None:
-        scheme, _, given = http.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(), self._token
-        ):
-            raise Refusal(401, "the control token is missing or wrong")
 
     async def _health(self) -> web.StreamResponse:
         try:
@@ -319,10 +332,7 @@ def _error(status: int, message: str) -> web.Response:
 
 async def _body(http: web.BaseRequest, model: type[ModelT]) -> ModelT:
     """The request's JSON as `model`; an empty body is `{}`. `ConfigError` names what is wrong."""
-    if (http.content_length or 0) > MAX_BODY_BYTES:
-        raise Refusal(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
-    async with asyncio.timeout(BODY_TIMEOUT_S):
-        body = await http.read()
+    body = await read_body(http)
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:

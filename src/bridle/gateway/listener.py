@@ -34,18 +34,18 @@ HEADER_BYTES: Final = 64 * 1024
 
 BACKLOG: Final = 4096
 
+MAX_PORT: Final = 65535
+
 
 class _Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request."""
 
-    __slots__ = ("_deadline", "_head_timeout_s", "heads")
+    __slots__ = ("_deadline", "_head_timeout_s")
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(manager, **settings)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
-        self.heads = 0
-        """Requests that have begun on this connection."""
 
     def data_received(self, data: bytes) -> None:
         """Start the clock at a request's first byte."""
@@ -56,7 +56,6 @@ class _Connection(RequestHandler):
 
     def head_arrived(self) -> None:
         """A request is whole but for its body."""
-        self.heads += 1
         self._end_deadline()
 
     def _end_deadline(self) -> None:
@@ -77,39 +76,49 @@ class _Server(web.Server):
         return _Connection(self, loop=self._loop, **self._kwargs)
 
 
-class Listener(AbstractAsyncContextManager["Listener"]):
-    """Serves `handler` at `host:port` while entered. `ConfigError` when it cannot listen there.
+def listen(host: str, port: int) -> socket.socket:
+    """Open a listening socket. `ConfigError` if `host:port` cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if port > MAX_PORT:
+        raise ConfigError(f"cannot listen on {host}:{port}: the last port is {MAX_PORT}")
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
 
-    Without a port it serves only the connections that it is given.
-    """
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """Make the error that says why `host:port` cannot be listened on."""
+    if error.errno == errno.EADDRINUSE:
+        why = "the port is in use; choose another, or 0 for any"
+    else:
+        why = error.strerror or str(error)
+    return ConfigError(f"cannot listen on {host}:{port}: {why}")
+
+
+class Listener(AbstractAsyncContextManager["Listener"]):
+    """Serves `handler` at `host:port` while entered. `ConfigError` when it cannot listen there."""
 
     def __init__(
         self,
         handler: Handler,
         *,
         host: str,
-        port: int | None,
+        port: int,
         max_body_bytes: int,
         head_timeout_s: float,
+        listening: socket.socket | None = None,
     ) -> None:
+        """`listening` is a socket that listens at `host` already: `port` is then not used."""
         self._handler = handler
         self._host = host
         self._port = port
+        self._listening = listening
         self._max_body_bytes = max_body_bytes
         self._head_timeout_s = head_timeout_s
         self._runner: web.ServerRunner | None = None
         self.url = ""
-        """`http://host:port`, known when entered; empty without a port."""
-
-    async def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection that was accepted elsewhere; it is no longer the caller's."""
-        assert self._runner is not None
-        assert self._runner.server is not None
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._runner.server, connection)
-        except OSError:
-            connection.close()  # its client has gone
+        """`http://host:port`, known when entered."""
 
     async def __aenter__(self) -> Self:
         server = _Server(
@@ -126,14 +135,14 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=2.0)
         await runner.setup()
         self._runner = runner
-        if self._port is None:
-            return self
         try:
-            site = web.TCPSite(runner, self._host, self._port, backlog=BACKLOG)
-            await site.start()
+            if self._listening is not None:
+                await web.SockSite(runner, self._listening, backlog=BACKLOG).start()
+            else:
+                await web.TCPSite(runner, self._host, self._port, backlog=BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
-            raise ConfigError(self._why(error)) from error
+            raise cannot_listen(self._host, self._port, error) from error
         port = runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{port}"
@@ -143,12 +152,6 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-
-    def _why(self, error: OSError) -> str:
-        where = f"{self._host}:{self._port}"
-        if error.errno == errno.EADDRINUSE:
-            return f"cannot listen on {where}: the port is in use; choose another, or 0 for any"
-        return f"cannot listen on {where}: {error.strerror or error}"
 
     def _request(
         self,
@@ -169,8 +172,3 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             asyncio.get_running_loop(),
             client_max_size=self._max_body_bytes,
         )
-
-
-def is_first(http: web.BaseRequest) -> bool:
-    """Whether no other request came before this one on its connection."""
-    return isinstance(http.protocol, _Connection) and http.protocol.heads == 1

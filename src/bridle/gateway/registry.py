@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -223,14 +224,6 @@ class Registry:
             return None
         return known[1]
 
-    def knows(self, path_token: str | None, keys: Sequence[str]) -> bool:
-        """Whether some session is named, sealed or not; see `authenticate`."""
-        if path_token is not None:
-            if path_token in self._by_id:
-                return True
-            keys = (path_token, *keys)
-        return any(self._of_key(key) is not None for key in keys)
-
     def authenticate(self, path_token: str | None, keys: Sequence[str]) -> Session:
         """The living session that the path and the keys name.
 
@@ -252,6 +245,11 @@ class Registry:
         if session.sealed:
             raise faults.session_ended()
         return session
+
+
+def new_session_id() -> str:
+    """Make an id for a session whose opener named none."""
+    return f"s-{secrets.token_hex(8)}"
 
 
 def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> JSON:

@@ -21,7 +21,8 @@ class GatewaySettings(Settings):
     """Port of the control routes; `None` = the same listener as the data routes."""
     public_url: str | None = None
     """What harnesses are told instead of `http://host:port` (another name of the same listener,
-    as seen from inside a sandbox)."""
+    as seen from inside a sandbox). `{port}` in it stands for the port of the data routes, which
+    each of several workers has for itself."""
     data_dir: Path | None = None
     """Folder of `control.token`; `None` = a made token lives in memory only."""
     control_token: str | None = Field(default=None, min_length=16, repr=False)
