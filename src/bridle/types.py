@@ -86,7 +86,7 @@ class DeliveryState(StrEnum):
     ABANDONED = "abandoned"
     """The client had gone before anything was written, and nobody claimed it."""
     SUPERSEDED = "superseded"
-    """It was delivered, asked for again, and continued by nothing."""
+    """All of it was written, but its client never had it and asked again, as it said."""
 
 
 class SessionStatus(StrEnum):

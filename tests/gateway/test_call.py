@@ -9,7 +9,7 @@ from bridle.types import DeliveryState
 
 
 def a_call() -> Call:
-    return Call("e1", "s1", started_at=0.0, clock_start=0.0, tools_digest=b"")
+    return Call("e1", "s1", started_at=0.0, clock_start=0.0, question_key=b"")
 
 
 def test_a_call_goes_along_its_stages_and_its_end_wakes_who_waits():

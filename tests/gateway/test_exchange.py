@@ -415,7 +415,7 @@ async def test_a_call_that_is_cancelled_before_its_first_step_is_over():
         wire, body = DIALECTS[Dialect.OPENAI_CHAT], {"model": "m", "messages": [user("go")]}
         route = Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE)
         request = wire.parse(route, orjson.dumps(body), session.messages)
-        call = home.gateway._exchanges.admit(session, wire, request, Asked())
+        call = await home.gateway._exchanges.admit(session, wire, request, Asked())
         assert session.in_flight() == 1
         assert call.task is not None
         call.task.cancel()

@@ -66,7 +66,7 @@ def a_request(spans=SPANS, tools=None, reasoning=None, **fields):
 
 
 def a_call(exchange_id="e2", base=None, digests=DIGESTS, **fields):
-    call = Call(exchange_id, "s", 100.0, 0.0, b"tools", asked=Asked(kind=Kind.SUBAGENT))
+    call = Call(exchange_id, "s", 100.0, 0.0, b"question", asked=Asked(kind=Kind.SUBAGENT))
     call.spans = SpanList(base, digests)
     for name, value in fields.items():
         setattr(call, name, value)
@@ -86,6 +86,7 @@ def finished(call=None, *, parent=None, request=None, engine_prompt=None, placem
         placement or Placement(PlacementKind.ROOT, reason="first", new_from=2),
         None,
         served(),
+        b"question",
     )
     fields = {
         "output_ids": ids(4, 5),

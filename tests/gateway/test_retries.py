@@ -1,4 +1,4 @@
-"""Who joins a call, and what is recorded of its reply."""
+"""Clients of a call and the record of what they received."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -13,10 +13,12 @@ from bridle.capture.records import SessionRecord
 from bridle.capture.store import MemoryStore
 from bridle.config import Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
+from bridle.errors import RequestError
 from bridle.gateway.call import Asked, Call, Question, Stage
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import Session
-from bridle.gateway.retries import Deliveries, joinable
+from bridle.gateway.retries import Deliveries
+from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.types import (
@@ -38,70 +40,21 @@ REQUEST = ModelRequest(
     stream=False,
 )
 KEY = canonical(REQUEST, {})
+ASKED_FOR = question_key(REQUEST, KEY, None)
 RETRY, FRESH = Asked(retry_count=1), Asked()
 
 
 def a_call(exchange_id="e1", stage=Stage.SAMPLING, clients=0, **fields) -> Call:
     placement = Placement(PlacementKind.ROOT)
-    question = Question(REQUEST, DIALECTS[Dialect.OPENAI_CHAT], KEY, placement, None, served())
-    call = Call(exchange_id, "s", 0.0, 0.0, KEY.tools_digest, question=question, clients=clients)
+    wire = DIALECTS[Dialect.OPENAI_CHAT]
+    question = Question(REQUEST, wire, KEY, placement, None, served(), ASKED_FOR)
+    call = Call(exchange_id, "s", 0.0, 0.0, ASKED_FOR, question=question, clients=clients)
     for name, value in fields.items():
         setattr(call, name, value)
     for step in (Stage.SAMPLING, Stage.COMMITTING, Stage.COMMITTED):
         if call.stage is not stage:
             call.enter(step)
     return call
-
-
-def joined(calls, asked=FRESH, request=REQUEST, tools=KEY.tools_digest):
-    found = joinable(calls, request, tools, asked)
-    return None if found is None else found.exchange_id
-
-
-def test_a_repeat_joins_a_call_that_nobody_waits_for():
-    assert joined([a_call(clients=0)]) == "e1"
-    assert joined([a_call(stage=Stage.COMMITTED)]) == "e1"
-
-
-def test_identical_requests_whose_clients_still_wait_are_separate_samples():
-    assert joined([a_call(clients=1)]) is None
-    assert joined([a_call(stage=Stage.COMMITTED, clients=1)]) is None
-
-
-def test_a_request_that_says_it_is_a_retry_joins_even_so():
-    assert joined([a_call(clients=1)], RETRY) == "e1"
-
-
-def test_the_same_idempotency_key_joins_and_another_does_not():
-    call = a_call(clients=1, idempotency_keys={"k"})
-    assert joined([call], Asked(idempotency_key="k")) == "e1"
-    assert joined([call], Asked(idempotency_key="other", retry_count=1)) is None
-
-
-def test_a_delivered_reply_is_never_joined():
-    for state in (DeliveryState.DELIVERED, DeliveryState.SUPERSEDED):
-        assert joined([a_call(stage=Stage.COMMITTED, delivery=state)], RETRY) is None
-    for state in (DeliveryState.CUT, DeliveryState.ABANDONED):
-        assert joined([a_call(stage=Stage.COMMITTED, delivery=state)]) == "e1"
-
-
-def test_of_several_the_newest_without_a_client_is_joined():
-    calls = [a_call("old"), a_call("new"), a_call("live", clients=1)]
-    assert joined(calls, RETRY) == "new"
-
-
-def test_what_must_be_answered_otherwise_is_not_joined():
-    calls = [a_call()]
-    assert joined(calls, tools=b"other") is None
-    for change in (
-        {"tool_choice": "required"},
-        {"response_schema": {}},
-        {"thinking": True},
-    ):
-        changed = ModelRequest(
-            Dialect.OPENAI_CHAT, "m", REQUEST.messages, (), Sampling(), stream=False, **change
-        )
-        assert joined(calls, request=changed) is None
 
 
 # ---- records
@@ -121,8 +74,9 @@ class Room:
 
     def add(self, call: Call, *clients: Asked) -> Call:
         self.session.calls[call.exchange_id] = call
+        self.session.tries.begin(call)
         for asked in clients:
-            self.deliveries.attach(call, asked)
+            self.deliveries.attach(self.session, call, asked)
         return call
 
     async def recorded(self, call: Call) -> DeliveryState | None:
@@ -158,7 +112,7 @@ async def test_a_client_that_went_may_come_back_within_the_grace():
         call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
         room.deliveries.left(room.session, call, partly=False)
         assert call.grace is not None
-        room.deliveries.attach(call, RETRY)
+        assert room.deliveries.joined(room.session, ASKED_FOR, RETRY) is call
         assert call.grace is None
         room.deliveries.received(room.session, call)
         assert await room.recorded(call) is DeliveryState.DELIVERED
@@ -216,23 +170,49 @@ async def test_a_later_request_that_shows_a_reply_proves_its_delivery():
         assert room.session.delivered == 1
 
 
-async def test_a_delivered_reply_that_is_asked_for_again_is_superseded_until_it_is_continued():
+@pytest.mark.parametrize("again", [FRESH, RETRY], ids=["fresh", "retry"])
+async def test_a_delivered_reply_that_is_asked_for_again_stays_delivered(again):
     async with a_room() as room:
         call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
         room.deliveries.received(room.session, call)
-        room.deliveries.asked_again(room.session, [call], "e2")
+        assert room.deliveries.joined(room.session, ASKED_FOR, again) is None
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+
+
+async def test_the_same_idempotency_key_supersedes_a_delivered_reply_until_it_is_continued():
+    keyed = Asked(idempotency_key="k")
+    async with a_room() as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), keyed)
+        room.deliveries.received(room.session, call)
+        assert room.deliveries.joined(room.session, b"another question", keyed) is None
+        assert await room.recorded(call) is DeliveryState.DELIVERED
+        assert room.deliveries.joined(room.session, ASKED_FOR, keyed) is None
         assert await room.recorded(call) is DeliveryState.SUPERSEDED
         room.deliveries.shown(room.session, call, "e3")
         assert await room.recorded(call) is DeliveryState.DELIVERED
-        room.deliveries.asked_again(room.session, [call], "e4")
+        assert room.deliveries.joined(room.session, ASKED_FOR, keyed) is None
         assert await room.recorded(call) is DeliveryState.DELIVERED
         assert room.session.delivered == 1
+
+
+async def test_a_delivery_names_the_requests_that_joined_its_call():
+    async with a_room() as room:
+        call = room.add(a_call(stage=Stage.COMMITTED), FRESH)
+        for again in (RETRY, Asked(retry_count=2), FRESH):
+            room.deliveries.left(room.session, call, partly=False)
+            assert room.deliveries.joined(room.session, ASKED_FOR, again) is call
+        room.deliveries.received(room.session, call)
+        await room.recorded(call)
+        joined_by = room.store.deliveries("s")["e1"].joined_by
+        told = [(one["why"], one["retry_count"]) for one in joined_by]
+        assert told == [("retry_count", 1), ("retry_count", 2), ("client_gone", 0)]
 
 
 async def test_a_refused_client_hears_the_last_word():
     async with a_room() as room:
         call = room.add(a_call(), FRESH)
-        room.deliveries.refused(room.session, call, "try later", "overloaded")
+        error = RequestError("try later", status=503, code="overloaded")
+        room.deliveries.refused(room.session, call, error)
         assert (call.clients, room.session.last_error) == (0, "try later")
         assert room.session.facts().last_error_code == "overloaded"
         assert room.session.failed_last
@@ -274,16 +254,12 @@ async def test_any_interleaving_of_retries_keeps_every_call_s_books(moves):
 
 async def play(room: Room, calls: list[Call], move: str, choice: int) -> None:
     """One step of one client or of the engine; steps that cannot happen now do nothing."""
-    live = [call for call in calls if call.stage is not Stage.FAILED]
     if move in {"ask", "retry"}:
         asked = RETRY if move == "retry" else FRESH
-        joined = joinable(live, REQUEST, KEY.tools_digest, asked)
-        if joined is None:
-            room.deliveries.asked_again(room.session, live, "later")
-            joined = room.add(a_call(f"e{len(calls)}"))
-            joined.task = room.nursery.start(asyncio.sleep(30), name="call")
-            calls.append(joined)
-        room.deliveries.attach(joined, asked)
+        if room.deliveries.joined(room.session, ASKED_FOR, asked) is None:
+            begun = room.add(a_call(f"e{len(calls)}"), asked)
+            begun.task = room.nursery.start(asyncio.sleep(30), name="call")
+            calls.append(begun)
         return
     if not calls:
         return
@@ -297,9 +273,11 @@ async def play(room: Room, calls: list[Call], move: str, choice: int) -> None:
             room.deliveries.committed(room.session, call)
         case "fail" if sampling:
             call.enter(Stage.FAILED)
+            room.session.tries.failed(call)
         case "leave" if call.clients:
             room.deliveries.left(room.session, call, partly=choice % 2 == 0)
             if call.task.cancelling():  # as the call's own task would
                 call.enter(Stage.FAILED)
+                room.session.tries.failed(call)
         case "receive" if call.clients and call.stage is Stage.COMMITTED:
             room.deliveries.received(room.session, call)

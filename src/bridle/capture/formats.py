@@ -70,7 +70,8 @@ CREATE TABLE exchanges (
 CREATE INDEX exchanges_of ON exchanges (session);
 CREATE TABLE deliveries (
     session INTEGER NOT NULL, n INTEGER NOT NULL, exchange_id TEXT NOT NULL, state TEXT NOT NULL,
-    at REAL NOT NULL, detail TEXT NOT NULL, PRIMARY KEY (session, n)) WITHOUT ROWID;
+    at REAL NOT NULL, detail TEXT NOT NULL, joined_by TEXT NOT NULL,
+    PRIMARY KEY (session, n)) WITHOUT ROWID;
 CREATE TABLE outcomes (
     session INTEGER PRIMARY KEY, status TEXT NOT NULL, ended_at REAL NOT NULL, reward REAL,
     trace_rewards TEXT, cause TEXT, error TEXT, metadata TEXT NOT NULL);
@@ -106,7 +107,12 @@ def _keep_data_apart(_: sqlite3.Connection) -> None:
     """From 1: the data of a body may be an entry of their own; what stands there stays as it is."""
 
 
-CURRENT = Format(version=2, converters={1: _keep_data_apart})
+def _record_joins(connection: sqlite3.Connection) -> None:
+    """From 2: a delivery names the requests that joined its call; of old ones none is known."""
+    connection.execute("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'")
+
+
+CURRENT = Format(version=3, converters={1: _keep_data_apart, 2: _record_joins})
 
 
 # ---- files
@@ -412,8 +418,8 @@ def _exchange_of(
 
 def delivery_row(session: int, n: int, delivery: Delivery) -> tuple[Any, ...]:
     """The columns of `deliveries`."""
-    detail = _text(delivery.detail)
-    return session, n, delivery.exchange_id, delivery.state, delivery.at, detail
+    detail, joined_by = _text(delivery.detail), _json(delivery.joined_by)
+    return session, n, delivery.exchange_id, delivery.state, delivery.at, detail, joined_by
 
 
 def session_row(session: SessionRecord) -> tuple[Any, ...]:
@@ -428,7 +434,8 @@ def session_of(row: tuple[Any, ...]) -> SessionRecord:
 
 def delivery_of(session_id: str, row: tuple[Any, ...]) -> Delivery:
     """From all columns of `deliveries`."""
-    return Delivery(row[2], session_id, _STATES[row[3]], row[4], row[5])
+    joined_by = () if row[6] == "[]" else tuple(_of_json(row[6]))
+    return Delivery(row[2], session_id, _STATES[row[3]], row[4], row[5], joined_by)
 
 
 def outcome_row(session: int, outcome: Outcome) -> tuple[Any, ...]:

@@ -154,6 +154,9 @@ class Delivery:
     at: float
     """Unix time, seconds."""
     detail: str = ""
+    joined_by: Sequence[JSON] = ()
+    """The requests that joined the call until then instead of being sampled: `at` (Unix time),
+    `retry_count`, and `why`: `idempotency_key`, `retry_count` or `client_gone`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -438,7 +438,7 @@ class _Writer:
         """Record what became of a reply."""
         state = self._state(delivery.session_id)
         self._connection.execute(
-            "INSERT INTO deliveries VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)",
             formats.delivery_row(state.number, state.deliveries, delivery),
         )
         state.deliveries += 1

@@ -4,7 +4,8 @@ One request goes through these files in order:
 
 - `routing`   whose session a path and a key name, and which dialect the rest of the path speaks;
 - `exchange`  place it, prompt the engine, sample, commit: the states of one `call`;
-- `retries`   who waits for a call, who joins one, what became of its reply;
+- `tries`     the lost calls and refused tries of a session, and the one that a retry joins;
+- `retries`   clients of a call and the record of what they received;
 - `relay`     the reply on the wire, streaming or not, with keep-alives;
 - `registry`  sessions with their keys, limits and facts; `restore` brings them back after a crash;
 - `control`   the routes for those who run sessions, with a token of their own.

@@ -59,8 +59,10 @@ class Asked:
     """What a request says about itself beside its body."""
 
     retry_count: int = 0
-    """`x-stainless-retry-count`; above 0 is proof of a retry, 0 proves nothing."""
+    """`x-stainless-retry-count`; above 0 = some try of this call went before, sampled or not."""
     idempotency_key: str | None = None
+    user_agent: str | None = None
+    """`None` = it named none, or the call was read back from the store."""
     kind: Kind = Kind.AGENT
     kind_rule: str | None = None
     """The rule that decided the kind; `None` = the default."""
@@ -77,6 +79,8 @@ class Question:
     template_args: Hashable
     served: Served
     """Who answers it."""
+    key: bytes
+    """`Call.question_key`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,8 @@ class Call:
     """Unix time, seconds."""
     clock_start: float
     """The same moment on the loop's clock."""
-    tools_digest: bytes
+    question_key: bytes
+    """`bridle.gateway.tries.question_key`; stays when `question` is dropped."""
     other: str | None = None
     """Name of the engine that answers, where that is not the policy."""
     asked: Asked = field(default_factory=Asked)
@@ -142,7 +147,11 @@ class Call:
     # Who waits, and what became of the reply; kept by `retries`.
     clients: int = 0
     """Live connections that wait for the reply or receive it."""
+    retry_count: int = 0
+    """That of the client which came last."""
     idempotency_keys: set[str] = field(default_factory=set)
+    joined_by: tuple[JSON, ...] = ()
+    """The requests that joined it, as `bridle.capture.records.Delivery` keeps them."""
     delivery: DeliveryState | None = None
     """The last delivery record; `None` = none yet."""
     partly_written: bool = False

@@ -158,7 +158,7 @@ class DataPlane:
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()
             request = self._responses.whole(session, route, body, request)
-            call = self._exchanges.admit(session, wire, request, asked(headers, request))
+            call = await self._exchanges.admit(session, wire, request, asked(headers, request))
         except BridleError as error:
             refusal = faults.request_error(error)
             session.told_error(str(refusal), refusal.code)

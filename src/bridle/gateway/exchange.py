@@ -23,7 +23,7 @@ from bridle.dialects.base import Kept, ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
-from bridle.gateway import budgets, faults, origins, retries
+from bridle.gateway import budgets, faults, origins
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.constraints import grammar_of, is_for_calls, takes_calls, without_calls
 from bridle.gateway.images import show
@@ -44,6 +44,7 @@ from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
+from bridle.gateway.tries import question_key
 from bridle.gateway.weights import Policy
 from bridle.prompting.canonical import answer_atoms, canonical, joined_atoms
 from bridle.prompting.conversation import Placement, PlacementKind
@@ -85,7 +86,7 @@ class Exchanges:
 
     # ---- beginning
 
-    def admit(
+    async def admit(
         self, session: Session, wire: WireFormat, request: ModelRequest, asked: Asked
     ) -> Call:
         """Begin a call, or join the one that this request repeats; the client is attached.
@@ -95,32 +96,33 @@ class Exchanges:
         served = self.models.find(request.model, asked.kind)
         question = self._place(session, wire, request, served)
         session.check(question.canonical)
-        placement = question.placement
-        same = [call for id_ in placement.repeats if (call := session.calls.get(id_))]
-        repeats = [call for call in same if call.other == served.other]
-        tools_digest = question.canonical.tools_digest
-        joined = retries.joinable(repeats, request, tools_digest, asked)
-        if joined is not None:
-            self._metrics.joined.inc()
-            self._deliveries.attach(joined, asked)
+        if await session.tries.waited(question.key, asked):
+            if session.sealed:
+                raise faults.session_ended()
+            question = self._place(session, wire, request, served)
+        if (joined := self._deliveries.joined(session, question.key, asked)) is not None:
             return joined
-        self._refuse_if_spent(session)
+        try:
+            self._refuse_if_spent(session)
+        except RequestError as error:
+            session.tries.refused(question.key, asked, error)
+            raise
         call = Call(
             exchange_id=secrets.token_hex(12),
             session_id=session.session_id,
             started_at=time.time(),
             clock_start=time.perf_counter(),
-            tools_digest=tools_digest,
+            question_key=question.key,
             other=served.other,
-            asked=origins.of_subagent(session, request, placement, asked),
+            asked=origins.of_subagent(session, request, question.placement, asked),
             question=question,
         )
         call.head = ReplyHead(secrets.token_hex(12), request.model, int(call.started_at))
-        self._deliveries.asked_again(session, repeats, call.exchange_id)
         session.conversation.begin(call.exchange_id, question.canonical)
         session.calls[call.exchange_id] = call
+        session.tries.begin(call)
         session.begun += 1
-        self._deliveries.attach(call, asked)
+        self._deliveries.attach(session, call, asked)
         session.running.add(call)
         call.task = self._nursery.start(self._run(session, call), name="call")
         call.task.add_done_callback(lambda _: self._over(session, call))
@@ -144,7 +146,8 @@ class Exchanges:
         parent = _parent(session, placement)
         if parent is not None and parent.other != served.other:
             placement = replace(placement, reason="other_model", extend=False)
-        return Question(request, wire, key, placement, template_args, served)
+        asked_for = question_key(request, key, template_args)
+        return Question(request, wire, key, placement, template_args, served, asked_for)
 
     def _refuse_if_spent(self, session: Session) -> None:
         """Raise if the gateway ends, is paused, or the limits of the session leave no call."""
@@ -195,6 +198,7 @@ class Exchanges:
     def _fail(self, session: Session, call: Call, error: RequestError, *, outcome: str) -> None:
         session.conversation.forget(call.exchange_id)
         session.calls.pop(call.exchange_id, None)
+        session.tries.failed(call)
         call.error = error
         call.enter(Stage.FAILED)
         self._metrics.call(outcome)

@@ -25,6 +25,7 @@ from bridle.gateway.budgets import SamplingPlan, TokenAccount
 from bridle.gateway.call import Call
 from bridle.gateway.keys import PREFIX, key_digest
 from bridle.gateway.responses import Shelf
+from bridle.gateway.tries import Tries
 from bridle.prompting.canonical import AtomMemo, Canonical
 from bridle.prompting.conversation import Conversation
 from bridle.prompting.lineage import Lineage
@@ -88,6 +89,7 @@ class Session:
         """Digests of the bodies that the store has."""
         self.shelf = Shelf()
         """Replies that can be named by their id."""
+        self.tries = Tries()
         self.calls: dict[str, Call] = {}
         """Calls in flight and committed, by exchange id; failed ones are not kept."""
         self.running: set[Call] = set()
@@ -174,6 +176,7 @@ class Session:
         """Free what only a living session needs."""
         self.conversation = Conversation()
         self.calls.clear()
+        self.tries = Tries()
         self.atoms = AtomMemo()
         self.messages = History()
         self.shelf = Shelf()

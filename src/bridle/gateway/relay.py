@@ -90,7 +90,7 @@ class Relay:
             if call.error is None:
                 self._deliveries.received(session, call)
             else:
-                self._deliveries.refused(session, call, str(call.error), call.error.code)
+                self._deliveries.refused(session, call, call.error)
         finally:
             del session.replying[task]
         return response

@@ -25,6 +25,7 @@ from bridle.gateway.models import Models
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
 from bridle.gateway.responses import DELETED
+from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import Atom, answer_atoms, canonical, joined_atoms
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
@@ -129,7 +130,7 @@ class Restorer:
             session_id=session.session_id,
             started_at=exchange.started_at,
             clock_start=0.0,
-            tools_digest=key.tools_digest,
+            question_key=question_key(request, key, template_args),
             other=other,
             asked=Asked(kind=exchange.kind),
             prompt=self._prompt(session, exchange),
@@ -148,15 +149,18 @@ class Restorer:
             session.calls[exchange.continues].continued = True
         delivery = capture.deliveries.get(exchange.exchange_id)
         if delivery is not None:
-            call.delivery = delivery.state
+            call.delivery, call.joined_by = delivery.state, tuple(delivery.joined_by)
             atoms = _left(delivery, exchange, wire, request, shown)
             session.conversation.mark(exchange.exchange_id, delivery.state, delivered=atoms)
         if request.extra.get("store") and (delivery is None or delivery.detail != DELETED):
             session.shelf.know(reply_id(exchange.reply), exchange.exchange_id)
         if not call.delivered:
             placement, served = _placed_again(exchange), self._models.of(other)
-            question = Question(request, wire, key, placement, template_args, served)
+            question = Question(
+                request, wire, key, placement, template_args, served, call.question_key
+            )
             _keep_for_a_retry(call, exchange, question, shown)
+            session.tries.begin(call)
 
     def _spans(self, session: Session, exchange: Exchange) -> SpanList:
         """The digests of the request's raw messages, as a delta on those of its base."""

@@ -1,65 +1,25 @@
-"""Who waits for a call, who joins one, and what became of its reply (laws 3 and 4).
+"""Clients of a call and the record of what they received (laws 3 and 4).
 
-A request that must show the model what an earlier one showed joins that one's call instead of
-sampling again, if it says that it is a retry or if nobody waits for the earlier one any more, and
-if the earlier reply was never delivered. Identical requests whose clients still wait are separate
-samples. A call that nobody waits for is kept for `retry_grace_s`, then cancelled, or kept as
-abandoned if it had ended.
+`bridle.gateway.tries` finds the call that a retry joins. A call that nobody waits for is kept for
+`retry_grace_s`, then cancelled, or kept as abandoned if it had ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 from bridle.aio import Nursery
 from bridle.capture.records import Delivery
 from bridle.capture.store import Store
+from bridle.errors import RequestError
 from bridle.gateway.call import Asked, Call, Stage
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import Session
 from bridle.prompting.canonical import answer_atoms
-from bridle.types import DeliveryState, Message, ModelRequest, Usage
-
-
-def joinable(
-    candidates: Sequence[Call], request: ModelRequest, tools_digest: bytes, asked: Asked
-) -> Call | None:
-    """The call that `request` repeats and joins; `None` = it is a sample of its own.
-
-    `candidates` have exactly this prompt, oldest first. Calls without clients come before those
-    that still have one, newer before older.
-    """
-    found = [
-        call
-        for call in reversed(candidates)
-        if call.stage is not Stage.FAILED
-        and call.error is None
-        and not call.delivered
-        and _same_question(call, request, tools_digest)
-        and (_says_so(asked, call) or call.clients == 0)
-    ]
-    return min(found, key=lambda call: call.clients > 0, default=None)
-
-
-def _same_question(call: Call, request: ModelRequest, tools_digest: bytes) -> bool:
-    """Whether the model must be shown, and may answer, exactly the same."""
-    if call.question is None or call.tools_digest != tools_digest:
-        return False
-    earlier = call.question.request
-    return (
-        earlier.tool_choice == request.tool_choice
-        and earlier.response_schema == request.response_schema
-        and earlier.thinking == request.thinking
-    )
-
-
-def _says_so(asked: Asked, call: Call) -> bool:
-    if asked.idempotency_key is not None:
-        return asked.idempotency_key in call.idempotency_keys
-    return asked.retry_count > 0
+from bridle.types import DeliveryState, Message, Usage
 
 
 class Deliveries:
@@ -73,11 +33,33 @@ class Deliveries:
         self._grace_s = retry_grace_s
         self._metrics = metrics
 
-    def attach(self, call: Call, asked: Asked) -> None:
+    def joined(self, session: Session, question: bytes, asked: Asked) -> Call | None:
+        """The call that a request joins, its client attached; `None` = it is a sample of its own.
+
+        The reply that was delivered under the same idempotency key is superseded then: its client
+        asks for it again, so it never arrived.
+        """
+        call = session.tries.find(question, asked)
+        if call is not None:
+            why = "retry_count" if asked.retry_count else "client_gone"
+            if asked.idempotency_key in call.idempotency_keys:
+                why = "idempotency_key"
+            joint = {"at": time.time(), "why": why, "retry_count": asked.retry_count}
+            call.joined_by = (*call.joined_by, joint)
+            self._metrics.joined.inc()
+            self.attach(session, call, asked)
+            return call
+        lost = session.tries.same_key(question, asked)
+        if lost is not None and lost.delivery is DeliveryState.DELIVERED and not lost.continued:
+            self.record(session, lost, DeliveryState.SUPERSEDED, "same idempotency key")
+        return None
+
+    def attach(self, session: Session, call: Call, asked: Asked) -> None:
         """One more client waits for `call`."""
         call.clients += 1
+        call.retry_count = asked.retry_count
         if asked.idempotency_key is not None:
-            call.idempotency_keys.add(asked.idempotency_key)
+            session.tries.named(call, asked.idempotency_key)
         if call.grace is not None:
             call.grace.cancel()
             call.grace = None
@@ -89,17 +71,23 @@ class Deliveries:
             self.record(session, call, DeliveryState.DELIVERED)
         self._release(call)
         session.failed_last = False
+        session.tries.detached()
 
-    def refused(self, session: Session, call: Call, message: str, code: str | None = None) -> None:
+    def refused(self, session: Session, call: Call, error: RequestError) -> None:
         """A client was told that the call failed."""
         call.clients -= 1
-        session.told_error(message, code)
+        session.told_error(str(error), error.code)
+        if call.stage is Stage.FAILED:
+            last = replace(call.asked, retry_count=call.retry_count)
+            session.tries.refused(call.question_key, last, error)
+        session.tries.detached()
 
     def left(self, session: Session, call: Call, *, partly: bool) -> None:
         """A client went before it had the whole reply; `partly` = some of it was written."""
         call.clients -= 1
         call.partly_written |= partly
         self._release(call)
+        session.tries.detached()
         if call.clients or call.delivered or call.stage is Stage.FAILED or session.sealed:
             return
         if partly and call.stage is Stage.SAMPLING:
@@ -165,17 +153,13 @@ class Deliveries:
         if call.stage is Stage.COMMITTED and call.delivery is not DeliveryState.DELIVERED:
             self.record(session, call, DeliveryState.DELIVERED, f"shown by {by}")
 
-    def asked_again(self, session: Session, calls: Sequence[Call], by: str) -> None:
-        """The same prompt is sampled anew: what was delivered and not continued is superseded."""
-        for call in calls:
-            if call.delivery is DeliveryState.DELIVERED and not call.continued:
-                self.record(session, call, DeliveryState.SUPERSEDED, f"asked again by {by}")
-
     def record(self, session: Session, call: Call, state: DeliveryState, detail: str = "") -> None:
         """Write down what became of a reply; the conversation and the facts know it at once."""
         if state is DeliveryState.DELIVERED and not call.delivered:
             session.delivered += 1
         call.delivery = state
+        if call.delivered:
+            session.tries.end(call)
         if call.grace is not None:
             call.grace.cancel()
             call.grace = None
@@ -194,6 +178,7 @@ class Deliveries:
             state=state,
             at=time.time(),
             detail=detail,
+            joined_by=call.joined_by,
         )
         task = self._nursery.start(self._store.deliver(delivery), name="deliver")
         session.writing.add(task)

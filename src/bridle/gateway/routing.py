@@ -58,6 +58,7 @@ def asked(headers: Mapping[str, str], request: ModelRequest) -> Asked:
     return Asked(
         retry_count=int(count) if count.isascii() and count.isdigit() else 0,
         idempotency_key=headers.get("idempotency-key") or None,
+        user_agent=headers.get("user-agent"),
         kind=kind,
         kind_rule=rule,
     )

@@ -61,6 +61,7 @@ def _exchange_json(exchange: Exchange, prompt_ids: Ids | None, delivery: Deliver
         "finish_reason": exchange.finish_reason.value,
         "delivered": state is DeliveryState.DELIVERED,
         "delivery": None if state is None else state.value,
+        "joined_by": [] if delivery is None else delivery.joined_by,
         "sampling": exchange.sampling,
         "constrained": exchange.constrained,
         "reply": orjson.Fragment(exchange.reply),

@@ -3,7 +3,8 @@
 Delivery is decided by the record and by later requests that show the reply (law 4), never guessed:
 
 - a reply that a later request shows was delivered, whatever its record says;
-- a reply that was delivered, asked for again after that, and shown by nothing is `superseded`;
+- a reply that its record calls `superseded` was lost on its way: its client asked for it again. One
+  that was read and asked for again is a sample like any other;
 - a reply without a record and without such a request is `unresolved`.
 """
 
@@ -32,7 +33,7 @@ LARGEST_LOGPROB = 1e-3
 # An enum's member costs ten times a name of this module.
 _TRAINED = MaskReason.TRAINED
 _ABORTED = MaskReason.ABORTED
-_DELIVERED, _CUT = DeliveryState.DELIVERED, DeliveryState.CUT
+_CUT = DeliveryState.CUT
 _ABORT = FinishReason.ABORT
 _NONE, _PROCESSED = LogprobMode.NONE, LogprobMode.PROCESSED
 
@@ -51,6 +52,8 @@ class Marks:
     """How many output ids of all nodes have each reason, `TRAINED` too."""
     shown: frozenset[str]
     """Exchanges whose whole reply a later request shows."""
+    joins: int
+    """How many requests joined a call instead of being sampled."""
 
 
 def mark(
@@ -64,19 +67,19 @@ def mark(
     """
     records = list(exchanges)
     shown = frozenset(_shown(records))
-    again = _asked_again(records, deliveries)
     by_exchange: dict[str, MaskReason] = {}
     for exchange_id, node in graph.nodes.items():
         exchange = node.exchange
         reason = MaskReason.BROKEN if not node.sound else _of_sampling(exchange, train)
         delivery = deliveries.get(exchange_id)
         if reason is _TRAINED and exchange_id not in shown:
-            reason = _of_delivery(delivery, again=exchange_id in again)
+            reason = _of_delivery(delivery)
         if reason is _ABORTED and delivery is not None and delivery.state is _CUT:
             reason = MaskReason.CUT  # it was given up, but a part of it had left
         by_exchange[exchange_id] = reason
     by_token, trained, by_reason = _of_tokens(graph, by_exchange)
-    return Marks(by_exchange, by_token, trained, by_reason, shown)
+    joins = sum(len(delivery.joined_by) for delivery in deliveries.values())
+    return Marks(by_exchange, by_token, trained, by_reason, shown, joins)
 
 
 def _shown(exchanges: list[Exchange]) -> Iterable[str]:
@@ -89,24 +92,6 @@ def _shown(exchanges: list[Exchange]) -> Iterable[str]:
         partial = "partial" in (exchange.root_reason, exchange.extra.get("drift"))
         if exchange.continues is not None and not partial:
             yield exchange.continues
-
-
-def _asked_again(exchanges: list[Exchange], deliveries: Mapping[str, Delivery]) -> set[str]:
-    """Delivered exchanges whose prompt another exchange began with after the delivery."""
-    if len({exchange.prompt_digest for exchange in exchanges}) == len(exchanges):
-        return set()
-    last_start: dict[tuple[str, bytes], float] = {}
-    for exchange in exchanges:
-        prompt = exchange.dialect, exchange.prompt_digest
-        last_start[prompt] = max(exchange.started_at, last_start.get(prompt, exchange.started_at))
-    return {
-        exchange.exchange_id
-        for exchange in exchanges
-        if (delivery := deliveries.get(exchange.exchange_id)) is not None
-        and delivery.state is _DELIVERED
-        and last_start[exchange.dialect, exchange.prompt_digest] >= delivery.at
-        and last_start[exchange.dialect, exchange.prompt_digest] > exchange.started_at
-    }
 
 
 def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
@@ -124,16 +109,15 @@ def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
     return _TRAINED
 
 
-def _of_delivery(delivery: Delivery | None, *, again: bool) -> MaskReason:
+def _of_delivery(delivery: Delivery | None) -> MaskReason:
     """What the record says of a reply that no later request shows."""
     if delivery is None:
         return MaskReason.UNRESOLVED
-    if delivery.state is _DELIVERED:
-        return MaskReason.SUPERSEDED if again else _TRAINED
-    return _UNDELIVERED[delivery.state]
+    return _BY_STATE[delivery.state]
 
 
-_UNDELIVERED = {
+_BY_STATE = {
+    DeliveryState.DELIVERED: MaskReason.TRAINED,
     DeliveryState.CUT: MaskReason.CUT,
     DeliveryState.ABANDONED: MaskReason.ABANDONED,
     DeliveryState.SUPERSEDED: MaskReason.SUPERSEDED,

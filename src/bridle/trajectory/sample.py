@@ -36,7 +36,7 @@ class MaskReason(IntEnum):
     CUT = 5
     """Sampled, but the harness received only a part of the reply."""
     SUPERSEDED = 6
-    """Delivered, asked for again, and continued by nothing."""
+    """Lost on its way to the harness, which asked for it again."""
     CONSTRAINED = 7
     """Sampled under a grammar, without logprobs of the constrained distribution."""
     ABORTED = 8

@@ -72,6 +72,7 @@ def measure(
         "tokens_trained": trained,
         "tokens_excluded": dict(sorted(excluded.items())),
         "merge_ratio": extended / len(continuing) if continuing else 1.0,
+        "joins": marks.joins,
         "drift": dict(sorted(_drift(continuing, joined).items())),
         "breaks": [_break(found) for found in graph.breaks]
         + [

@@ -1,0 +1,150 @@
+"""Many equal calls at once through the official SDKs, with clients that give up and come again.
+
+All calls of a dialect ask one question. A client is patient, hasty (it gives up a try early and
+its SDK tries again) or leaves for good. Every reply that a client got must be an exchange of its
+own, delivered; nothing else may be delivered but what a client that left could have had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+from google import genai
+from google.genai import errors as google_errors
+from google.genai import types as google
+from tests.gateway.house import scripted
+
+from bridle.errors import EngineError
+
+TRIES = 60
+"""More retries than a storm lasts."""
+HASTY_S = 0.6
+SLOW_S = 1.5
+"""Longer than a hasty client waits, shorter than a lost call is kept."""
+
+
+class Stormy:
+    """A scripted engine that is slow at times and fails at times, before its first token."""
+
+    def __init__(self, seed: int) -> None:
+        self._inner = scripted({"reasoning": "hm", "content": "a"})
+        self._random = random.Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        fate = self._random.random()
+        await asyncio.sleep(SLOW_S if fate < 0.2 else self._random.uniform(0, 0.1))
+        if fate > 0.8:
+            status = self._random.choice([429, 500, 503])
+            raise EngineError("a gust", status=status, retryable=status != 500)
+        async for chunk in self._inner.generate(request):
+            yield chunk
+
+
+@dataclass
+class Outcome:
+    """The end of a storm: ids of the replies that clients got, and how many left for good."""
+
+    replies: list[str] = field(default_factory=list)
+    left: int = 0
+
+
+Ask = Callable[[], Awaitable[str]]
+
+
+@asynccontextmanager
+async def clients(urls: dict[str, str], key: str, timeout_s: float) -> AsyncIterator[list[Ask]]:
+    """One way to ask per dialect and form of reply; each gives the id of the reply."""
+    async with AsyncExitStack() as stack:
+        options: Any = {"api_key": key, "max_retries": TRIES, "timeout": timeout_s}
+        limits = httpx.Limits(max_connections=1000)
+        chat: Any = await stack.enter_async_context(
+            openai.AsyncOpenAI(base_url=urls["openai"], **options)
+        )
+        claude: Any = await stack.enter_async_context(
+            anthropic.AsyncAnthropic(base_url=urls["anthropic"], **options)
+        )
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=timeout_s, limits=limits))
+        made = google.HttpOptions(base_url=urls["google"], httpx_async_client=http)
+        gemini: Any = genai.Client(api_key=key, http_options=made).aio.models
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+
+        async def chat_whole() -> str:
+            return (await chat.chat.completions.create(**asked)).id
+
+        async def chat_streamed() -> str:
+            chunks = await chat.chat.completions.create(**asked, stream=True)
+            return [chunk.id async for chunk in chunks][-1]
+
+        async def responses() -> str:
+            return (await chat.responses.create(model="m", input="go")).id
+
+        async def messages() -> str:
+            return (await claude.messages.create(**asked, max_tokens=90)).id
+
+        async def messages_streamed() -> str:
+            async with claude.messages.stream(**asked, max_tokens=90) as events:
+                return (await events.get_final_message()).id
+
+        async def generated() -> str:
+            for _ in range(TRIES):  # this SDK sends no number of a retry
+                try:
+                    done = await gemini.generate_content(model="m", contents="go")
+                except (google_errors.APIError, httpx.TimeoutException):
+                    await asyncio.sleep(0.5)
+                else:
+                    return done.response_id
+            raise TimeoutError
+
+        yield [chat_whole, chat_streamed, responses, messages, messages_streamed, generated]
+
+
+async def blow(urls: dict[str, str], key: str, seed: int, calls: int) -> Outcome:
+    """Have so many calls asked at once and return when all have ended."""
+    chance, outcome = random.Random(seed), Outcome()
+
+    async def patient(ask: Ask) -> None:
+        outcome.replies.append(await ask())
+
+    async def leaves(ask: Ask, after_s: float) -> None:
+        try:
+            async with asyncio.timeout(after_s):
+                outcome.replies.append(await ask())
+        except TimeoutError:
+            outcome.left += 1
+
+    async with (
+        clients(urls, key, 300) as calm,
+        clients(urls, key, HASTY_S) as hasty,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(calls):
+            kind, which = chance.random(), number % len(calm)
+            if kind < 0.4:
+                group.create_task(patient(calm[which]))
+            elif kind < 0.8:
+                group.create_task(patient(hasty[which]))
+            else:
+                group.create_task(leaves(calm[which], chance.uniform(0, 2)))
+    return outcome
+
+
+def check(outcome: Outcome, exchanges: Sequence[dict[str, Any]], calls: int) -> None:
+    """Every reply is a delivered exchange of its own; `exchanges` as the gateway shows them."""
+    assert len(outcome.replies) + outcome.left == calls
+    delivered = [one for one in exchanges if one["delivered"]]
+    known = {one["reply"].get("id") or one["reply"]["responseId"] for one in delivered}
+    assert len(known) == len(delivered)
+    assert len(set(outcome.replies)) == len(outcome.replies)
+    assert set(outcome.replies) <= known
+    assert len(delivered) <= calls
