@@ -19,6 +19,7 @@ import json
 from dataclasses import replace
 
 from bridle.engines.base import EngineInfo
+from bridle.errors import BridleError, EngineError, RequestError
 from bridle.gateway.budgets import SamplingPlan
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import JSON, ModelRequest, Reply
@@ -72,3 +73,10 @@ def unenforced(request: ModelRequest, reply: Reply, *, constrained: bool) -> lis
         case name:
             found += [] if called == {name} else ["tool_choice"]
     return found
+
+
+def refusal(error: EngineError, request: ModelRequest) -> BridleError:
+    """The engine's error; a grammar that it cannot use is told as the harness's own affair."""
+    if error.status == 400 and request.response_schema is not None:
+        return RequestError("this model cannot answer in a given format", param="response_format")
+    return error

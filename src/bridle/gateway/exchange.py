@@ -22,10 +22,16 @@ from bridle.capture.store import Store
 from bridle.dialects.base import Kept, ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
-from bridle.errors import BridleError, EngineError, RenderError, RequestError, boundary
+from bridle.errors import EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, origins
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
-from bridle.gateway.constraints import grammar_of, is_for_calls, takes_calls, without_calls
+from bridle.gateway.constraints import (
+    grammar_of,
+    is_for_calls,
+    refusal,
+    takes_calls,
+    without_calls,
+)
 from bridle.gateway.images import show
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
@@ -289,7 +295,7 @@ class Exchanges:
         except TimeoutError:
             call.error = self._why_cancelled(session)
         except EngineError as error:
-            told = _refusal(error, call.posed().request)
+            told = refusal(error, call.posed().request)
             if call.live is None or not call.live.partly_sent:
                 raise told from error
             self._log_failure(call, error)
@@ -492,10 +498,3 @@ class Exchanges:
 def _parent(session: Session, placement: Placement) -> Call | None:
     """The call that a placement continues; `None` = none, or its commit failed."""
     return None if placement.parent is None else session.calls.get(placement.parent)
-
-
-def _refusal(error: EngineError, request: ModelRequest) -> BridleError:
-    """The engine's error; a grammar that it cannot use is told as the harness's own affair."""
-    if error.status == 400 and request.response_schema is not None:
-        return RequestError("this model cannot answer in a given format", param="response_format")
-    return error
