@@ -274,6 +274,9 @@ def load_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         message = f"{path}: no such file"
         raise ConfigError(message) from None
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{path}: cannot be read: {error}"
+        raise ConfigError(message) from None
     except tomllib.TOMLDecodeError as error:
         message = f"{path}: {error}"
         raise ConfigError(message) from None

@@ -7,6 +7,8 @@ value (`bridle.types.Cause`), so only our own bugs escape as anything else.
 
 from __future__ import annotations
 
+import errno
+
 
 def install_extra(extra: str) -> str:
     """The command that installs an optional part of Bridle, for error messages."""
@@ -19,6 +21,17 @@ class BridleError(Exception):
 
 class ConfigError(BridleError):
     """A config value, task file, flag or plug-in name is wrong. The text names where and what."""
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """The error for an address that cannot be bound."""
+    if error.errno == errno.EADDRINUSE:
+        why = "the port is in use; choose another, or 0 for any"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        why = "this machine does not have the address; choose another host"
+    else:
+        why = error.strerror or str(error)
+    return ConfigError(f"cannot listen on {host}:{port}: {why}")
 
 
 class EngineError(BridleError):

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from importlib.metadata import metadata
 
 import pytest
 
 import bridle
-from bridle.cli.app import app, main
+from bridle.cli.app import EXTRAS, app, main
+from bridle.errors import install_extra
 
 VERBS = {
     *("demo", "run", "show", "rebuild", "export", "doctor", "gateway", "engine", "init", "train"),
@@ -32,19 +34,52 @@ def test_errors_are_one_line_with_brackets_kept(say, tmp_path):
     assert "Traceback" not in said.err
 
 
-def test_our_own_bugs_are_not_hidden():
-    class Bug(Exception):
-        pass
+class Bug(Exception):
+    """No error of a user."""
 
-    def fail() -> None:
-        raise Bug
 
-    app.command("fail")(fail)
-    try:
-        with pytest.raises(Bug):
-            main(["fail"])
-    finally:
-        app.registered_commands.pop()
+@pytest.fixture
+def failing():
+    """Makes a verb `fail` that raises this error."""
+
+    def make(error):
+        def fail() -> None:
+            raise error
+
+        app.command("fail")(fail)
+
+    yield make
+    app.registered_commands.pop()
+
+
+@pytest.mark.parametrize("bug", [Bug(), ModuleNotFoundError("no x", name="x"), OSError(5, "eh")])
+def test_our_own_bugs_are_not_hidden(failing, bug):
+    failing(bug)
+
+    with pytest.raises(type(bug)):
+        main(["fail"])
+
+
+def test_the_extra_of_a_missing_package_is_named(say, failing):
+    failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
+
+    said = say("fail")
+
+    assert said.code == 3
+    assert "torch" in said.err
+    assert install_extra("embedded") in said.err
+
+
+def test_a_file_that_the_system_refuses_is_named(say, failing):
+    failing(PermissionError(13, "Permission denied", "/some/[file]"))
+
+    said = say("fail")
+
+    assert (said.code, said.err) == (3, "bridle: /some/[file]: Permission denied\n")
+
+
+def test_the_extras_of_optional_packages_exist():
+    assert set(EXTRAS.values()) <= set(metadata("bridle").get_all("Provides-Extra"))
 
 
 def test_help_loads_no_heavy_package():

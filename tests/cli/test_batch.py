@@ -43,7 +43,8 @@ def test_the_board_counts_running_completed_and_reward():
 
     for number in range(2):
         shown.hear(changed(number, SessionStatus.RUNNING))
+    assert "reward" not in bars.tasks[0].fields["note"]  # nothing is scored yet
     shown.hear(changed(0, SessionStatus.COMPLETED, 1.0))
 
-    assert bars.tasks[0].fields["note"] == "1 running, 1 completed, reward 1"
+    assert bars.tasks[0].fields["note"] == "1 running, 1 completed, mean reward 1.00 over 1 scored"
     assert (bars.tasks[0].completed, bars.tasks[0].total) == (1, 3)

@@ -1,14 +1,23 @@
 """What a user gets wrong is named in one line, with the documented exit code."""
 
 import json
+import os
+import re
 import shutil
-import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
+
+import bridle
 
 from .conftest import call
 
 pytestmark = pytest.mark.timeout(180)
+
+SOURCES = Path(bridle.__file__).parents[1]
 
 
 def failure(*arguments: object) -> tuple[int, str]:
@@ -75,18 +84,37 @@ def test_a_tokenizer_without_a_chat_template_is_refused_with_its_folder(batch, t
     assert "template" in said
 
 
-def test_a_port_in_use_is_named(batch):
-    folder = batch(1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+@pytest.fixture
+def without_torch(tmp_path):
+    """The environment of a Python that has all packages of this one but torch."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(("torch", "functorch")):
+            (folder / entry.name).symlink_to(entry)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCES}"}
 
-        code, said = failure(
-            "gateway", "--engine", f"scripted:{folder / 'script.json'}", "--port", port,
-            "--data", folder / "data",
-        )  # fmt: skip
 
-    assert code in {2, 3}
-    assert str(port) in said
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "--model", "MODEL", "--tasks", "TASKS", "--out", "OUT"),
+        ("run", "TASKS", "--engine", "embedded:MODEL", "--tokenizer", "builtin", "--out", "OUT"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_without_torch_the_extra_is_named(batch, without_torch, tmp_path, command):
+    names = {"TASKS": batch(1) / "tasks.jsonl", "MODEL": tmp_path, "OUT": tmp_path / "out"}
+    words = [re.sub("[A-Z]+$", lambda name: str(names[name[0]]), word) for word in command]
+
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "bridle.cli", *words],
+        capture_output=True, check=False, text=True, env=os.environ | without_torch,
+    )  # fmt: skip
+
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert "pip install -e '.[embedded]'" in done.stderr
 
 
 def test_a_run_folder_that_holds_a_run_is_not_overwritten(batch, run_arguments):

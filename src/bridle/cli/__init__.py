@@ -6,8 +6,8 @@ Exit codes, the same for every verb:
 |---|---|
 | 0 | done; for a batch: every session COMPLETED |
 | 1 | done, but something did not succeed; the output says what |
-| 2 | the command, a config value or a task file is wrong |
-| 3 | the surroundings failed: engine, disk, port, missing program |
+| 2 | what was given is wrong: a flag, a config value, a task file, a path, a port |
+| 3 | something outside failed: the engine, the disk, a missing program or package |
 | 130 | ended by Ctrl-C; what was captured is kept |
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from bridle import __version__
 from bridle.cli import (
@@ -30,10 +31,16 @@ from bridle.cli import (
     watch,
 )
 from bridle.cli.output import log_to_stderr
-from bridle.errors import BridleError, ConfigError
+from bridle.errors import BridleError, ConfigError, install_extra
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+
+EXTRAS = {
+    "asyncpg": "postgres", "matplotlib": "train", "ray": "ray", "swerex": "remote",
+    "torch": "embedded", "trl": "trl",
+}  # fmt: skip
+"""Optional packages, and the extra that brings each."""
 
 app = typer.Typer(
     name="bridle",
@@ -89,25 +96,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
             code = _fail("interrupted; what was captured is kept", INTERRUPTED)
     except KeyboardInterrupt:
         code = _fail("interrupted; what was captured is kept", INTERRUPTED)
-    except ConfigError as error:
-        code = _fail(str(error), 2)
-    except BridleError as error:
-        code = _fail(str(error), 3)
     except BrokenPipeError:
         code = 0
     except Exception as error:
-        if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
+        explained = _explain(error)
+        if explained is None:
             raise
-        code = _fail(error.format_message(), 2)
+        code = _fail(*explained)
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _explain(error: Exception) -> tuple[str, int] | None:
+    """The line and the exit code for an error of the user's; `None` = it is a bug of ours."""
+    match error:
+        case ConfigError():
+            return str(error), 2
+        case BridleError():
+            return str(error), 3
+        case ModuleNotFoundError() if error.name in EXTRAS:
+            command = install_extra(EXTRAS[error.name])
+            return f"this needs the package {error.name}, which is missing: run {command}", 3
+        case OSError() if error.filename is not None:
+            return f"{error.filename}: {error.strerror}", 3
+    if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # typer's
+        return error.format_message(), 2
+    return None
+
+
 def _fail(message: str, code: int) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(
-        f"[bold red]bridle:[/] {_escape(message)}"
-    )
+    text = Text.assemble(("bridle:", "bold red"), f" {message}")
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
     return code
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -154,7 +154,7 @@ class Board:
         self._bar: TaskID = bars.add_task(batch.title, total=total, note="")
         self._running: set[str] = set()
         self._completed = 0
-        self._reward = 0.0
+        self._rewards: list[float] = []
 
     def say(self, note: str) -> None:
         """Show `note` beside the bar."""
@@ -174,10 +174,13 @@ class Board:
         elif event.status in FINAL:
             self._running.discard(event.session_id)
             self._completed += event.status is SessionStatus.COMPLETED
-            self._reward += event.reward or 0.0
+            if event.reward is not None:
+                self._rewards.append(event.reward)
             self._bars.advance(self._bar)
             if event.error:
                 notes.print(f"{event.session_id}: {event.error}", markup=False, style="yellow")
-        self.say(
-            f"{len(self._running)} running, {self._completed} completed, reward {self._reward:g}"
-        )
+        note = f"{len(self._running)} running, {self._completed} completed"
+        if self._rewards:
+            mean = sum(self._rewards) / len(self._rewards)
+            note += f", mean reward {mean:.2f} over {len(self._rewards)} scored"
+        self.say(note)

@@ -20,7 +20,8 @@ from typing import Annotated
 
 import typer
 
-from bridle.cli.output import console, print_json, table
+from bridle.cli.output import console, print_json, print_table
+from bridle.cli.paths import check_folder
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
@@ -55,11 +56,11 @@ def demo(
     """Run real agents and a small model on this machine: trajectories, and a model that learns."""
     began = time.monotonic()
     _clear(out)
-    console.rule("[bold]1. Real harnesses, unmodified, on a scripted engine")
+    console.rule("1. Real harnesses, unmodified, on a scripted engine")
     real = harnesses_part(out / "harnesses", tasks)
     show_part(real)
     show_tree(real)
-    console.rule("[bold]2. A small model samples for a light script harness")
+    console.rule("2. A small model samples for a light script harness")
     from bridle.cli.demo_model import demo_model
     from bridle.cli.demo_policy import policy_part, show_policy
 
@@ -68,7 +69,7 @@ def demo(
     rate = show_policy(policy, model)
     trained: JSON | None = None
     if steps:
-        console.rule("[bold]3. The small model learns from what the harness does with it")
+        console.rule("3. The small model learns from what the harness does with it")
         from bridle.cli.demo_training import training_part
 
         trained = training_part(out / "training", model, steps, policy)
@@ -116,7 +117,7 @@ def show_part(part: Part) -> None:
     from bridle.cli.show import COLUMNS, law_line, row
 
     title = f"{len(part.sessions)} sessions in {part.seconds:.0f} s"
-    console.print(table(title, COLUMNS, map(row, part.sessions)))
+    print_table(title, COLUMNS, map(row, part.sessions))
     console.print(f"nothing lost, nothing twice: {law_line(part.sessions)}")
 
 
@@ -128,9 +129,7 @@ def show_tree(part: Part) -> None:
 
     session_id = part.sessions[0]["session_id"]
     _, capture = find_session(session_id, part.folder)
-    console.print(
-        f"\n[bold]one conversation[/] ({session_id}), each turn on its parent's exact ids:"
-    )
+    console.print(f"\none conversation ({session_id}), each turn on its parent's exact ids:")
     for depth, text in draw(capture, list(Kind)):
         console.print("  " * (depth + 1) + text, markup=False, soft_wrap=True)
 
@@ -143,6 +142,7 @@ def light_agent_command() -> str:
 
 def _clear(out: Path) -> None:
     """Make `out` empty, but only if what is in it is an earlier demo's."""
+    check_folder(out, "--out")
     if out.exists() and any(out.iterdir()):
         if not (out / MARKER).is_file():
             raise ConfigError(f"{out} is not an earlier demo's folder; give another with --out")
@@ -157,7 +157,7 @@ def _pretty(value: object) -> str:
 
 def _what_next(out: Path, real: Part, summary: JSON) -> None:
     session = real.sessions[0]["session_id"]
-    console.rule("[bold]Where to look")
+    console.rule("Where to look")
     console.print(f"{out}/summary.json                     every session's law numbers")
     console.print(f"{out}/harnesses/run, {out}/policy/run   capture.sqlite, trajectories.jsonl and")
     console.print("                                             .parquet, logs of every session")
@@ -166,7 +166,7 @@ def _what_next(out: Path, real: Part, summary: JSON) -> None:
             f"{out}/training                         curve.png, course.json, checkpoints,"
         )
         console.print("                                             the run folder of its sessions")
-    console.print("\n[bold]What to try next[/]")
+    console.print("\nWhat to try next")
     console.print(f"  bridle dashboard {out}   (runs, conversations and tokens in a browser)")
     console.print(f"  bridle show {session} --run {out}/harnesses/run")
     console.print(f"  bridle rebuild {out}/harnesses/run --builder per_request")

@@ -59,7 +59,7 @@ def show_policy(part: Part, model: Path) -> float:
         console.print(f"... and {more} more")
     console.print(f"model: {model}")
     console.print(
-        f"[bold]{rate:.0%}[/] of {len(part.sessions)} fresh tasks right, {calls} model calls; the "
+        f"{rate:.0%} of {len(part.sessions)} fresh tasks right, {calls} model calls; the "
         "model learned from a demonstrator that is weak on purpose"
     )
     for builder in ("prefix_merging", "per_request"):

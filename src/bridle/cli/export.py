@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bridle.cli.output import console, number, print_json, table
+from bridle.cli.paths import check_file
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def export(  # noqa: PLR0913 - one parameter per flag
         unique=unique,
         keep=keep,
     )
+    check_file(out, "--out")
     report = write_export(target, form, out, rules, margin=margin, pairs=pairs)
     if json:
         print_json(report)

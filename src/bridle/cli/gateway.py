@@ -12,6 +12,7 @@ import orjson
 import typer
 
 from bridle.cli.output import notes
+from bridle.cli.paths import check_folder
 from bridle.cli.serving import Stop, long_running, run_until_signal
 from bridle.errors import ConfigError
 
@@ -90,7 +91,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
 ) -> None:
     """Serve the model API until Ctrl-C; sessions are opened over HTTP."""
     from bridle.cli.config import load_config
-    from bridle.gateway.workers import check_folder
+    from bridle.gateway.workers import check_folder as check_workers
 
     flags = {
         "host": host,
@@ -105,8 +106,8 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     if "port" not in loaded.gateway.model_fields_set:
         served = loaded.gateway.model_copy(update={"port": PORT})
         loaded = loaded.model_copy(update={"gateway": served})
-    data.mkdir(parents=True, exist_ok=True)
-    check_folder(data, workers)
+    check_folder(data, "--data").mkdir(parents=True, exist_ok=True)
+    check_workers(data, workers)
     if workers == 1:
         run_until_signal(lambda stop: _serve(loaded, data, fsync, json, stop))
     else:

@@ -40,6 +40,7 @@ from bridle.cli.gateway import (
     UntokenizedOption,
 )
 from bridle.cli.output import notes, print_json
+from bridle.cli.paths import check_folder
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def generate(  # noqa: PLR0913 - one parameter per flag
         unique=unique,
         keep=keep,
     )
+    check_folder(out, "--out")
     loaded = _load(tasks, harness, runtime)[:first]
     gateway = {"allow_untokenized": allow_untokenized}
     setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)

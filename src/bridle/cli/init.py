@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bridle.cli.output import console
+from bridle.cli.paths import check_folder
 from bridle.errors import ConfigError
 
 TASK = """\
@@ -47,12 +48,15 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Folder to make.")] = Path("my-tasks"),
 ) -> None:
     """Make FOLDER with a first task and a script that solves it without a model."""
-    contents = {folder / "hello.toml": TASK, folder / "script.json": SCRIPT}
+    task, script = folder / "hello" / "task.toml", folder / "hello" / "script.json"
+    contents = {task: TASK, script: SCRIPT}
     for path in contents:
         if path.exists():
             raise ConfigError(f"{path} exists already; nothing was written")
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder, "FOLDER")
+    task.parent.mkdir(parents=True, exist_ok=True)
     for path, text in contents.items():
         path.write_text(text)
-    console.print(f"made {folder}/hello.toml and {folder}/script.json; now run")
-    console.print(f"  bridle run {folder}/hello.toml --engine scripted:{folder}/script.json")
+    console.print(f"made {task} and {script}; now run", markup=False, soft_wrap=True)
+    command = f"  bridle run {folder} --engine scripted:{script}"
+    console.print(command, markup=False, soft_wrap=True)

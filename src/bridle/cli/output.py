@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-"""Results go here."""
+_FITTED = sys.stdout.isatty() or "COLUMNS" in os.environ
 
-notes = Console(stderr=True, highlight=False)
+console = Console(highlight=False, markup=False, emoji=False, width=None if _FITTED else 160)
+"""Results go here. Text is printed unchanged: `[x]` and `:x:` mean nothing."""
+
+notes = Console(stderr=True, highlight=False, markup=False, emoji=False)
 """Progress and remarks go here, so that a pipe gets results only."""
 
 
@@ -53,14 +56,33 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return made
 
 
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table of things with ids; where it is too wide, two lines for each row.
+
+    The first column holds the ids. They are never folded or cut: the next command needs them.
+    """
+    rows = list(rows)
+    made = table(title, columns, rows)
+    wide = console.options.update(max_width=100_000)
+    if console.measure(made, options=wide).maximum <= console.width:
+        console.print(made)
+        return
+    console.print(title, style="bold")
+    names = [column.lstrip("#") for column in columns]
+    for first, *cells in rows:
+        named = zip(names[1:], cells, strict=True)
+        shown = (f"{name} {cell}" for name, cell in named if cell not in ("", None))
+        console.print(f"{first}\n  {'  '.join(shown)}", soft_wrap=True)
+
+
 def progress() -> Progress:
     """A progress display on stderr; silent lines where stderr is no terminal."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         console=notes,
         transient=False,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.output import console, print_json, progress
+from bridle.cli.paths import check_folder
 from bridle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ def rebuild(
         raise ConfigError(f"unknown builder {builder!r}; known: {', '.join(sorted(BUILDERS))}")
     spec = None if builder is None else BuilderSpec(strategy=builder)
     base = target if target.is_dir() else target.parent
-    folder = out or base / "rebuilt"
+    files = capture_files(target)
+    folder = check_folder(out or base / "rebuilt", "--out")
     folder.mkdir(parents=True, exist_ok=True)
-    totals = _write(capture_files(target), folder, spec, workers)
+    totals = _write(files, folder, spec, workers)
     if json:
         print_json({"folder": str(folder), **totals})
         return
@@ -53,7 +55,8 @@ def rebuild(
         "{sessions} sessions, {exchanges} exchanges -> {traces} traces; "
         "{captured} tokens captured, {trained} trained".format(**totals)
     )
-    console.print(f"written: {folder / TRAJECTORIES}, {folder / TRAJECTORIES_PARQUET}")
+    written = f"written: {folder / TRAJECTORIES}, {folder / TRAJECTORIES_PARQUET}"
+    console.print(written, soft_wrap=True)
 
 
 def _write(

@@ -15,7 +15,8 @@ from bridle.cli.gateway import (
     TokenizerOption,
     UntokenizedOption,
 )
-from bridle.cli.output import console, print_json, table
+from bridle.cli.output import console, print_json, print_table
+from bridle.cli.paths import check_folder
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
     loaded = _load(tasks, _given(overrides | {"builder": built}) or {}, template)
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
-    folder = out or new_run_folder(Path("runs"))
+    folder = check_folder(out or new_run_folder(Path("runs")), "--out")
     gateway = {"stream": stream, "prompt": prompt, "allow_untokenized": allow_untokenized}
     setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)
     lines = run_batch(Batch(loaded[:first], setup, None, folder, concurrency))
@@ -120,9 +121,10 @@ def report(lines: list[JSON], folder: Path, *, json: bool, scores: bool = False)
         told = {"report": [score.as_json() for score in found]} if scores else {}
         print_json({"folder": str(folder), "sessions": lines, **told})
         return
-    console.print(table(f"{folder}: {len(lines)} sessions", COLUMNS, map(row, lines)))
+    print_table(f"{folder}: {len(lines)} sessions", COLUMNS, map(row, lines))
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "unknown"
     console.print(f"mean reward {mean} over {len(rewards)} scored of {len(lines)} sessions")
     print_scores(found)
-    console.print(f"written to {folder}; look closer with: bridle show SESSION --run {folder}")
+    closer = f"written to {folder}; look closer with: bridle show SESSION --run {folder}"
+    console.print(closer, soft_wrap=True)

@@ -19,6 +19,7 @@ from bridle.cli.gateway import (
     TokenizerOption,
 )
 from bridle.cli.output import notes
+from bridle.cli.paths import check_folder
 from bridle.cli.serving import Stop, long_running, run_until_signal
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         server={name: value for name, value in flags.items() if value not in (None, {})},
         executor=executor_flags(executor, concurrency),
     )
+    check_folder(loaded.server.data, "--data")
     run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard))
 
 

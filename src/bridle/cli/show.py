@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.output import console, number, print_json, table
+from bridle.cli.output import console, number, print_json, print_table, table
 from bridle.errors import ConfigError
 from bridle.types import JSON
 
@@ -124,7 +124,7 @@ def _show_run(target: Path, *, json: bool) -> None:
     if json:
         print_json(lines)
         return
-    console.print(table(f"{target}: {len(lines)} sessions", COLUMNS, map(row, lines)))
+    print_table(f"{target}: {len(lines)} sessions", COLUMNS, map(row, lines))
     console.print(law_line(lines))
 
 
@@ -162,7 +162,7 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
     if json:
         print_json({**result.summary(), "stats": trajectory.metadata["stats"]})
         return
-    console.print(table("session", COLUMNS, [row(result.summary())]))
+    print_table("session", COLUMNS, [row(result.summary())])
     train = [Kind(kind) for kind in trajectory.metadata["train"]]
     for depth, text in draw(capture, train):
         console.print("  " * depth + text, markup=False, soft_wrap=True)

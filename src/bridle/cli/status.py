@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.asking import COLUMNS, SERVER, JsonOption, ServerOption, TokenOption, client, row
-from bridle.cli.output import console, print_json, table
+from bridle.cli.output import console, print_json, print_table, table
 
 if TYPE_CHECKING:
     from bridle.types import JSON
@@ -28,11 +28,11 @@ def status(
     if json:
         print_json(found | {"sessions": sessions})
         return
-    console.print(table(task, COLUMNS, [row(found)]))
+    print_table(task, COLUMNS, [row(found)])
     columns = ("session", "status", "cause", "#reward", "#attempt", "error")
     names = ("session_id", "status", "cause", "reward", "attempt", "error")
     rows = [[one[name] for name in names] for one in sessions]
-    console.print(table(f"{len(sessions)} sessions", columns, rows))
+    print_table(f"{len(sessions)} sessions", columns, rows)
 
 
 def _show_server(told: JSON, *, json: bool) -> None:

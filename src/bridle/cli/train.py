@@ -9,6 +9,7 @@ import typer
 
 from bridle.cli.gateway import EnginesOption
 from bridle.cli.output import console, notes, number, print_json, progress
+from bridle.cli.paths import check_folder
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "loop": {"steps": steps, "groups_per_step": groups, "max_lag": max_lag},
     }
     settings = load_settings(config, flags)
+    check_folder(Path(settings.out), "--out")
     trained = _trained(settings, resume=resume)
     if json:
         print_json({"checkpoint": str(trained.checkpoint), **as_json(trained.course)})
@@ -164,8 +166,8 @@ def show_course(course: Course) -> None:
     if told:
         first, last = told[0], told[-1]
         console.print(
-            f"held-out tasks: [bold]{first['reward']:.1%}[/] at step {first['step']}, "
-            f"[bold]{last['reward']:.1%}[/] at step {last['step']} ({last['sessions']} sessions)"
+            f"held-out tasks: {first['reward']:.1%} at step {first['step']}, "
+            f"{last['reward']:.1%} at step {last['step']} ({last['sessions']} sessions)"
         )
     show_transfer(course)
     console.print(numbers_line(course), markup=False)

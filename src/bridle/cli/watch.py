@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.asking import COLUMNS, SERVER, JsonOption, ServerOption, TokenOption, client, row
-from bridle.cli.output import console, notes, print_json, table
+from bridle.cli.output import notes, print_json, print_table
 
 if TYPE_CHECKING:
     from bridle.types import JSON
@@ -44,5 +44,5 @@ def watch(
     if json:
         print_json({"tasks": ended})
     else:
-        console.print(table(f"{len(ended)} tasks", COLUMNS, map(row, ended)))
+        print_table(f"{len(ended)} tasks", COLUMNS, map(row, ended))
     raise typer.Exit(0 if all(one["state"] == "completed" for one in ended) else 1)

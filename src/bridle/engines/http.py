@@ -185,8 +185,9 @@ class EngineClient:
         if isinstance(error, TimeoutError):
             message = f"{self._url(path)} was silent for {self._timeout_s:g} s"
         else:
-            why = str(error) or type(error).__name__
-            message = f"{self._url(path)} cannot be reached: {why}"
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            why = getattr(cause, "strerror", None) or str(error) or type(error).__name__
+            message = f"{self._url(path)} cannot be reached: {why}; is the engine running there?"
         return EngineError(message, retryable=True)
 
 

@@ -31,7 +31,7 @@ from bridle.engines.chatml import THINK, THINK_END
 from bridle.engines.control import Control, Handler
 from bridle.engines.ids import ArrayIds, IdsError, TextIds, cut_ids
 from bridle.engines.tokenizer import load_tokenizer
-from bridle.errors import ConfigError, ContextOverflowError, EngineError, RenderError
+from bridle.errors import ContextOverflowError, EngineError, RenderError, cannot_listen
 from bridle.types import JSON
 
 T = TypeVar("T")
@@ -85,9 +85,7 @@ class EngineServer:
         except OSError as error:
             await self._runner.cleanup()
             await self._engine.aclose()
-            raise ConfigError(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
-            ) from error
+            raise cannot_listen(self._host, self._port, error) from error
         port = self._runner.addresses[0][1]
         self.url = f"http://{self._host}:{port}"
         return self

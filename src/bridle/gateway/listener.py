@@ -8,7 +8,6 @@ some time after its first byte; bodies are timed by whoever reads them.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -21,7 +20,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from bridle.errors import ConfigError
+from bridle.errors import cannot_listen
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from bridle.errors import ConfigError
+from bridle.errors import cannot_listen
 from bridle.server import node_routes, polar_routes, v1_routes
 from bridle.server.answering import Asked, Served, reply, route
 from bridle.server.openapi import describe
@@ -113,5 +113,5 @@ def _bound(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise cannot_listen(host, port, error) from error
     return listener

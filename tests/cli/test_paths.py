@@ -1,0 +1,129 @@
+"""Output paths and missing inputs that a user got wrong, over the whole command line."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from bridle.cli.paths import check_file, check_folder
+from bridle.errors import ConfigError
+
+FILE = "taken/file"
+SCRIPTED = ("--engine", "scripted:mine/hello/script.json")
+
+
+@pytest.fixture
+def here(say, tmp_path, monkeypatch):
+    """The current folder: a task set `mine`, and a file where a folder is wanted."""
+    monkeypatch.chdir(tmp_path)
+    say("init", "mine")
+    Path("taken").mkdir()
+    Path(FILE).write_text("")
+    return tmp_path
+
+
+WANT_A_FOLDER = {
+    "gateway": ("gateway", *SCRIPTED, "--port", 0, "--data"),
+    "serve": ("serve", *SCRIPTED, "--port", 0, "--data"),
+    "run": ("run", "mine", *SCRIPTED, "--out"),
+    "generate": ("generate", "mine", *SCRIPTED, "--out"),
+    "train": ("train", "--model", "m", "--tasks", "mine", "--out"),
+    "demo": ("demo", "--out"),
+    "init": ("init",),
+}
+
+
+@pytest.mark.parametrize("verb", WANT_A_FOLDER)
+def test_a_file_where_a_folder_is_wanted_is_named(say, here, verb):
+    said = say(*WANT_A_FOLDER[verb], f"{FILE}/below")
+
+    assert said.code == 2
+    assert f"{FILE}/below: {FILE} is a file; name a folder" in said.err
+
+
+@pytest.mark.parametrize("verb", ["gateway", "init"])
+def test_a_folder_that_the_system_refuses_is_named(say, here, verb):
+    said = say(*WANT_A_FOLDER[verb], "/proc/refused")
+
+    assert said.code == 3
+    assert "/proc/refused" in said.err
+
+
+def test_a_folder_where_a_file_is_wanted_is_named(say, finished_run, here):
+    said = say("export", finished_run, "--format", "sft", "--out", "taken")
+
+    assert said.code == 2
+    assert "--out taken is a folder; name a file" in said.err
+
+
+def test_rebuilding_into_a_file_is_refused(say, finished_run, here):
+    said = say("rebuild", finished_run, "--out", FILE)
+
+    assert said.code == 2
+    assert f"{FILE} is a file; name a folder" in said.err
+
+
+def test_rebuilding_what_is_no_run_makes_no_folder(say, here):
+    said = say("rebuild", "nowhere")
+
+    assert said.code == 2
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "gateway", "serve", "engine"])
+def test_a_tokenizer_that_is_not_there_is_named(say, here, verb):
+    engine = (SCRIPTED[1],) if verb == "engine" else SCRIPTED
+    tasks = ("mine",) if verb == "run" else ("--port", 0)
+
+    said = say(verb, *tasks, *engine, "--tokenizer", "nowhere")
+
+    assert said.code == 2
+    assert "tokenizer 'nowhere': no such folder; give a folder or 'builtin'" in said.err
+
+
+@pytest.mark.parametrize("verb", ["run", "gateway", "serve"])
+def test_an_engine_that_does_not_answer_is_named(say, here, verb):
+    tasks = ("mine",) if verb == "run" else ("--port", 0)
+
+    said = say(verb, *tasks, "--engine", "http://127.0.0.1:9", "--tokenizer", "builtin")
+
+    assert said.code == 3
+    assert "http://127.0.0.1:9/v1/models cannot be reached: " in said.err
+    assert "is the engine running there?" in said.err
+
+
+@pytest.mark.parametrize("verb", ["gateway", "serve", "engine", "dashboard"])
+def test_a_port_in_use_is_named(say, finished_run, here, verb):
+    first = {"engine": SCRIPTED[1:], "dashboard": (finished_run,)}.get(verb, SCRIPTED)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        said = say(verb, *first, "--port", port)
+
+    assert said.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another" in said.err
+
+
+def test_a_folder_as_config_file_is_named(say, here):
+    said = say("run", "mine", "--config", "mine")
+
+    assert said.code == 2
+    assert "mine: cannot be read" in said.err
+
+
+def test_a_folder_that_can_be_made_is_not_made_by_the_check(tmp_path):
+    assert check_folder(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b"
+    assert check_file(tmp_path / "a" / "b.json", "--out") == tmp_path / "a" / "b.json"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_permission_is_named(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    try:
+        (locked / "probe").touch()
+    except PermissionError:
+        with pytest.raises(ConfigError, match="cannot be written; name another folder"):
+            check_folder(locked / "run", "--out")
+    else:  # the tests run as root, whom no permission stops
+        assert check_folder(locked / "run", "--out") == locked / "run"
