@@ -20,7 +20,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from bridle.errors import cannot_listen
+from bridle.errors import ConfigError, cannot_listen
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -84,15 +84,6 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
-
-
-def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """Make the error that says why `host:port` cannot be listened on."""
-    if error.errno == errno.EADDRINUSE:
-        why = "the port is in use; choose another, or 0 for any"
-    else:
-        why = error.strerror or str(error)
-    return ConfigError(f"cannot listen on {host}:{port}: {why}")
 
 
 class Listener(AbstractAsyncContextManager["Listener"]):
