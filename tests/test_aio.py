@@ -1,11 +1,12 @@
 """Structured-concurrency helpers."""
 
 import asyncio
+import time
 from itertools import pairwise
 
 import pytest
 
-from bridle.aio import Nursery, Turnstile, retry, run_shielded
+from bridle.aio import LoopClock, Nursery, Turnstile, retry, run_shielded
 
 
 async def test_shielded_work_ends_although_its_caller_is_cancelled():
@@ -128,3 +129,18 @@ async def test_who_leaves_a_turnstile_holds_up_nobody():
         leaves.get_loop().call_soon(leaves.cancel)
 
     assert through == ["first", "last"]
+
+
+async def test_a_loop_clock_counts_a_stall_as_little_and_an_idle_loop_as_it_is():
+    clock = LoopClock(0.5)
+    async with Nursery(print) as nursery:
+        nursery.start(clock.run(), name="clock")
+        await asyncio.sleep(0)
+        begun, began = clock(), time.monotonic()
+        time.sleep(3)  # noqa: ASYNC251 - the stall
+        assert clock() - begun <= 0.5
+        after, later = clock(), time.monotonic()
+        await asyncio.sleep(1)
+        assert clock() - after <= time.monotonic() - later
+        assert clock() - begun > 0.5
+        assert time.monotonic() - began >= 4

@@ -7,6 +7,7 @@ Everything else starts tasks in an `asyncio.TaskGroup` whose `async with` is vis
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar
@@ -76,6 +77,29 @@ class Nursery:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+
+class LoopClock:
+    """Seconds in which the event loop ran, for judging the silence of others by.
+
+    While the loop stands still (it computes, the machine swaps) nobody can be heard. Such a pause
+    counts as at most `most_s`. `run` has to run for as long as the clock is read.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._counted_s = 0.0
+        self._last = time.monotonic()
+
+    def __call__(self) -> float:
+        """Seconds counted since the clock was made."""
+        return self._counted_s + min(time.monotonic() - self._last, self._most_s)
+
+    async def run(self) -> None:
+        """Keep the clock going until cancelled."""
+        while True:
+            self._counted_s, self._last = self(), time.monotonic()
+            await asyncio.sleep(self._most_s / 5)
 
 
 class Turnstile:

@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 from tests.executors.house import HASTY, a_runner, begun, some_links, task, until, where
@@ -143,6 +144,22 @@ async def test_a_short_silence_costs_no_session():
             links[0].node.let("s0")
             links[0].failure = None
         assert run.result().status == "COMPLETED"
+
+
+async def test_a_stall_of_the_runner_s_own_loop_costs_no_session():
+    async with some_links("a", "b") as links, a_runner(*links, patience=HASTY) as runner:
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(runner.run(task(), session_id=f"s{k}")) for k in range(2)]
+            await begun(links, "s0", "s1")
+            calls = [len(link.calls) for link in links]
+            time.sleep(2 * HASTY["lost_after_s"])  # noqa: ASYNC251 - the stall
+            await until(
+                lambda: all(len(link.calls) > n for link, n in zip(links, calls, strict=True))
+            )
+            await until(lambda: {one.state for one in runner.nodes()} == {"live"})
+            await ended(runner, links, "s0")
+            await ended(runner, links, "s1")
+        assert {run.result().status for run in runs} == {"COMPLETED"}
 
 
 async def test_what_had_ended_when_its_process_died_counts_and_the_rest_is_given_up():

@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 
 import structlog
 
-from bridle.aio import Nursery, run_shielded
+from bridle.aio import LoopClock, Nursery, run_shielded
 from bridle.config import Task
 from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError
 from bridle.executors.hosting import Hello, News, Start
@@ -58,6 +58,7 @@ class ClusterRunner:
         self.events = Events()
         self._outlive = outlive
         self._patience = patience or Patience()
+        self._clock = LoopClock(self._patience.lost_after_s / 5)
         self._members: dict[str, Member] = {}
         self._runs: dict[str, Run] = {}
         self._waiting: dict[str, Run] = {}
@@ -72,12 +73,12 @@ class ClusterRunner:
         """What every node is steered by before it gets its first run, those that join late too."""
         self.replicas: list[str] = []
         """Engines that joined at run time, as `AddReplica.engine`."""
-        self._settled = False
+        self._settled, self._told_slots = False, 0
         self._stages: dict[str, SessionStatus] = {}
-        self._told_slots = 0
         self._nursery = Nursery(_log_lost)
 
     async def __aenter__(self) -> Self:
+        self._nursery.start(self._clock.run(), name="clock")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -90,7 +91,7 @@ class ClusterRunner:
         """A node takes part from now on; nothing changes if it does already."""
         if link.name in self._members:
             return
-        member = Member(link, Place(link.name, link.offers))
+        member = Member(link, Place(link.name, link.offers), self._clock)
         self._members[link.name] = member
         member.task = self._nursery.start(self._serve(member), name=f"node {link.name}")
 
@@ -164,7 +165,7 @@ class ClusterRunner:
         """A node does not answer; whether it never will."""
         name = member.place.node_id or member.place.name
         for_good = isinstance(error, NodeLostError) and not error.may_return
-        if for_good or time.monotonic() - member.heard > self._patience.lost_after_s:
+        if for_good or member.silent_s > self._patience.lost_after_s:
             why = error if isinstance(error, NodeLostError) else "it does not answer"
             member.tried.set()
             if member.state != "lost":
@@ -201,7 +202,7 @@ class ClusterRunner:
                 self._unwanted(member, run_id)
         place.placed = hello.room.placed
         member.epoch, member.after, member.policy = hello.epoch, 0, hello.policy
-        member.heard, member.error = time.monotonic(), None
+        member.heard, member.error = self._clock(), None
         async with asyncio.timeout(self._patience.open_s):
             for wanted in self.common:
                 member.policy = await member.link.set_policy(wanted)
@@ -210,8 +211,7 @@ class ClusterRunner:
                     member.policy = await member.link.add_replica(engine)
                 except EngineError as error:  # it is gone, maybe; the others are there
                     log.warning("an engine cannot join", engine=engine, error=str(error))
-        draining = hello.room.draining or member.state == "draining"
-        member.state = "draining" if draining else "live"
+        member.state = "draining" if hello.room.draining or member.state == "draining" else "live"
         self._take_room(member, hello)
         missing = [run for run in expected if run.run_id not in known]
         await self._recover(member, missing)
@@ -242,7 +242,7 @@ class ClusterRunner:
             run.finish(NodeLostError(f"node {member.place.node_id}: {why}"))
 
     def _hear(self, member: Member, news: News) -> None:
-        member.heard, member.after = time.monotonic(), news.at
+        member.heard, member.after = self._clock(), news.at
         self._take_room(member, news)
         for event in news.events:
             if not isinstance(event, SessionChanged):

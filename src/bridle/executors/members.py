@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,7 +87,10 @@ class Patience(Settings):
     """How long a node is waited for, in seconds."""
 
     lost_after_s: float = Field(default=5, gt=0)
-    """A node that does not answer for so long is lost, and its sessions are run again."""
+    """A node that does not answer for so long is lost, and its sessions are run again.
+
+    A pause in which the server's own event loop stands still counts as a fifth of it at most.
+    """
     tell_s: float = Field(default=1, gt=0)
     """A node that has nothing to tell says so after this."""
     open_s: float = Field(default=600, gt=0)
@@ -102,12 +105,14 @@ class Member:
 
     link: Link
     place: Place
+    clock: Callable[[], float] = time.monotonic
+    """The time by which its silence is measured."""
     runs: dict[str, Run] = field(default_factory=dict)
     """Those that are here, or on their way."""
     epoch: str = ""
     after: int = 0
-    heard: float = field(default_factory=time.monotonic)
-    """When it last answered."""
+    heard: float = field(init=False)
+    """When it last answered, by `clock`."""
     state: str = "opening"
     """`opening`, `live`, `draining`, `away` (it does not answer), `lost`."""
     error: str | None = None
@@ -116,6 +121,14 @@ class Member:
     task: asyncio.Task[None] | None = None
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it is live, or has failed to be."""
+
+    def __post_init__(self) -> None:
+        self.heard = self.clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last answered."""
+        return self.clock() - self.heard
 
     @property
     def idle(self) -> bool:
@@ -134,7 +147,7 @@ class Member:
             "stages": dict(self.stages),
             "offers": dict(self.place.offers),
             "used": {name: much for name, much in self.place.used.items() if much},
-            "silent_s": round(time.monotonic() - self.heard, 3),
+            "silent_s": round(self.silent_s, 3),
             "policy": self.policy,
             "error": self.error,
         }
