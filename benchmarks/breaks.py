@@ -172,11 +172,11 @@ def numbers(ran: Sequence[Ran]) -> JSON:
     if failed:
         raise RuntimeError("\n".join(failed))
     drift: Counter[str] = Counter()
-    breaks = 0.0
+    breaks = 0
     for one in ran:
         drift.update(one.stats["drift"])
-        continuing = sum(exchange.continues is not None for exchange in one.exchanges)
-        breaks += continuing * (1 - one.stats["merge_ratio"])
+        merging = one.stats["merging"]
+        breaks += merging["showing"] - merging["extending"]
     return {
         "rollouts": len(ran),
         "calls": round(sum(len(one.exchanges) for one in ran) / len(ran), 1),

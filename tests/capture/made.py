@@ -55,6 +55,7 @@ class MadeSession:
         self.prompts = {}
         self.outputs = {}
         self.spans = {}
+        self.turns = {}
         self.outcome: Outcome | None = None
         self.clock = 1000.0
 
@@ -97,6 +98,7 @@ class MadeSession:
         self.clock += 1.0
         started_at = self.clock if started_at is None else started_at
         request, bodies = self._request(exchange_id, continues, len(suffix), tools, first_message)
+        turns = self.turns[exchange_id] = self._turns(parent, continues)
         values = self._usual(sampled) | {
             "root_reason": root_reason or (None if parent else "first"),
             "prompt_digest": digest_of(prompt),
@@ -114,7 +116,7 @@ class MadeSession:
             suffix_ids=suffix,
             output_ids=sampled,
             started_at=started_at,
-            **(values | fields),
+            **(values | fields | {"extra": {"turns": turns, **fields.get("extra", {})}}),
         )
         self.exchanges.append(exchange)
         self.prompts[exchange_id], self.outputs[exchange_id] = prompt, sampled
@@ -138,6 +140,17 @@ class MadeSession:
             "duration_s": 0.25,
             "extra": {},
         }
+
+    def _turns(self, parent, continues):
+        """Lineage counts as a gateway keeps them: of what it continues, and its reply."""
+        if continues is None:
+            return {"verbatim": 0, "rerendered": 0, "foreign": 0, "given": 0,
+                    "tokens_rerendered": 0}  # fmt: skip
+        before = self.turns.get(continues) or self._turns(None, None)
+        if parent is not None:
+            return before | {"verbatim": before["verbatim"] + 1}
+        shown = before["verbatim"] + before["rerendered"] + 1
+        return before | {"verbatim": 0, "rerendered": shown, "tokens_rerendered": 5 * shown}
 
     def deliver(self, exchange_id, state=DeliveryState.DELIVERED, *, at=None, detail=""):
         at = self.clock + 0.5 if at is None else at

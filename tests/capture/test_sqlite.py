@@ -333,7 +333,7 @@ async def test_undecodable_output_survives_as_escapes(path):
     async with await SqliteStore.open(path) as store:
         await made.write(store)
         assert store.sessions()[0].metadata == {"note": "\udcff"}
-        assert store.exchanges("s1")[0].extra == {"raw": "a\ud800b"}
+        assert store.exchanges("s1")[0].extra["raw"] == "a\ud800b"
         assert store.deliveries("s1")["x0"].detail == "reset \\udcff"
         outcome = store.outcome("s1")
         assert outcome is not None

@@ -103,6 +103,7 @@ class Talk:
         template_args=None,
         state="delivered",
         begun=None,
+        tokens=0,
     ):
         """`answer`: one assistant message or several; its ids are the ones that we issued.
 
@@ -119,6 +120,7 @@ class Talk:
             issued,
             joined=joined_atoms(replace(request(*messages, tools=tools), prefill=begun), shown),
             template_args=template_args,
+            tokens=tokens,
         )
         if state:
             self.conversation.mark(name, DeliveryState(state))

@@ -114,9 +114,10 @@ def test_a_turn_that_comes_back_in_one_piece_with_its_prefill_is_the_same_turn(c
 def test_a_turn_that_is_not_its_prefill_and_all_of_what_followed_is_no_turn_of_ours():
     talk = Talk(Dialect.ANTHROPIC)
     talk.exchange("p", (*TASK, BEGUN), said(" is 4."), begun="Two and two")
-    for text in ("Two and twois 4.", "Two and two is", "Two and two  is 4.", "is 4."):
+    for text in ("Two and twois 4.", "Two and two is", "Two and two  is 4."):
         placement = talk.place(*TASK, said(text), user("on"))
         assert (placement.kind, placement.reason) == (ROOT, "foreign")
+    assert is_fork(talk.place(*TASK, said("is 4."), user("on")), "p", "history_changed")
     # Of a reply that was cut only what was written can come back.
     talk.conversation.mark("p", DeliveryState.CUT, delivered=answer_atoms((said(" is"),), ()))
     assert talk.place(*TASK, said("Two and two is 4."), user("on")).kind is ROOT
@@ -220,10 +221,18 @@ def test_6_an_answer_of_reasoning_only_is_found_by_its_id():
     talk.exchange("a", TASK, silent)
     placement = talk.place(*TASK, silent, user("well?"))
     assert (placement.kind, placement.parent, placement.new_from) == (CHILD, "a", 3)
-    assert talk.place(*TASK, said(reasoning="hm"), user("well?")).kind is ROOT
     changed = talk.place(system("other"), *TASK[1:], silent, user("well?"))
-    assert (changed.kind, changed.parent) == (ROOT, None)
+    assert is_fork(changed, "a", "history_changed")
     assert talk.place(*TASK, said(issued=["unknown"]), user("well?")).kind is ROOT
+
+
+@pytest.mark.parametrize("echo", [said(reasoning="hm"), said(reasoning=" hm\n"), said("")])
+def test_6_an_answer_of_reasoning_only_is_proved_by_its_reasoning_or_its_place(echo):
+    talk = Talk()
+    talk.exchange("a", TASK, said(reasoning="hm"))
+    placement = talk.place(*TASK, echo, user("well?"))
+    assert (placement.kind, placement.parent, placement.new_from) == (CHILD, "a", 3)
+    assert talk.place(*TASK, said(reasoning="other"), user("well?")).kind is ROOT
 
 
 def test_6_reasoning_beside_a_visible_turn_is_not_taken_for_a_silent_one(talk):
@@ -280,7 +289,8 @@ def test_12_text_in_parts_is_one_text_but_two_messages_are_two():
     talk = Talk()
     talk.exchange("a", (user("ab", "c"),), said("x"))
     assert talk.place(user("abc"), said("x"), user("y")).kind is CHILD
-    assert talk.place(user("ab"), user("c"), said("x"), user("y")).kind is ROOT
+    two = talk.place(user("ab"), user("c"), said("x"), user("y"))
+    assert is_fork(two, "a", "history_changed")
 
 
 def test_13_a_schema_default_is_no_change_and_another_value_is():

@@ -27,7 +27,8 @@ def test_a_batch_that_is_right_says_so():
     assert "law 2     holds: captured 80 = trained 72 + excluded 8" in text
     assert "excluded  10.0 % of sampled tokens" in text
     assert "kind                    8  10.0 %" in text
-    assert "! merge ratio  0.500 (4 of 8 calls" in text
+    assert "! turns     12 shown: 4 verbatim (33.3 %), 8 rerendered (40 tokens), 0 foreign" in text
+    assert "! merge ratio  0.500 (4 of 8 agent calls" in text
     assert "drift     8 exact" in text
     assert "pi                 tools_changed               4" in text
     assert len(lines) < 40
@@ -44,6 +45,13 @@ def test_the_same_numbers_are_json():
         "tokens_excluded": {"kind": 2},
         "law_1_unproved": {},
         "law_2_unequal": [],
+        "turns_shown": 3,
+        "turns_verbatim": 1,
+        "turns_rerendered": 2,
+        "turns_foreign": 0,
+        "turns_given": 0,
+        "tokens_rerendered": 10,
+        "sessions_uncounted": 0,
         "merge_ratio": 0.5,
         "forks": [{"harness": "pi", "reason": "tools_changed", "count": 1}],
         "drift": {"exact": 2},
@@ -66,15 +74,25 @@ def test_what_is_wrong_is_marked():
     several = [(f"s{n}", harness, status, stats) for n in range(4)]
     marked = [line for line in report_of(several).lines() if line.startswith("!")]
     assert marked == [
+        "! turns     12 shown: 4 verbatim (33.3 %), 8 rerendered (40 tokens), 0 foreign; 0 given",
+        "! merge ratio  0.500 (4 of 8 agent calls that show a sampled turn extend its ids)",
         "! law 1   4 calls are not proved: 4 digest_mismatch",
         "! law 2   DOES NOT HOLD in s0, s1, s2: captured 80 = trained 0 + excluded 8",
-        "! merge ratio  0.500 (4 of 8 calls that continue another extend its ids)",
         "! nothing trains in 4 sessions: s0, s1, s2, ...",
     ]
     text = "\n".join(report_of(several).lines())
     assert "but for 12 tokens in spans that were spliced" in text
     assert "overlong  8 traces" in text
     assert "cut       4 sessions (4 timeout)" in text
+
+
+def test_statistics_of_version_1_show_a_dash_for_what_they_lack():
+    session_id, harness, status, stats = a_session(0)
+    lacking = {name: n for name, n in stats.items() if not name.startswith(("turns", "merging"))}
+    lacking.pop("stats_version")
+    report = report_of([(session_id, harness, status, lacking)])
+    assert "turns     - in 1 sessions, which were not counted when captured" in report.lines()
+    assert (report.as_json()["turns_shown"], report.merge_ratio) == (None, None)
 
 
 def test_many_kinds_of_fork_are_one_page_still():

@@ -30,7 +30,15 @@ def test_an_append_only_session():
         "tokens_captured": 20,
         "tokens_trained": 20,
         "tokens_excluded": {},
+        "stats_version": 2,
+        "turns_shown": 6,
+        "turns_verbatim": 6,
+        "turns_rerendered": 0,
+        "turns_foreign": 0,
+        "turns_given": 0,
+        "tokens_rerendered": 0,
         "merge_ratio": 1.0,
+        "merging": {"extending": 3, "showing": 3},
         "joins": 0,
         "drift": {"exact": 3},
         "breaks": [],
@@ -50,7 +58,15 @@ def test_an_empty_session():
         "tokens_captured": 0,
         "tokens_trained": 0,
         "tokens_excluded": {},
-        "merge_ratio": 1.0,
+        "stats_version": 2,
+        "turns_shown": 0,
+        "turns_verbatim": 0,
+        "turns_rerendered": 0,
+        "turns_foreign": 0,
+        "turns_given": 0,
+        "tokens_rerendered": 0,
+        "merge_ratio": None,
+        "merging": {"extending": 0, "showing": 0},
         "joins": 0,
         "drift": {},
         "breaks": [],
@@ -106,8 +122,45 @@ def test_branches_are_leaves_beyond_one_per_root():
     assert numbers(made, **expected) == expected
 
 
+def turns(verbatim=0, rerendered=0, foreign=0, given=0, tokens=0):
+    return {"turns": {"verbatim": verbatim, "rerendered": rerendered, "foreign": foreign,
+                      "given": given, "tokens_rerendered": tokens}}  # fmt: skip
+
+
+def test_turns_are_added_up_over_the_exchanges():
+    made = MadeSession()
+    made.call(extra=turns(given=1))
+    made.call("x0", extra=turns(verbatim=1, given=1))
+    made.call(None, continues="x1", extra=turns(rerendered=2, foreign=1, tokens=10))
+    assert numbers(
+        made, turns_shown=0, turns_verbatim=0, turns_rerendered=0, turns_foreign=0, turns_given=0,
+        tokens_rerendered=0, merge_ratio=0,
+    ) == {
+        "turns_shown": 4, "turns_verbatim": 1, "turns_rerendered": 2, "turns_foreign": 1,
+        "turns_given": 2, "tokens_rerendered": 10, "merge_ratio": 0.5,
+    }  # fmt: skip
+
+
+def test_only_agent_calls_that_show_a_sampled_turn_are_in_the_merge_ratio():
+    made = chain(2)
+    made.call(None, continues="x1", kind=Kind.SIDE, extra=turns(rerendered=1))
+    made.call(None, continues=None, extra=turns(foreign=2))
+    assert numbers(made)["merging"] == {"extending": 1, "showing": 1}
+
+
+def test_a_capture_without_lineage_says_that_it_does_not_know():
+    made = chain(3)
+    made.exchanges = [dataclasses.replace(one, extra={}) for one in made.exchanges]
+    unknown = dict.fromkeys(
+        ("turns_shown", "turns_verbatim", "turns_rerendered", "turns_foreign", "turns_given",
+         "tokens_rerendered", "merge_ratio", "merging")
+    )  # fmt: skip
+    assert numbers(made, **unknown) == unknown
+    assert numbers(made)["tokens_trained"] == 15
+
+
 @pytest.mark.parametrize(("forks", "ratio"), [(0, 1.0), (1, 0.75), (2, 0.6)])
-def test_the_merge_ratio_is_extended_of_continued(forks, ratio):
+def test_the_merge_ratio_is_extended_of_those_that_show_a_sampled_turn(forks, ratio):
     made = chain(4)
     for _ in range(forks):
         made.call(None, continues="x3", root_reason="tools_changed")

@@ -22,6 +22,7 @@ from bridle.gateway.live import LiveReply
 from bridle.prompting.canonical import Canonical
 from bridle.prompting.conversation import Placement
 from bridle.prompting.prompt import PromptIds
+from bridle.prompting.turns import TurnCounts
 from bridle.types import JSON, DeliveryState, FinishReason, Kind, ModelRequest, Reply, Usage
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Call:
     """Those of its prompt, as its exchange's `media` has them."""
     reasoned: bool = False
     """Whether its reply has reasoning."""
+    turns: TurnCounts | None = None
+    """The lineage of the turns that its prompt shows; `None` = not counted."""
     spans: SpanList | None = None
     """Digests of the request's raw messages; set when the call is admitted."""
     continues: str | None = None

@@ -23,7 +23,7 @@ from bridle.dialects.base import Kept, ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import EngineError, RenderError, RequestError, boundary
-from bridle.gateway import budgets, faults, origins
+from bridle.gateway import budgets, faults, lineage, origins
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.constraints import (
     grammar_of,
@@ -42,7 +42,6 @@ from bridle.gateway.recording import (
     Prompted,
     exchange_record,
     images_of,
-    issued_ids,
     new_bodies,
     sampled_under,
 )
@@ -52,7 +51,7 @@ from bridle.gateway.sampling import Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.tries import question_key
 from bridle.gateway.weights import Policy
-from bridle.prompting.canonical import answer_atoms, canonical, joined_atoms
+from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.messages import chat_tools, server_messages
 from bridle.prompting.prompt import PromptIds
@@ -235,6 +234,7 @@ class Exchanges:
         effective = await self._effective(session, call, len(prompted.prompt))
         head = call.reply_head()
         call.head = ReplyHead(head.reply_id, head.model, head.created, len(prompted.prompt))
+        call.turns = lineage.turns_shown(session, question, prompted.parent)
         served = question.served
         plan = served.plan or session.plan
         call.grammar = grammar_of(question.request, plan, served.info, served.renderer)
@@ -398,7 +398,8 @@ class Exchanges:
         """Parse the reply, index it, make it durable; then the call is COMMITTED."""
         question = call.posed()
         request, wire, served = question.request, question.wire, question.served
-        prompt, _ = sampled_under(prompted, sampled)
+        prompt, extended = sampled_under(prompted, sampled)
+        call.turns = call.turns if extended else lineage.turns_under(session, call, prompt)
         reply = served.prompts.plain_reply(request, prompt, sampled)
         reply = reply or self._parse(call, prompt, sampled)
         reply = served.prompts.with_logprobs(request, reply, sampled)
@@ -443,16 +444,14 @@ class Exchanges:
         It is indexed first: a child that comes meanwhile finds it and waits for its `done`.
         """
         question = finished.question
-        session.conversation.commit(
+        lineage.index_reply(
+            session,
             finished.call.exchange_id,
-            question.canonical,
-            answer_atoms(shown, question.request.tools),
-            issued_ids(shown),
-            joined=joined_atoms(question.request, shown),
-            template_args=question.template_args,
+            (question.request, question.canonical, question.template_args),
+            shown,
+            tokens=len(finished.sample.output_ids),
+            kind=finished.call.asked.kind,
         )
-        summary = finished.call.asked.kind is Kind.COMPACTION
-        session.lineage.note(finished.call.exchange_id, shown, summary=summary)
         unpaired = session.new_unpaired(question.canonical)
         exchange = exchange_record(finished, session.next_index, unpaired)
         bodies = new_bodies(finished, session.stored)

@@ -153,6 +153,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "orphans": len(question.canonical.pairing.orphans),
         "unpaired": unpaired,
         "repeats": list(placement.repeats),
+        "turns": None if (turns := finished.call.turns) is None else turns.as_json(),
         "break": _break(sample),
         "resumed": sample.resumed,
         "stream": _streamed(finished.call) if request.stream else None,

@@ -18,21 +18,20 @@ from bridle.dialects import DIALECTS
 from bridle.dialects.base import ReplyHead, Route, RouteKind, WireFormat
 from bridle.dialects.ids import bare_id, reply_id
 from bridle.errors import BridleError, StoreError, boundary
-from bridle.gateway import faults
+from bridle.gateway import faults, lineage
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.live import Mark
 from bridle.gateway.models import Models
-from bridle.gateway.recording import issued_ids
 from bridle.gateway.registry import STORED_AS, Registry, Session
 from bridle.gateway.responses import DELETED
 from bridle.gateway.tries import question_key
-from bridle.prompting.canonical import Atom, answer_atoms, canonical, joined_atoms
+from bridle.prompting.canonical import Atom, answer_atoms, canonical
 from bridle.prompting.conversation import Placement, PlacementKind
 from bridle.prompting.prompt import PromptIds
+from bridle.prompting.turns import TurnCounts
 from bridle.types import (
     DeliveryState,
     FinishReason,
-    Kind,
     Message,
     ModelRequest,
     Reply,
@@ -115,16 +114,14 @@ class Restorer:
         template_args = self._models.template_args_of(other, request)
         shown = wire.reply_messages(exchange.reply)
         session.conversation.begin(exchange.exchange_id, key)
-        session.conversation.commit(
+        lineage.index_reply(
+            session,
             exchange.exchange_id,
-            key,
-            answer_atoms(shown, request.tools),
-            issued_ids(shown),
-            joined=joined_atoms(request, shown),
-            template_args=template_args,
+            (request, key, template_args),
+            shown,
+            tokens=len(exchange.output_ids),
+            kind=exchange.kind,
         )
-        summary = exchange.kind is Kind.COMPACTION
-        session.lineage.note(exchange.exchange_id, shown, summary=summary)
         call = Call(
             exchange_id=exchange.exchange_id,
             session_id=session.session_id,
@@ -138,6 +135,7 @@ class Restorer:
             finish=exchange.finish_reason,
             images=exchange.extra.get("media", ()),
             reasoned=any(message.reasoning for message in shown),
+            turns=TurnCounts.of_json(exchange.extra.get("turns")),
             spans=spans,
             continues=exchange.continues,
             base_id=exchange.request.base,

@@ -145,6 +145,7 @@ class Deliveries:
             answer_atoms(shown, question.request.tools),
             issued_ids(shown),
             template_args=question.template_args,
+            tokens=0 if call.output_ids is None else len(call.output_ids),
         )
 
     def shown(self, session: Session, call: Call, by: str) -> None:

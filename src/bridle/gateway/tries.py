@@ -43,7 +43,7 @@ def question_key(request: ModelRequest, canonical: Canonical, template_args: Has
     )
     digest = blake2b(canonical.chain[-1], digest_size=16)
     digest.update(canonical.tools_digest)
-    digest.update(repr((template_args, request.raw_prompt)).encode("utf-8", "surrogatepass"))
+    digest.update(repr(template_args).encode("utf-8", "surrogatepass"))
     digest.update(_json(asked))
     return digest.digest()
 

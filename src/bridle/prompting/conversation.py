@@ -9,6 +9,7 @@ recorded traffic of 15 harnesses, is the project's matching document; its cases'
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +25,7 @@ from bridle.prompting.canonical import (
 )
 from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
 from bridle.prompting.index import Index, Indexed
+from bridle.prompting.turns import TurnCounter, turns_of
 from bridle.types import DeliveryState, Message, ModelRequest, Role
 
 _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
@@ -100,6 +102,7 @@ class Conversation:
         self._index = Index()
         self._continued: dict[bytes, Indexed] = {}
         """What the request last placed under this prompt key continues, until it begins."""
+        self.turns = TurnCounter(self._index)
 
     def place(
         self, request: ModelRequest, canonical: Canonical, *, template_args: Hashable = None
@@ -146,13 +149,20 @@ class Conversation:
         *,
         joined: Sequence[Atom] = (),
         template_args: Hashable = None,
+        tokens: int = 0,
     ) -> None:
         """Index an exchange: `answer` as `answer_atoms` made it of the reply, `issued` its ids.
 
-        `joined` is `joined_atoms` of a reply that the client began.
+        `joined` is `joined_atoms` of a reply that the client began, `tokens` how many were sampled.
         """
         self._index.commit(
-            exchange_id, canonical, answer, issued, joined=joined, template_args=template_args
+            exchange_id,
+            canonical,
+            answer,
+            issued,
+            joined=joined,
+            template_args=template_args,
+            tokens=tokens,
         )
 
     def forget(self, exchange_id: str) -> None:
@@ -176,6 +186,7 @@ class _Search:
     def __init__(self, index: Index, messages: Sequence[Message], canonical: Canonical) -> None:
         self._index = index
         self._messages = messages
+        self._canonical = canonical
         self._atoms = canonical.atoms
         self._chain = canonical.chain
         self._message_of = canonical.message_of
@@ -187,7 +198,7 @@ class _Search:
         if silent is not None:
             return silent
         if last < 0:
-            return _Found(PlacementKind.ROOT, reason="first")
+            return self._by_content() or _Found(PlacementKind.ROOT, reason="first")
         return self._exact(last) or self._changed(last)
 
     # ---- the last turn came back as it was delivered
@@ -241,17 +252,17 @@ class _Search:
         return left[0], tie
 
     def _silent_turn(self, last: int) -> _Found | None:
-        """A turn without atoms (reasoning only) after the last visible one, by its ids."""
-        for hint in reversed(self._hints):
-            if hint.position <= last:
+        """A turn without atoms after the last visible one, by its ids, reasoning, or place."""
+        start = self._message_of[last] + 1 if last >= 0 else 0
+        for message in range(len(self._messages) - 1, start - 1, -1):
+            if self._messages[message].role is not Role.ASSISTANT:
+                continue
+            position = bisect_left(self._message_of, message)
+            hints = [hint for hint in self._hints if hint.position == position]
+            owner = self._index.silent_at(self._chain[position], hints)
+            if owner is None or owner.answer or owner.prompt_key != self._chain[position]:
                 return None
-            for value in reversed(hint.ids):
-                owner = self._index.owner_of(value)
-                if owner is not None and not owner.answer:
-                    if owner.prompt_key != self._chain[hint.position]:
-                        return None
-                    after = self._after(hint.message)
-                    return _Found(PlacementKind.CHILD, owner, new_from=after)
+            return _Found(PlacementKind.CHILD, owner, new_from=self._after(message))
         return None
 
     # ---- it did not
@@ -274,7 +285,16 @@ class _Search:
         owner = self._owner(0, start - 1)
         if owner is not None:  # the harness spoke last for the model, but not in all turns
             return self._found(PlacementKind.FORK, owner, last, reason="history_changed")
-        return _Found(PlacementKind.ROOT, reason="foreign")
+        return self._by_content() or _Found(PlacementKind.ROOT, reason="foreign")
+
+    def _by_content(self) -> _Found | None:
+        """The last turn of ours that stands under another history; `None` = no turn is ours."""
+        turns = turns_of(self._index, self._messages, self._canonical)
+        owners = [turn.owner for turn in turns if turn.owner is not None]
+        if not owners:
+            return None
+        reason = "history_changed"
+        return _Found(PlacementKind.FORK, owners[-1], reason, new_from=len(self._messages))
 
     def _before(self, last: int) -> tuple[Indexed | None, int, str | None]:
         """The latest earlier turn that the chain knows, the index of its last atom, its tie."""

@@ -1,9 +1,10 @@
-"""What a session's exchanges are found by: chain keys and the ids that we issued. Pure.
+"""What a session's exchanges are found by: chain keys, issued ids, and content. Pure.
 
 `by_turn`, chain after an answer -> exchanges: the exact parent. `by_prompt`, chain after a request
 -> exchanges, those in flight included: repeats, rewritten turns, siblings. `by_id`, every id that
-we issued -> exchange: proof of a turn, ties, lineage. An exchange enters the first and the last
-when it commits, with only what a client can have seen.
+we issued -> exchange: proof of a turn, ties, lineage. `by_content`, digest of an answer's atoms
+without the history before them -> exchanges: lineage under another history. An exchange enters all
+but `by_prompt` when it commits, with only what a client can have seen.
 """
 
 from __future__ import annotations
@@ -11,10 +12,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bridle.prompting.canonical import Atom, AtomKind, Canonical, chain_after
+from bridle.prompting.canonical import (
+    Atom,
+    AtomKind,
+    Canonical,
+    Hint,
+    chain_after,
+    digest,
+)
 from bridle.types import DeliveryState
 
 _URL_SAFE = str.maketrans("-_", "+/")
+
+_CONTENT = digest("bridle-content-1")
+"""Where the digest of an answer without its history begins."""
+
+
+def content_key(atoms: Iterable[Atom]) -> bytes:
+    """16 bytes over atoms without the history before them."""
+    return chain_after(_CONTENT, atoms)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +51,14 @@ class Indexed:
     joined_key: bytes | None = None
     """The chain's digest after the answer in one piece with what the client began of it; `None` =
     it began nothing."""
+    joined_content: bytes | None = None
+    """As `joined_key`, without the history."""
     turn_keys: tuple[bytes, ...] = ()
     """Under which `by_turn` has it."""
+    content_keys: tuple[bytes, ...] = ()
+    """Under which `by_content` has it."""
+    tokens: int = 0
+    """Sampled tokens of its reply."""
     reasoning: frozenset[bytes] = frozenset()
     template_args: Hashable = None
     state: DeliveryState | None = None
@@ -57,7 +79,14 @@ class Index:
         self._by_turn: dict[bytes, list[Indexed]] = {}
         self._by_prompt: dict[bytes, list[Indexed]] = {}
         self._by_id: dict[str, Indexed] = {}
+        self._by_content: dict[bytes, list[Indexed]] = {}
+        self._beginnings: set[bytes] = set()
+        """Digests of the first atoms of answers."""
+        self._by_reasoning: dict[bytes, list[Indexed]] = {}
+        """Answers without atoms."""
         self._clock = 0
+        self.replied = False
+        """Whether any reply is or was there for a harness to show."""
 
     def begin(self, exchange_id: str, canonical: Canonical) -> None:
         """An exchange is in flight."""
@@ -80,6 +109,7 @@ class Index:
         *,
         joined: Sequence[Atom] = (),
         template_args: Hashable = None,
+        tokens: int = 0,
     ) -> None:
         """As `Conversation.commit`."""
         if exchange_id not in self._exchanges:
@@ -91,6 +121,12 @@ class Index:
         exchange.answer = tuple(atom for atom in answer if atom.kind is not AtomKind.EVIDENCE)
         exchange.reasoning = frozenset(atom.reasoning for atom in answer if atom.reasoning)
         exchange.joined_key = chain_after(canonical.chain[-2], joined) if joined else None
+        exchange.joined_content = content_key(joined) if joined else None
+        exchange.tokens = tokens
+        self.replied = True
+        self._beginnings.update(atom.digest for atom in (*exchange.answer[:1], *joined[:1]))
+        for key in () if exchange.answer else exchange.reasoning:
+            self._by_reasoning.setdefault(key, []).append(exchange)
         self._index_turn(exchange, exchange.answer)
         for value in issued:
             self._by_id[id_key(value)] = exchange
@@ -121,15 +157,22 @@ class Index:
             self._index_turn(exchange, seen)
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
-        """Put the exchange into `by_turn` under the keys after the atoms that can come back."""
+        """Put the exchange under the keys of the atoms that can come back."""
         for key in exchange.turn_keys:
             _take_out(self._by_turn, key, exchange)
+        for key in exchange.content_keys:
+            _take_out(self._by_content, key, exchange)
         exchange.shown = shown
         exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
-        if exchange.joined_key is not None and shown and shown == exchange.answer:
+        exchange.content_keys = (content_key(shown),) if shown else ()
+        whole = bool(shown) and shown == exchange.answer
+        if exchange.joined_key is not None and exchange.joined_content is not None and whole:
             exchange.turn_keys += (exchange.joined_key,)
+            exchange.content_keys += (exchange.joined_content,)
         for key in exchange.turn_keys:
             self._by_turn.setdefault(key, []).append(exchange)
+        for key in exchange.content_keys:
+            self._by_content.setdefault(key, []).append(exchange)
 
     def _next(self) -> int:
         self._clock += 1
@@ -144,6 +187,41 @@ class Index:
     def prompts_at(self, key: bytes) -> list[Indexed]:
         """Exchanges, those in flight included, whose request ends at this point; oldest first."""
         return self._by_prompt.get(key, [])
+
+    def known(self, exchange_id: str) -> Indexed | None:
+        """An exchange by its id."""
+        return self._exchanges.get(exchange_id)
+
+    def longest_said(self, atoms: Sequence[Atom]) -> tuple[int, Indexed | None]:
+        """The longest beginning of `atoms` that is a whole answer, and the newest that gave it.
+
+        (0, `None`) = there is none.
+        """
+        length, owner = 0, None
+        if not atoms or atoms[0].digest not in self._beginnings:
+            return length, owner
+        key = _CONTENT
+        for count, atom in enumerate(atoms, start=1):
+            key = chain_after(key, (atom,))
+            if found := [one for one in self._by_content.get(key, ()) if one.usable]:
+                length, owner = count, max(found, key=lambda one: one.order)
+        return length, owner
+
+    def silent_at(self, key: bytes, hints: Sequence[Hint]) -> Indexed | None:
+        """The exchange of a turn without atoms that stands at `key`; `hints` is what it carries.
+
+        An id of ours says which it is, else its reasoning, under any history. Where it carries
+        neither, its place decides.
+        """
+        ids = [value for hint in reversed(hints) for value in reversed(hint.ids)]
+        for value in ids:
+            if (owner := self.owner_of(value)) is not None:
+                return owner
+        here = [e for e in self.prompts_at(key) if e.usable and not e.answer]
+        thoughts = [hint.reasoning for hint in hints if hint.reasoning]
+        found = [e for thought in thoughts for e in self._by_reasoning.get(thought, ())]
+        found = here if not ids and not thoughts else [e for e in found if e.usable]
+        return max(found, key=lambda e: (e in here, e.order), default=None)
 
     def owner_of(self, value: str) -> Indexed | None:
         """The exchange that issued an id."""

@@ -24,6 +24,9 @@ LINES_OF_FORKS = 12
 LOW_MERGE_RATIO = 0.9
 """Below this a batch costs its trainer many times its tokens."""
 
+TURNS = ("shown", "verbatim", "rerendered", "foreign", "given")
+"""Counts of assistant turns, as `metadata.stats` has them behind `turns_`."""
+
 
 @dataclass(slots=True)
 class Report:
@@ -43,10 +46,16 @@ class Report:
     """Failed checks of token identity, by name."""
     forks: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Places where a conversation went on and its ids did not, by harness and reason."""
-    continuing: int = 0
-    """Exchanges that continue another one's messages."""
+    showing: int = 0
+    """Agent exchanges that show a turn that was sampled."""
     extending: int = 0
-    """Those of them whose prompt extends its ids."""
+    """Those of them whose prompt extends its parent's ids."""
+    turns: Counter[str] = field(default_factory=Counter)
+    """Assistant turns that requests showed, by `TURNS`."""
+    rerendered: int = 0
+    """Sampled tokens that a prompt showed as other ids."""
+    uncounted: int = 0
+    """Sessions whose statistics do not say how turns were shown: of older versions."""
     drift: Counter[str] = field(default_factory=Counter)
     spliced: int = 0
     """Tokens in spliced spans: the exceptions to law 1 that were asked for."""
@@ -57,9 +66,9 @@ class Report:
     """Sessions of which nothing trains."""
 
     @property
-    def merge_ratio(self) -> float:
-        """Exchanges that extend another / exchanges that continue another."""
-        return self.extending / self.continuing if self.continuing else 1.0
+    def merge_ratio(self) -> float | None:
+        """Agent exchanges that extend a parent / those that show a turn of ours; `None` = none."""
+        return self.extending / self.showing if self.showing else None
 
     def add(self, session_id: str, harness: str, status: str, stats: JSON) -> None:
         """Add one session's `metadata.stats`."""
@@ -81,14 +90,27 @@ class Report:
                 self.unproved[found["reason"]] += 1
             else:
                 self.forks[harness, found["reason"]] += 1
-        continuing = sum(stats["drift"].values())
-        self.continuing += continuing
-        self.extending += round(stats["merge_ratio"] * continuing)
+        self._add_lineage(stats)
         self.drift.update(stats["drift"])
         self.spliced += stats.get("spliced", {}).get("tokens", 0)
         self.overlong += stats.get("overlong", 0)
         if (cut := stats.get("truncated")) is not None:
             self.cut[cut] += 1
+
+    def _add_lineage(self, stats: JSON) -> None:
+        if (merging := stats.get("merging")) is not None:
+            self.showing += merging["showing"]
+            self.extending += merging["extending"]
+        if stats.get("turns_shown") is None:
+            self.uncounted += 1
+            return
+        self.turns.update({name: stats[f"turns_{name}"] for name in TURNS})
+        self.rerendered += stats["tokens_rerendered"]
+
+    @property
+    def counted(self) -> bool:
+        """Whether any session says how turns were shown."""
+        return self.uncounted < self.sessions
 
     def as_json(self) -> JSON:
         """The numbers as plain JSON values."""
@@ -102,6 +124,9 @@ class Report:
             "tokens_excluded": dict(sorted(self.excluded.items())),
             "law_1_unproved": dict(sorted(self.unproved.items())),
             "law_2_unequal": self.unequal,
+            **{f"turns_{name}": self.turns[name] if self.counted else None for name in TURNS},
+            "tokens_rerendered": self.rerendered if self.counted else None,
+            "sessions_uncounted": self.uncounted,
             "merge_ratio": self.merge_ratio,
             "forks": [
                 {"harness": harness, "reason": reason, "count": count}
@@ -118,6 +143,7 @@ class Report:
         """The page."""
         yield f"sessions  {self.sessions} ({_listed(self.statuses)})"
         yield f"calls     {self.exchanges} in {self.traces} traces"
+        yield from self._lineage()
         yield ""
         yield from self._laws()
         yield ""
@@ -125,11 +151,6 @@ class Report:
         for reason, count in self.excluded.most_common():
             yield f"  {reason:<14} {count:>10}  {_share(count, self.captured)}"
         yield ""
-        low = "! " if self.merge_ratio < LOW_MERGE_RATIO else ""
-        yield (
-            f"{low}merge ratio  {self.merge_ratio:.3f}"
-            f" ({self.extending} of {self.continuing} calls that continue another extend its ids)"
-        )
         yield f"drift     {_listed(self.drift)}"
         yield f"forks     {sum(self.forks.values())}"
         ranked = _ranked(self.forks)
@@ -138,6 +159,30 @@ class Report:
         if rest := ranked[LINES_OF_FORKS:]:
             yield f"  {len(rest)} other kinds {sum(count for _, count in rest):>33}"
         yield from self._limits()
+
+    def _lineage(self) -> Iterator[str]:
+        """How the assistant turns that requests showed stood in their prompts."""
+        turns = self.turns
+        if self.counted:
+            shown = turns["shown"]
+            bad = "! " if turns["verbatim"] < LOW_MERGE_RATIO * shown else ""
+            yield (
+                f"{bad}turns     {shown} shown: {turns['verbatim']} verbatim"
+                f" ({_share(turns['verbatim'], shown)}), {turns['rerendered']} rerendered"
+                f" ({self.rerendered} tokens), {turns['foreign']} foreign"
+                f"; {turns['given']} given"
+            )
+        if self.uncounted:
+            yield f"turns     - in {self.uncounted} sessions, which were not counted when captured"
+        ratio = self.merge_ratio
+        if ratio is None:
+            yield "merge ratio  - (no call of an agent is known to show a turn that was sampled)"
+            return
+        low = "! " if ratio < LOW_MERGE_RATIO else ""
+        yield (
+            f"{low}merge ratio  {ratio:.3f} ({self.extending} of {self.showing} agent calls"
+            " that show a sampled turn extend its ids)"
+        )
 
     def _laws(self) -> Iterator[str]:
         failed = sum(self.unproved.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,10 +18,23 @@ from bridle.trajectory.drift import Joined
 from bridle.trajectory.graph import Break, Graph
 from bridle.trajectory.masks import Marks
 from bridle.trajectory.sample import MaskReason, Trace
-from bridle.types import JSON
+from bridle.types import JSON, Kind
 
 if TYPE_CHECKING:
     from bridle.types import Ids
+
+
+VERSION: Final = 2
+"""`stats_version`: 1 (without the key) counted lineage per exchange, not per turn shown."""
+
+TURNS: Final = {
+    "turns_verbatim": "verbatim",
+    "turns_rerendered": "rerendered",
+    "turns_foreign": "foreign",
+    "turns_given": "given",
+    "tokens_rerendered": "tokens_rerendered",
+}
+"""Key of the statistics -> key of an exchange's `turns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +69,6 @@ def measure(
     if built.truncated:
         excluded[MaskReason.TRUNCATED.key] += built.truncated
     assert captured == trained + excluded.total(), (captured, trained, excluded)
-    extended = sum(
-        exchange.parent_id is not None or exchange.exchange_id in joined.extended
-        for exchange in exchanges
-    )
     continuing = [exchange for exchange in exchanges if exchange.continues is not None]
     roots = sum(1 for _ in graph.roots)
     leaves = sum(node.is_leaf for node in graph.nodes.values())
@@ -71,7 +80,8 @@ def measure(
         "tokens_captured": captured,
         "tokens_trained": trained,
         "tokens_excluded": dict(sorted(excluded.items())),
-        "merge_ratio": extended / len(continuing) if continuing else 1.0,
+        "stats_version": VERSION,
+        **_lineage(exchanges, joined),
         "joins": marks.joins,
         "drift": dict(sorted(_drift(continuing, joined).items())),
         "breaks": [_break(found) for found in graph.breaks]
@@ -86,6 +96,35 @@ def measure(
         "overlong": built.overlong,
         "truncated": built.cut,
     }
+
+
+def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
+    """How the assistant turns of the requests stood in their prompts; `None` = not captured.
+
+    Capture files of older versions do not have it. `merging` has the two numbers of the ratio.
+    """
+    counts = [exchange.extra.get("turns") for exchange in exchanges]
+    known = None not in counts
+    sums = {
+        name: sum(found[key] for found in counts if found) if known else None
+        for name, key in TURNS.items()
+    }
+    shown = [sums[f"turns_{kind}"] for kind in ("verbatim", "rerendered", "foreign")]
+    agent = [exchange for exchange in exchanges if exchange.kind is Kind.AGENT]
+    told = all("turns" in exchange.extra for exchange in agent)
+    showing = [e for e in agent if told and _ours(e.extra["turns"])]
+    extending = sum(e.parent_id is not None or e.exchange_id in joined.extended for e in showing)
+    return {
+        "turns_shown": sum(shown) if known else None,
+        **sums,
+        "merge_ratio": extending / len(showing) if showing else None,
+        "merging": {"extending": extending, "showing": len(showing)} if told else None,
+    }
+
+
+def _ours(turns: JSON) -> int:
+    found: int = turns["verbatim"] + turns["rerendered"]
+    return found
 
 
 def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:

@@ -1,0 +1,190 @@
+"""The lineage of the assistant turns that a request shows: are they ours, and as which ids? Pure.
+
+A turn is a run of assistant messages, divided where the replies of several exchanges meet. It is
+recognised by the ids that we issued, else by its content: the digest of its atoms without the
+history before them, so a window, a clock in the system prompt or a masked result hides nothing.
+A turn without atoms is recognised by its reasoning, else by its place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from bridle.prompting.canonical import Atom, Canonical, Hint
+from bridle.prompting.index import Index, Indexed, content_key
+from bridle.types import JSON, Message, Role
+
+LONGEST_MATCH = 256
+"""Atoms of one reply beyond which a turn is recognised by ids only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCounts:
+    """How the assistant turns of one request stand in its prompt."""
+
+    verbatim: int = 0
+    """Turns whose sampled ids stand in the prompt."""
+    rerendered: int = 0
+    """Turns of ours that stand there as other ids."""
+    foreign: int = 0
+    """Turns that nobody sampled here."""
+    given: int = 0
+    """Turns that stood in a request before the session had any reply; not among `foreign`."""
+    tokens_rerendered: int = 0
+    """Sampled tokens of the re-rendered turns."""
+
+    @property
+    def ours(self) -> int:
+        """Turns that we sampled."""
+        return self.verbatim + self.rerendered
+
+    def as_json(self) -> JSON:
+        """The counts as capture keeps them."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, kept: JSON | None) -> TurnCounts | None:
+        """The counts of a captured exchange; `None` where it has none."""
+        return None if kept is None else cls(**kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn of a request."""
+
+    owner: Indexed | None
+    """The exchange that sampled it; `None` = none of the session."""
+    content: bytes
+    """Digest of its atoms."""
+
+
+class TurnCounter:
+    """Counts the turns of one session's requests."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._given: set[bytes] = set()
+        """Contents of foreign turns that were shown before there was a reply."""
+
+    def count(
+        self,
+        messages: Sequence[Message],
+        canonical: Canonical,
+        *,
+        first: int = 0,
+        before: TurnCounts | None = None,
+        rewritten: str | None = None,
+    ) -> TurnCounts:
+        """The counts of a request.
+
+        An extension gives its parent's counts as `before` and the index of its `first` message
+        after the parent's reply: only turns from there on are looked at, and the parent's own is
+        verbatim. Turns that no ids of an ancestor hold are rendered from text. `rewritten` is the
+        exchange whose reply the placement found in the last turn, though it was changed.
+        """
+        if before is None:
+            first, counted = 0, TurnCounts()
+        else:
+            counted = replace(before, verbatim=before.verbatim + 1)
+        rerendered = foreign = given = tokens = 0
+        turns = [*turns_of(self._index, messages, canonical, first)]
+        if turns and turns[-1].owner is None and rewritten is not None:
+            turns[-1] = replace(turns[-1], owner=self._index.known(rewritten))
+        for turn in turns:
+            if turn.owner is not None:
+                rerendered += 1
+                tokens += turn.owner.tokens
+            elif self._is_given(turn.content):
+                given += 1
+            else:
+                foreign += 1
+        return TurnCounts(
+            verbatim=counted.verbatim,
+            rerendered=counted.rerendered + rerendered,
+            foreign=counted.foreign + foreign,
+            given=counted.given + given,
+            tokens_rerendered=counted.tokens_rerendered + tokens,
+        )
+
+    def _is_given(self, content: bytes) -> bool:
+        if not self._index.replied:
+            self._given.add(content)
+        return content in self._given
+
+
+def turns_of(
+    index: Index, messages: Sequence[Message], canonical: Canonical, first: int = 0
+) -> Iterator[Turn]:
+    """The assistant turns from message `first` on, in order."""
+    at = first
+    while at < len(messages):
+        if messages[at].role is not Role.ASSISTANT:
+            at += 1
+            continue
+        start = at
+        while at < len(messages) and messages[at].role is Role.ASSISTANT:
+            at += 1
+        yield from _Run(index, canonical, start, at).turns()
+
+
+class _Run:
+    """A run of assistant messages."""
+
+    def __init__(self, index: Index, canonical: Canonical, start: int, end: int) -> None:
+        self._index = index
+        self._canonical = canonical
+        self._first = bisect_left(canonical.message_of, start)
+        self._end = bisect_left(canonical.message_of, end)
+        low = bisect_left(canonical.hints, start, key=_message)
+        high = bisect_left(canonical.hints, end, key=_message)
+        self._hints = canonical.hints[low:high]
+
+    def turns(self) -> Iterator[Turn]:
+        if self._first == self._end:
+            key = self._canonical.chain[self._first]
+            yield Turn(self._index.silent_at(key, self._hints), content_key(()))
+            return
+        at = self._first
+        while at < self._end:
+            owner, stop = self._said(at)
+            if owner is None:
+                owner, stop = self._proved(at)
+            yield Turn(owner, content_key(self._canonical.atoms[at:stop]))
+            at = stop
+
+    def _said(self, at: int) -> tuple[Indexed | None, int]:
+        """The exchange whose whole answer stands at `at`, and where it ends; the longest one."""
+        atoms = self._canonical.atoms[at : min(self._end, at + LONGEST_MATCH)]
+        length, owner = self._index.longest_said(atoms)
+        if owner is None:
+            return None, at
+        proved = self._owner(at, at + length)
+        return proved or owner, at + length
+
+    def _proved(self, at: int) -> tuple[Indexed | None, int]:
+        """The exchange whose ids stand from `at` on, and where another turn begins."""
+        owner = self._owner(at, at + 1)
+        stop = at + 1
+        while stop < self._end and self._said(stop)[0] is None:
+            found = self._owner(stop, stop + 1)
+            if found is not None and owner is not None and found is not owner:
+                break
+            owner = owner or found
+            stop += 1
+        return owner, stop
+
+    def _owner(self, start: int, stop: int) -> Indexed | None:
+        """The exchange of the last id of ours at these atoms and beside them."""
+        beside = [hint for hint in self._hints if start <= hint.position < stop]
+        atoms: Sequence[Atom | Hint] = (*beside, *self._canonical.atoms[start:stop])
+        for one in reversed(atoms):
+            for value in reversed(one.ids):
+                if (owner := self._index.owner_of(value)) is not None:
+                    return owner
+        return None
+
+
+def _message(hint: Hint) -> int:
+    return hint.message

@@ -1,0 +1,119 @@
+"""What a harness does to its history stands in the numbers of its session."""
+
+import numpy as np
+from tests.gateway.house import SHELL_TOOL, house, tool_result, user
+from tests.gateway.test_restore import again, on_disk
+
+from bridle.gateway import lineage
+from bridle.prompting.prompt import PromptIds
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+async def stats_of(home, caller):
+    _, trajectory = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+    return trajectory["metadata"]["stats"]
+
+
+def counts(stats):
+    return {name: stats[f"turns_{name}"] for name in ("verbatim", "rerendered", "foreign", "given")}
+
+
+async def test_a_clock_in_the_system_prompt_is_ten_roots_and_says_so():
+    async with house(*({"content": f"turn {n}"} for n in range(10))) as home:
+        caller = await home.session()
+        history = [user("go")]
+        for turn in range(10):
+            history.append(await caller.ask([system(f"It is 10:0{turn}."), *history]))
+            history.append(user("on"))
+        stats = await stats_of(home, caller)
+        sampled = [len(exchange.output_ids) for exchange in caller.exchanges]
+    assert (stats["roots"], stats["merge_ratio"]) == (10, 0.0)
+    assert counts(stats) == {"verbatim": 0, "rerendered": 45, "foreign": 0, "given": 0}
+    assert stats["tokens_rerendered"] == sum(sum(sampled[:turn]) for turn in range(10))
+    assert [found["reason"] for found in stats["breaks"]] == ["history_changed"] * 9
+
+
+async def test_a_sliding_window_is_seen():
+    async with house(*({"content": f"turn {n}"} for n in range(8))) as home:
+        caller = await home.session()
+        history = [user("go")]
+        for turn in range(8):
+            history.append(await caller.ask([system("s"), *history[-3:]]))
+            history.append(user(f"on {turn}"))
+        stats = await stats_of(home, caller)
+    assert stats["merge_ratio"] < 0.2
+    assert counts(stats) == {"verbatim": 1, "rerendered": 6, "foreign": 0, "given": 0}
+
+
+async def test_masked_observations_are_seen():
+    turns = [{"content": f"LOOK {n}"} for n in range(5)]
+    async with house(*turns) as home:
+        caller = await home.session()
+        history = [system("s"), user("go")]
+        for turn in range(5):
+            shown = [
+                user("[gone]")
+                if one["content"].startswith("saw") and at < len(history) - 1
+                else one
+                for at, one in enumerate(history)
+            ]
+            history.append(await caller.ask([*shown, history[-1]]))
+            history.append(user(f"saw {turn}"))
+        stats = await stats_of(home, caller)
+    assert counts(stats)["rerendered"] > 0
+    assert stats["turns_shown"] == 10
+    assert stats["turns_verbatim"] < 10
+
+
+async def test_an_append_only_harness_is_verbatim_with_its_examples_apart():
+    shell = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
+    async with house(
+        {"content": "unused"}, shell, {"content": "one file"}, {"content": "x"}
+    ) as home:
+        caller = await home.session()
+        examples = [user("2+2?"), {"role": "assistant", "content": "4"}, user("list")]
+        history = [*examples, await caller.ask(examples, tools=[SHELL_TOOL])]
+        history.append(tool_result(history[-1]["tool_calls"][0], "a.txt"))
+        history += [await caller.ask(history, tools=[SHELL_TOOL]), user("more")]
+        await caller.ask(history, tools=[SHELL_TOOL])
+        stats = await stats_of(home, caller)
+    assert counts(stats) == {"verbatim": 3, "rerendered": 0, "foreign": 0, "given": 3}
+    assert (stats["turns_shown"], stats["merge_ratio"], stats["roots"]) == (3, 1.0, 1)
+
+
+async def test_a_turn_that_the_harness_wrote_on_is_rerendered_not_foreign():
+    async with house({"content": "I run <f>ls"}, {"content": "done"}) as home:
+        caller = await home.session()
+        turn = await caller.ask([user("go")])
+        await caller.ask([user("go"), turn | {"content": turn["content"] + "</f>"}, user("on")])
+        stats = await stats_of(home, caller)
+    assert counts(stats) == {"verbatim": 0, "rerendered": 1, "foreign": 0, "given": 0}
+    assert stats["merge_ratio"] == 0.0
+
+
+async def test_counts_go_on_after_a_restart(tmp_path):
+    turns = ({"content": "one"}, {"content": "two"}, {"content": "three"})
+    async with on_disk(tmp_path / "c.sqlite", *turns) as home:
+        caller = await home.session("s")
+        history = [user("go"), await caller.ask([user("go")]), user("on")]
+        history += [await caller.ask(history), user("on")]
+    async with on_disk(tmp_path / "c.sqlite", *turns) as home:
+        await again(home, caller).ask(history)
+        stats = await stats_of(home, caller)
+    assert counts(stats) == {"verbatim": 3, "rerendered": 0, "foreign": 0, "given": 0}
+    assert stats["merge_ratio"] == 1.0
+
+
+async def test_a_prompt_that_the_engine_made_is_known_by_the_ids_that_it_begins_with():
+    async with house({"content": "a"}, {"content": "b"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        parent = caller.calls[0]
+        before, output_ids = parent.sampled()
+        whole = np.concatenate((before.array(), output_ids, output_ids))
+        assert lineage.standing(PromptIds.root(whole), parent) is parent
+        assert lineage.standing(PromptIds.root(whole[1:]), parent) is None
+        assert lineage.standing(PromptIds.root(whole), None) is None
