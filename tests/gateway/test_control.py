@@ -5,13 +5,16 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.capture.made import MadeSession
 from tests.gateway.house import TOKEN, house, scripted, user
 
+from bridle.capture.records import Delivery
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
-from bridle.gateway.control import TOKEN_ENV, control_token
+from bridle.gateway.control import TOKEN_ENV, control_token, encode, exchanges_json
 from bridle.gateway.settings import GatewaySettings
+from bridle.types import DeliveryState
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", "bk-key"])
@@ -232,3 +235,67 @@ def test_a_token_file_that_cannot_be_had_is_a_clear_error(tmp_path):
     (tmp_path / "empty" / "control.token").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         control_token(GatewaySettings(data_dir=tmp_path / "empty"))
+
+
+@pytest.fixture
+def made():
+    return MadeSession("s1", seed=3)
+
+
+def shown(made):
+    capture = made.capture()
+    return orjson.loads(encode(exchanges_json(capture.exchanges, capture.deliveries)))
+
+
+def test_a_child_shows_its_whole_prompt(made):
+    made.call(exchange_id="first", new=6, output=4)
+    made.call("first", exchange_id="second", new=3, output=2)
+    made.call("first", exchange_id="branch", new=5, output=1)
+    made.call("branch", exchange_id="in part", kept=8, new=2)
+    for exchange in shown(made):
+        exchange_id = exchange["exchange_id"]
+        assert exchange["prompt_ids"] == made.prompts[exchange_id].tolist()
+        assert exchange["output_ids"] == made.outputs[exchange_id].tolist()
+        assert len(exchange["logprobs"]) == len(exchange["output_ids"])
+
+
+def test_an_exchange_has_the_promised_keys(made):
+    made.call()
+    (exchange,) = shown(made)
+    promised = {
+        "exchange_id",
+        "parent_id",
+        "continues",
+        "root_reason",
+        "dialect",
+        "kind",
+        "prompt_ids",
+        "output_ids",
+        "logprobs",
+        "versions",
+        "finish_reason",
+        "delivered",
+    }
+    assert promised <= set(exchange)
+
+
+def test_only_a_delivered_reply_counts_as_delivered(made):
+    made.call(state=None)
+    capture = made.capture()
+    (exchange,) = capture.exchanges
+    for state in (None, *DeliveryState):
+        record = Delivery(exchange.exchange_id, "s1", state, 0.0) if state else None
+        deliveries = {exchange.exchange_id: record} if record else {}
+        (seen,) = exchanges_json([exchange], deliveries)
+        assert seen["delivered"] is (state is DeliveryState.DELIVERED)
+        assert seen["delivery"] == (None if state is None else state.value)
+
+
+def test_prompts_that_extend_an_unreadable_exchange_are_none(made):
+    made.call(exchange_id="lost")
+    made.call("lost", exchange_id="child")
+    made.call("child", exchange_id="grandchild")
+    capture = made.capture()
+    seen = exchanges_json(capture.exchanges[1:], capture.deliveries)
+    assert [exchange["prompt_ids"] for exchange in seen] == [None, None]
+    assert [len(exchange["output_ids"]) for exchange in seen] == [5, 5]

@@ -1,6 +1,6 @@
 """Numbers for operators."""
 
-from bridle.gateway.metrics import Metrics
+from bridle.gateway.metrics import Metrics, merged_metrics
 
 
 def test_counters_are_rendered_as_prometheus_text_and_belong_to_one_gateway():
@@ -37,3 +37,55 @@ def test_the_room_left_on_the_disk_is_told_while_the_folder_is_there(tmp_path):
     assert float(line.split()[1]) > 0
     folder.rmdir()
     assert "bridle_data_free_bytes" not in metrics.render().decode()
+
+
+def numbers(text: str) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_merged_samples_are_added_up_by_name_and_labels():
+    one, other = Metrics(), Metrics()
+    for metrics, times in ((one, 1), (other, 2)):
+        for _ in range(times):
+            metrics.request("anthropic", "generate", 200)
+            metrics.duration.observe(0.01)
+    other.request("google", "models", 401)
+    texts = [metrics.render().decode() for metrics in (one, other)]
+
+    merged = merged_metrics(texts, [("bridle_workers", "Processes.", "gauge", 2)])
+
+    told = numbers(merged)
+    asked = 'bridle_requests_total{dialect="%s",route="%s",status="%d"}'
+    assert told[asked % ("anthropic", "generate", 200)] == 3
+    assert told[asked % ("google", "models", 401)] == 1
+    assert told["bridle_call_seconds_count"] == 3
+    assert told['bridle_call_seconds_bucket{le="0.02"}'] == 3
+    assert told["bridle_workers"] == 2
+    created = [numbers(text)["bridle_call_seconds_created"] for text in texts]
+    assert told["bridle_call_seconds_created"] == min(created)
+
+
+def test_merged_metrics_list_each_family_once():
+    merged = merged_metrics([Metrics().render().decode()] * 3)
+    types = [line for line in merged.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    family = ""
+    for line in merged.splitlines():
+        if line.startswith("# TYPE"):
+            family = line.split(" ")[2].removesuffix("_created")
+        elif not line.startswith("#"):
+            assert line.startswith(family)
+
+
+def test_a_replica_that_one_worker_lost_is_down_in_the_merged_metrics():
+    text = "# TYPE bridle_replica_up gauge\nbridle_replica_up %d\n"
+    text += "# TYPE bridle_replica_version gauge\nbridle_replica_version %d\n"
+    told = numbers(merged_metrics([text % (1, 3), text % (0, 4)]))
+    assert told == {"bridle_replica_up": 0, "bridle_replica_version": 4}
+
+
+def test_free_bytes_of_a_disk_that_workers_share_are_not_added_up():
+    text = "# TYPE bridle_data_free_bytes gauge\nbridle_data_free_bytes %d\n"
+    told = numbers(merged_metrics([text % 70, text % 69]))
+    assert told == {"bridle_data_free_bytes": 69}

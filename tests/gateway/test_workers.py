@@ -19,7 +19,7 @@ from bridle.gateway.keys import key_digest, mint_key
 from bridle.gateway.listener import listen
 from bridle.gateway.registry import STORED_AS, stored_settings
 from bridle.gateway.settings import GatewaySettings
-from bridle.gateway.workers import CAPTURE, Supervisor, check_folder, worker_folder
+from bridle.gateway.workers import CAPTURE, Supervisor, check_folder, merged_replicas, worker_folder
 
 SMALL = (sys.executable, str(Path(__file__).parent / "small_worker.py"))
 TOKEN = "0123456789abcdef"
@@ -286,3 +286,18 @@ def test_a_folder_keeps_its_number_of_workers(tmp_path, made, workers, why):
     with pytest.raises(ConfigError, match=why):
         check_folder(tmp_path, workers)
     check_folder(tmp_path / "fresh", workers)
+
+
+def test_merged_replicas_add_up_counts_and_keep_the_trouble_of_one():
+    counted = ("calls_in_flight", "sessions", "calls", "failures", "losses")
+    tokens = ("prompt_tokens", "cached_tokens")
+    live = {"name": "a", "state": "live", "error": None, "version": 3}
+    live |= dict.fromkeys((*counted, *tokens), 2)
+    down = {**live, "state": "down", "error": "gone", "version": 2, "calls": 5}
+    other = {**live, "name": "b"}
+
+    for order in ([[live, other], [down, other]], [[down, other], [live, other]]):
+        first, second = merged_replicas(order)
+        assert (first["state"], first["error"], first["version"]) == ("down", "gone", 3)
+        assert (first["calls"], first["sessions"]) == (7, 4)
+        assert (second["state"], second["calls"]) == ("live", 4)

@@ -10,17 +10,19 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qs
 
+import numpy as np
+import orjson
 import structlog
 from aiohttp import web
 from pydantic import Field, ValidationError
 
-from bridle.capture.records import Outcome, SessionCapture
+from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.engines.base import EngineInfo
@@ -32,7 +34,6 @@ from bridle.gateway.registry import SessionFacts, SessionHandle
 from bridle.gateway.relay import JSON_TYPE
 from bridle.gateway.routing import Target
 from bridle.gateway.settings import GatewaySettings
-from bridle.gateway.views import encode, exchanges_json
 from bridle.gateway.weights import (
     AddReplica,
     Policy,
@@ -45,7 +46,10 @@ from bridle.gateway.weights import (
 from bridle.prompting.texts import decoder_of
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import trajectory_json
-from bridle.types import JSON, SessionStatus
+from bridle.types import JSON, DeliveryState, SessionStatus
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
 
 log = structlog.get_logger()
 
@@ -320,6 +324,63 @@ class ControlPlane:
         decode = decoder_of(capture.session.metadata)
         trajectory = rebuild(capture, builder=builder, decode=decode)
         return _json(trajectory_json(trajectory))
+
+
+def encode(value: object) -> bytes:
+    """JSON of plain data, dataclasses and numpy arrays."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def exchanges_json(exchanges: Sequence[Exchange], deliveries: Mapping[str, Delivery]) -> list[JSON]:
+    """One object per exchange, in commit order; `encode` turns it into bytes.
+
+    `prompt_ids` are `None` where an exchange that they stand on could not be read.
+    """
+    whole: dict[str, Ids] = {}
+    shown = []
+    for exchange in exchanges:
+        prompt_ids: Ids | None = exchange.suffix_ids
+        if exchange.parent_id is not None:
+            before = whole.get(exchange.parent_id)
+            prompt_ids = (
+                None
+                if before is None
+                else np.concatenate((before[: exchange.kept], exchange.suffix_ids))
+            )
+        if prompt_ids is not None:
+            whole[exchange.exchange_id] = np.concatenate((prompt_ids, exchange.output_ids))
+        delivery = deliveries.get(exchange.exchange_id)
+        shown.append(_exchange_json(exchange, prompt_ids, delivery))
+    return shown
+
+
+def _exchange_json(exchange: Exchange, prompt_ids: Ids | None, delivery: Delivery | None) -> JSON:
+    state = None if delivery is None else delivery.state
+    return {
+        "exchange_id": exchange.exchange_id,
+        "index": exchange.index,
+        "parent_id": exchange.parent_id,
+        "continues": exchange.continues,
+        "root_reason": exchange.root_reason,
+        "dialect": exchange.dialect.value,
+        "kind": exchange.kind.value,
+        "prompt_ids": prompt_ids,
+        "output_ids": exchange.output_ids,
+        "logprobs": exchange.logprobs,
+        "logprob_mode": exchange.logprob_mode.value,
+        "versions": exchange.versions,
+        "finish_reason": exchange.finish_reason.value,
+        "delivered": state is DeliveryState.DELIVERED,
+        "delivery": None if state is None else state.value,
+        "joined_by": [] if delivery is None else delivery.joined_by,
+        "sampling": exchange.sampling,
+        "constrained": exchange.constrained,
+        "reply": orjson.Fragment(exchange.reply),
+        "started_at": exchange.started_at,
+        "first_token_s": exchange.first_token_s,
+        "duration_s": exchange.duration_s,
+        "extra": exchange.extra,
+    }
 
 
 def _json(value: object, status: int = 200) -> web.Response:

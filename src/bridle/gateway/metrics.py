@@ -195,3 +195,45 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens of calls that a replica ended.",
     "cached_tokens": "Of those, the ones that came from its prefix cache.",
 }
+
+
+_WORST = {
+    "bridle_replica_up": min,
+    "bridle_replica_version": max,
+    "bridle_data_free_bytes": min,
+}
+"""How several processes' gauges become one where they are not added up."""
+
+
+def merged_metrics(texts: Sequence[str], more: Sequence[tuple[str, str, str, int]] = ()) -> str:
+    """Merge the metrics of several gateways: samples of the same name and labels are added up.
+
+    `more` are further metrics: name, help text, type, value.
+    """
+    lines: dict[str, float | None] = {}
+    families: dict[str, dict[str, float | None]] = {}
+    for text in texts:
+        for line in text.splitlines():
+            if line.startswith("#"):
+                lines = families.setdefault(line.split(" ", 3)[2], {})
+                lines[line] = None
+                continue
+            name, _, number = line.rpartition(" ")
+            before, value = lines.get(name), float(number)
+            lines[name] = value if before is None else _merge(name, before, value)
+    parts = [
+        name if number is None else f"{name} {number}"
+        for family in families.values()
+        for name, number in family.items()
+    ]
+    for name, text, kind, count in more:
+        parts += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {float(count)}"]
+    return "\n".join(parts) + "\n"
+
+
+def _merge(name: str, one: float, other: float) -> float:
+    family = name.partition("{")[0]
+    if family.endswith("_created"):
+        return min(one, other)
+    chosen = _WORST.get(family)
+    return one + other if chosen is None else chosen(one, other)

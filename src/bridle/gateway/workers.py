@@ -32,7 +32,7 @@ from bridle.dialects.routes import caller
 from bridle.errors import BridleError, ConfigError, RequestError
 from bridle.gateway.control import Refusal, check_token, control_token, read_body
 from bridle.gateway.listener import Handler, Listener, listen
-from bridle.gateway.merging import merged_metrics, merged_replicas
+from bridle.gateway.metrics import merged_metrics
 from bridle.gateway.registry import STORED_AS, new_session_id
 from bridle.gateway.relay import json_response, refusal
 from bridle.gateway.routing import split_target
@@ -392,6 +392,33 @@ class Supervisor:
             self._replicas.append(("remove", query["name"][-1]))
         replicas = [orjson.loads(answer)["replicas"] for _, answer in answers]
         return 200, orjson.dumps({"replicas": merged_replicas(replicas)})
+
+
+_SUMMED: Final = (
+    "calls_in_flight",
+    "sessions",
+    "calls",
+    "failures",
+    "losses",
+    "prompt_tokens",
+    "cached_tokens",
+)
+"""What workers count of a replica."""
+
+
+def merged_replicas(listed: Sequence[Sequence[JSON]]) -> list[JSON]:
+    """Merge the workers' lists of replicas: counts are added up, a worker's trouble is kept."""
+    merged: dict[str, JSON] = {}
+    for one in (replica for replicas in listed for replica in replicas):
+        before = merged.get(one["name"])
+        if before is None:
+            merged[one["name"]] = one
+            continue
+        worse = one if before["state"] == "live" else before
+        sums = {name: before[name] + one[name] for name in _SUMMED}
+        version = max(before["version"], one["version"])
+        merged[one["name"]] = {**worse, **sums, "version": version}
+    return list(merged.values())
 
 
 def _port(listening: socket.socket) -> int:
