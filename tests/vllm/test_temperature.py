@@ -9,7 +9,7 @@ from bridle.types import LogprobMode
 
 from .checks import CLOSE, plain_logprobs, prompt_of, reply, request
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.drawn_with("learner"), pytest.mark.timeout(300)]
 
 PROMPT = prompt_of("Say anything.")
 
