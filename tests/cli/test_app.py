@@ -79,7 +79,7 @@ def test_a_file_that_the_system_refuses_is_named(say, failing):
 
 
 def test_the_extras_of_optional_packages_exist():
-    assert set(EXTRAS.values()) <= set(metadata("bridle").get_all("Provides-Extra"))
+    assert set(EXTRAS.values()) <= set(metadata("bridle").get_all("Provides-Extra") or ())
 
 
 def test_help_loads_no_heavy_package():

@@ -43,6 +43,7 @@ def start(line: str, folder: Path) -> tuple[subprocess.Popen, str]:
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     said = ""
+    assert process.stderr is not None
     for text in process.stderr:
         said += text
         if found := re.search(r" at (http://[\w.]+:\d+)", said):

@@ -78,7 +78,6 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "loop": {"steps": steps, "groups_per_step": groups, "max_lag": max_lag},
     }
     settings = load_settings(config, flags)
-    check_folder(Path(settings.out), "--out")
     trained = _trained(settings, resume=resume)
     if json:
         print_json({"checkpoint": str(trained.checkpoint), **as_json(trained.course)})
@@ -94,6 +93,7 @@ def _trained(settings: TrainSettings, *, resume: bool) -> Trained:
 
     from bridle.cli.training import train_here
 
+    check_folder(Path(settings.out), "--out")
     chosen = load(settings.tasks, settings, settings.samples)
     held = load(settings.held_out, settings, settings.held_out_samples)
     with progress() as bars:
