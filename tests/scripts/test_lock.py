@@ -49,9 +49,20 @@ def test_the_locks_agree_with_each_other():
             assert dev.get(name, versions) == versions
 
 
-def test_torch_is_pinned_as_the_extra_declares_and_brings_no_accelerator_packages():
-    (extra,) = PROJECT["project"]["optional-dependencies"]["embedded"]
-    assert extra in (ROOT / "requirements" / "torch.txt").read_text().splitlines()
+def test_extras_have_no_exact_pins():
+    extras = PROJECT["project"]["optional-dependencies"]
+    requirements = [Requirement(one) for of in extras.values() for one in of]
+
+    assert requirements
+    assert [str(one) for one in requirements if "==" in str(one.specifier)] == []
+
+
+def test_torch_is_locked_within_its_range_and_brings_no_accelerator_packages():
+    (extra,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["embedded"])
+    (about,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    lines = (ROOT / "requirements" / "torch.txt").read_text().splitlines()
+    assert f"torch=={about['version']}" in lines
+    assert extra.specifier.contains(about["version"])
     names = pins("embedded.txt")
     assert "torch" not in names
     assert not [name for name in names if name.startswith(("nvidia-", "cuda-", "triton"))]
