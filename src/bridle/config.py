@@ -54,6 +54,10 @@ class SamplingPolicy(Settings):
     orphans: Literal["refuse", "serve"] = "refuse"
     """What happens to a request with a tool result whose call stands nowhere before it: context
     was lost on the way. `serve`: it is sampled, and its exchange says how many there were."""
+    on_rewrite: Literal["extend", "fork"] = "extend"
+    """What a request does whose harness changed the form of the model's last turn, not its meaning
+    (`extra.drift` of the exchange names the change). `extend`: the sampled tokens stay; `fork`: the
+    turn is rendered as the harness shows it, under a new root."""
 
 
 class ModelSpec(Settings):

@@ -1,9 +1,13 @@
 """What a harness does to its history stands in the numbers of its session."""
 
 import numpy as np
+import orjson
+import pytest
 from tests.gateway.house import SHELL_TOOL, house, tool_result, user
+from tests.gateway.test_data import request
 from tests.gateway.test_restore import again, on_disk
 
+from bridle.config import SamplingPolicy
 from bridle.gateway import lineage
 from bridle.prompting.prompt import PromptIds
 
@@ -117,3 +121,75 @@ async def test_a_prompt_that_the_engine_made_is_known_by_the_ids_that_it_begins_
         assert lineage.standing(PromptIds.root(whole), parent) is parent
         assert lineage.standing(PromptIds.root(whole[1:]), parent) is None
         assert lineage.standing(PromptIds.root(whole), None) is None
+
+
+async def test_a_policy_may_have_rewritten_turns_fork():
+    for policy, roots in ((SamplingPolicy(), 1), (SamplingPolicy(on_rewrite="fork"), 2)):
+        turn = {"content": "I look.", "tool_calls": [{"name": "bash", "arguments": {}}]}
+        async with house(turn, {"content": "done"}) as home:
+            caller = await home.session(sampling=policy)
+            echo = await caller.ask([user("go")], tools=[SHELL_TOOL])
+            dropped = [user("go"), echo | {"content": None}]
+            await caller.ask(
+                [*dropped, tool_result(echo["tool_calls"][0], "x")], tools=[SHELL_TOOL]
+            )
+            stats = await stats_of(home, caller)
+        assert (stats["roots"], stats["drift"]) == (roots, {"text_dropped": 1})
+        assert stats["turns_verbatim" if roots == 1 else "turns_rerendered"] == 1
+
+
+async def test_twins_get_one_continuation_each_also_after_a_restart(tmp_path):
+    turns = ({"content": "same"}, {"content": "next"})
+    path = tmp_path / "c.sqlite"
+    async with on_disk(path, *turns) as home:
+        caller = await home.session("s")
+        for _ in range(2):
+            answer = await caller.ask([user("go")])
+        await caller.ask([user("go"), answer, user("on")])
+    async with on_disk(path, *turns) as home:
+        await again(home, caller).ask([user("go"), answer, user("on")], temperature=0.5)
+        children = [exchange.continues for exchange in again(home, caller).exchanges[2:]]
+    assert len(set(children)) == 2
+
+
+THINK_ONLY = {"raw": "<think>\nI wonder.\n</think>\n\n<|im_end|>"}
+
+
+@pytest.mark.parametrize("echoed", [True, False])
+async def test_a_reply_of_reasoning_only_is_extended(echoed):
+    async with house(THINK_ONLY, {"content": "yes"}) as home:
+        caller = await home.session()
+        turn = await caller.ask([user("go")])
+        assert (turn["content"] or "", turn["reasoning_content"]) == ("", "I wonder.")
+        kept = {"role": "assistant", "content": ""}
+        shown = kept | ({"reasoning_content": "I wonder."} if echoed else {})
+        await caller.ask([user("go"), shown, user("well?")])
+        stats = await stats_of(home, caller)
+    assert (stats["roots"], stats["turns_verbatim"], stats["merge_ratio"]) == (1, 1, 1.0)
+
+
+async def test_a_reply_of_reasoning_only_is_extended_in_anthropic_s_and_google_s_dialect():
+    asked = {"role": "user", "content": "go"}
+    more = {"role": "user", "content": "well?"}
+    async with house(THINK_ONLY, {"content": "yes"}) as home:
+        caller = await home.session()
+        path = f"/s/{caller.session_id}/v1/messages"
+        body = {"model": "m", "max_tokens": 200, "messages": [asked]}
+        body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+        _, _, raw = await request(home, "POST", path, key=caller.handle.key, body=body)
+        turn = {"role": "assistant", "content": orjson.loads(raw)["content"]}
+        assert turn["content"][0]["thinking"] == "I wonder."
+        body["messages"] = [asked, turn, more]
+        await request(home, "POST", path, key=caller.handle.key, body=body)
+        assert (await stats_of(home, caller))["turns_verbatim"] == 1
+
+        caller = await home.session()
+        path = f"/s/{caller.session_id}/v1beta/models/m:generateContent"
+        contents = [{"role": "user", "parts": [{"text": "go"}]}]
+        _, _, raw = await request(
+            home, "POST", path, key=caller.handle.key, body={"contents": contents}
+        )
+        turn = orjson.loads(raw)["candidates"][0]["content"]
+        contents += [turn, {"role": "user", "parts": [{"text": "well?"}]}]
+        await request(home, "POST", path, key=caller.handle.key, body={"contents": contents})
+        assert (await stats_of(home, caller))["turns_verbatim"] == 1, turn

@@ -282,7 +282,7 @@ def test_11_only_numbers_of_one_value_are_equal():
         talk.exchange("a", TASK, said(calls=[call("call_1", '{"n":1}')]))
         placement = talk.place(*TASK, said(calls=[call("call_1", f'{{"n":{other}}}')]), SEEN)
         assert (placement.kind is CHILD) is extends, other
-        assert placement.drift == (None if extends else "rewritten_args")
+        assert placement.drift == (None if extends else "edited_args")
 
 
 def test_12_text_in_parts_is_one_text_but_two_messages_are_two():
@@ -301,7 +301,7 @@ def test_13_a_schema_default_is_no_change_and_another_value_is():
     echoed = said(calls=[call("call_1", {"path": "p", "all": False}, name="edit")])
     assert talk.place(*TASK, echoed, SEEN, tools=tools).drift is None
     other = said(calls=[call("call_1", {"path": "p", "all": True}, name="edit")])
-    assert talk.place(*TASK, other, SEEN, tools=tools).drift == "rewritten_args"
+    assert talk.place(*TASK, other, SEEN, tools=tools).drift in {"edited_args", "normalised_args"}
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,8 @@ def test_20_a_signature_in_the_url_safe_alphabet_is_ours():
 @pytest.mark.parametrize(
     ("echo", "drift", "extends"),
     [
-        (said("I look.", calls=[call("call_1", "{}")]), "rewritten_args", True),
+        (said("I look.", calls=[call("call_1", "{}")]), "edited_args", False),
+        (said(calls=TURN.tool_calls), "text_dropped", True),
         (said("I look.", calls=[call("call_1", name="invalid")]), "rewritten_call", True),
         (said("I\nlook.", calls=TURN.tool_calls), "whitespace", True),
         (said("I look. Noted.", calls=TURN.tool_calls), "text_appended", False),
@@ -390,6 +391,14 @@ def test_an_id_of_ours_under_the_equal_prompt_proves_a_rewritten_turn(talk, echo
     assert placement.reason == (None if extends else drift)
 
 
+@pytest.mark.parametrize("text", ["I look.", ""])
+def test_reasoning_sent_back_as_text_extends(text):
+    talk = Talk()
+    talk.exchange("a", TASK, said(text, reasoning="hm"))
+    placement = talk.place(*TASK, said(f"<think>\nhm\n</think>\n{text}"), user("on"))
+    assert (placement.parent, placement.drift, placement.extend) == ("a", "thought_inlined", True)
+
+
 def test_after_a_rewritten_turn_the_chain_matches_again(talk):
     echo = said("I look.", calls=[call("call_1", "{}")])
     talk.exchange("b", (*TASK, echo, SEEN), said("done"))
@@ -400,11 +409,11 @@ def test_after_a_rewritten_turn_the_chain_matches_again(talk):
 def test_rewritten_turns_fork_where_that_is_wanted():
     talk = Talk(on_rewrite="fork")
     talk.exchange("a", TASK, TURN)
-    placement = talk.place(*TASK, said("I look.", calls=[call("call_1", "{}")]), SEEN)
+    placement = talk.place(*TASK, said(calls=TURN.tool_calls), SEEN)
     assert (placement.kind, placement.extend, placement.reason) == (
         REWRITTEN,
         False,
-        "rewritten_args",
+        "text_dropped",
     )
     assert talk.place(*TASK, TURN, SEEN).extend
 

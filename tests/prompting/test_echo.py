@@ -3,8 +3,9 @@
 import pytest
 from tests.prompting.talk import call, said
 
-from bridle.prompting.canonical import answer_atoms
+from bridle.prompting.canonical import AtomKind, answer_atoms
 from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
+from bridle.types import ToolSpec
 
 TURN = said("I look at it.", calls=[call("1", '{"path": "a"}', name="read"), call("2")])
 
@@ -19,11 +20,11 @@ def atoms(*messages):
         (said("I look  at\n\nit.", calls=TURN.tool_calls), Drift.WHITESPACE),
         (
             said("I look at it.", calls=[call("1", "{}", name="read"), call("2")]),
-            Drift.REWRITTEN_ARGS,
+            Drift.EDITED_ARGS,
         ),
         (
-            said("I look at\nit.", calls=[call("1", "{}", name="read"), call("2")]),
-            Drift.REWRITTEN_ARGS,
+            said("I look at\nit.", calls=[call("1", '{"path": "b"}', name="read"), call("2")]),
+            Drift.EDITED_ARGS,
         ),
         (
             said("I look at it.", calls=[call("1", "{}", name="invalid"), call("2")]),
@@ -36,11 +37,39 @@ def atoms(*messages):
         (said("I look at it.", calls=TURN.tool_calls[:1]), Drift.PARTIAL),
         (said("Something else", calls=TURN.tool_calls), Drift.CHANGED),
         (said("I look at it. More", calls=TURN.tool_calls[:1]), Drift.CHANGED),
-        (said(calls=TURN.tool_calls), Drift.CHANGED),
+        (said(calls=TURN.tool_calls), Drift.TEXT_DROPPED),
+        (said(calls=[call("9", '{"path": "a"}', name="read"), call("8")]), Drift.CHANGED),
+        (said(calls=[call("1", '{"path": "b"}', name="read"), call("2")]), Drift.EDITED_ARGS),
     ],
 )
 def test_a_changed_turn_is_named_by_what_was_changed(echo, drift):
     assert drift_of(atoms(echo), atoms(TURN)) is drift
+
+
+@pytest.mark.parametrize("echo", ["{}", '{"path": "a"}', '{"raw": "{\\"path\\": "}', "{"])
+def test_malformed_arguments_that_were_replaced_are_rewritten(echo):
+    made = atoms(said(calls=[call("1", '{"path": ')]))
+    assert drift_of(atoms(said(calls=[call("1", echo)])), made) is Drift.REWRITTEN_ARGS
+
+
+def test_valid_arguments_that_validation_changed_are_normalised():
+    sampled = atoms(said(calls=[call("1", '{"n": "5", "extra": 1}')]))
+    echo = atoms(said(calls=[call("1", '{"n": 5, "all": false}')]))
+    schema = {"properties": {"n": {"type": "integer"}, "all": {"type": "boolean"}}}
+    tool = ToolSpec("bash", None, schema)
+    assert drift_of(echo, sampled, tools=[tool]) is Drift.NORMALISED_ARGS
+    assert drift_of(echo, sampled) is Drift.EDITED_ARGS
+
+
+@pytest.mark.parametrize("tag", ["think", "thinking"])
+def test_reasoning_that_came_back_as_text_is_inlined(tag):
+    sampled = said("I look.", reasoning="hm, so")
+    reasoning = {atom.reasoning for atom in atoms(sampled)} - {None}
+    shown = tuple(atom for atom in atoms(sampled) if atom.kind is not AtomKind.EVIDENCE)
+    echo = atoms(said(f"<{tag}>\nhm, so\n</{tag}>\n\nI look."))
+    assert drift_of(echo, shown, reasoning=reasoning) is Drift.THOUGHT_INLINED
+    other = atoms(said(f"<{tag}>\nsomething else\n</{tag}>\n\nI look."))
+    assert drift_of(other, shown, reasoning=reasoning) is Drift.TEXT_APPENDED
 
 
 def test_calls_without_text_that_became_text():
@@ -71,5 +100,12 @@ def test_only_an_answer_with_text_can_be_known_by_text():
 
 
 def test_extending_is_right_only_where_nothing_was_added_or_taken_away():
-    assert {Drift.WHITESPACE, Drift.REWRITTEN_ARGS, Drift.REWRITTEN_CALL} == EXTENDABLE
+    forks = {
+        Drift.EDITED_ARGS,
+        Drift.TEXT_APPENDED,
+        Drift.CALLS_AS_TEXT,
+        Drift.PARTIAL,
+        Drift.CHANGED,
+    }
+    assert set(Drift) - forks == EXTENDABLE
     assert WEAK[0] is Drift.WHITESPACE

@@ -79,7 +79,7 @@ class Session:
         self.limits = limits
         self.plan = SamplingPlan(sampling)
         self.account = TokenAccount(limits.max_tokens)
-        self.conversation = Conversation()
+        self.conversation = Conversation(on_rewrite=sampling.on_rewrite)
         self.lineage = Lineage()
         self.atoms = AtomMemo()
         """Memo of `canonical`."""

@@ -113,7 +113,7 @@ class Restorer:
         other = exchange.extra.get("other_model")
         template_args = self._models.template_args_of(other, request)
         shown = wire.reply_messages(exchange.reply)
-        session.conversation.begin(exchange.exchange_id, key)
+        session.conversation.begin(exchange.exchange_id, key, continues=exchange.continues)
         lineage.index_reply(
             session,
             exchange.exchange_id,

@@ -75,6 +75,17 @@ def argument_texts(text: str) -> Iterator[str]:
             left.extend(value.values() if isinstance(value, dict) else value)
 
 
+def parsed_object(text: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are; `None` = they are malformed."""
+    try:
+        value = _parse(text)[0]
+    except (ValueError, RecursionError):
+        return None
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else None
+
+
 def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     """Canonical bytes of a decoded JSON value; what no serialiser takes gives its `repr`."""
     try:

@@ -73,6 +73,8 @@ class Atom:
     """TEXT: the text, stripped. CALL, RESULT: the tool's name. Else `None`."""
     reasoning: bytes | None = None
     """EVIDENCE: digest of the message's reasoning, stripped; `None` = it carried none."""
+    arguments: str | None = field(default=None, compare=False)
+    """CALL: the arguments as they came; `None` for a freeform tool's input."""
     offset: int = field(default=0, compare=False)
     """Which message of its span it came from."""
 
@@ -126,6 +128,11 @@ def digest(kind: str, *fields: bytes) -> bytes:
     lengths = b"".join(len(field).to_bytes(8, "little") for field in fields)
     head = f"{kind}:{len(fields)}:".encode() + lengths
     return sha256(b"".join((head, *fields))).digest()[:16]
+
+
+def reasoning_digest(text: str) -> bytes:
+    """16 bytes over a reply's reasoning."""
+    return digest("reasoning", text_bytes(text.strip()))
 
 
 SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
@@ -398,7 +405,7 @@ def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple
     atoms: list[Atom] = []
     thought = (message.reasoning or "").strip()
     if thought or message.issued_ids:
-        key = digest("reasoning", text_bytes(thought)) if thought else None
+        key = reasoning_digest(thought) if thought else None
         atoms.append(Atom(AtomKind.EVIDENCE, b"", message.issued_ids, reasoning=key, offset=offset))
     for part in _joined(message.content):
         if isinstance(part, MediaPart):
@@ -418,7 +425,8 @@ def _call_atom(call: ToolCall, defaults: Defaults, offset: int) -> Atom:
         arguments = canonical_arguments(call.arguments, defaults.get(call.name))
     payload = digest(AtomKind.CALL, text_bytes(call.name), arguments)
     ids = () if call.id is None else (call.id,)
-    return Atom(AtomKind.CALL, payload, ids, text=call.name, offset=offset)
+    raw = None if call.custom else call.arguments
+    return Atom(AtomKind.CALL, payload, ids, text=call.name, arguments=raw, offset=offset)
 
 
 def _part_atoms(content: Iterable[Part], kind: AtomKind, offset: int) -> tuple[Atom, ...]:

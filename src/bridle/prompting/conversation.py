@@ -26,7 +26,7 @@ from bridle.prompting.canonical import (
 from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
 from bridle.prompting.index import Index, Indexed
 from bridle.prompting.turns import TurnCounter, turns_of
-from bridle.types import DeliveryState, Message, ModelRequest, Role
+from bridle.types import DeliveryState, ModelRequest, Role
 
 _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
 """What may be an id of ours inside text; looked up, so a wrong guess costs nothing."""
@@ -112,7 +112,7 @@ class Conversation:
         `template_args` are what beside messages and tools shapes the prompt; a parent's must equal
         them.
         """
-        found = _Search(self._index, request.messages, canonical).run()
+        found = _Search(self._index, request, canonical).run()
         key, reason = canonical.chain[-1], found.reason
         if found.exchange is None:
             self._continued.pop(key, None)
@@ -133,9 +133,16 @@ class Conversation:
             tie=found.tie,
         )
 
-    def begin(self, exchange_id: str, canonical: Canonical) -> None:
-        """An exchange is in flight: visible to `repeats`, and its parent has one child more."""
+    def begin(
+        self, exchange_id: str, canonical: Canonical, *, continues: str | None = None
+    ) -> None:
+        """An exchange is in flight: visible to `repeats`, and its parent has one child more.
+
+        `continues` names the parent of one that was not placed here, but is read from the store.
+        """
         continued = self._continued.pop(canonical.chain[-1], None)
+        if continues is not None:
+            continued = self._index.known(continues)
         if continued is not None:
             continued.children += 1
         self._index.begin(exchange_id, canonical)
@@ -183,9 +190,10 @@ class Conversation:
 class _Search:
     """One search: the last turn exactly, else by its ids, else by its text, else what is before."""
 
-    def __init__(self, index: Index, messages: Sequence[Message], canonical: Canonical) -> None:
+    def __init__(self, index: Index, request: ModelRequest, canonical: Canonical) -> None:
         self._index = index
-        self._messages = messages
+        self._tools = request.tools
+        self._messages = request.messages
         self._canonical = canonical
         self._atoms = canonical.atoms
         self._chain = canonical.chain
@@ -318,7 +326,7 @@ class _Search:
         echo = self._atoms[begins : last + 1]
         if [atom.digest for atom in echo] == [atom.digest for atom in owner.answer]:
             return self._found(PlacementKind.CHILD, owner, last)
-        drift = drift_of(echo, owner.answer)
+        drift = self._drift(echo, owner)
         kind = PlacementKind.PARTIAL if drift is Drift.PARTIAL else PlacementKind.REWRITTEN
         reason = None if drift in EXTENDABLE else drift.value
         return self._found(kind, owner, last, reason=reason, drift=drift)
@@ -335,11 +343,16 @@ class _Search:
         for exchange in told:
             if exchange.state in {DeliveryState.CUT, None} and is_beginning(echo, exchange.answer):
                 return self._rewritten(exchange, start, last)
-        drifts = [drift_of(echo, e.answer) if has_text(e.answer) else None for e in told]
+        drifts = [
+            self._drift(echo, e) if has_text(e.answer) or not e.answer else None for e in told
+        ]
         for weak in WEAK:
             if weak in drifts:
                 return self._rewritten(told[drifts.index(weak)], start, last)
         return None
+
+    def _drift(self, echo: Sequence[Atom], exchange: Indexed) -> Drift:
+        return drift_of(echo, exchange.answer, tools=self._tools, reasoning=exchange.reasoning)
 
     # ---- along the atoms
 

@@ -6,10 +6,14 @@ Asked only when the chain has already said that they are not equal, and only und
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 
-from bridle.prompting.canonical import Atom, AtomKind
+from bridle.prompting.arguments import parsed_object
+from bridle.prompting.canonical import Atom, AtomKind, reasoning_digest
+from bridle.prompting.schemas import explains
+from bridle.types import ToolSpec
 
 
 class Drift(StrEnum):
@@ -18,7 +22,15 @@ class Drift(StrEnum):
     WHITESPACE = "whitespace"
     """White space in the text."""
     REWRITTEN_ARGS = "rewritten_args"
-    """Arguments of a call; same text, same names."""
+    """Malformed arguments of a call were repaired or replaced; same text, same names."""
+    NORMALISED_ARGS = "normalised_args"
+    """Valid arguments differ by what their schema explains: defaults, types, unknown keys, null."""
+    EDITED_ARGS = "edited_args"
+    """Valid arguments mean something else."""
+    TEXT_DROPPED = "text_dropped"
+    """Text beside calls is gone; ids prove every call of the reply."""
+    THOUGHT_INLINED = "thought_inlined"
+    """Reasoning came back as text between `<think>` tags."""
     REWRITTEN_CALL = "rewritten_call"
     """A call was renamed (an unknown or malformed one turned into an "invalid" tool)."""
     TEXT_APPENDED = "text_appended"
@@ -31,34 +43,96 @@ class Drift(StrEnum):
     """Anything else, of a turn that an id proves to be ours."""
 
 
-EXTENDABLE = frozenset({Drift.WHITESPACE, Drift.REWRITTEN_ARGS, Drift.REWRITTEN_CALL})
+EXTENDABLE = frozenset(
+    {
+        Drift.WHITESPACE,
+        Drift.REWRITTEN_ARGS,
+        Drift.NORMALISED_ARGS,
+        Drift.REWRITTEN_CALL,
+        Drift.TEXT_DROPPED,
+        Drift.THOUGHT_INLINED,
+    }
+)
 """Rewritten turns over which extending is right: the policy said its own tokens, the harness's own
 words follow. The others show the model something else than it said."""
 
-WEAK = (Drift.WHITESPACE, Drift.TEXT_APPENDED, Drift.CALLS_AS_TEXT)
+WEAK = (
+    Drift.WHITESPACE,
+    Drift.THOUGHT_INLINED,
+    Drift.TEXT_APPENDED,
+    Drift.CALLS_AS_TEXT,
+)
 """What text alone may prove, where no id came back; tried in this order."""
 
 
-def drift_of(echo: Sequence[Atom], answer: Sequence[Atom]) -> Drift:
+_THOUGHT = re.compile(r"<(think|thinking)>(.*?)</\1>", re.DOTALL)
+
+
+def drift_of(
+    echo: Sequence[Atom],
+    answer: Sequence[Atom],
+    *,
+    tools: Sequence[ToolSpec] = (),
+    reasoning: Collection[bytes] = (),
+) -> Drift:
     """The kind of difference between an echoed turn and the delivered answer.
 
     Args:
         echo: The turn's atoms as they came back (TEXT, CALL).
         answer: The atoms that were delivered; not equal to `echo`.
+        tools: The request's tools, whose schemas explain normalised arguments.
+        reasoning: Digests of the answer's reasoning.
     """
     if is_beginning(echo, answer):
         return Drift.PARTIAL
     said, told = _squeezed(answer), _squeezed(echo)
     called, recalled = _calls(answer), _calls(echo)
     same_calls = [call.digest for call in called] == [call.digest for call in recalled]
-    if said == told and len(called) == len(recalled):
-        if same_calls:
-            return Drift.WHITESPACE
-        same_names = [call.text for call in called] == [call.text for call in recalled]
-        return Drift.REWRITTEN_ARGS if same_names else Drift.REWRITTEN_CALL
+    if len(called) == len(recalled):
+        if said == told:
+            return Drift.WHITESPACE if same_calls else _calls_drift(called, recalled, tools)
+        if not told and all(
+            o.ids and o.ids == e.ids for o, e in zip(called, recalled, strict=True)
+        ):
+            changed = None if same_calls else _calls_drift(called, recalled, tools)
+            return Drift.TEXT_DROPPED if changed in {None, *EXTENDABLE} else Drift.EDITED_ARGS
+        if same_calls and _is_inlined(echo, said, reasoning):
+            return Drift.THOUGHT_INLINED
     if said in told and called and not recalled:
         return Drift.CALLS_AS_TEXT
     return Drift.TEXT_APPENDED if said and said in told and same_calls else Drift.CHANGED
+
+
+def _calls_drift(
+    called: Sequence[Atom], recalled: Sequence[Atom], tools: Sequence[ToolSpec]
+) -> Drift:
+    """How calls differ that are as many; the first difference in meaning decides."""
+    if [call.text for call in called] != [call.text for call in recalled]:
+        return Drift.REWRITTEN_CALL
+    schemas = {tool.name: tool.parameters or {} for tool in tools}
+    found = Drift.NORMALISED_ARGS
+    for ours, theirs in zip(called, recalled, strict=True):
+        if ours.digest == theirs.digest:
+            continue
+        if ours.arguments is None or theirs.arguments is None:
+            return Drift.EDITED_ARGS
+        if (sampled := parsed_object(ours.arguments)) is None:
+            found = Drift.REWRITTEN_ARGS
+            continue
+        echoed = parsed_object(theirs.arguments)
+        schema = schemas.get(ours.text or "", {})
+        if echoed is None or not explains(schema, sampled, echoed):
+            return Drift.EDITED_ARGS
+    return found
+
+
+def _is_inlined(echo: Sequence[Atom], said: str, reasoning: Collection[bytes]) -> bool:
+    """Whether the echo's text is the answer's with its own reasoning between tags."""
+    text = "".join(atom.text or "" for atom in echo if atom.kind is AtomKind.TEXT)
+    thoughts = [found[2] for found in _THOUGHT.finditer(text)]
+    if not thoughts or "".join(_THOUGHT.sub("", text).split()) != said:
+        return False
+    return all(reasoning_digest(thought) in reasoning for thought in thoughts)
 
 
 def is_beginning(echo: Sequence[Atom], answer: Sequence[Atom]) -> bool:
@@ -82,6 +156,10 @@ def has_text(answer: Sequence[Atom]) -> bool:
 
 def _calls(atoms: Sequence[Atom]) -> list[Atom]:
     return [atom for atom in atoms if atom.kind is AtomKind.CALL]
+
+
+def _ids(calls: Sequence[Atom]) -> list[tuple[str, ...]]:
+    return [call.ids for call in calls]
 
 
 def _squeezed(atoms: Sequence[Atom]) -> str:
