@@ -143,7 +143,7 @@ def events(body: bytes) -> list[Any]:
     return [data if data == "[DONE]" else orjson.loads(data) for data in found]
 
 
-def user(text: str) -> Any:
+def user(text: Any) -> Any:
     return {"role": "user", "content": text}
 
 

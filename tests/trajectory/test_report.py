@@ -58,6 +58,7 @@ def test_the_same_numbers_are_json():
         "tokens_spliced": 0,
         "overlong_traces": 0,
         "truncated_sessions": {},
+        "unknown": {},
         "untrained_sessions": [],
     }
 

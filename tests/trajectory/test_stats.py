@@ -44,6 +44,7 @@ def test_an_append_only_session():
         "breaks": [],
         "spliced": {"spans": 0, "tokens": 0},
         "unpaired": 0,
+        "unknown": {},
         "overlong": 0,
         "truncated": None,
     }
@@ -72,6 +73,7 @@ def test_an_empty_session():
         "breaks": [],
         "spliced": {"spans": 0, "tokens": 0},
         "unpaired": 0,
+        "unknown": {},
         "overlong": 0,
         "truncated": None,
     }

@@ -26,6 +26,7 @@ from bridle.dialects.base import (
     WireFormat,
     retry_headers,
 )
+from bridle.dialects.fields import account
 from bridle.dialects.media import BLOCK_TYPE
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.reading import (
@@ -125,6 +126,8 @@ class Anthropic(WireFormat):
         choice = object_at(head, "tool_choice", "") or {}
         shown = thinking.get("type") in ("enabled", "adaptive")
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
+        told = account(head, self.dialect)
+        _note_format(object_at(output, "format", "output_config"), told)
         return ModelRequest(
             dialect=self.dialect,
             model=name_at(head, "model", ""),
@@ -148,6 +151,7 @@ class Anthropic(WireFormat):
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
                 **({} if thread is None else {"store": True, "previous": previous}),
+                **told,
             },
         )
 
@@ -281,6 +285,12 @@ def _read_prefill(last: Message, *, thinks: bool) -> str | None:
         )
         raise RequestError(message, param="messages")
     return last.text
+
+
+def _note_format(form: JSON | None, told: JSON) -> None:
+    """Name a form of answer that is not known among what is unenforced."""
+    if form is not None and form.get("type") not in ("json_schema", "text", None):
+        told.setdefault("unenforced", []).append("output_config.format")
 
 
 def _read_schema(head: JSON, output: JSON) -> JSON | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridle.dialects.media import block_part, data_part, url_part
+from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.noise import split_billing
 from bridle.dialects.reading import (
     an_object,
@@ -19,6 +19,9 @@ from bridle.dialects.reading import (
 )
 from bridle.errors import RequestError
 from bridle.types import JSON, Message, Part, Role, TextPart, ToolCall
+
+_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
+"""Blocks of what the provider ran or did, beside the results (`..._tool_result`)."""
 
 _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 
@@ -84,6 +87,17 @@ def _part(block: JSON, path: str) -> Iterator[Part]:
             if told := [text for text in titles if text]:
                 yield TextPart("\n".join(told) + "\n")
             yield from _from_source(block, path, "application/pdf")
+        case "search_result":
+            found = [text_at(block, key, path) for key in ("title", "source")]
+            yield TextPart("\n".join(filter(None, found)) + "\n")
+            yield from _parts(block.get("content"), member(path, "content"))
+        case "compaction":
+            yield from _parts(block.get("content"), member(path, "content"))
+        case "container_upload":
+            message = "container_upload: files are not kept here; send their content"
+            raise RequestError(message, param=path)
+        case kind if kind in _HOSTED or (kind or "").endswith("_tool_result"):
+            yield block_text(block)
         case _:
             yield block_part(block)
 

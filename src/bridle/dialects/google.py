@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
+from bridle.dialects.fields import account
 from bridle.dialects.google_contents import camel, plain_schema, read_content, read_system
 from bridle.dialects.google_stream import ContentStream
 from bridle.dialects.google_write import content_json, error_response
@@ -130,7 +131,12 @@ class Google(WireFormat):
             span_lengths=lengths,
             head_messages=len(system),
             tools_span=tools_span,
-            extra={"removed": dict(tools.removed), "thoughts": shown, "sse": route.sse},
+            extra={
+                "removed": dict(tools.removed),
+                "thoughts": shown,
+                "sse": route.sse,
+                **_not_seen_to(head, config),
+            },
         )
 
     def reply_json(
@@ -181,6 +187,19 @@ class Google(WireFormat):
     def token_count(self, count: int) -> bytes:
         """The answer of `countTokens`."""
         return encode({"totalTokens": count})
+
+
+def _not_seen_to(head: JSON, config: JSON) -> JSON:
+    """What of the head and the configuration nobody sees to."""
+    told = account(head, Dialect.GOOGLE)
+    inner = account(config, "generationConfig", "generationConfig.")
+    if config.get("responseMimeType") not in (None, "text/plain", "application/json"):
+        inner.setdefault("unenforced", []).append("generationConfig.responseMimeType")
+    return {
+        name: told.get(name, []) + inner.get(name, [])
+        for name in ("unenforced", "unknown")
+        if name in told or name in inner
+    }
 
 
 def _read_sampling(config: JSON) -> Sampling:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridle.dialects.ids import standard_base64
-from bridle.dialects.media import block_part, data_part, url_part
+from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.reading import (
     an_object,
     arguments_text,
@@ -29,6 +29,9 @@ from bridle.types import JSON, Message, Part, Role, TextPart, ToolCall
 
 _VALUES = ("enum", "default", "example", "const")
 """Schema keys under which stand values, not schemas."""
+
+_HOSTED = frozenset({"executableCode", "codeExecutionResult", "toolCall", "toolResponse"})
+"""Parts of what the provider ran; the model is shown them as text."""
 
 _SNAKE = re.compile(r"_([a-z])")
 _ROLES = {"user": Role.USER, "function": Role.USER, "tool": Role.USER, "model": Role.ASSISTANT}
@@ -109,6 +112,8 @@ def _content_part(part: JSON, path: str) -> Iterator[Part]:
         fields, where = camel(file), member(path, "fileData")
         kind = text_at(fields, "mimeType", where) or "application/octet-stream"
         yield url_part(name_at(fields, "fileUri", where), kind)
+    elif _HOSTED & part.keys():
+        yield block_text(part)
     elif part.keys() - {"thoughtSignature", "thought"}:
         yield block_part(part)
 

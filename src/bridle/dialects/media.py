@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from bridle.dialects.ids import standard_base64
-from bridle.types import JSON, MediaPart, TextPart
+from bridle.types import JSON, MediaPart, Part, TextPart
 
 VOLATILE = frozenset(
     {"id", "status", "cache_control", "signature", "thoughtSignature", "thought_signature"}
@@ -28,6 +28,9 @@ LONGEST_DATA = 1000
 """Characters of base64 that are shown as text."""
 
 _DATA = re.compile(r"(data:[^,]*,)?[A-Za-z0-9+/=_\-\s]*")
+
+KNOWN_BLOCKS = frozenset({"tool_reference"})
+"""Types of blocks that are kept as their JSON and are known."""
 
 BLOCK_TYPE = "application/json"
 """Media type of a block kept as its own JSON."""
@@ -70,6 +73,34 @@ def block_text(block: JSON) -> TextPart:
     shown = {key: value for key, value in _lasting(block).items() if key != "type"}
     text = json.dumps(_readable(shown), ensure_ascii=False, separators=(",", ":"))
     return TextPart(f"[{kind}] {text}\n")
+
+
+def block_name(part: Part) -> str | None:
+    """The type of a block that nobody here knows; `None` = the part is something else."""
+    if not isinstance(part, MediaPart) or part.media_type != BLOCK_TYPE:
+        return None
+    block = _block_in(part)
+    name = block.get("type") or next(iter(block), "block")
+    return None if name in KNOWN_BLOCKS else str(name)
+
+
+def shown_block(part: MediaPart) -> str | None:
+    """The text of a block that was kept as its JSON; `None` = it is none, or names a file."""
+    if part.media_type != BLOCK_TYPE or part.source.startswith("data:"):
+        return None
+    block = _block_in(part)
+    return None if _names_file(block) else block_text(block).text
+
+
+def _block_in(part: MediaPart) -> JSON:
+    block: JSON = json.loads(part.source) if part.source.startswith("{") else {"type": "data"}
+    return block
+
+
+def _names_file(block: JSON) -> bool:
+    """Whether it stands for a file that the provider keeps."""
+    inner = [block, *(block.get(key) for key in ("source", "file", "image_url", "fileData"))]
+    return any(isinstance(one, dict) and ("file_id" in one or "fileId" in one) for one in inner)
 
 
 def _readable(value: Any) -> Any:

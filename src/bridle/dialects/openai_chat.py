@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
+from bridle.dialects.fields import account
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.openai_chat_stream import ChatStream
@@ -142,7 +143,11 @@ class OpenAIChat(WireFormat):
             tools_span=tools_span,
             logprobs=flag_at(head, "logprobs", "") or False,
             include_usage=flag_at(options, "include_usage", "stream_options") or False,
-            extra={"freeform": tools.freeform, "removed": dict(tools.removed)},
+            extra={
+                "freeform": tools.freeform,
+                "removed": dict(tools.removed),
+                **_not_seen_to(head),
+            },
         )
 
     def reply_json(
@@ -214,6 +219,15 @@ def _refuse_many(head: JSON) -> None:
             raise RequestError(f"Only one choice is sampled: '{key}' must be 1.", param=key)
 
 
+def _not_seen_to(head: JSON) -> JSON:
+    """What of the head nobody sees to, a form of answer that is not known included."""
+    told = account(head, Dialect.OPENAI_CHAT)
+    form = object_at(head, "response_format", "") or {}
+    if form.get("type") not in ("json_schema", "json_object", "text", None):
+        told.setdefault("unenforced", []).append("response_format")
+    return told
+
+
 # ---- messages
 
 
@@ -232,6 +246,8 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
     if role is Role.TOOL:
         call_id = text_at(value, "tool_call_id", path)
         return (Message(role, content, tool_call_id=call_id, name=text_at(value, "name", path)),)
+    if (speaker := text_at(value, "name", path)) and role is Role.USER:
+        content = (TextPart(f"{speaker}: "), *content)
     return (Message(role, content),)
 
 

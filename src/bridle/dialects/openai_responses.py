@@ -27,6 +27,7 @@ from bridle.dialects.base import (
     WireFormat,
     content_digest,
 )
+from bridle.dialects.fields import account
 from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat_write import models_json
 from bridle.dialects.openai_errors import error_response, responses_message
@@ -120,7 +121,7 @@ class OpenAIResponses(WireFormat):
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         head = an_object(decode(head_bytes, ""), "")
-        _refuse_unserved(head)
+        told = account(head, self.dialect)
         previous = text_at(head, "previous_response_id", "")
         if not items and previous is None:
             raise RequestError("'input' must hold at least one item.", param="input")
@@ -131,6 +132,8 @@ class OpenAIResponses(WireFormat):
         system = read_instructions(head.get("instructions"))
         spans = _Spans(items, digests, lengths, read)
         form = object_at(object_at(head, "text", "") or {}, "format", "text") or {}
+        if form.get("type") not in ("json_schema", "json_object", "text", None):
+            told.setdefault("unenforced", []).append("text.format")
         reasoning = object_at(head, "reasoning", "") or {}
         effort = text_at(reasoning, "effort", "reasoning")
         compacts = bool(read) and read[-1].text == COMPACTION_PROMPT
@@ -158,6 +161,7 @@ class OpenAIResponses(WireFormat):
                 "previous": previous,
                 "store": flag_at(head, "store", "") is not False,
                 **({"compact": True} if head.get("object") == _COMPACTED else {}),
+                **told,
             },
         )
 
@@ -300,12 +304,6 @@ def _with_added_tools(
             if listed is not None:
                 tools = tools.plus(memo.read(bytes(listed), f"input[{index}].tools"))
     return tools
-
-
-def _refuse_unserved(head: JSON) -> None:
-    for key in ("background", "conversation", "prompt"):
-        if head.get(key):
-            raise RequestError(f"'{key}' is not available here.", param=key)
 
 
 def _read_sampling(head: JSON) -> Sampling:

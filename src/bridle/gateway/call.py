@@ -67,6 +67,8 @@ class Asked:
     kind: Kind = Kind.AGENT
     kind_rule: str | None = None
     """The rule that decided the kind; `None` = the default."""
+    unknown_betas: tuple[str, ...] = ()
+    """Names in its beta headers that nobody here knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ tokens train only where their logprobs are of the constrained one (`trajectory.m
 asked and not enforced is sampled freely and stands in the exchange's `unenforced`, by these names:
 
 - `response_format`: the answer may not meet its schema;
-- `tool_choice`: the tool that had to be called was not called.
+- `tool_choice`: the tool that had to be called was not called;
+- `parallel_tool_calls`: only one call was wanted, and there are more;
+- any other name is that of a field of the request that nobody sees to (`bridle.dialects.fields`).
 
 Where no call is wanted (`none`, or no tools) none comes back, as no provider's does: the tools are
 shown all the same, the sample is free, and what would be a call stays in the text as it was
@@ -60,7 +62,9 @@ def without_calls(reply: Reply) -> Reply:
 
 def unenforced(request: ModelRequest, reply: Reply, *, constrained: bool) -> list[str]:
     """Names of what the request asked of its answer and nobody saw to."""
-    found = []
+    found = list(request.extra.get("unenforced", ()))
+    if request.parallel_tool_calls is False and len(reply.tool_calls) > 1:
+        found.append("parallel_tool_calls")
     calls = request.tool_choice not in ("auto", "none")
     if request.response_schema is not None and (calls or not constrained):
         found.append("response_format")

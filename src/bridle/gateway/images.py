@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from bridle.dialects.media import shown_block
 from bridle.dialects.messages import chat_part
 from bridle.engines.base import Picture, Seeing, Seen
 from bridle.errors import EngineError, RequestError
@@ -122,5 +123,10 @@ def pictures(shown: Shown, images: Sequence[JSON]) -> tuple[Picture, ...] | None
 
 
 def media_of(messages: Sequence[Message]) -> list[MediaPart]:
-    """All parts of the messages that are not text, in order."""
-    return [part for message in messages for part in message.content if isinstance(part, MediaPart)]
+    """All parts of the messages that are not shown as text, in order."""
+    return [
+        part
+        for message in messages
+        for part in message.content
+        if isinstance(part, MediaPart) and shown_block(part) is None
+    ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridle.capture.records import Exchange
+from bridle.dialects.media import block_name
 from bridle.dialects.tools import list_digest
 from bridle.engines.base import Picture
 from bridle.gateway.call import Call, Question
@@ -166,6 +168,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "unenforced": unenforced(request, reply, constrained=finished.constrained),
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
+        "unknown": _unknown(finished),
         "media": [*images_of(finished)],
         "prompt": finished.prompted.rendered_by,
         "markers_parted": finished.prompted.parted,
@@ -174,6 +177,17 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "engine_before": sample.extra_before,
     }
     return {name: value for name, value in told.items() if value}
+
+
+def _unknown(finished: Finished) -> JSON:
+    """What nobody here knows: fields, betas, and the blocks of new messages, by name."""
+    question = finished.question
+    request, placement = question.request, question.placement
+    names = [*request.extra.get("unknown", ())]
+    names += [f"beta: {beta}" for beta in finished.call.asked.unknown_betas]
+    new = request.messages[0 if placement.parent is None else placement.new_from :]
+    names += [f"block: {name}" for one in new for name in map(block_name, one.content) if name]
+    return dict(Counter(names))
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from bridle.dialects.fields import unknown_betas
 from bridle.dialects.kinds import kind_of
 from bridle.gateway.call import Asked
 from bridle.types import ModelRequest
@@ -61,4 +62,5 @@ def asked(headers: Mapping[str, str], request: ModelRequest) -> Asked:
         user_agent=headers.get("user-agent"),
         kind=kind,
         kind_rule=rule,
+        unknown_betas=unknown_betas(headers),
     )

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from bridle.dialects.media import block_name, shown_block
 from bridle.errors import RenderError
-from bridle.types import JSON, MediaPart, Message, Role, ToolCall, ToolSpec
+from bridle.types import JSON, MediaPart, Message, Part, Role, TextPart, ToolCall, ToolSpec
 
 Escape: TypeAlias = Callable[[str], str]
 
@@ -69,10 +70,14 @@ def _content(
     """The text of a message; with media, its parts in their order."""
     if media is None or not any(isinstance(part, MediaPart) for part in message.content):
         return escape(_text_of(index, message))
-    return [
-        media(part) if isinstance(part, MediaPart) else {"type": "text", "text": escape(part.text)}
-        for part in message.content
-    ]
+    shown: list[JSON] = []
+    for part in message.content:
+        text = part.text if isinstance(part, TextPart) else shown_block(part)
+        if text is not None:
+            shown.append({"type": "text", "text": escape(text)})
+        elif isinstance(part, MediaPart):
+            shown.append(media(part))
+    return shown
 
 
 def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[JSON] | None:
@@ -94,13 +99,23 @@ def chat_tools(tools: Iterable[ToolSpec], escape: Escape | None = None) -> list[
 
 
 def _text_of(index: int, message: Message) -> str:
+    texts: list[str] = []
     for position, part in enumerate(message.content):
-        if isinstance(part, MediaPart):
+        text = part.text if isinstance(part, TextPart) else shown_block(part)
+        if text is None:
             raise RenderError(
-                f"{message.role.value} message {index} holds {part.media_type} "
+                f"{message.role.value} message {index} holds {_named(part)} "
                 f"(part {position}); prompts of this tokenizer are text only"
             )
-    return message.text
+        texts.append(text)
+    return "".join(texts)
+
+
+def _named(part: Part) -> str:
+    name = block_name(part)
+    if name is not None:
+        return f"a file of the provider's in a block of type {name!r}"
+    return part.media_type if isinstance(part, MediaPart) else "text"
 
 
 def _assistant(message: Message, text: str, escape: Escape, *, objects: bool) -> JSON:

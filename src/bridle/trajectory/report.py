@@ -62,6 +62,8 @@ class Report:
     overlong: int = 0
     cut: Counter[str] = field(default_factory=Counter)
     """Sessions that count as truncated, by why."""
+    unknown: Counter[str] = field(default_factory=Counter)
+    """Fields, betas and blocks of requests that the gateway did not know, by name."""
     untrained: list[str] = field(default_factory=list)
     """Sessions of which nothing trains."""
 
@@ -93,6 +95,7 @@ class Report:
         self._add_lineage(stats)
         self.drift.update(stats["drift"])
         self.spliced += stats.get("spliced", {}).get("tokens", 0)
+        self.unknown.update(stats.get("unknown", {}))
         self.overlong += stats.get("overlong", 0)
         if (cut := stats.get("truncated")) is not None:
             self.cut[cut] += 1
@@ -136,6 +139,7 @@ class Report:
             "tokens_spliced": self.spliced,
             "overlong_traces": self.overlong,
             "truncated_sessions": dict(sorted(self.cut.items())),
+            "unknown": dict(sorted(self.unknown.items())),
             "untrained_sessions": self.untrained,
         }
 
@@ -200,6 +204,8 @@ class Report:
             yield f"law 2     holds: {held}"
 
     def _limits(self) -> Iterator[str]:
+        if self.unknown:
+            yield f"! unknown to the gateway, not acted on: {_listed(self.unknown)}"
         if self.overlong:
             yield f"overlong  {self.overlong} traces"
         if self.cut:

@@ -93,6 +93,7 @@ def measure(
             "tokens": sum(splice.tokens for splice in joined.splices.values()),
         },
         "unpaired": sum(exchange.extra.get("unpaired", 0) for exchange in exchanges),
+        "unknown": dict(sorted(_unknown(exchanges).items())),
         "overlong": built.overlong,
         "truncated": built.cut,
     }
@@ -155,6 +156,14 @@ def _excluded(graph: Graph, marks: Marks) -> Counter[str]:
     broken = sum(len(exchange.output_ids) for exchange, _ in graph.lost)
     if broken:
         counts[MaskReason.BROKEN.key] += broken
+    return counts
+
+
+def _unknown(exchanges: Iterable[Exchange]) -> Counter[str]:
+    """Fields, betas and blocks that the gateway did not know, by name."""
+    counts: Counter[str] = Counter()
+    for exchange in exchanges:
+        counts.update(exchange.extra.get("unknown", {}))
     return counts
 
 

@@ -1,0 +1,120 @@
+import json
+from typing import Any
+
+import pytest
+from tests.dialects.exchange import parse
+from tests.dialects.test_golden import FOLDERS, GOLDEN, PATHS
+
+from bridle.dialects import DIALECTS, recognise
+from bridle.dialects.fields import FIELDS, unknown_betas
+from bridle.dialects.media import block_name
+from bridle.errors import RequestError
+from bridle.types import Dialect
+
+BODIES: dict[Dialect, dict[str, Any]] = {
+    Dialect.ANTHROPIC: {"model": "m", "messages": [{"role": "user", "content": "go"}]},
+    Dialect.OPENAI_CHAT: {"model": "m", "messages": [{"role": "user", "content": "go"}]},
+    Dialect.OPENAI_RESPONSES: {"model": "m", "input": "go"},
+    Dialect.GOOGLE: {"contents": [{"parts": [{"text": "go"}]}]},
+}
+
+
+def told(dialect, **fields):
+    """What of a request with these fields nobody sees to."""
+    extra = parse(dialect, BODIES[dialect] | fields).extra
+    return extra.get("unenforced", []), extra.get("unknown", [])
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_everything_that_real_clients_send_is_known(folder):
+    place = GOLDEN / folder
+    dialect = Dialect(folder.split("/")[0])
+    path = json.loads((place / "turn.json").read_text()).get("path", PATHS.get(dialect))
+    route = recognise("POST", path.partition("?")[0], "", {})
+    assert route is not None
+    request = DIALECTS[dialect].parse(route, (place / "request.json").read_bytes(), {})
+    assert request.extra.get("unknown", []) == []
+    blocks = {block_name(part) for message in request.messages for part in message.content}
+    assert blocks <= {None} or "media" in folder, "those folders hold blocks that we made up"
+
+
+@pytest.mark.parametrize("dialect", BODIES)
+def test_an_unknown_field_is_served_and_named(dialect):
+    assert told(dialect, frobnicate=True, nothing=None) == ([], ["frobnicate"])
+
+
+def test_an_unknown_field_of_google_s_configuration_is_named_with_its_place():
+    config = {"top_k": 3, "frob_nicate": 1, "speechConfig": {"a": 1}}
+    assert told(Dialect.GOOGLE, generation_config=config) == (
+        ["generationConfig.speechConfig"],
+        ["generationConfig.frobNicate"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field", "value"),
+    [
+        (Dialect.ANTHROPIC, "mcp_servers", [{"type": "url", "url": "https://example.org"}]),
+        (Dialect.ANTHROPIC, "container", "container_1"),
+        (Dialect.OPENAI_CHAT, "documents", [{"text": "a"}]),
+        (Dialect.OPENAI_RESPONSES, "conversation", "conv_1"),
+        (Dialect.OPENAI_RESPONSES, "prompt", {"id": "pmpt_1"}),
+        (Dialect.GOOGLE, "cachedContent", "cachedContents/1"),
+    ],
+)
+def test_context_that_only_the_provider_has_is_refused_by_name(dialect, field, value):
+    with pytest.raises(RequestError, match=field) as refused:
+        told(dialect, **{field: value})
+    assert refused.value.param == field
+    assert told(dialect, **{field: None}) == ([], [])
+
+
+KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "unenforced"),
+    [
+        (Dialect.ANTHROPIC, {"context_management": KEEP}, []),
+        (Dialect.ANTHROPIC, {"context_management": CLEAR}, ["context_management"]),
+        (
+            Dialect.ANTHROPIC,
+            {"output_config": {"format": {"type": "grammar"}}},
+            ["output_config.format"],
+        ),
+        (Dialect.OPENAI_RESPONSES, {"truncation": "disabled"}, []),
+        (Dialect.OPENAI_RESPONSES, {"truncation": "auto"}, ["truncation"]),
+        (Dialect.OPENAI_RESPONSES, {"text": {"format": {"type": "grammar"}}}, ["text.format"]),
+        (Dialect.OPENAI_CHAT, {"logit_bias": {}, "min_p": 0, "repetition_penalty": 1.0}, []),
+        (
+            Dialect.OPENAI_CHAT,
+            {"logit_bias": {"5": -100}, "min_p": 0.1, "repetition_penalty": 1.1},
+            ["logit_bias", "min_p", "repetition_penalty"],
+        ),
+        (Dialect.OPENAI_CHAT, {"response_format": {"type": "grammar"}}, ["response_format"]),
+        (
+            Dialect.GOOGLE,
+            {"generationConfig": {"responseMimeType": "text/x.enum"}},
+            ["generationConfig.responseMimeType"],
+        ),
+        (Dialect.GOOGLE, {"generationConfig": {"responseModalities": ["TEXT"]}}, []),
+    ],
+)
+def test_what_is_asked_and_not_done_is_named(dialect, fields, unenforced):
+    assert told(dialect, **fields) == (unenforced, [])
+
+
+def test_a_field_has_one_use_in_a_table():
+    for table in FIELDS.values():
+        assert all(name.isidentifier() for name in table)
+
+
+def test_betas_are_known_by_their_names_without_dates():
+    headers = {
+        "anthropic-beta": "claude-code-20250219, interleaved-thinking-2025-05-14,odd-2030-01-01",
+        "openai-beta": "responses=experimental",
+    }
+    assert unknown_betas(headers) == ("odd-2030-01-01", "responses=experimental")
+    assert unknown_betas({"openai-beta": "responses_websockets=2026-02-06"}) == ()
+    assert unknown_betas({}) == ()
