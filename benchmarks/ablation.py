@@ -23,10 +23,10 @@ from pathlib import Path
 
 import aiohttp
 import torch
+from examples.demo.model import demo_model
 
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli.demo_model import demo_model
 from bridle.cli.parts import open_parts
 from bridle.config import BuilderSpec, SamplingPolicy
 from bridle.gateway.app import Gateway

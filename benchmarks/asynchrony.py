@@ -26,13 +26,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
+from examples.demo.lookups import lookups
+from examples.demo.model import demo_model
+from examples.demo.policy import lookup_task
+from examples.demo.training import GRPO, TRAIN_SEED
 
-from bridle.cli.demo_model import demo_model
-from bridle.cli.demo_policy import lookup_task
-from bridle.cli.demo_training import GRPO, TRAIN_SEED
 from bridle.cli.training import TrainSettings, train_here
 from bridle.config import Task
-from bridle.datasets.lookups import lookups
 from bridle.training.loop import Course
 from bridle.training.settings import LoopSettings
 from bridle.types import JSON

@@ -25,16 +25,16 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
+from examples.demo.lookups import lookups
+from examples.demo.main import FRESH_SEED
+from examples.demo.model import demo_model
+from examples.demo.policy import lookup_task
+from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
-from bridle.cli.demo import FRESH_SEED
-from bridle.cli.demo_model import demo_model
-from bridle.cli.demo_policy import lookup_task
-from bridle.cli.demo_training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 from bridle.cli.parts import Parts
 from bridle.cli.training import TrainSettings, train_here
 from bridle.cli.training_place import local_place
 from bridle.config import BuilderSpec, Task
-from bridle.datasets.lookups import lookups
 from bridle.prompting.renderer import TokenRenderer
 from bridle.training.loop import Course
 from bridle.types import JSON

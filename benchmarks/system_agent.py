@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from bridle.cli import light_agent
 from bridle.types import JSON
+from examples.demo import light_agent
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant that can read files."}
 

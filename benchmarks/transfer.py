@@ -24,13 +24,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from bridle.cli.demo import FRESH_SEED
-from bridle.cli.demo_model import demo_model
-from bridle.cli.demo_policy import lookup_task
-from bridle.cli.demo_training import AT_ONCE, GRPO, SAMPLES, TRAIN_SEED
-from bridle.cli.demonstrations import collect
+from examples.demo.demonstrations import collect
+from examples.demo.lookups import Lookup, lookups
+from examples.demo.main import FRESH_SEED
+from examples.demo.model import demo_model
+from examples.demo.policy import lookup_task
+from examples.demo.training import AT_ONCE, GRPO, SAMPLES, TRAIN_SEED
+
 from bridle.config import Budgets, Limits
-from bridle.datasets.lookups import Lookup, lookups
 from bridle.training.sft import SftProgress, SftSettings, read_examples, train_folder
 from bridle.types import JSON
 
@@ -150,7 +151,9 @@ def train(folder: Path, model: Path, options: argparse.Namespace) -> None:
     """Train with the light script, play fresh tasks with it, its neighbour and the two others."""
     tasks = write_tasks(folder, "train", lookups(options.steps * GROUPS, seed=TRAIN_SEED))
     fresh = write_tasks(folder, "fresh", lookups(options.fresh, seed=FRESH_SEED))
-    near = f"{sys.executable} {Path(__file__).with_name('system_agent.py')} {{instruction}}"
+    agent = Path(__file__).with_name("system_agent.py")
+    path = agent.resolve().parents[1]  # `examples` is found there
+    near = f"env PYTHONPATH={path} {sys.executable} {agent} {{instruction}}"
     (folder / "train.toml").write_text(
         f'model = "{model}"\ntasks = "{tasks}"\nheld_out = "{fresh}"\n'
         f'out = "{folder}/training"\nsamples = {SAMPLES}\nconcurrency = {AT_ONCE}\n\n'

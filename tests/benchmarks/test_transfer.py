@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.transfer import HARNESSES, script
-
-from bridle.datasets.lookups import lookups
+from examples.demo.lookups import lookups
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from examples.demo.lookups import lookups
+from examples.demo.policy import lookup_task
 
 from bridle.bridges.local import LocalSessions
-from bridle.cli.demo_policy import lookup_task
-from bridle.datasets.lookups import lookups
 from bridle.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(60)

@@ -99,11 +99,11 @@ def test_the_data_set_names_tasks_and_two_of_one_id_are_refused():
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("default")  # trl and accelerate warn about this and that
 def test_a_real_grpo_trainer_learns_through_a_harness(tmp_path, one_thread):
+    from examples.demo.lookups import lookups
+    from examples.demo.model import demo_model
+    from examples.demo.policy import lookup_task
     from trl import GRPOConfig, GRPOTrainer
 
-    from bridle.cli.demo_model import demo_model
-    from bridle.cli.demo_policy import lookup_task
-    from bridle.datasets.lookups import lookups
     from datasets import Dataset
 
     steps, groups, samples = 18, 8, 8

@@ -266,11 +266,11 @@ class _Sink(dict):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # trl and accelerate warn about this and that
 def test_a_real_async_grpo_trainer_learns_through_a_harness(tmp_path, one_thread):
+    from examples.demo.lookups import lookups
+    from examples.demo.model import demo_model
+    from examples.demo.policy import lookup_task
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    from bridle.cli.demo_model import demo_model
-    from bridle.cli.demo_policy import lookup_task
-    from bridle.datasets.lookups import lookups
     from datasets import Dataset
 
     steps, groups, samples = 18, 8, 8

@@ -7,14 +7,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import examples.demo.light_agent
 import pytest
+from examples.demo.lookups import lookups, write_files
 
-import bridle.cli.light_agent
 from bridle.cli import output
 from bridle.cli.app import main
-from bridle.datasets.lookups import lookups, write_files
 
-AGENT = Path(bridle.cli.light_agent.__file__)
+AGENT = Path(examples.demo.light_agent.__file__)
 
 
 @dataclass(frozen=True)

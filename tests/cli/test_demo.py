@@ -1,13 +1,19 @@
-"""The demo's first part and its surroundings; all of it is run by CI as `make demo`."""
+"""The demo's verb and its first part; all of it is run by CI as `make demo`."""
 
 import io
 import json
+import os
+import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
+from examples.demo.main import Part, harnesses_part, light_agent_command, show_part, show_tree
 
-from bridle.cli.demo import Part, harnesses_part, light_agent_command, show_part, show_tree
 from bridle.cli.output import console
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_folder_that_is_no_demos_is_not_touched(say, tmp_path):
@@ -18,6 +24,35 @@ def test_a_folder_that_is_no_demos_is_not_touched(say, tmp_path):
     assert said.code == 2
     assert "not an earlier demo" in said.err
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.timeout(120)
+def test_a_wheel_brings_the_demo(tmp_path):
+    """Built from the checkout; the demo that is loaded is the wheel's own."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "installed")
+    code = (
+        "from importlib import import_module; from bridle.cli.demo import load; demo = load();"
+        "parts = 'model', 'policy', 'training', 'recipe', 'tasks', 'demonstrations';"
+        "[import_module(f'{demo.__package__}.{part}') for part in parts];"
+        "print(demo.__file__, callable(demo.run))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.stdout.split() == [
+        str(tmp_path / "installed" / "bridle" / "assets" / "demo" / "main.py"),
+        "True",
+    ], done.stderr
 
 
 def test_the_light_agent_is_started_with_this_python():

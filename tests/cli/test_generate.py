@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from queue import Queue
 
 import pytest
+from examples.demo.tasks import demo_script, demo_tasks, write_task
 from tests.capture.made import MadeSession
 
 from bridle.bridges.selection import Rules
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.generate import _standing, _wanting
 from bridle.config import FieldPolicy, SamplingPolicy, Task
-from bridle.datasets.demo_tasks import demo_script, demo_tasks, write_task
 from bridle.datasets.jsonl import load_tasks
 from bridle.engines import open_engine
 from bridle.engines.server import EngineServer
@@ -152,7 +152,8 @@ async def test_what_failed_on_our_side_or_was_killed_is_wanted_again(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 def test_the_demo_model_learns_what_mini_swe_agent_does_in_the_demo_tasks(say, tmp_path):
-    from bridle.training.demo_model import make_demo_model
+    from examples.demo.recipe import make_demo_model
+
     from bridle.training.sft import SftSettings
     from datasets import load_dataset
 

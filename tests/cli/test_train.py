@@ -5,12 +5,12 @@ import json
 import sys
 
 import pytest
+from examples.demo.lookups import lookups
+from examples.demo.policy import lookup_task
 from tests.cli.models import untrained
 
-from bridle.cli.demo_policy import lookup_task
 from bridle.cli.output import console
 from bridle.cli.train import load_settings, numbers_line, show_transfer
-from bridle.datasets.lookups import lookups
 from bridle.errors import ConfigError
 from bridle.training.loop import Course
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import transformers
+from examples.demo.lookups import lookups
+from examples.demo.policy import lookup_task
 from tests.cli.models import untrained
 from tests.training.server import Death, a_server, tasks
 
-from bridle.cli.demo_policy import lookup_task
 from bridle.cli.training import TrainSettings, train_here
 from bridle.cli.training_place import LocalPlace, Weights, _name, open_place
-from bridle.datasets.lookups import lookups
 from bridle.errors import ConfigError
 from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.grpo import Learner
@@ -149,7 +149,7 @@ def steps_of(course):
 @pytest.mark.train
 @pytest.mark.timeout(400)
 def test_a_trainer_that_is_killed_again_and_again_trains_on_every_group_once(tmp_path):
-    from bridle.cli.demo_model import demo_model
+    from examples.demo.model import demo_model
 
     model, files, out = demo_model(), tmp_path / "files", tmp_path / "out"
     made = [lookup_task(one, files) for one in lookups(10, seed=30_000)]

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import examples.demo.light_agent
 import pytest
+from examples.demo.lookups import lookups, write_files
 
-import bridle.cli.light_agent
-from bridle.datasets.lookups import lookups, write_files
-
-AGENT = Path(bridle.cli.light_agent.__file__)
+AGENT = Path(examples.demo.light_agent.__file__)
 
 
 def bridle_process(*arguments: object, env=None, **options) -> subprocess.Popen:

@@ -1,9 +1,8 @@
 """GRPO on a real SGLang, whose running weights follow the trainer's."""
 
 import pytest
+from examples.demo.model import demo_model
 from tests.vllm.learning import check_learning
-
-from bridle.cli.demo_model import demo_model
 
 from .serving import RealSglang
 

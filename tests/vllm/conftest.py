@@ -31,7 +31,7 @@ def server(vllm):
 @pytest.fixture(scope="session")
 def learner(tmp_path_factory):
     """A server of the demo's model, whose logprobs are those after temperature."""
-    from bridle.cli.demo_model import demo_model
+    from examples.demo.model import demo_model
 
     with VllmServer(tmp_path_factory.mktemp("learner"), demo_model()) as server:
         yield server.running(*PROCESSED)

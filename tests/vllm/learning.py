@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from examples.demo.lookups import lookups
+from examples.demo.policy import lookup_task
 
 from bridle.capture.records import SessionCapture
 from bridle.cli.captured import sessions
-from bridle.cli.demo_policy import lookup_task
 from bridle.cli.training import TrainSettings, train_here
-from bridle.datasets.lookups import lookups
 from bridle.training.settings import GrpoSettings, LoopSettings
 
 from .checks import plain_logprobs, prompts

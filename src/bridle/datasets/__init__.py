@@ -1,1 +1,1 @@
-"""Task sets: where tasks come from. `jsonl` reads files; `demo_tasks` and `lookups` make tasks."""
+"""Task sets: where tasks come from. `jsonl` reads files of tasks."""

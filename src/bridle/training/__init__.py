@@ -4,7 +4,7 @@
 computes its logprob (padded rows, or a tree in which each token stands once), `grpo` sums the
 objective and steps. `loop` alternates rollouts and updates: `groups` run ahead within bounds,
 `tasks` says what comes next, `checkpoint` keeps all of it, `curve` draws it. `sft` trains on
-token-exact examples; `demo_model` makes the small model that demonstrations and tests use.
+token-exact examples.
 
 Small, readable and correct; no rival of the trainers that shard and pipeline.
 """

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from examples.demo.tasks import MAKERS, demo_script, demo_tasks, write_task
 
 from bridle.config import Task
-from bridle.datasets.demo_tasks import MAKERS, demo_script, demo_tasks, write_task
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "demo-tasks"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "demo-tasks"
 
 
 def run(command: str, cwd: Path) -> int:

@@ -1,7 +1,7 @@
 """The demo model is made once, and found afterwards."""
 
-from bridle.cli.demo_model import demo_model
-from bridle.training.demo_model import recipe_digest
+from examples.demo.model import demo_model
+from examples.demo.recipe import recipe_digest
 
 
 def test_a_model_that_is_there_is_taken_as_it_is(tmp_path, monkeypatch):

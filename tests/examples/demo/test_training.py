@@ -3,11 +3,11 @@
 import io
 
 import pytest
+from examples.demo.main import Part
+from examples.demo.model import demo_model
+from examples.demo.training import LOOP, training_part
 from tests.cli.models import untrained
 
-from bridle.cli.demo import Part
-from bridle.cli.demo_model import demo_model
-from bridle.cli.demo_training import LOOP, training_part
 from bridle.cli.output import console
 
 

@@ -3,9 +3,10 @@
 import asyncio
 import json
 
+from examples.demo.demonstrations import collect
+from examples.demo.lookups import lookups
+
 from bridle.capture.sqlite import SqliteReader
-from bridle.cli.demonstrations import collect
-from bridle.datasets.lookups import lookups
 
 
 def test_every_demonstration_becomes_an_example_with_the_captured_ids(tmp_path):

@@ -20,13 +20,14 @@ from bridle.bridges.examples import examples_of
 from bridle.bridges.sft import SftCounts, write_sft
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
-from bridle.cli import light_agent
 from bridle.cli.parts import open_parts
-from bridle.datasets.lookups import Lookup, lookups, weak_script, write_files
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.trajectory import rebuild
 from bridle.types import SessionStatus
+
+from . import light_agent
+from .lookups import Lookup, lookups, weak_script, write_files
 
 if TYPE_CHECKING:
     from bridle.gateway.registry import SessionHandle

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from bridle.cli.batch import Batch, run_batch
 from bridle.cli.captured import sessions
-from bridle.cli.demo import FRESH_SEED, Part, light_agent_command, show_part
 from bridle.cli.output import console
 from bridle.config import BuilderSpec, Task
-from bridle.datasets.lookups import Lookup, lookups, write_files
 from bridle.trajectory import rebuild
+
+from .lookups import Lookup, lookups, write_files
+from .main import FRESH_SEED, Part, light_agent_command, show_part
 
 SHOWN = 6
 """Sessions of this part that are listed one by one."""

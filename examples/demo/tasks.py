@@ -3,7 +3,8 @@
 Every task is a folder that any task loader reads: `task.toml` (the task), `files/` (the work
 directory before the harness comes), `check.sh` (fails before, passes after) and `solution.sh` (a
 known way, never shown to a harness). The set is a pure function of a seed, so a fresh one can be
-drawn at any time; `examples/demo-tasks` holds the one of seed 0.
+drawn at any time; `python -m examples.demo.tasks` writes the one of seed 0 to
+`examples/demo-tasks`.
 """
 
 from __future__ import annotations
@@ -353,3 +354,11 @@ def _conversations(task: DemoTask, submit: str) -> Iterator[JSON]:
         "when": {"user_contains": task.instruction},
         "turns": [*steps, {"content": "Done.", "shell": [submit]}, done],
     }
+
+
+if __name__ == "__main__":
+    SHIPPED = Path(__file__).resolve().parents[1] / "demo-tasks"
+    for old in SHIPPED.glob("*/"):
+        shutil.rmtree(old)
+    for shipped in demo_tasks():
+        write_task(shipped, SHIPPED)

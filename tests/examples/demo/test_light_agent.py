@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bridle.cli import light_agent
+from examples.demo import light_agent
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_odd_arguments_never_end_it(tmp_path, arguments, result):
 
 
 def test_it_needs_only_the_standard_library():
-    code = "import bridle.cli.light_agent, sys; print('aiohttp' in sys.modules)"
+    code = "import examples.demo.light_agent, sys; print('aiohttp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
 
     assert done.stdout.strip() == "False"

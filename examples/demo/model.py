@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.progress import TaskID
 
-from bridle.cli.demonstrations import collect
 from bridle.cli.output import console, progress
 from bridle.config import cache_dir
+
+from .demonstrations import collect
 
 if TYPE_CHECKING:
     from bridle.training.sft import SftProgress
@@ -27,7 +28,7 @@ def demo_model(*, again: bool = False) -> Path:
 
     Kept in the cache under the digest of everything that shapes it.
     """
-    from bridle.training.demo_model import make_demo_model, recipe_digest
+    from .recipe import make_demo_model, recipe_digest
 
     folder = cache_dir() / "demo-model" / recipe_digest()
     if (folder / "config.json").is_file() and not again:

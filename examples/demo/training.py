@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.cli.demo import FRESH_SEED, Part
-from bridle.cli.demo_policy import lookup_task
 from bridle.cli.output import console, progress
 from bridle.cli.train import CourseBar, numbers_line, show_course, show_picture
 from bridle.cli.training import Trained, TrainSettings, train_here
-from bridle.datasets.lookups import lookups
 from bridle.training.groups import Evaluation
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON
+
+from .lookups import lookups
+from .main import FRESH_SEED, Part
+from .policy import lookup_task
 
 if TYPE_CHECKING:
     from bridle.config import Task

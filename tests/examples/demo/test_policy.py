@@ -3,9 +3,9 @@
 import io
 
 import pytest
+from examples.demo.policy import policy_part, show_policy
 from tests.cli.models import untrained
 
-from bridle.cli.demo_policy import policy_part, show_policy
 from bridle.cli.output import console
 
 pytestmark = pytest.mark.timeout(180)

@@ -1,6 +1,6 @@
 """Lookup tasks are fresh for a fresh seed, and their demonstrator is weak on purpose."""
 
-from bridle.datasets.lookups import lookups, weak_script, write_files
+from examples.demo.lookups import lookups, weak_script, write_files
 
 
 def test_another_seed_gives_fresh_tasks_and_the_same_seed_the_same():

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers
+from examples.demo.recipe import SHORT, WHOLE, make_demo_model, recipe_digest
 
 from bridle.errors import TrainingError
-from bridle.training.demo_model import SHORT, WHOLE, make_demo_model, recipe_digest
 from bridle.training.sft import SftSettings
 
 

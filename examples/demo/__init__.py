@@ -1,0 +1,1 @@
+"""What `bridle demo` runs; shipped in the wheel as `bridle/assets/demo`."""
