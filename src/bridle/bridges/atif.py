@@ -200,7 +200,6 @@ def _part(part: JSON) -> JSON:
 
 
 def _merged(said: Sequence[JSON]) -> JSON:
-    """A turn's messages as one."""
     if len(said) == 1:
         return said[0]
     texts = [m["content"] for m in said if isinstance(m.get("content"), str) and m["content"]]

@@ -131,7 +131,6 @@ class RowCounts:
     """Reason -> sessions (`unknown`, `empty`), rows (`overlong`) or tokens (`other_rows`)."""
 
     def json(self, prefix: str = "bridle") -> dict[str, float]:
-        """As trainers log it."""
         left = {f"{prefix}/left_out/{name}": float(n) for name, n in sorted(self.left_out.items())}
         return {
             f"{prefix}/sessions": float(self.sessions),

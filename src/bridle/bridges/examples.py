@@ -47,12 +47,10 @@ class Example:
 
     @property
     def task_id(self) -> str:
-        """Its group."""
         return str(self.trajectory.metadata.get("task_id") or "")
 
     @property
     def messages(self) -> list[JSON]:
-        """All of them."""
         return [*self.prompt_messages, *self.response_messages]
 
     @property
@@ -63,7 +61,6 @@ class Example:
 
     @property
     def trained(self) -> int:
-        """Tokens that train."""
         return 0 if self.trace is None else int(np.count_nonzero(self.trace.loss_mask))
 
     @property

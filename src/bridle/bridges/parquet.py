@@ -98,7 +98,6 @@ class Rows:
 
 
 def rows_of(trajectory: Trajectory) -> Rows:
-    """A trajectory's rows."""
     traces = trajectory.traces
     if not traces:
         return Rows(None, 0, trajectory_json(trajectory))
@@ -127,7 +126,6 @@ class TrajectoryWriter:
         self.add(rows_of(trajectory))
 
     def add(self, rows: Rows) -> None:
-        """Add one trajectory's rows."""
         if rows.without_traces is not None:
             self._without_traces.append(rows.without_traces)
         if rows.table is not None:
@@ -213,7 +211,6 @@ def arrow(trajectory: Trajectory) -> bytes:
 
 
 def _about(without_traces: list[JSON]) -> dict[str, bytes]:
-    """A file's own metadata."""
     return {
         "bridle_trajectories": FORMAT.encode(),
         "mask_reasons": encode([reason.key for reason in MaskReason]),

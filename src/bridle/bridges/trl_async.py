@@ -187,7 +187,6 @@ class TrlAsyncRollouts:
     # ---- TRL's rollout worker
 
     def start(self) -> None:
-        """Begin to play."""
         for thread in self._threads:
             thread.start()
 

@@ -79,7 +79,6 @@ class Jobs:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is queued."""
         return self._queue.empty()
 
     def give(self, *jobs: Job) -> None:

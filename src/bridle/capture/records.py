@@ -32,12 +32,10 @@ _NONE = LogprobMode.NONE
 
 
 def no_ids() -> Ids:
-    """An empty id array."""
     return np.empty(0, dtype=np.int32)
 
 
 def no_logprobs() -> Logprobs:
-    """An empty logprob array."""
     return np.empty(0, dtype=np.float32)
 
 

@@ -247,7 +247,6 @@ class _Writer:
     # From any thread.
 
     def give(self, job: Job) -> None:
-        """Queue a job."""
         self._jobs.give(job)
 
     def give_later(self, job: Job, seconds: float = LATER_S) -> None:
@@ -402,7 +401,6 @@ class _Writer:
     # The records.
 
     def open_session(self, session: SessionRecord) -> None:
-        """Record a session."""
         if self._find(session.session_id) is not None:
             message = f"{self._path}: session {session.session_id!r} is recorded already"
             raise StoreError(message)
@@ -444,7 +442,6 @@ class _Writer:
         state.deliveries += 1
 
     def close_session(self, outcome: Outcome) -> None:
-        """Record how a session ended."""
         state = self._state(outcome.session_id)
         if state.closed:
             message = f"{self._path}: session {outcome.session_id!r} has an outcome already"
@@ -456,7 +453,6 @@ class _Writer:
         self._states.pop(outcome.session_id)
 
     def forget(self, session_id: str) -> None:
-        """Remove all of a session."""
         if (state := self._find(session_id)) is not None:
             for query in formats.FORGET:
                 self._connection.execute(query, (state.number,))

@@ -178,7 +178,6 @@ class SessionTexts(Mapping[bytes, bytes]):
 
     @property
     def rows(self) -> int:
-        """How many blobs were added."""
         return len(self._blobs)
 
     def reply(self, number: int) -> bytes:

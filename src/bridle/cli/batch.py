@@ -161,7 +161,6 @@ class Board:
         self._bars.update(self._bar, note=note)
 
     def hear(self, event: Event) -> None:
-        """Take in one event."""
         match event:
             case Installing(harness, line):
                 self.say(f"installing {harness}: {line}")

@@ -130,7 +130,6 @@ def rules_of(
 
 
 def _all() -> Rules:
-    """Every session, however it ended."""
     from bridle.bridges.selection import Rules
     from bridle.types import SessionStatus
 
@@ -202,7 +201,6 @@ def _write(
 def _write_whole(
     form: Format, out: Path, rebuilt: Iterator[tuple[SessionCapture, Trajectory]]
 ) -> JSON:
-    """Whole trajectories."""
     from bridle.bridges.parquet import TrajectoryWriter
     from bridle.trajectory.result import trajectory_bytes
 

@@ -70,12 +70,9 @@ class ServiceRollouts:
         self._answer_s = answer_s
 
     def status(self) -> JSON:
-        """See `Rollouts.status`."""
         return self._wait(self._service.status())
 
     def nodes(self) -> list[JSON]:
-        """See `Rollouts.nodes`."""
-
         async def nodes() -> list[JSON]:
             return self._service.workers.nodes()
 
@@ -84,34 +81,28 @@ class ServiceRollouts:
     def newest_sessions(
         self, *, limit: int = 100, offset: int = 0, state: str | None = None
     ) -> list[JSON]:
-        """See `Rollouts.newest_sessions`."""
         wanted = None if state is None else SessionState(state)
         asked = self._service.views.newest(limit=limit, offset=offset, state=wanted)
         return [self._told(row) | {"task_id": row["task_id"]} for row in self._wait(asked)]
 
     def task(self, task_id: str) -> JSON:
-        """See `Rollouts.task`."""
         return wire.task_json(self._task(task_id))
 
     def sessions(self, task_id: str) -> list[JSON]:
-        """See `Rollouts.sessions`."""
         rows = self._wait(self._service.views.sessions(self._task(task_id)["seq"]))
         return [self._told(row) for row in rows]
 
     def session(self, session_id: str) -> JSON:
-        """See `Rollouts.session`."""
         row = self._session(session_id)
         return self._told(row) | {"task_id": row["task_id"]}
 
     def trajectory(self, session_id: str) -> Trajectory:
-        """See `Rollouts.trajectory`."""
         found = self._wait(results.trajectory(self._service, self._session(session_id)))
         if found is None:
             raise ServerError(f"session {session_id!r} has no trajectory any more", status=404)
         return found
 
     def artifact(self, session_id: str, name: str) -> bytes | Path:
-        """See `Rollouts.artifact`."""
         row = self._session(session_id)
         run = run_id(session_id, max(1, row["attempt"]))
         found = self._wait(self._service.workers.artifact(run, name))

@@ -142,7 +142,6 @@ class CourseBar:
         self._bar = bars.add_task("updates", total=steps, note="starting the engine")
 
     def __call__(self, course: Course) -> None:
-        """Show where the course stands."""
         note = ""
         if course.evaluations:
             last = course.evaluations[-1]

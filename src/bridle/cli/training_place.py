@@ -129,7 +129,6 @@ class LocalPlace:
 
     @property
     def rollouts(self) -> str:
-        """See `Place.rollouts`."""
         return str(self.folder)
 
     def groups(
@@ -140,7 +139,6 @@ class LocalPlace:
         version: int,  # noqa: ARG002 - of no use here
         cursor: JSON | None,
     ) -> AbstractAsyncContextManager[GroupSource]:
-        """See `Place.groups`."""
         from bridle.training.groups import local_groups
 
         return local_groups(self.executor, draws, held_out=held_out, cursor=cursor)
@@ -168,13 +166,11 @@ class ServerPlace:
 
     @property
     def rollouts(self) -> str:
-        """See `Place.rollouts`."""
         return f"{self.client.url}, tasks {self.training}.*"
 
     def groups(
         self, draws: TaskDraws, held_out: Sequence[Task], *, version: int, cursor: JSON | None
     ) -> AbstractAsyncContextManager[GroupSource]:
-        """See `Place.groups`."""
         from bridle.training.served import server_groups
 
         return server_groups(

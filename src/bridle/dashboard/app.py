@@ -117,7 +117,6 @@ class _Pages:
         return self._page(request, "overview.html", seen=self._source.overview())
 
     def sessions(self, request: Request) -> Response:
-        """A list of sessions."""
         query = request.query_params
         names = ("status", "cause", "harness", "task", "run", "text")
         wanted = Wanted(**{name: query.get(name, "")[:300] for name in names})
@@ -129,7 +128,6 @@ class _Pages:
         )
 
     def tasks(self, request: Request) -> Response:
-        """A list of groups."""
         at, run = _number(request, "at"), request.query_params.get("run", "")
         groups, total = self._source.groups(run, at, LIST)
         given = {"run": run} if run else {}
@@ -138,7 +136,6 @@ class _Pages:
         )
 
     def task(self, request: Request) -> Response:
-        """A group with its samples."""
         query = request.query_params
         found = self._source.group(query.get("id", ""), query.get("run", ""))
         if found is None:
@@ -190,7 +187,6 @@ class _Pages:
         )  # fmt: skip
 
     def messages(self, request: Request) -> Response:
-        """The messages of a trace."""
         shown, number, trace = self._trace(request)
         with _holding(shown):
             return self._page(request, "messages.html", shown=shown, number=number, trace=trace)
@@ -224,7 +220,6 @@ class _Pages:
         return self._error(request, known, str(error))
 
     def broken(self, request: Request, error: Exception) -> Response:
-        """A bug of ours."""
         reference = secrets.token_hex(4)
         log.error("dashboard_failed", trace=trace_of(error), reference=reference)
         return self._error(request, 500, f"internal error of the dashboard; reference {reference}")

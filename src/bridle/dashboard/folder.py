@@ -43,16 +43,13 @@ class Folder:
 
     @property
     def title(self) -> str:
-        """See `Source.title`."""
         return str(self.root)
 
     def close(self) -> None:
-        """Release all files."""
         for run in self._runs.values():
             run.close()
 
     def overview(self) -> Overview:
-        """See `Source.overview`."""
         runs = self._look()
         # Looked at first, so that all their sessions are known.
         facts = [run.facts() for run in runs]
@@ -74,7 +71,6 @@ class Folder:
         return shown
 
     def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
-        """See `Source.sessions`."""
         runs = self._look()
         lines = [line for run in runs for line in run.lines()]
         found = sorted(filter(wanted.takes, lines), key=lambda line: -(line.opened_at or 0.0))
@@ -88,13 +84,11 @@ class Folder:
         return Listed(page, len(found), choices)
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:
-        """See `Source.groups`."""
         lines = (line for one in self._look() if run in ("", one.name) for line in one.lines())
         groups = groups_of(lines)
         return groups[start : start + count], len(groups)
 
     def group(self, task_id: str, run: str) -> Group | None:
-        """See `Source.group`."""
         runs = [one for one in self._look() if run in ("", one.name)]
         lines = last_attempts(
             line for one in runs for line in one.lines() if line.task_id == task_id
@@ -105,7 +99,6 @@ class Folder:
         return Group(task_id, measured, run or None, instruction=_instruction(runs, task_id))
 
     def session(self, session_id: str, run: str) -> Shown | None:
-        """See `Source.session`."""
         for one in self._look():
             if run not in ("", one.name) or (line := one.line(session_id)) is None:
                 continue

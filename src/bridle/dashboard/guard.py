@@ -55,8 +55,6 @@ class Guard:
         self._kept: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def around(self, app: ASGIApp, form: Form) -> ASGIApp:
-        """The application behind this guard."""
-
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)

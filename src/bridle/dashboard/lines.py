@@ -39,7 +39,6 @@ class Measured:
 
     @property
     def trained(self) -> int:
-        """Sampled tokens that train."""
         return int(self.stats.get("tokens_trained") or 0)
 
     @property
@@ -145,7 +144,6 @@ class Group:
 
     @property
     def ended(self) -> int:
-        """Sessions that have ended."""
         return sum(line.status in ENDED for line in self.lines)
 
     @property

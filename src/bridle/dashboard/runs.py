@@ -102,7 +102,6 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return self.path.parent
 
     def close(self) -> None:
@@ -164,7 +163,6 @@ class Run:
             return [self._line(session_id, finished) for session_id in self._records]
 
     def line(self, session_id: str) -> Line | None:
-        """One of them, measured."""
         with self._lock:
             try:
                 self._look()

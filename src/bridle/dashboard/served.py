@@ -78,11 +78,9 @@ class Served:
 
     @property
     def title(self) -> str:
-        """See `Source.title`."""
         return self._title
 
     def overview(self) -> Overview:
-        """See `Source.overview`."""
         status = self._rollouts.status()
         seen = None if self._folder is None else self._folder.overview()
         told = self._told()
@@ -108,7 +106,6 @@ class Served:
         )
 
     def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
-        """See `Source.sessions`."""
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
         told = [(one, line_of(one)) for one in self._told(state)]
         lines = [line for _, line in told]
@@ -121,12 +118,10 @@ class Served:
         return Listed(self._lines(found[start : start + count]), len(found), choices)
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:  # noqa: ARG002 - it has no runs
-        """See `Source.groups`."""
         groups = groups_of(line_of(one) for one in self._told())
         return groups[start : start + count], len(groups)
 
     def group(self, task_id: str, run: str) -> Group | None:  # noqa: ARG002 - it has no runs
-        """See `Source.group`."""
         try:
             task = self._rollouts.task(task_id)
         except ServerError as error:
@@ -138,7 +133,6 @@ class Served:
         return Group(task_id, lines, state=task["state"], total=task["total_sessions"])
 
     def session(self, session_id: str, run: str) -> Shown | None:  # noqa: ARG002 - it has no runs
-        """See `Source.session`."""
         try:
             told = self._rollouts.session(session_id)
         except ServerError as error:
@@ -166,7 +160,6 @@ class Served:
         return Shown(line, trajectory, None, logs, known)
 
     def file(self, session_id: str, run: str, name: str) -> Path | bytes | None:
-        """See `Source.file`."""
         shown = self.session(session_id, run)
         if shown is None or name not in shown.logs:
             return None

@@ -111,7 +111,6 @@ class Session:
 
     @cached_property
     def graph(self) -> Graph:
-        """The conversation."""
         return grow(self.capture.session.session_id, self.capture.exchanges)
 
     @cached_property
@@ -122,7 +121,6 @@ class Session:
 
     @cached_property
     def transcript(self) -> Transcript:
-        """Reads messages."""
         return Transcript(self.capture.exchanges, self.capture.bodies)
 
     @cached_property
@@ -131,7 +129,6 @@ class Session:
 
     @property
     def size(self) -> int:
-        """Rows of the whole tree."""
         return len(self._order)
 
     def place(self, exchange_id: str) -> int | None:

@@ -97,7 +97,6 @@ class Answer(ABC):
     # ---- what all routes share
 
     def whole(self, chunks: Sequence[GenerateChunk]) -> bytes:
-        """The whole reply."""
         ids = np.concatenate([chunk.output_ids for chunk in chunks])
         logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
         last = chunks[-1]
@@ -145,7 +144,6 @@ class Answer(ABC):
         ]
 
     def usage(self) -> JSON:
-        """Token counts so far."""
         prompt = len(self._prompt)
         return {
             "prompt_tokens": prompt,
@@ -219,7 +217,7 @@ class ChatAnswer(Answer):
         self._reader = ReplyReader(tools=self._wants.tools, thinking=thinking)
         self._calls = 0
 
-    def whole_body(self, text: str, choice: JSON) -> JSON:  # noqa: D102 - see Answer
+    def whole_body(self, text: str, choice: JSON) -> JSON:
         delta = self._reader.feed(text) + self._reader.finish()
         calls = self._called(delta.calls)
         choice["message"] = {
@@ -244,7 +242,7 @@ class ChatAnswer(Answer):
             "kv_transfer_params": None,
         }
 
-    def opening(self) -> list[bytes]:  # noqa: D102 - see Answer
+    def opening(self) -> list[bytes]:
         choice = {
             "index": 0,
             "delta": {"role": "assistant", "content": ""},
@@ -256,7 +254,7 @@ class ChatAnswer(Answer):
             body["prompt_token_ids"] = self._prompt_ids()
         return [event(body)]
 
-    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: D102
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:
         delta = self._reader.feed(text)
         if last:
             delta += self._reader.finish()
@@ -298,18 +296,18 @@ class CompletionAnswer(Answer):
     _opened = False
     _offset = 0
 
-    def whole_body(self, text: str, choice: JSON) -> JSON:  # noqa: D102 - see Answer
+    def whole_body(self, text: str, choice: JSON) -> JSON:
         body = self.piece_body(text, choice, last=True)
         return {**body, "usage": self.usage(), "kv_transfer_params": None}
 
-    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002, D102
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002
         choice["text"] = text
         if not self._opened:
             choice["prompt_token_ids"] = self._prompt_ids()
             self._opened = True
         return {**self._head(self.chunk_object), "choices": [choice]}
 
-    def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401, D102 - see Answer
+    def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - see Answer
         plain, values = ids.tolist(), np.maximum(logprobs, _LEAST).tolist()
         texts = [self._tokenizer.decode([one]) for one in plain]
         offsets = np.cumsum([self._offset, *(len(text) for text in texts)]).tolist()
@@ -335,11 +333,11 @@ class TokenAnswer(Answer):
     def _head(self, name: str) -> JSON:  # noqa: ARG002 - this route names no object
         return {"request_id": self.id, "output_mode": "tokens"}
 
-    def whole_body(self, text: str, choice: JSON) -> JSON:  # noqa: D102 - see Answer
+    def whole_body(self, text: str, choice: JSON) -> JSON:
         body = self.piece_body(text, choice, last=True)
         return {**body, "model": self._model, "created": self._created, "usage": self.usage()}
 
-    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002, D102
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002
         body = {**self._head(""), "choices": [choice]}
         if not self._opened:
             body["prompt_token_ids"] = self._prompt_ids()
@@ -360,5 +358,4 @@ def _texts(values: Logprobs) -> list[str]:
 
 
 def event(body: JSON) -> bytes:
-    """One server-sent event."""
     return b"data: " + _ENCODER.encode(body) + b"\n\n"

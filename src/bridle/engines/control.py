@@ -100,7 +100,6 @@ class Control:
             await self._idle.wait()
 
     def resume(self) -> None:
-        """Let all calls go on."""
         self._flowing.set()
         self._open.set()
 

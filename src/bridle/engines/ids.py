@@ -146,7 +146,6 @@ class TextIds:
         return self._array
 
     def json(self) -> bytes:
-        """The text itself."""
         return self._text
 
     def tail(self, count: int) -> Ids:
@@ -171,7 +170,6 @@ class ArrayIds:
         return ids_json(self._array)
 
     def array(self) -> Ids:
-        """The ids."""
         return self._array
 
     def json(self) -> bytes:

@@ -421,7 +421,6 @@ class EnginePool(SeesByReplica, TakesWeights):
         self._choice.forget(session_id)
 
     def replicas(self) -> list[JSON]:
-        """How each replica does."""
         return [one.status(self._choice.sessions(one)) for one in self._replicas.values()]
 
     # ---- weights
@@ -446,7 +445,6 @@ class EnginePool(SeesByReplica, TakesWeights):
         return self._held
 
     def each(self) -> list[Replica]:
-        """The replicas that have started."""
         return [one for one in self._replicas.values() if one.info is not None]
 
     def published(self, version: int) -> None:

@@ -115,7 +115,6 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Calls that run there now."""
         return len(self.running)
 
     def enter(self, state: ReplicaState) -> None:
@@ -144,7 +143,6 @@ class Replica:
             log.warning("abort_failed", replica=self.name, error=str(error))
 
     async def abort_all(self) -> None:
-        """Have all its calls ended."""
         for request_id in list(self.running):
             await self.abort(request_id)
 

@@ -147,7 +147,6 @@ class ScriptedEngine:
             self._calls[request_id].set()
 
     async def aclose(self) -> None:
-        """End all calls."""
         for aborted in self._calls.values():
             aborted.set()
 

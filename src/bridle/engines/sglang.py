@@ -253,7 +253,6 @@ class SglangEngine(Serving):
         return self._held
 
     async def resume(self) -> None:
-        """Have the server go on."""
         await self._client.tell("/continue_generation", {})
         self._held = False
         self._open.set()

@@ -188,7 +188,6 @@ class VllmEngine(Serving):
         return await self._client.tell(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        """Have the server go on."""
         await self._client.tell("/resume")
 
     async def update_weights(self, source: str | Path, version: int) -> None:

@@ -104,7 +104,6 @@ class Eyes:
         tools: Sequence[JSON] | None,
         arguments: JSON,
     ) -> Seen | None:
-        """See `bridle.engines.base.Seeing.see`."""
         body = _chat_body(model, messages, tools, arguments)
         try:
             told = await self._asked(client, body, _rendered)

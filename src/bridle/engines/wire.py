@@ -55,7 +55,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
 
     def sampling(self, max_tokens: int | None) -> Sampling:
-        """As Bridle names them."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling(
             temperature=self.temperature,

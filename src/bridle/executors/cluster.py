@@ -119,7 +119,6 @@ class ClusterRunner:
         await member.link.drain()
 
     def nodes(self) -> list[Member]:
-        """All that take part."""
         return list(self._members.values())
 
     async def first_heard(self) -> None:
@@ -304,7 +303,6 @@ class ClusterRunner:
 
     @property
     def free(self) -> int:
-        """Slots that are free now."""
         return sum(member.place.free for member in self._members.values())
 
     def stages(self) -> Mapping[SessionStatus, int]:
@@ -313,7 +311,6 @@ class ClusterRunner:
         return Counter(self._stages.get(run_id, waiting) for run_id in self._runs)
 
     def session_ids(self) -> tuple[str, ...]:
-        """The sessions that live now."""
         return tuple(self._runs)
 
     def _tell_room(self) -> None:

@@ -178,7 +178,6 @@ class NodeHost:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End what runs."""
         await self._nursery.cancel()
         self._stack.close()
 

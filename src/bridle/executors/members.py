@@ -172,7 +172,6 @@ class Run:
     """Whether its node has told its end."""
 
     def finish(self, end: End) -> None:
-        """It has ended."""
         if not self.done.done():
             if isinstance(end, BaseException):
                 self.done.set_exception(end)

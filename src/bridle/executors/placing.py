@@ -84,7 +84,6 @@ class Place:
             self.used[name] = self.used.get(name, 0.0) + much
 
     def give(self, needs: Mapping[str, float]) -> None:
-        """It has left."""
         for name, much in needs.items():
             self.used[name] = max(0.0, self.used.get(name, 0.0) - much)
 

@@ -154,74 +154,59 @@ class RayLink:
         self._actor = actor
 
     async def hello(self, owner: str) -> Hello:
-        """As `Link.hello`."""
         hello: Hello = await self._say("hello", owner)
         return hello
 
     async def news(self, owner: str, epoch: str, after: int, *, wait_s: float) -> News:
-        """As `Link.news`."""
         news: News = await told(self._actor.news.remote(owner, epoch, after, wait_s))
         return news
 
     async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]:
-        """As `Link.start`."""
         refused: list[str | None] = await self._say("start", owner, starts)
         return refused
 
     async def result(self, run_id: str) -> End | None:
-        """As `Link.result`."""
         end: End | None = await self._say("result", run_id)
         return end
 
     async def recall(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
-        """As `Link.recall`."""
         found: dict[str, SessionResult] = await self._say("recall", run_ids)
         return found
 
     async def ack(self, owner: str, run_ids: Sequence[str]) -> None:
-        """As `Link.ack`."""
         await self._say("ack", owner, run_ids)
 
     async def cancel(self, run_id: str) -> bool:
-        """As `Link.cancel`."""
         was: bool = await self._say("cancel", run_id)
         return was
 
     async def drain(self) -> None:
-        """As `Link.drain`."""
         await self._say("drain")
 
     async def set_policy(self, wanted: SetPolicy) -> JSON:
-        """As `Link.set_policy`."""
         policy: JSON = await self._say("set_policy", wanted)
         return policy
 
     async def add_replica(self, engine: str) -> JSON:
-        """As `Link.add_replica`."""
         policy: JSON = await self._say("add_replica", engine)
         return policy
 
     async def remove_replica(self, name: str, drain_s: float) -> JSON:
-        """As `Link.remove_replica`."""
         policy: JSON = await self._say("remove_replica", name, drain_s)
         return policy
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:
-        """As `Link.artifact`."""
         content: bytes | None = await self._say("artifact", run_id, name)
         return content
 
     async def remove(self, run_id: str) -> None:
-        """As `Link.remove`."""
         await self._say("remove", run_id)
 
     async def metrics(self) -> str:
-        """As `Link.metrics`."""
         text: str = await self._say("metrics")
         return text
 
     async def kept_bytes(self) -> int:
-        """As `Link.kept_bytes`."""
         size: int = await self._say("kept_bytes")
         return size
 

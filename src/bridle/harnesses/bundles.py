@@ -77,7 +77,6 @@ class Builder:
     _log: list[str] = field(default_factory=list)
 
     def say(self, line: str) -> None:
-        """Report one step."""
         self.report(f"{self.label}: {line}")
 
     async def run(

@@ -36,7 +36,6 @@ def merged(under: JSON, over: JSON) -> JSON:
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """A configuration file."""
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 

@@ -66,6 +66,5 @@ class Events:
             self._listeners.remove(listener)
 
     def tell(self, event: Event) -> None:
-        """Tell all listeners."""
         for listener in tuple(self._listeners):
             listener(event)

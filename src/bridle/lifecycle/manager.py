@@ -271,5 +271,4 @@ class Node:
         return session is not None
 
     def session_ids(self) -> tuple[str, ...]:
-        """The sessions that live now."""
         return tuple(self._sessions)

@@ -95,7 +95,6 @@ class RunFolder:
 
     @property
     def capture(self) -> Path:
-        """Path of the capture file."""
         return self.path / CAPTURE
 
     @property
@@ -110,7 +109,6 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """Path of the summary."""
         return self.path / SUMMARY
 
     def session_folder(self, session_id: str) -> Path:
@@ -185,7 +183,6 @@ class RunFolder:
         shutil.rmtree(self.path / SESSIONS, ignore_errors=True)
 
     def drop_logs(self, session_id: str) -> None:
-        """Remove a session's folder."""
         shutil.rmtree(self.session_folder(session_id), ignore_errors=True)
 
 

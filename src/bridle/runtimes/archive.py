@@ -29,7 +29,6 @@ def pack(source: Path, target: PurePosixPath, archive: Path) -> PurePosixPath:
 
 
 def pack_bytes(content: bytes, name: str, mode: int) -> bytes:
-    """An archive of one file."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
         entry = tarfile.TarInfo(name)

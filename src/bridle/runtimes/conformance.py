@@ -5,8 +5,6 @@ Checks use nothing inside but bash and coreutils, so they run in any image. A ch
 hold raises `Nonconformity`, which says what was seen instead.
 """
 
-# ruff: noqa: D103 - the name of a check states its truth
-
 from __future__ import annotations
 
 import asyncio

@@ -207,7 +207,6 @@ class RemoteRuntime:
         }
 
     async def _run(self, *words: str) -> str:
-        """Have the runner do something."""
         return await self._host.execute([self._settings.python, self._runner, *words])
 
     # ---- files
@@ -280,7 +279,6 @@ class RemoteRuntime:
     # ---- the end
 
     async def kill(self) -> None:
-        """As `base.Runtime.kill`."""
         if self._usable:
             await run_shielded(self._kill(), timeout_s=CALL_S)
 

@@ -116,7 +116,6 @@ class JudgingResolver(AbstractResolver):
         return permitted
 
     async def close(self) -> None:
-        """Release the resolver."""
         await self._resolver.close()
 
 

@@ -90,7 +90,6 @@ class Asked:
 
     @property
     def service(self) -> Service:
-        """The service."""
         return self.served.service
 
     def path(self, name: str) -> str:
@@ -182,7 +181,6 @@ class Endpoint:
         self.is_open = role is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         request = Request(scope, receive, send)
         try:
             asked = Asked(request, self._caller(scope), self._served)
@@ -234,12 +232,10 @@ PAGE: Final[Mapping[str, JSON]] = {
 
 
 def reply(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
     return Response(encode(value), status, media_type=JSON_TYPE)
 
 
 def packed_reply(value: object) -> Response:
-    """A msgpack answer."""
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK_TYPE)
 
 

@@ -95,7 +95,6 @@ class _Server(uvicorn.Server):
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
         await super().startup(sockets)
         self.up.set()
 

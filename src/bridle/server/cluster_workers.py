@@ -39,7 +39,6 @@ class ClusterWorkers:
 
     @property
     def capacity(self) -> int:
-        """As the runner's."""
         return self._runner.capacity
 
     async def run(
@@ -51,23 +50,18 @@ class ClusterWorkers:
         )
 
     def cancel(self, run_id: str) -> bool:
-        """As `Workers.cancel`."""
         return self._runner.cancel(run_id)
 
     def expect(self, run_id: str) -> bool:
-        """As `Workers.expect`."""
         return self._runner.expect(run_id)
 
     def settle(self) -> None:
-        """As `Workers.settle`."""
         self._runner.settle()
 
     async def recall(self, run_id: str) -> SessionResult | None:
-        """As `Workers.recall`."""
         return await self._runner.recall(run_id)
 
     def release(self, run_id: str) -> None:
-        """As `Workers.release`."""
         self._runner.release(run_id)
 
     async def remove(self, run_id: str) -> None:
@@ -115,7 +109,6 @@ class ClusterWorkers:
         self._runner.common = [before.model_copy(update=changes)]
 
     def nodes(self) -> list[JSON]:
-        """As `Workers.nodes`."""
         return [member.json() for member in self._runner.nodes()]
 
     async def metrics(self) -> dict[str, str]:
@@ -133,7 +126,6 @@ class ClusterWorkers:
         return told
 
     async def drain_node(self, name: str) -> None:
-        """As `Workers.drain_node`."""
         await self._runner.drain(name)
 
     async def add_replica(self, engine: str) -> None:
@@ -141,7 +133,6 @@ class ClusterWorkers:
         await self._replicas.add(engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> None:
-        """As `Workers.remove_replica`."""
         await self._replicas.remove(name, drain_s)
 
     def policy(self) -> JSON:
@@ -155,7 +146,6 @@ class ClusterWorkers:
         }
 
     def listening(self, listener: Callable[[Event], None]) -> AbstractContextManager[None]:
-        """As `Workers.listening`."""
         return self._runner.events.listening(listener)
 
     async def artifact(self, run_id: str, name: str) -> bytes | None:
@@ -178,7 +168,6 @@ class Steers:
         self.name = f"node {member.place.node_id}"
 
     async def steer(self, wanted: SetPolicy) -> JSON:
-        """As `Steered.steer`."""
         try:
             async with asyncio.timeout(wanted.timeout_s + SLACK_S):
                 self._member.policy = await self._member.link.set_policy(wanted)

@@ -162,7 +162,6 @@ class Deliverer:
             return f"{type(error).__name__}: {error}"
 
     def headers(self, row: RowMapping, body: bytes) -> dict[str, str]:
-        """What goes with a body."""
         return {
             "content-type": "application/json",
             "user-agent": f"bridle/{__version__}",

@@ -46,7 +46,6 @@ class TrajectoryFiles:
         return await asyncio.to_thread(self._write, name, trajectory)
 
     async def read(self, name: str) -> Trajectory:
-        """Read one."""
         return await asyncio.to_thread(self._read, name)
 
     async def remove(self, name: str) -> None:

@@ -96,7 +96,6 @@ class Metrics:
         self._tries.labels("taken" if taken else "dead" if dead else "failed").inc()
 
     def answered(self, method: str, route: str, status: int) -> None:
-        """One more answered request."""
         self._requests.labels(method, route, status).inc()
 
     async def render(self, service: Service) -> bytes:
@@ -118,7 +117,6 @@ class _Families(Collector):
         self._families = tuple(families)
 
     def collect(self) -> Iterator[Metric]:
-        """They."""
         return iter(self._families)
 
 

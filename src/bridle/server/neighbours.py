@@ -56,7 +56,6 @@ class Neighbours:
             )
 
     async def run(self) -> None:
-        """Look until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_S, self._service.settings.lease_s / 4))
             await until_done(self.look, "looking for other servers")

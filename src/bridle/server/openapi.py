@@ -45,7 +45,6 @@ REFUSALS: Final = {
 
 
 def describe(routes: Sequence[Route]) -> JSON:
-    """The whole description."""
     schemas: JSON = {"Error": ERROR}
     paths: JSON = {}
     for one in routes:

@@ -64,7 +64,6 @@ class Receivers:
         return known.under_way < (EACH if known.standing is Standing.WELL else 1)
 
     def begin(self, name: str) -> None:
-        """One is under way."""
         self._known.setdefault(name, _Receiver()).under_way += 1
 
     def leave(self, name: str) -> None:

@@ -55,7 +55,6 @@ class Retention:
         self._settings = settings
 
     async def run(self) -> None:
-        """Look until cancelled."""
         while True:
             try:
                 await self.remove_old()

@@ -200,7 +200,6 @@ class Service:
         return await self.dispatcher.drained(patience_s)
 
     async def resume(self) -> None:
-        """Start sessions again."""
         await self.state.set_number("paused", 0)
         self.dispatcher.paused = False
         self.dispatcher.wake.beat()

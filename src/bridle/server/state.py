@@ -172,26 +172,22 @@ class State:
     # ---- sessions come back
 
     async def finish(self, ended: Ended, *, owner: str, now: float) -> Closed:
-        """As `closing.finish`."""
         async with self._database.write() as connection:
             return await closing.finish(connection, ended, owner=owner, now=now)
 
     async def put_back(
         self, session: str, attempt: int, *, owner: str, why: str, now: float
     ) -> Closed:
-        """As `closing.put_back`."""
         async with self._database.write() as connection:
             return await closing.put_back(
                 connection, session, attempt, owner=owner, why=why, now=now
             )
 
     async def stop_task(self, task_id: str, reason: str, *, now: float) -> Closed | None:
-        """As `closing.stop_task`."""
         async with self._database.write() as connection:
             return await closing.stop_task(connection, task_id, reason, now=now)
 
     async def stop_session(self, session: str, reason: str, *, now: float) -> Closed:
-        """As `closing.stop_session`."""
         async with self._database.write() as connection:
             return await closing.stop_session(connection, session, reason, now=now)
 
@@ -298,7 +294,6 @@ class State:
             return await _number(connection, name)
 
     async def set_number(self, name: str, value: int) -> None:
-        """Change one."""
         row = update(t.numbers).where(t.numbers.c.name == name)
         async with self._database.write() as connection:
             await connection.execute(row.values(value=value))

@@ -23,7 +23,6 @@ class Pulse:
         self._event = asyncio.Event()
 
     def beat(self) -> None:
-        """Wake all who wait now."""
         self._event.set()
         self._event = asyncio.Event()
 

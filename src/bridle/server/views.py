@@ -58,7 +58,6 @@ class Views:
         self._database = database
 
     async def task(self, task_id: str) -> RowMapping | None:
-        """A task's row."""
         return await self._first(select(t.tasks).where(t.tasks.c.task_id == task_id))
 
     async def tasks(
@@ -122,7 +121,6 @@ class Views:
         return await self._all(query.limit(limit))
 
     async def counts(self) -> Counts:
-        """What the status page shows."""
         tasks, sessions, callbacks = t.tasks.c, t.sessions.c, t.callbacks.c
         nothing = literal(0)
         waits = func.sum(case((tasks.open == 1, tasks.target - tasks.expanded), else_=0))
@@ -159,7 +157,6 @@ class Views:
         return await self._number(query) or 0
 
     async def started_groups(self) -> int:
-        """Groups that were ever started."""
         query = select(func.count()).where(t.tasks.c.started_at.is_not(None))
         return await self._number(query) or 0
 

@@ -93,7 +93,6 @@ def session_json(session: Row, stage: str | None) -> JSON:
 
 
 def task_json(task: Row) -> JSON:
-    """A task without its sessions."""
     terms = Terms.model_validate_json(task["terms"])
     return {
         "task_id": task["task_id"],
@@ -133,7 +132,6 @@ def group_json(task: Row, sessions: list[JSON], *, version: int) -> JSON:
 
 
 def callback_json(row: Row) -> JSON:
-    """A callback, without its body."""
     names = (
         *("seq", "delivery_id", "task_id", "session_id", "url", "state", "tries", "next_at"),
         *("made_at", "ended_at", "error"),

@@ -124,40 +124,32 @@ class NodeWorkers:
 
     @property
     def capacity(self) -> int:
-        """As the node's."""
         return self._node.capacity
 
     async def run(
         self, task: Task, sample_index: int, run_id: str, avoid: frozenset[str]
     ) -> SessionResult:
-        """As `Workers.run`."""
         return await self._node.run(task, sample_index, session_id=run_id, avoid=avoid)
 
     def cancel(self, run_id: str) -> bool:
-        """As `Workers.cancel`."""
         return self._node.cancel(run_id)
 
     def expect(self, run_id: str) -> bool:  # noqa: ARG002 - those of an earlier process died with it
-        """As `Workers.expect`."""
         return False
 
     async def recall(self, run_id: str) -> SessionResult | None:
-        """As `Workers.recall`."""
         return await recalled(run_id, self._gateway, self._store)
 
     def release(self, run_id: str) -> None:
-        """As `Workers.release`."""
         self._gateway.forget(run_id)
 
     async def remove(self, run_id: str) -> None:
-        """As `Workers.remove`."""
         self._gateway.forget(run_id)
         await self._store.forget(run_id)
         if "/" not in run_id:  # such a one never ran, and is not to lead out of the folder
             await asyncio.to_thread(self._node.folder.drop_logs, run_id)
 
     async def kept_bytes(self) -> int:
-        """As `Workers.kept_bytes`."""
         return await asyncio.to_thread(self._kept_bytes)
 
     def _kept_bytes(self) -> int:
@@ -169,11 +161,9 @@ class NodeWorkers:
             self._gateway.forget(session_id)
 
     async def set_policy(self, wanted: SetPolicy) -> None:
-        """As `Workers.set_policy`."""
         await self._gateway.set_policy(wanted)
 
     def policy(self) -> JSON:
-        """As `Workers.policy`."""
         return self._gateway.policy()
 
     def nodes(self) -> list[JSON]:
@@ -193,23 +183,18 @@ class NodeWorkers:
         ]
 
     async def metrics(self) -> dict[str, str]:
-        """As `Workers.metrics`."""
         return {"local": self._gateway.metrics()}
 
     async def drain_node(self, name: str) -> None:  # noqa: ARG002 - whichever it is
-        """As `Workers.drain_node`."""
         raise ConfigError("the only node is the server's own: drain the server (POST /v1/drain)")
 
     async def add_replica(self, engine: str) -> None:
-        """As `Workers.add_replica`."""
         await self._gateway.add_replica(engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> None:
-        """As `Workers.remove_replica`."""
         await self._gateway.remove_replica(name, drain_s)
 
     def listening(self, listener: Callable[[Event], None]) -> AbstractContextManager[None]:
-        """As `Workers.listening`."""
         return self._node.events.listening(listener)
 
     async def artifact(self, run_id: str, name: str) -> Path | bytes | None:

@@ -98,18 +98,15 @@ class LocalGroups:
         self._ended: asyncio.Queue[Group] = asyncio.Queue()
 
     def allow(self, groups: int) -> None:
-        """See `GroupSource.allow`."""
         for _ in range(groups):
             self._allowed.release()
 
     async def take(self) -> Group:
-        """See `GroupSource.take`."""
         group = await self._ended.get()
         del self._open[group.index]
         return group
 
     def cursor(self) -> JSON:
-        """See `GroupSource.cursor`."""
         left = sorted([*self._open.items(), *self._again])
         return {"next": self._next, "open": [list(one) for one in left]}
 
@@ -117,7 +114,6 @@ class LocalGroups:
         """See `GroupSource.kept`: nothing is held for one that comes back."""
 
     async def evaluate(self) -> Evaluation | None:
-        """See `GroupSource.evaluate`."""
         if not self._held_out:
             return None
         found: dict[str, list[float | None]] = {}

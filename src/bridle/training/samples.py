@@ -79,7 +79,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that train."""
         return sum(self.lags.values())
 
 

@@ -96,30 +96,25 @@ class ServerGroups:
         self._ended: asyncio.Queue[Group] = asyncio.Queue()
 
     def allow(self, groups: int) -> None:
-        """See `GroupSource.allow`."""
         for _ in range(groups):
             self._allowed.release()
 
     async def take(self) -> Group:
-        """See `GroupSource.take`."""
         group = await self._ended.get()
         self._taken.append(str(self._open.pop(group.index)))
         return group
 
     def cursor(self) -> JSON:
-        """See `GroupSource.cursor`."""
         mine = [(index, name.task_id) for index, name in self._open.items()]
         left = sorted([*mine, *self._again])
         return {"next": self._next, "open": [list(one) for one in left]}
 
     async def kept(self) -> None:
-        """See `GroupSource.kept`."""
         taken, self._taken = self._taken, []
         if taken:
             await self._client.ack(task_ids=taken)
 
     async def evaluate(self) -> Evaluation | None:
-        """See `GroupSource.evaluate`."""
         if not self._held_out:
             return None
         self._evaluations += 1

@@ -52,7 +52,6 @@ class History:
         self.records = records or {}
 
     def add(self, group: Group) -> None:
-        """Count a group."""
         record = self.records.setdefault(group.task_id, Record())
         known = [reward for reward in group.rewards if not np.isnan(reward)]
         record.groups += 1
@@ -62,7 +61,6 @@ class History:
         record.unknown += len(group.rewards) - len(known)
 
     def json(self) -> JSON:
-        """As checkpoints keep it."""
         names = ("groups", "sessions", "reward", "flat", "unknown")
         return {
             task_id: {name: getattr(record, name) for name in names}

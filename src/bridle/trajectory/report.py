@@ -144,7 +144,6 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
-        """The page."""
         yield f"sessions  {self.sessions} ({_listed(self.statuses)})"
         yield f"calls     {self.exchanges} in {self.traces} traces"
         yield from self._lineage()

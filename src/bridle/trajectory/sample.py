@@ -54,7 +54,6 @@ class MaskReason(IntEnum):
 
     @property
     def key(self) -> str:
-        """Its name in JSON."""
         return self.name.lower()
 
 

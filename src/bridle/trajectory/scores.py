@@ -50,7 +50,6 @@ class Attempted:
 
     @property
     def is_pass(self) -> bool:
-        """Whether it is a success."""
         return self.reward is not None and self.reward >= PASS
 
 

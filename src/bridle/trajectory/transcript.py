@@ -161,7 +161,6 @@ class Messages(Sequence[JSON]):
         return self._missing
 
     def whole(self) -> list[JSON]:
-        """All of them."""
         if self._read is not None:
             try:
                 self._messages = self._read()

@@ -153,7 +153,6 @@ class Call:
 
     @property
     def sampled(self) -> int:
-        """How many tokens were sampled."""
         return self.length - self.prompt_length
 
     @property

@@ -103,7 +103,6 @@ class PrefixStore:
                 del self._blocks[key]
 
     def clear(self) -> None:
-        """Forget everything."""
         self._entries.clear()
         self._blocks.clear()
         self.size_bytes = 0
