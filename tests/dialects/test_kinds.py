@@ -106,7 +106,8 @@ def test_the_removed_billing_block_marks_a_subagent(mark, kind):
     ],
 )
 def test_a_request_for_the_summary_is_a_compaction(request_):
-    assert kind_of({"x-openai-subagent": "collab_spawn"}, request_)[0] is Kind.COMPACTION
+    headers = {"x-openai-subagent": "collab_spawn"}
+    assert kind_of(headers, request_, "codex")[0] is Kind.COMPACTION
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_a_request_for_the_summary_is_a_compaction(request_):
     ],
 )
 def test_a_conversation_that_speaks_of_summaries_is_no_compaction(request_):
-    assert kind_of({}, request_) == (Kind.AGENT, None)
+    assert kind_of({}, request_, "gemini_cli") == (Kind.AGENT, None)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,21 @@ def test_codex_names_its_requests(headers, kind):
     ],
 )
 def test_side_calls_are_known_by_their_shape(request_, rule):
-    assert kind_of({}, request_) == (Kind.SIDE, rule)
+    [read_from] = [one.harnesses for one in RULES if one.name == rule]
+    for harness in read_from:
+        assert kind_of({}, request_, harness) == (Kind.SIDE, rule)
+    for other in (None, "mini_swe_agent", "my_module:MyAgent"):
+        assert kind_of({"user-agent": "OpenAI/Python 2.1"}, request_, other)[0] is Kind.AGENT
+
+
+def test_a_user_agent_names_the_harness_where_the_session_does_not():
+    title = chat(system="You are a title generator.", tools=())
+    for agent, kind in (
+        ("claude-cli/2.1.0 (external, cli)", Kind.SIDE),
+        ("opencode/1.0", Kind.SIDE),
+        ("OpenAI/JS 5.20.1", Kind.AGENT),
+    ):
+        assert kind_of({"user-agent": agent}, title, "command")[0] is kind
 
 
 def test_text_of_a_result_is_no_mark():

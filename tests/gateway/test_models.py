@@ -179,7 +179,8 @@ async def test_a_kind_of_call_has_an_engine_of_its_own():
         caller = await home.session()
         body = {"model": "claude-x", "max_tokens": 1, "messages": [user("quota")]}
         url = home.gateway.url + "/v1/messages"
-        async with home.client.post(url, json=body, headers=caller.headers) as answer:
+        headers = {**caller.headers, "User-Agent": "claude-cli/2.1.0 (external, cli)"}
+        async with home.client.post(url, json=body, headers=headers) as answer:
             assert answer.status == 200
         (exchange,) = caller.exchanges
         assert exchange.kind is Kind.SIDE

@@ -57,7 +57,8 @@ async def test_a_conversation_that_begins_with_our_summary_continues_it():
     async with house(engine=engine) as home:
         caller = await home.session()
         await caller.ask([user("How many files?")], tools=TOOLS)
-        await caller.ask([system("You are a context summarization agent."), user("Sum up.")])
+        summing = [system("You are a context summarization agent."), user("Sum up.")]
+        await caller.ask(summing, {"User-Agent": "opencode/1.0"})
         told = user("Summary of what was done:\nFiles were counted.")
         after = [told, await caller.ask([told], tools=TOOLS), user("On.")]
         await caller.ask(after, tools=TOOLS)

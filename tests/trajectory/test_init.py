@@ -405,3 +405,11 @@ def test_a_body_that_is_missing_costs_the_messages_not_the_tokens():
     assert trace.loss_mask.sum() == 10
     assert trace.prompt_messages == []
     assert "exchange x0: cannot read its request" in trace_metadata(trace)["messages_missing"]
+
+
+def test_a_session_whose_only_conversation_a_rule_took_for_a_side_call_trains():
+    made = MadeSession()
+    made.call(kind=Kind.SIDE, extra={"kind_rule": "title"})
+    assert built(made).metadata["stats"]["tokens_trained"] == 5
+    made.call()
+    assert built(made).metadata["stats"]["tokens_excluded"] == {"kind": 5}

@@ -1,9 +1,10 @@
 """What a call was for: agent, sub-agent, compaction or side, by headers and shapes.
 
 Rules are tried in order and the first that applies decides; `agent` is the default, and having no
-tools is no rule by itself. They know the marks that harnesses put on the wire (recorded November
-2026); a harness file may name others. They read what noise rules removed from
-`ModelRequest.extra["removed"]`.
+tools is no rule by itself. A rule that reads contents counts for the harnesses that it was read
+from only: a task about titles or commit messages looks the same. They know
+the marks that harnesses put on the wire (recorded November 2026), and read what noise rules removed
+from `ModelRequest.extra["removed"]`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class KindRule:
     kind: Kind
     why: str
     applies: Callable[[Headers, ModelRequest], bool]
+    harnesses: frozenset[str] = frozenset()
+    """Harnesses whose calls it was read from; of others it says nothing. Empty = any: the mark is a
+    header or field that only its harness sends."""
 
 
 def _removed(request: ModelRequest, rule: str) -> list[str]:
@@ -173,6 +177,27 @@ def _is_probe(headers: Headers, request: ModelRequest) -> bool:
     )
 
 
+def _of(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+USER_AGENTS: Mapping[str, frozenset[str]] = {
+    "claude-cli": _of("claude_code claude_agent_sdk qwen_code"),
+    "codex": _of("codex"),
+    "geminicli": _of("gemini_cli"),
+    "qwencode": _of("qwen_code"),
+    "opencode": _of("opencode"),
+    "cline": _of("cline"),
+    "copilot": _of("copilot"),
+    "openhands": _of("openhands"),
+    "openclaw": _of("openclaw"),
+    "hermes": _of("hermes"),
+    "aider": _of("aider"),
+}
+"""What stands in a user agent -> the harnesses that send it. Several speak as a bare SDK: they are
+known by their session's harness only."""
+
+
 RULES: tuple[KindRule, ...] = (
     KindRule(
         "codex_compaction",
@@ -187,20 +212,38 @@ RULES: tuple[KindRule, ...] = (
         "the conversation goes on (Claude Code, Cline, Codex, Copilot, Gemini CLI, Hermes, "
         "openclaw, opencode, OpenHands, pi, Qwen Code).",
         _is_summary,
+        _of(
+            "claude_code claude_agent_sdk cline codex copilot gemini_cli hermes openclaw opencode "
+            "openhands pi qwen_code"
+        ),
     ),
-    KindRule("title", Kind.SIDE, "A title for the session (Claude Code, opencode).", _is_title),
+    KindRule(
+        "title",
+        Kind.SIDE,
+        "A title for the session (Claude Code, opencode).",
+        _is_title,
+        _of("claude_code claude_agent_sdk opencode"),
+    ),
     KindRule(
         "router",
         Kind.SIDE,
         "One JSON call chooses a model, or asks who speaks next (Gemini CLI, Qwen Code).",
         _is_router,
+        _of("gemini_cli qwen_code"),
     ),
-    KindRule("memory", Kind.SIDE, "An agent beside it keeps memories (Qwen Code).", _is_memory),
+    KindRule(
+        "memory",
+        Kind.SIDE,
+        "An agent beside it keeps memories (Qwen Code).",
+        _is_memory,
+        _of("qwen_code"),
+    ),
     KindRule(
         "commit_message",
         Kind.SIDE,
         "A commit message for what was done (aider).",
         _is_commit_message,
+        _of("aider"),
     ),
     KindRule(
         "search",
@@ -208,8 +251,15 @@ RULES: tuple[KindRule, ...] = (
         "The only tool is one that the provider would run: a search as a request of its own "
         "(Claude Code, Gemini CLI).",
         _is_search,
+        _of("claude_code claude_agent_sdk gemini_cli"),
     ),
-    KindRule("quota_probe", Kind.SIDE, "One token of one message without tools.", _is_probe),
+    KindRule(
+        "quota_probe",
+        Kind.SIDE,
+        "One token of one message without tools.",
+        _is_probe,
+        _of("claude_code claude_agent_sdk"),
+    ),
     KindRule(
         "subagent_header",
         Kind.SUBAGENT,
@@ -226,9 +276,23 @@ RULES: tuple[KindRule, ...] = (
 """All rules, in the order in which they are tried."""
 
 
-def kind_of(headers: Headers, request: ModelRequest) -> tuple[Kind, str | None]:
-    """The kind of a call and the rule that decided; `None` = the default."""
+def kind_of(
+    headers: Headers, request: ModelRequest, harness: str | None = None
+) -> tuple[Kind, str | None]:
+    """The kind of a call and the rule that decided; `None` = the default.
+
+    Rules that read contents apply to the harnesses that they were read from only: by the name of
+    the session's `harness`, or by the user agent.
+    """
+    callers = _callers(headers) | {harness}
     for rule in RULES:
+        if rule.harnesses and not rule.harnesses & callers:
+            continue
         if rule.applies(headers, request):
             return rule.kind, rule.name
     return Kind.AGENT, None
+
+
+def _callers(headers: Headers) -> frozenset[str]:
+    agent = headers.get("user-agent", "").lower()
+    return frozenset[str]().union(*(names for mark, names in USER_AGENTS.items() if mark in agent))

@@ -158,7 +158,8 @@ class DataPlane:
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()
             request = self._responses.whole(session, route, body, request)
-            call = await self._exchanges.admit(session, wire, request, asked(headers, request))
+            said = asked(headers, request, session.record.metadata.get("harness"))
+            call = await self._exchanges.admit(session, wire, request, said)
         except BridleError as error:
             refusal = faults.request_error(error)
             session.told_error(str(refusal), refusal.code)

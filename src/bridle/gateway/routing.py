@@ -52,10 +52,13 @@ def split_target(raw: str) -> Target:
     return Target(token, f"/{rest}", query)
 
 
-def asked(headers: Mapping[str, str], request: ModelRequest) -> Asked:
-    """What a request says of itself beside its messages; `headers` have lower-case names."""
+def asked(headers: Mapping[str, str], request: ModelRequest, harness: str | None = None) -> Asked:
+    """What a request says of itself beside its messages; `headers` have lower-case names.
+
+    `harness` is the name of the session's; `None` = not known.
+    """
     count = headers.get("x-stainless-retry-count", "0")
-    kind, rule = kind_of(headers, request)
+    kind, rule = kind_of(headers, request, harness)
     return Asked(
         retry_count=int(count) if count.isascii() and count.isdigit() else 0,
         idempotency_key=headers.get("idempotency-key") or None,

@@ -130,11 +130,6 @@ def digest(kind: str, *fields: bytes) -> bytes:
     return sha256(b"".join((head, *fields))).digest()[:16]
 
 
-def reasoning_digest(text: str) -> bytes:
-    """16 bytes over a reply's reasoning."""
-    return digest("reasoning", text_bytes(text.strip()))
-
-
 SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
 """Where each dialect's chain begins."""
 
@@ -405,7 +400,7 @@ def _assistant_atoms(message: Message, defaults: Defaults, offset: int) -> tuple
     atoms: list[Atom] = []
     thought = (message.reasoning or "").strip()
     if thought or message.issued_ids:
-        key = reasoning_digest(thought) if thought else None
+        key = digest("reasoning", text_bytes(thought)) if thought else None
         atoms.append(Atom(AtomKind.EVIDENCE, b"", message.issued_ids, reasoning=key, offset=offset))
     for part in _joined(message.content):
         if isinstance(part, MediaPart):

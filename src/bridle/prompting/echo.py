@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 
-from bridle.prompting.arguments import parsed_object
-from bridle.prompting.canonical import Atom, AtomKind, reasoning_digest
+from bridle.prompting.arguments import parsed_object, text_bytes
+from bridle.prompting.canonical import Atom, AtomKind, digest
 from bridle.prompting.schemas import explains
 from bridle.types import ToolSpec
 
@@ -129,10 +129,12 @@ def _calls_drift(
 def _is_inlined(echo: Sequence[Atom], said: str, reasoning: Collection[bytes]) -> bool:
     """Whether the echo's text is the answer's with its own reasoning between tags."""
     text = "".join(atom.text or "" for atom in echo if atom.kind is AtomKind.TEXT)
-    thoughts = [found[2] for found in _THOUGHT.finditer(text)]
+    thoughts = [found[2].strip() for found in _THOUGHT.finditer(text)]
     if not thoughts or "".join(_THOUGHT.sub("", text).split()) != said:
         return False
-    return all(reasoning_digest(thought) in reasoning for thought in thoughts)
+    return all(
+        digest("reasoning", text_bytes(thought.strip())) in reasoning for thought in thoughts
+    )
 
 
 def is_beginning(echo: Sequence[Atom], answer: Sequence[Atom]) -> bool:

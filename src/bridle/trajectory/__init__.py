@@ -157,6 +157,7 @@ def build(
         config = BuilderConfig.model_validate(builder.config)
     except ValidationError as error:
         raise explain(error, f"builder {builder.strategy}: config") from None
+    exchanges = _with_a_conversation(exchanges)
     grown = grow(session.session_id, exchanges)
     splice = config.on_drift == "splice" and choose is not per_request
     joined = join(grown, splice=splice, close_token_ids=config.closes)
@@ -176,6 +177,21 @@ def build(
         session.session_id, SessionStatus.RUNNING, tuple(traces), None, None, metadata
     )
     return trajectory if outcome is None else with_outcome(trajectory, outcome)
+
+
+def _with_a_conversation(exchanges: Sequence[Exchange]) -> Sequence[Exchange]:
+    """The exchanges; where a rule made all of them side calls, they are the agent's.
+
+    A rule may tell calls apart, but it never takes a session's only conversation.
+    """
+    if any(exchange.kind is not Kind.SIDE for exchange in exchanges):
+        return exchanges
+    return [
+        dataclasses.replace(exchange, kind=Kind.AGENT)
+        if exchange.extra.get("kind_rule")
+        else exchange
+        for exchange in exchanges
+    ]
 
 
 def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
