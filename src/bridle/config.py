@@ -254,6 +254,11 @@ class Task(Settings):
     artifacts: ArtifactsSpec = ArtifactsSpec()
     train: tuple[Kind, ...] = (Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION)
     """Kinds of call whose tokens train."""
+    rejected: Literal["train", "mask"] = "train"
+    """Whether replies train that the harness read and did not go on from (`rejected`)."""
+    rejected_reward: float | None = None
+    """The reward of their traces; `None` = the session's, so that a malformed reply of a session
+    that succeeded is reinforced with it."""
     metadata: JSON = Field(default_factory=dict)
     task_dir: str | None = None
     """Absolute folder that relative paths of this task are relative to; a loader sets it to the

@@ -7,7 +7,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.bridges.examples import examples_of
-from bridle.bridges.pairs import write_pairs
+from bridle.bridges.pairs import sibling_pairs, write_pairs
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
 
@@ -73,3 +73,24 @@ def test_a_session_stands_for_itself_by_its_largest_conversation(tmp_path, text)
     _, (line,) = written(tmp_path, [small, large, example("bad", 0.0, text=text)])
     assert line["chosen"] == [*large.response_messages]
     assert ("prompt_ids" in line) == (not text)
+
+
+def test_a_continued_answer_is_better_than_a_rejected_one_to_the_same_question(tmp_path):
+    made = MadeSession("s")
+    first = made.call(None)
+    made.call(None, new=first.suffix_ids)
+    made.call("x1")
+    made.call(None)
+    made.end()
+    _, (line,) = written(tmp_path, [], siblings=sibling_pairs(made.capture()))
+    assert [message["content"].split(":")[0] for message in line["chosen"]] == ["x1"]
+    assert [message["content"].split(":")[0] for message in line["rejected"]] == ["x0"]
+    assert line["prompt"][-1]["role"] == "user"
+    assert line["chosen_session"] == line["rejected_session"] == "s"
+
+
+def test_answers_of_which_none_is_continued_give_no_pair():
+    made = MadeSession("s")
+    first = made.call(None)
+    made.call(None, new=first.suffix_ids)
+    assert [*sibling_pairs(made.capture())] == []

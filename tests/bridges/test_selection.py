@@ -7,6 +7,7 @@ from tests.capture.made import MadeSession
 
 from bridle.bridges.selection import Rules, chosen, survey
 from bridle.trajectory import rebuild
+from bridle.types import LogprobMode
 
 
 def made(session_id, reward=1.0, *, turns=1, status="COMPLETED", task="t", ids=None, source="set"):
@@ -98,3 +99,17 @@ def test_the_chosen_come_back_with_their_examples():
     ((capture, trajectory, examples),) = chosen(sessions, found.accepted)
     assert capture.session.session_id == trajectory.session_id == "a"
     assert [e.trace_id for e in examples] == [trajectory.traces[0].trace_id]
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["ids", "text"])
+def test_a_rejected_reply_is_left_out_unless_it_is_asked_for(text):
+    one = MadeSession("s")
+    fields = {"output": 0, "logprob_mode": LogprobMode.NONE} if text else {}
+    first = one.call(None, **fields)
+    one.call(None, new=first.suffix_ids, **fields)
+    one.end()
+    capture = one.capture()
+    session = capture, rebuild(capture)
+    found = survey([session], Rules())
+    assert (found.examples, found.left_out) == (1, {"rejected": 1})
+    assert survey([session], Rules(rejected=True)).examples == 2

@@ -158,7 +158,11 @@ def test_bodies_are_those_that_the_store_lacks():
 
 
 def test_extra_facts_are_there_only_if_they_say_something():
-    assert exchange_record(finished(), 0).extra == {"placement": "root", "model": "m"}
+    assert exchange_record(finished(), 0).extra == {
+        "placement": "root",
+        "model": "m",
+        "question": b"question".hex(),
+    }
     placement = Placement(
         PlacementKind.REWRITTEN, "e1", drift="rewritten_args", tie="id", repeats=("e0",), new_from=2
     )

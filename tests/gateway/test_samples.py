@@ -110,3 +110,30 @@ async def test_a_retry_after_a_failure_of_the_engine_is_a_new_sample(ask):
             await caller.until(lambda: engine.asked == 3)
             engine.sign.set()
         assert_own_samples(home, caller, [one.result() for one in asking])
+
+
+@SDKS
+async def test_a_reply_that_was_read_and_asked_again_trains_and_says_so(ask):
+    async with house(ANSWER) as home:
+        caller = await home.session()
+        replies = [await ask(caller.handle) for _ in range(4)]
+        assert_own_samples(home, caller, replies)
+        _, built = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+    stats = built["metadata"]["stats"]
+    assert stats["tokens_trained"] == stats["tokens_captured"] > 0
+    assert stats["rejected"]["exchanges"] == 3
+    assert [trace["metadata"].get("rejected") for trace in built["traces"]] == [True] * 3 + [None]
+
+
+async def test_the_same_messages_under_another_schema_are_another_question():
+    """A router asks for a decision first, then for the answer, on one history."""
+    async with house(ANSWER) as home:
+        caller = await home.session()
+        schema = {"type": "object", "properties": {"next": {"type": "string"}}}
+        named = {"name": "route", "schema": schema}
+        await ask_openai(
+            caller.handle, response_format={"type": "json_schema", "json_schema": named}
+        )
+        await ask_openai(caller.handle)
+        _, built = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
+    assert built["metadata"]["stats"]["rejected"] == {"exchanges": 0, "tokens": 0}

@@ -2,10 +2,12 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from structlog.testing import capture_logs
 from tests.training.made import VOCABULARY, group, session, tiny_model, trace
 
 from bridle.config import builtin_tokenizer_dir
@@ -289,3 +291,22 @@ async def test_a_batch_is_in_the_order_in_which_its_groups_began(tmp_path):
     policy.update = noted
     await loop(tmp_path, policy, Shuffled(policy.model), steps=1).run()
     assert [int(ids) for ids in batches[0]] == sorted(int(ids) for ids in batches[0])
+
+
+@pytest.mark.parametrize(("rejected", "warns"), [(25, False), (26, True)])
+async def test_many_rejected_replies_are_warned_of_once(tmp_path, rejected, warns):
+    policy = learner()
+    player = Player(policy.model)
+    played = player._play
+
+    def play(number):
+        made = played(number)
+        stats = {"tokens_captured": 100, "rejected": {"exchanges": 1, "tokens": rejected}}
+        sessions = [replace(one, metadata={"stats": stats}) for one in made.sessions]
+        return replace(made, sessions=tuple(sessions))
+
+    player._play = play
+    with capture_logs() as logs:
+        await loop(tmp_path, policy, player, steps=2).run()
+    told = [one["share"] for one in logs if one["event"] == "many_rejected_replies"]
+    assert told == ([0.26] if warns else [])

@@ -133,8 +133,9 @@ def test_a_token_without_a_logprob_has_none_in_a_path_that_keeps_a_part_of_its_o
     assert trace.response_logprobs[:4].tolist() == [-1, 0, -1, -1]
 
 
-def test_a_retry_leaves_no_trace_and_stands_as_a_reason():
+def test_a_lost_reply_leaves_no_trace_and_stands_as_a_reason():
     made = chain(2)
+    made.deliver("x1", DeliveryState.SUPERSEDED)
     made.call("x0", new=made.exchanges[1].suffix_ids, started_at=2000.0)
     made.call("x2")
     traces = built(made)

@@ -59,8 +59,20 @@ def test_the_same_numbers_are_json():
         "overlong_traces": 0,
         "truncated_sessions": {},
         "unknown": {},
+        "rejected": [{"harness": "pi", "status": "COMPLETED", "tokens": 0, "of": 20}],
         "untrained_sessions": [],
     }
+
+
+def test_rejected_replies_are_shared_out_by_harness_and_status():
+    name, _, _, stats = a_session(0)
+    stats = stats | {"rejected": {"exchanges": 1, "tokens": 5}}
+    report = report_of([(name, "pi", "ERROR", stats), a_session(1)])
+    assert "rejected  25.0 % of what pi sampled in ERROR sessions" in list(report.lines())
+    assert [(one["status"], one["tokens"], one["of"]) for one in report.as_json()["rejected"]] == [
+        ("COMPLETED", 0, 20),
+        ("ERROR", 5, 20),
+    ]
 
 
 def test_what_is_wrong_is_marked():

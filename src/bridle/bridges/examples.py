@@ -18,6 +18,7 @@ import orjson
 
 from bridle.capture.records import Exchange, SessionCapture
 from bridle.trajectory.sample import Trace, Trajectory
+from bridle.trajectory.siblings import rejected, shown_whole
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, LogprobMode
 
@@ -44,6 +45,8 @@ class Example:
     """Of the last turn."""
     turns: int
     """Turns of the model."""
+    rejected: bool = False
+    """Whether it ends in a reply that the harness read and did not go on from."""
 
     @property
     def task_id(self) -> str:
@@ -96,6 +99,7 @@ def examples_of(trajectory: Trajectory, capture: SessionCapture | None = None) -
                 trajectory.reward if trace.reward is None else trace.reward,
                 str(trace.finish_reason),
                 len(trace.turn_ends),
+                bool(trace.metadata.get("rejected")),
             )
             for trace in trajectory.traces
         ]
@@ -109,6 +113,8 @@ def _texts(trajectory: Trajectory, capture: SessionCapture) -> Iterator[Example]
     by_id = {one.exchange_id: one for one in said}
     continued = {one.continues for one in said}
     transcript = Transcript(capture.exchanges, capture.bodies)
+    shown = shown_whole(capture.exchanges)
+    passed_over = rejected(capture.exchanges, capture.deliveries, shown)
     for last in said:
         if last.exchange_id in continued:
             continue
@@ -127,6 +133,7 @@ def _texts(trajectory: Trajectory, capture: SessionCapture) -> Iterator[Example]
             trajectory.reward,
             str(last.finish_reason),
             len(path),
+            last.exchange_id in passed_over,
         )
 
 

@@ -3,10 +3,14 @@
 Both begin with the same prompt, so that what is compared is what the model did. A task's sessions
 are ordered by reward; the best is paired with the worst, the second with the last but one, as long
 as their rewards differ by the margin. A session stands for itself by its largest example.
+
+Inside a session, an answer that the harness went on from is better than one to the same question
+that it rejected (`sibling_pairs`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +20,10 @@ import orjson
 
 from bridle.bridges.examples import Example
 from bridle.bridges.sft import chat, tools_text, write_lines
+from bridle.capture.records import SessionCapture
+from bridle.trajectory.result import encode
+from bridle.trajectory.siblings import rejected, shown_whole
+from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON
 
 
@@ -29,9 +37,15 @@ class PairCounts:
 
 
 def write_pairs(
-    path: str | Path, examples: Iterable[Example], *, margin: float = 1e-6, per_task: int = 1
+    path: str | Path,
+    examples: Iterable[Example],
+    *,
+    margin: float = 1e-6,
+    per_task: int = 1,
+    siblings: Iterable[JSON] = (),
 ) -> PairCounts:
-    """Write at most `per_task` pairs of each task as JSON lines. `BridleError` with the path.
+    """Write at most `per_task` pairs of each task as JSON lines, then `siblings` (lines of
+    `sibling_pairs`, read when the examples have been). `BridleError` with the path.
 
     A line has `prompt`, `chosen`, `rejected` (messages), `tools`, `chosen_reward`,
     `rejected_reward`, and, where ids are known, `prompt_ids`, `chosen_ids`, `rejected_ids` with
@@ -46,8 +60,35 @@ def write_pairs(
         if session_id not in of or _size(one) > _size(of[session_id]):
             of[session_id] = one
     counts = PairCounts()
-    counts.pairs = write_lines(path, _lines(by_task, margin, per_task, counts))
+    lines = _lines(by_task, margin, per_task, counts)
+    counts.pairs = write_lines(path, itertools.chain(lines, siblings))
     return counts
+
+
+def sibling_pairs(capture: SessionCapture) -> Iterator[JSON]:
+    """A line for each rejected answer of a session of which another answer was continued.
+
+    As a line of `write_pairs`, of one session and without rewards.
+    """
+    exchanges = {one.exchange_id: one for one in capture.exchanges}
+    shown = shown_whole(capture.exchanges)
+    transcript = Transcript(capture.exchanges, capture.bodies)
+    for worse, better in rejected(capture.exchanges, capture.deliveries, shown).items():
+        bad, good = exchanges[worse], exchanges[better]
+        if better not in shown or bad.extra.get("other_model") or good.extra.get("other_model"):
+            continue
+        tools = transcript.tools(good)
+        yield {
+            "prompt": [chat(message) for message in transcript.prompt_messages(good)],
+            "chosen": [chat(message) for message in transcript.response_messages([good])],
+            "rejected": [chat(message) for message in transcript.response_messages([bad])],
+            "tools": None if tools is None else encode([*tools]).decode(),
+            "chosen_reward": None,
+            "rejected_reward": None,
+            "task_id": capture.session.task_id or "",
+            "chosen_session": capture.session.session_id,
+            "rejected_session": capture.session.session_id,
+        }
 
 
 def _size(example: Example) -> tuple[int, int]:

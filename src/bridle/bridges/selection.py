@@ -33,6 +33,8 @@ class Rules(Settings):
     min_turns: int | None = Field(default=None, ge=1)
     """Least number of turns of the model."""
     max_turns: int | None = Field(default=None, ge=1)
+    rejected: bool = False
+    """Whether replies are taken that the harness read and did not go on from."""
     finish: tuple[str, ...] = ()
     """Finish reasons of the last turn that will do, e.g. `stop`."""
     max_repetition: float | None = Field(default=None, ge=0, le=1)
@@ -56,6 +58,7 @@ class Rules(Settings):
         yield "reward", not _within(reward, self.min_reward, self.max_reward)
         yield "length", not _within(example.tokens, None, self.max_tokens)
         yield "turns", not _within(example.turns, self.min_turns, self.max_turns)
+        yield "rejected", example.rejected and not self.rejected
         yield "finish", bool(self.finish) and example.finish_reason not in self.finish
         most = self.max_repetition
         yield "repetition", most is not None and example.repetition > most

@@ -14,6 +14,7 @@ from bridle.cli.paths import check_file
 from bridle.types import JSON
 
 if TYPE_CHECKING:
+    from bridle.bridges.examples import Example
     from bridle.bridges.selection import Rules, Survey
     from bridle.capture.records import SessionCapture
     from bridle.trajectory.sample import Trajectory
@@ -55,6 +56,10 @@ RepetitionOption: TypeAlias = Annotated[
 UniqueOption: TypeAlias = Annotated[
     bool, typer.Option("--unique", help="Of a task's examples that say the same, take one.")
 ]
+RejectedOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--rejected", help="Take replies too that the harness did not go on from."),
+]
 KeepOption: TypeAlias = Annotated[
     int | None, typer.Option(min=1, help="Take at most the best N sessions of a task.")
 ]
@@ -77,6 +82,7 @@ def export(  # noqa: PLR0913 - one parameter per flag
     max_repetition: RepetitionOption = None,
     unique: UniqueOption = False,
     keep: KeepOption = None,
+    rejected: RejectedOption = False,
     margin: MarginOption = 0.01,
     pairs: PairsOption = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -95,6 +101,7 @@ def export(  # noqa: PLR0913 - one parameter per flag
         max_repetition=max_repetition,
         unique=unique,
         keep=keep,
+        rejected=rejected or None,
     )
     check_file(out, "--out")
     report = write_export(target, form, out, rules, margin=margin, pairs=pairs)
@@ -126,14 +133,15 @@ def rules_of(
     if finish:
         values["finish"] = tuple(finish)
     rules = Rules.model_validate(values)
-    return _all() if form in (Format.PARQUET, Format.JSONL) and rules == Rules() else rules
+    whole = form in (Format.PARQUET, Format.JSONL) and rules == Rules(rejected=rules.rejected)
+    return _all() if whole else rules
 
 
 def _all() -> Rules:
     from bridle.bridges.selection import Rules
     from bridle.types import SessionStatus
 
-    return Rules(statuses=tuple(SessionStatus))
+    return Rules(statuses=tuple(SessionStatus), rejected=True)
 
 
 def write_export(
@@ -186,9 +194,17 @@ def _write(
         return {"documents": write_atif(out, taken)}
     examples = (one for _, _, of in taken for one in of)
     if form is Format.PAIRS:
-        from bridle.bridges.pairs import write_pairs
+        from bridle.bridges.pairs import sibling_pairs, write_pairs
 
-        counts = write_pairs(out, examples, margin=pairing[0], per_task=pairing[1])
+        siblings: list[JSON] = []
+
+        def offered() -> Iterator[Example]:
+            for capture, _, of in taken:
+                siblings.extend(sibling_pairs(capture))
+                yield from of
+
+        margin, most = pairing
+        counts = write_pairs(out, offered(), margin=margin, per_task=most, siblings=siblings)
         return {"pairs": counts.pairs, "left_out": dict(counts.left_out)}
     from bridle.bridges.sft import write_sft
 

@@ -150,6 +150,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "other_model": finished.call.other,
         "kind_rule": asked.kind_rule,
         "retry_count": asked.retry_count,
+        "question": question.key.hex(),
         "drift": placement.drift,
         "tie": placement.tie,
         "orphans": len(question.canonical.pairing.orphans),

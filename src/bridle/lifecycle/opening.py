@@ -110,5 +110,7 @@ def _facts_of(session: Session, runtime: Runtime) -> JSON:
         "contains": runtime.contains,
         "builder": task.builder.model_dump(mode="json"),
         "train": [str(kind) for kind in task.train],
+        "rejected": task.rejected,
+        "rejected_reward": task.rejected_reward,
         "task_metadata": task.metadata,
     }

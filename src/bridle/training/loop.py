@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import structlog
 
 from bridle.errors import BridleError, TrainingError
 from bridle.training.checkpoint import save_checkpoint
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from bridle.training.grpo import Learner, Update
+
+
+log = structlog.get_logger()
+
+MOST_REJECTED: Final = 0.25
+"""Share of rejected replies in a step's sampled tokens above which `train` warns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ class Loop:
     tell: Tell = lambda _: None
     """Called after each step and each evaluation."""
     _fruitless: list[Group] = field(default_factory=list)
+    _warned: bool = False
 
     async def run(self) -> Course:
         """Train until `steps` steps are done, those of earlier runs included.
@@ -180,8 +189,24 @@ class Loop:
         )
         self.course.steps.append(report.json())
         self.tell(self.course)
+        self._warn_of_rejected(taken)
         if fault is not None:
             raise fault
+
+    def _warn_of_rejected(self, taken: list[Group]) -> None:
+        """Warn once if many sampled tokens are of replies that harnesses did not go on from."""
+        stats = [s.metadata.get("stats", {}) for group in taken for s in group.sessions]
+        rejected = sum(one.get("rejected", {}).get("tokens", 0) for one in stats)
+        share = rejected / max(1, sum(one.get("tokens_captured", 0) for one in stats))
+        if share > MOST_REJECTED and not self._warned:
+            self._warned = True
+            log.warning(
+                "many_rejected_replies",
+                step=self.course.step,
+                share=round(share, 3),
+                hint="the harness asks again after what it read; see `bridle show RUN --report`, "
+                "and the task's `rejected` and `rejected_reward`",
+            )
 
     async def _gather(self) -> tuple[list[Group], list[Group]]:
         """The groups of a step: all that were taken, and those that are its batch.

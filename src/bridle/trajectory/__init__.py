@@ -44,7 +44,7 @@ from bridle.trajectory.builders import (
 from bridle.trajectory.builders import tree as tree_paths
 from bridle.trajectory.drift import Joined, Splice, join
 from bridle.trajectory.graph import Node, grow, order_of
-from bridle.trajectory.masks import mark
+from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.packing import pack
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import Built, measure, with_texts
@@ -135,6 +135,15 @@ def _kinds(session: SessionRecord) -> Collection[Kind]:
         raise ConfigError(message) from None
 
 
+def _masks_rejected(session: SessionRecord) -> bool:
+    """Whether the session's metadata take rejected replies out of the training."""
+    setting = session.metadata.get("rejected", "train")
+    if setting not in ("train", "mask"):
+        message = f"session {session.session_id}: rejected: {setting!r}; known: train, mask"
+        raise ConfigError(message)
+    return bool(setting == "mask")
+
+
 def build(
     session: SessionRecord,
     exchanges: Sequence[Exchange],
@@ -162,13 +171,13 @@ def build(
     splice = config.on_drift == "splice" and choose is not per_request
     joined = join(grown, splice=splice, close_token_ids=config.closes)
     graph = joined.graph
-    marks = mark(graph, exchanges, deliveries, train)
+    marks = mark(graph, exchanges, deliveries, train, mask_rejected=_masks_rejected(session))
     plans = sorted(choose(graph, marks), key=_place)
     transcript = None if bodies is None else Transcript(exchanges, bodies)
     name = f"{session.session_id}/{builder.strategy}"
     whole = [assemble(plan, marks, f"{name}/{number}") for number, plan in enumerate(plans)]
     built = _limited(whole, config, _last_cut(exchanges, train))
-    traces = [_described(trace, joined, transcript) for trace in built.traces]
+    traces = [_described(trace, joined, marks, transcript) for trace in built.traces]
     stats = measure(joined, marks, exchanges, built, damaged=damaged)
     metadata = _metadata(session, builder, train, stats, plans)
     if choose is tree_paths:
@@ -198,7 +207,8 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
     """The trajectory of a session that has ended: status, error and rewards are the outcome's.
 
     The same as building it with the outcome. Rewards per trace are used if there is one for each
-    trace; else every trace gets the session's reward and the metadata says so. Rewards per token
+    trace; else every trace gets the session's reward (that of a rejected reply the session's
+    `rejected_reward`, if there is one) and the metadata says so. Rewards per token
     (`outcome.metadata["token_rewards"]`, one list per trace) must fit each trace's response.
     """
     metadata, traces = trajectory.metadata, trajectory.traces
@@ -208,7 +218,9 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
         metadata = metadata | {"trace_rewards_ignored": note}
         rewards = None
     if rewards is None:
-        rewards = [outcome.reward] * len(traces)
+        own = metadata.get("rejected_reward")
+        own = outcome.reward if own is None or outcome.reward is None else own
+        rewards = [own if t.metadata.get("rejected") else outcome.reward for t in traces]
     tokens: Sequence[Sequence[float] | None] = outcome.metadata.get("token_rewards") or ()
     if tokens and [len(own or ()) for own in tokens] != [len(t.response_ids) for t in traces]:
         metadata = metadata | {"token_rewards_ignored": "they do not fit the traces' responses"}
@@ -313,7 +325,7 @@ def _within(trace: Trace, config: BuilderConfig) -> Trace | None:
     return masked(trace, MaskReason.TRUNCATED) if config.overlong == "mask" else None
 
 
-def _described(trace: Trace, joined: Joined, transcript: Transcript | None) -> Trace:
+def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcript | None) -> Trace:
     """The trace with its messages, tools, media and metadata."""
     nodes = [joined.graph.nodes[exchange_id] for exchange_id in trace.exchange_ids]
     path = [node.exchange for node in nodes]
@@ -328,6 +340,8 @@ def _described(trace: Trace, joined: Joined, transcript: Transcript | None) -> T
         "temperatures": [exchange.sampling.temperature for exchange in path],
         "seeds": [exchange.sampling.seed for exchange in path],
     }
+    if trace.exchange_ids[-1] in marks.rejected:
+        metadata["rejected"] = True
     if joined.splices and (spans := _spliced(nodes[-1], joined, len(trace.prompt_ids))):
         metadata["spliced"] = spans
     placeholders = [place for node in nodes for place in _placeholders(node)]
@@ -407,6 +421,7 @@ def _metadata(
         "task_id": session.task_id,
         "builder": {"strategy": builder.strategy, "config": builder.config},
         "train": [str(kind) for kind in Kind if kind in train],
+        "rejected_reward": session.metadata.get("rejected_reward"),
         "trace_count": stats["traces"],
         "record_count": stats["exchanges"],
         "reconstruction_stats": {

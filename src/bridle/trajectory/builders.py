@@ -7,7 +7,8 @@ made: every sampled token that may train lies in exactly one plan's `train` rang
 - `per_request`: one trace per exchange, its whole prompt and its own output.
 - `prefix_merging`: the paths from a root to each last exchange that trains. A sampled token that
   lies on several paths trains on the one with the most sampled tokens that may train (ties by the
-  digest of its ids) and is masked context in the others. What follows a path's last such token is
+  digest of its ids; never on one that ends in a rejected reply) and is masked context in the
+  others. What follows a path's last such token is
   not part of the trace, and a path on which nothing would train gives none.
 - `tree`: the same paths, for a trainer that packs them with `bridle.trajectory.packing.pack`.
 """
@@ -68,9 +69,15 @@ def per_request(graph: Graph, marks: Marks) -> list[Plan]:
 
 def prefix_merging(graph: Graph, marks: Marks) -> list[Plan]:
     """One plan per path to a last exchange that trains; each token trains in one of them."""
-    ends = _ends(graph, marks.trained)
+    ends = _ends(graph, marks)
     totals = _path_totals(graph, marks)
-    ends.sort(key=lambda n: (-totals[n.exchange.exchange_id], n.path_digest, order_of(n.exchange)))
+
+    def rank(node: Node) -> tuple[bool, int, bytes, tuple[float, str]]:
+        exchange_id = node.exchange.exchange_id
+        last = exchange_id in marks.rejected
+        return last, -totals[exchange_id], node.path_digest, order_of(node.exchange)
+
+    ends.sort(key=rank)
     plans = []
     # Exchange id -> how many of its first output ids lie on a path that was planned.
     done: dict[str, int] = {}
@@ -94,13 +101,18 @@ def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:
     return int(np.count_nonzero(own[start:stop] == _TRAINED))
 
 
-def _ends(graph: Graph, counts: Mapping[str, int]) -> list[Node]:
-    """Nodes that train and are not wholly on the path to another node that trains."""
-    trains_below: dict[str, bool] = {}
+def _ends(graph: Graph, marks: Marks) -> list[Node]:
+    """Nodes that train and are not wholly on the path to another node that trains.
+
+    A rejected reply is an end of its own and nothing but it: what was said before it ends another
+    path, so that its trace has only its own tokens to train.
+    """
+    counts, trains_below = marks.trained, dict[str, bool]()
     found = []
     for exchange_id, node in reversed(graph.nodes.items()):
         below = [child for child in node.children if trains_below[child.exchange.exchange_id]]
-        trains_below[exchange_id] = counts[exchange_id] > 0 or bool(below)
+        is_rejected = exchange_id in marks.rejected
+        trains_below[exchange_id] = bool(below) or (counts[exchange_id] > 0 and not is_rejected)
         if counts[exchange_id] > 0 and all(child.kept < node.length for child in below):
             found.append(node)
     return found

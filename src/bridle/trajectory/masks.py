@@ -21,6 +21,7 @@ import numpy as np
 from bridle.capture.records import Delivery, Exchange
 from bridle.trajectory.graph import Graph
 from bridle.trajectory.sample import MaskReason
+from bridle.trajectory.siblings import rejected, shown_whole
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Marks:
     """Exchanges whose whole reply a later request shows."""
     joins: int
     """How many requests joined a call instead of being sampled."""
+    rejected: frozenset[str]
+    """Exchanges whose reply the harness read and did not go on from (`siblings.rejected`)."""
 
 
 def mark(
@@ -61,12 +64,15 @@ def mark(
     exchanges: Iterable[Exchange],
     deliveries: Mapping[str, Delivery],
     train: Collection[Kind],
+    *,
+    mask_rejected: bool = False,
 ) -> Marks:
     """Decide for every exchange of `graph`. `exchanges` are all of the session, lost ones too:
-    they still show what was delivered.
+    they still show what was delivered. `mask_rejected` = rejected replies do not train.
     """
     records = list(exchanges)
-    shown = frozenset(_shown(records))
+    shown = shown_whole(records)
+    passed_over = frozenset(rejected(records, deliveries, shown))
     by_exchange: dict[str, MaskReason] = {}
     for exchange_id, node in graph.nodes.items():
         exchange = node.exchange
@@ -74,24 +80,14 @@ def mark(
         delivery = deliveries.get(exchange_id)
         if reason is _TRAINED and exchange_id not in shown:
             reason = _of_delivery(delivery)
+        if mask_rejected and reason is _TRAINED and exchange_id in passed_over:
+            reason = MaskReason.REJECTED
         if reason is _ABORTED and delivery is not None and delivery.state is _CUT:
             reason = MaskReason.CUT  # it was given up, but a part of it had left
         by_exchange[exchange_id] = reason
     by_token, trained, by_reason = _of_tokens(graph, by_exchange)
     joins = sum(len(delivery.joined_by) for delivery in deliveries.values())
-    return Marks(by_exchange, by_token, trained, by_reason, shown, joins)
-
-
-def _shown(exchanges: list[Exchange]) -> Iterable[str]:
-    """Exchanges that a later request shows whole."""
-    lengths = {e.exchange_id: e.prompt_length + len(e.output_ids) for e in exchanges}
-    for exchange in exchanges:
-        before = exchange.parent_id
-        if before is not None and exchange.kept >= lengths.get(before, exchange.kept + 1):
-            yield before
-        partial = "partial" in (exchange.root_reason, exchange.extra.get("drift"))
-        if exchange.continues is not None and not partial:
-            yield exchange.continues
+    return Marks(by_exchange, by_token, trained, by_reason, shown, joins, passed_over)
 
 
 def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:

@@ -64,6 +64,9 @@ class Report:
     """Sessions that count as truncated, by why."""
     unknown: Counter[str] = field(default_factory=Counter)
     """Fields, betas and blocks of requests that the gateway did not know, by name."""
+    rejected: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """Harness and status -> sampled tokens of rejected replies, and of all; statuses without
+    rejected ones too."""
     untrained: list[str] = field(default_factory=list)
     """Sessions of which nothing trains."""
 
@@ -87,6 +90,9 @@ class Report:
             self.unequal.append(session_id)
         if not trained:
             self.untrained.append(session_id)
+        passed_over, of = self.rejected.get((harness, status), (0, 0))
+        passed_over += stats.get("rejected", {}).get("tokens", 0)
+        self.rejected[harness, status] = passed_over, of + captured
         for found in stats["breaks"]:
             if found["reason"] in IDENTITY:
                 self.unproved[found["reason"]] += 1
@@ -140,6 +146,10 @@ class Report:
             "overlong_traces": self.overlong,
             "truncated_sessions": dict(sorted(self.cut.items())),
             "unknown": dict(sorted(self.unknown.items())),
+            "rejected": [
+                {"harness": harness, "status": status, "tokens": passed_over, "of": of}
+                for (harness, status), (passed_over, of) in sorted(self.rejected.items())
+            ],
             "untrained_sessions": self.untrained,
         }
 
@@ -153,6 +163,10 @@ class Report:
         yield f"excluded  {_share(sum(self.excluded.values()), self.captured)} of sampled tokens"
         for reason, count in self.excluded.most_common():
             yield f"  {reason:<14} {count:>10}  {_share(count, self.captured)}"
+        for (harness, status), (passed_over, of) in sorted(self.rejected.items()):
+            if passed_over:
+                share = _share(passed_over, of)
+                yield f"rejected  {share} of what {harness} sampled in {status} sessions"
         yield ""
         yield f"drift     {_listed(self.drift)}"
         yield f"forks     {sum(self.forks.values())}"

@@ -51,6 +51,9 @@ class MaskReason(IntEnum):
     """Nothing shows whether a harness received it: no delivery record, no later request."""
     OTHER_MODEL = 13
     """Sampled by an engine that is not the policy (the gateway's `[models]` table)."""
+    REJECTED = 14
+    """Read by the harness, which asked the same again or went on from another answer; only where
+    the task says `rejected = "mask"`."""
 
     @property
     def key(self) -> str:

@@ -83,6 +83,7 @@ def measure(
         "stats_version": VERSION,
         **_lineage(exchanges, joined),
         "joins": marks.joins,
+        "rejected": _rejected(exchanges, marks),
         "drift": dict(sorted(_drift(continuing, joined).items())),
         "breaks": [_break(found) for found in graph.breaks]
         + [
@@ -126,6 +127,12 @@ def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
 def _ours(turns: JSON) -> int:
     found: int = turns["verbatim"] + turns["rerendered"]
     return found
+
+
+def _rejected(exchanges: Iterable[Exchange], marks: Marks) -> JSON:
+    """Rejected replies and their sampled tokens, whether they train or not."""
+    sizes = [len(one.output_ids) for one in exchanges if one.exchange_id in marks.rejected]
+    return {"exchanges": len(sizes), "tokens": sum(sizes)}
 
 
 def with_texts(stats: JSON, decode: Callable[[Ids], str]) -> JSON:
