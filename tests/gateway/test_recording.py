@@ -176,6 +176,7 @@ def test_extra_facts_are_there_only_if_they_say_something():
         "model": "m",
         "kind_rule": "title",
         "retry_count": 2,
+        "question": b"question".hex(),
         "drift": "rewritten_args",
         "tie": "id",
         "repeats": ["e0"],

@@ -25,7 +25,6 @@ from bridle.cli.export import (
     MaxTokensOption,
     MinRewardOption,
     PairsOption,
-    RejectedOption,
     RepetitionOption,
     TurnsOption,
     UniqueOption,
@@ -83,7 +82,6 @@ def generate(  # noqa: PLR0913 - one parameter per flag
     max_repetition: RepetitionOption = None,
     unique: UniqueOption = False,
     keep: KeepOption = None,
-    rejected: RejectedOption = False,
     margin: MarginOption = 0.01,
     pairs: PairsOption = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -104,7 +102,6 @@ def generate(  # noqa: PLR0913 - one parameter per flag
         max_repetition=max_repetition,
         unique=unique,
         keep=keep,
-        rejected=rejected or None,
     )
     check_folder(out, "--out")
     loaded = _load(tasks, harness, runtime)[:first]
