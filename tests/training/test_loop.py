@@ -293,19 +293,26 @@ async def test_a_batch_is_in_the_order_in_which_its_groups_began(tmp_path):
     assert [int(ids) for ids in batches[0]] == sorted(int(ids) for ids in batches[0])
 
 
-@pytest.mark.parametrize(("rejected", "warns"), [(25, False), (26, True)])
-async def test_many_rejected_replies_are_warned_of_once(tmp_path, rejected, warns):
-    policy = learner()
-    player = Player(policy.model)
-    played = player._play
+class Rejected(Player):
+    """A source whose harnesses reject so many of 100 sampled tokens."""
 
-    def play(number):
-        made = played(number)
-        stats = {"tokens_captured": 100, "rejected": {"exchanges": 1, "tokens": rejected}}
+    rejected = 0
+
+    def _play(self, number):
+        made = super()._play(number)
+        stats = {
+            "tokens_captured": 100,
+            "rejected": {"exchanges": 1, "tokens": self.rejected},
+        }
         sessions = [replace(one, metadata={"stats": stats}) for one in made.sessions]
         return replace(made, sessions=tuple(sessions))
 
-    player._play = play
+
+@pytest.mark.parametrize(("rejected", "warns"), [(25, False), (26, True)])
+async def test_many_rejected_replies_are_warned_of_once(tmp_path, rejected, warns):
+    policy = learner()
+    player = Rejected(policy.model)
+    player.rejected = rejected
     with capture_logs() as logs:
         await loop(tmp_path, policy, player, steps=2).run()
     told = [one["share"] for one in logs if one["event"] == "many_rejected_replies"]
