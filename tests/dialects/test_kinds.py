@@ -145,11 +145,9 @@ def test_codex_names_its_requests(headers, kind):
         (chat(tools=(), response_format=schema("reasoning", "model_choice")), "router"),
         (chat(tools=(), response_format=schema("reasoning", "next_speaker")), "router"),
         (google_router(), "router"),
-        (google_search(), "search"),
         (chat(system="You are the managed memory extraction agent of a tool."), "memory"),
         (chat(user="You do a managed memory dream."), "memory"),
         (chat(system="You write short Git commit messages.", tools=()), "commit_message"),
-        (messages(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "search"),
         (messages(max_tokens=1), "quota_probe"),
     ],
 )
@@ -169,6 +167,21 @@ def test_a_user_agent_names_the_harness_where_the_session_does_not():
         ("OpenAI/JS 5.20.1", Kind.AGENT),
     ):
         assert kind_of({"user-agent": agent}, title, "command")[0] is kind
+
+
+@pytest.mark.parametrize(
+    ("agent", "request_"),
+    [
+        ("GeminiCLI/0.61.0", google_search()),
+        (
+            "claude-cli/2.1.328 (external, cli)",
+            messages(tools=[{"type": "web_search_20250305", "name": "web_search"}]),
+        ),
+    ],
+)
+def test_a_search_is_a_side_call_of_a_harness_that_searches_so_and_of_no_other(agent, request_):
+    assert kind_of({"user-agent": agent}, request_) == (Kind.SIDE, "search")
+    assert kind_of({"user-agent": "python-httpx/1"}, request_) == (Kind.AGENT, None)
 
 
 def test_text_of_a_result_is_no_mark():

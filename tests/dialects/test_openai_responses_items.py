@@ -101,6 +101,12 @@ def test_a_call_of_an_unknown_kind_that_the_client_answers_is_a_call():
     assert told.tool_calls == (ToolCall("c", "odd", '{"what":1}'),)
 
 
+def test_a_screenshot_is_a_picture():
+    shot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,aGk="}
+    told = read(type="computer_call_output", call_id="c", output=shot)
+    assert told.content == (data_part("image/png", "aGk="),)
+
+
 def test_unknown_items_stay_in_place():
     search = {"type": "odd_call", "id": "ws"}
     assert read(**search) == Message(Role.ASSISTANT, (block_part(search),))

@@ -9,6 +9,7 @@ from bridle.dialects.openai_responses_tools import (
     read_tools,
 )
 from bridle.errors import RequestError
+from bridle.types import ToolCall
 
 
 def test_names_in_a_namespace():
@@ -90,3 +91,15 @@ def test_a_local_shell_call_has_an_environment():
     item = item_of_call("local_shell", json.dumps({"command": ["ls"]}))
     assert item is not None
     assert item["action"] == {"type": "exec", "env": {}, "command": ["ls"]}
+
+
+@pytest.mark.parametrize("tool", ["computer", "computer_use_preview"])
+def test_a_computer_call_comes_back_as_it_left(tool):
+    arguments = '{"type":"wait"}'
+    item = item_of_call("computer", arguments, tool)
+    assert item is not None
+    assert call_of_item(item, "computer_call", "c", "i") == ToolCall("c", "computer", arguments)
+    both = {"actions": [{"type": "wait"}, {"type": "screenshot"}]}
+    call = call_of_item(both, "computer_call", "c", "i")
+    assert call is not None
+    assert call.arguments == '{"actions":[{"type":"wait"},{"type":"screenshot"}]}'

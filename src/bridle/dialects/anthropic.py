@@ -15,6 +15,7 @@ import msgspec
 
 from bridle.dialects.anthropic_blocks import read_message, read_system
 from bridle.dialects.anthropic_stream import MessagesStream
+from bridle.dialects.anthropic_tools import client_run
 from bridle.dialects.anthropic_write import error_body, message_json, status_of
 from bridle.dialects.base import (
     Kept,
@@ -304,7 +305,7 @@ def _read_schema(head: JSON, output: JSON) -> JSON | None:
 
 
 def read_tools(value: object, path: str) -> ToolList:
-    """`tools`: those with a schema of their own; deferred ones wait for a reference to them."""
+    """`tools` that the client runs; deferred ones wait for a reference to them."""
     specs: list[ToolSpec] = []
     deferred: dict[str, ToolSpec] = {}
     removed: list[str] = []
@@ -312,14 +313,18 @@ def read_tools(value: object, path: str) -> ToolList:
         kind = text_at(tool, "type", where)
         schema = object_at(tool, "input_schema", where)
         if schema is None and kind not in (None, "custom"):
-            removed.append(kind)
-            continue
-        spec = ToolSpec(
-            name_at(tool, "name", where),
-            text_at(tool, "description", where),
-            schema,
-            flag_at(tool, "strict", where) or False,
-        )
+            own = client_run(kind, text_at(tool, "name", where) or kind, tool)
+            if own is None:
+                removed.append(kind)
+                continue
+            spec = own
+        else:
+            spec = ToolSpec(
+                name_at(tool, "name", where),
+                text_at(tool, "description", where),
+                schema,
+                flag_at(tool, "strict", where) or False,
+            )
         if flag_at(tool, "defer_loading", where):
             deferred[spec.name] = spec
         else:

@@ -162,9 +162,13 @@ def _is_commit_message(headers: Headers, request: ModelRequest) -> bool:
     return not request.tools and "Git commit messages" in _system_text(request)
 
 
+SEARCHERS = ("claude-cli/", "GeminiCLI")
+"""How the user agents begin of harnesses that search by a request of its own."""
+
+
 def _is_search(headers: Headers, request: ModelRequest) -> bool:
-    del headers
-    return not request.tools and bool(_removed(request, SERVER_TOOLS.name))
+    ours = headers.get("user-agent", "").startswith(SEARCHERS)
+    return ours and not request.tools and bool(_removed(request, SERVER_TOOLS.name))
 
 
 def _is_probe(headers: Headers, request: ModelRequest) -> bool:

@@ -197,7 +197,10 @@ def _read_output(item: JSON, kind: str, path: str) -> Iterator[Part]:
     output = item.get("output")
     if output is None and kind not in ("function_call_output", "custom_tool_call_output"):
         output = {key: value for key, value in item.items() if key not in _ENVELOPE}
-    if isinstance(output, dict) or (kind == "shell_call_output" and isinstance(output, list)):
+    shot = output.get("image_url") if isinstance(output, dict) else None
+    if isinstance(shot, str) and isinstance(output, dict) and "screenshot" in str(output["type"]):
+        yield url_part(shot, "image/*")
+    elif isinstance(output, dict) or (kind == "shell_call_output" and isinstance(output, list)):
         yield TextPart(encode(output).decode())
     else:
         yield from read_parts(output, member(path, "output"))

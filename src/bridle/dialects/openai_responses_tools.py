@@ -6,6 +6,7 @@
 | `custom` | a function with the one text `input` | `custom_tool_call` |
 | `namespace` | its tools, named `NAMESPACE__TOOL` | `function_call` with `namespace` |
 | `local_shell`, `shell`, `apply_patch` | a function with that name | `..._call` |
+| `computer`, `computer_use_preview` | the function `computer`: one action | `computer_call` |
 | any other | not at all (rule `server_tools`) | |
 """
 
@@ -52,6 +53,39 @@ _OWN_TOOLS: dict[str, tuple[str, str, JSON, tuple[str, ...]]] = {
         },
         ("commands",),
     ),
+    "computer": (
+        "action",
+        "Controls a computer with a display, a mouse and a keyboard; returns a screenshot.",
+        {
+            "type": {
+                "type": "string",
+                "enum": [
+                    *("click", "double_click", "drag", "keypress", "move"),
+                    *("screenshot", "scroll", "type", "wait"),
+                ],
+            },
+            "x": {"type": "integer", "description": "Pixels from the left."},
+            "y": {"type": "integer", "description": "Pixels from the top."},
+            "button": {
+                "type": "string",
+                "enum": ["left", "right", "wheel", "back", "forward"],
+            },
+            "keys": {**_TEXTS, "description": "Keys to press, or to hold meanwhile."},
+            "text": {**_TEXT, "description": "What to type."},
+            "scroll_x": {"type": "integer"},
+            "scroll_y": {"type": "integer"},
+            "path": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+                    "required": ["x", "y"],
+                },
+                "description": "Points to drag along.",
+            },
+        },
+        ("type",),
+    ),
     "apply_patch": (
         "operation",
         "Creates, changes or deletes one file by a patch in the V4A diff format.",
@@ -91,41 +125,53 @@ def _read_tool(tool: JSON, path: str, namespace: str | None) -> ToolList:
         for inner, where in objects_at(tool, "tools", path):
             inside = inside.plus(_read_tool(inner, where, name))
         return inside
-    if kind in _OWN_TOOLS:
-        _, told, properties, required = _OWN_TOOLS[kind]
+    own = "computer" if kind == "computer_use_preview" else kind
+    if own in _OWN_TOOLS:
+        _, told, properties, required = _OWN_TOOLS[own]
+        if tool.get("display_width") and tool.get("display_height"):
+            told += f" The display is {tool['display_width']} by {tool['display_height']} pixels."
         schema = {"type": "object", "properties": properties, "required": list(required)}
-        return ToolList((ToolSpec(kind, told, schema),), wire={kind: {"type": kind}})
+        wire = {"type": own, "tool": kind} if own == "computer" else {"type": own}
+        return ToolList((ToolSpec(own, told, schema),), wire={own: wire})
     if kind not in ("function", "custom"):
         return ToolList(removed={SERVER_TOOLS.name: [kind]})
     name = name_at(tool, "name", path)
     ours = qualified(namespace, name)
-    wire: dict[str, JSON] = {ours: {"namespace": namespace, "name": name}} if namespace else {}
+    named: dict[str, JSON] = {ours: {"namespace": namespace, "name": name}} if namespace else {}
     if kind == "custom":
         grammar = freeform_grammar(object_at(tool, "format", path))
-        return ToolList((freeform_spec(ours, description, grammar),), frozenset((ours,)), wire)
+        return ToolList((freeform_spec(ours, description, grammar),), frozenset((ours,)), named)
     spec = ToolSpec(
         ours,
         description,
         object_at(tool, "parameters", path),
         flag_at(tool, "strict", path) or False,
     )
-    return ToolList((spec,), wire=wire)
+    return ToolList((spec,), wire=named)
 
 
 def call_of_item(item: JSON, kind: str, call_id: str | None, path: str) -> ToolCall | None:
-    """The call that a `local_shell_call`, `shell_call` or `apply_patch_call` item stands for."""
+    """The call that an item of a tool with an item type of its own stands for."""
     name = kind.removesuffix("_call")
     if name == kind or name not in _OWN_TOOLS:
         return None
     key = _OWN_TOOLS[name][0]
+    actions = item.get("actions")
+    if name == "computer" and isinstance(actions, list) and len(actions) == 1:
+        item = {key: actions[0]}
+    elif name == "computer" and isinstance(actions, list):
+        return ToolCall(call_id, name, arguments_text({"actions": actions}))
     given = an_object(item.get(key), member(path, key))
     if name == "local_shell":
         given = {inner: value for inner, value in given.items() if inner != "type"}
     return ToolCall(call_id, name, arguments_text(given))
 
 
-def item_of_call(name: str, arguments: str) -> JSON | None:
-    """The members of the own item type of a call of tool `name`; `None` if they do not fit it."""
+def item_of_call(name: str, arguments: str, tool: str = "") -> JSON | None:
+    """The members of the own item type of a call of tool `name`; `None` if they do not fit it.
+
+    `tool` is the type of the tool that the request named: `computer` has a list of actions.
+    """
     key, _, _, required = _OWN_TOOLS[name]
     try:
         given = json.loads(arguments)
@@ -135,4 +181,7 @@ def item_of_call(name: str, arguments: str) -> JSON | None:
         return None
     if name == "local_shell":
         given = {"type": "exec", "env": {}, **given}
+    if name == "computer":
+        shape: JSON = {"actions": [given]} if tool == "computer" else {key: given}
+        return {"type": "computer_call", **shape, "pending_safety_checks": []}
     return {"type": f"{name}_call", key: given}

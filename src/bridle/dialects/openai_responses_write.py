@@ -17,7 +17,7 @@ from bridle.dialects.openai_responses_tools import item_of_call
 from bridle.dialects.tools import freeform_input
 from bridle.types import JSON, FinishReason, Reply, ToolCall, Usage
 
-_OWN_PREFIXES = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc"}
+_OWN_PREFIXES = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "computer": "cu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,8 @@ def call_item(head: ReplyHead, dress: Dress, index: int, call: ToolCall) -> JSON
         "call_id": call.id or item_id("call", head.reply_id, index),
     }
     wire = dict(dress.wire.get(call.name) or {})
-    own = item_of_call(call.name, call.arguments) if "type" in wire else None
+    tool = wire.pop("tool", "")
+    own = item_of_call(call.name, call.arguments, tool) if "type" in wire else None
     if own is not None:
         prefix = _OWN_PREFIXES[wire["type"]]
         return {"id": item_id(prefix, head.reply_id, index), **own, **common}

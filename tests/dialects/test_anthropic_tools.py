@@ -1,0 +1,67 @@
+import json
+import typing
+
+import pytest
+from anthropic.types.beta import (
+    BetaMemoryTool20250818CreateCommand,
+    BetaMemoryTool20250818InsertCommand,
+    BetaMemoryTool20250818RenameCommand,
+    BetaMemoryTool20250818StrReplaceCommand,
+    BetaMemoryTool20250818ViewCommand,
+    BetaToolUnionParam,
+)
+
+from bridle.dialects.anthropic import read_tools
+from bridle.dialects.anthropic_tools import client_run
+
+CLIENT = ("bash", "text_editor", "memory", "computer")
+
+
+def types_of_the_sdk():
+    """Every type of tool that the SDK knows, but for tools with a schema of their own."""
+    for param in typing.get_args(BetaToolUnionParam):
+        hints = typing.get_type_hints(param)
+        for kind in typing.get_args(hints["type"]):
+            if isinstance(kind, str) and kind != "custom":
+                yield kind
+
+
+@pytest.mark.parametrize("kind", list(types_of_the_sdk()))
+def test_what_the_client_runs_is_a_function_and_all_else_is_removed(kind):
+    tools = read_tools([{"type": kind, "name": "it"}], "tools")
+    if kind.rpartition("_")[0] in CLIENT:
+        [spec] = tools.specs
+        assert (spec.name, tools.removed) == ("it", {})
+        assert spec.parameters is not None
+        assert spec.parameters["properties"].keys() >= set(spec.parameters["required"])
+    else:
+        assert (tools.specs, tools.removed) == ((), {"server_tools": [kind]})
+
+
+def test_the_memory_tool_takes_what_the_sdk_s_commands_hold():
+    spec = client_run("memory_20250818", "memory", {})
+    assert spec is not None
+    assert spec.parameters is not None
+    for command in (
+        BetaMemoryTool20250818CreateCommand,
+        BetaMemoryTool20250818InsertCommand,
+        BetaMemoryTool20250818RenameCommand,
+        BetaMemoryTool20250818StrReplaceCommand,
+        BetaMemoryTool20250818ViewCommand,
+    ):
+        assert spec.parameters["properties"].keys() >= set(command.model_fields)
+
+
+def test_a_version_has_its_own_commands_and_actions():
+    def words(kind, **tool):
+        spec = client_run(kind, "t", tool)
+        return json.dumps([spec and spec.description, spec and spec.parameters])
+
+    assert "undo_edit" in words("text_editor_20250124")
+    assert "undo_edit" not in words("text_editor_20250728")
+    assert "scroll" not in words("computer_20241022")
+    assert "scroll" in words("computer_20250124")
+    size = {"display_width_px": 1024, "display_height_px": 768}
+    assert "1024 pixels wide and 768" in words("computer_20250124", **size)
+    assert "region" in words("computer_20251124", enable_zoom=True)
+    assert client_run("bash", "t", {}) is None
