@@ -1,5 +1,7 @@
 """Responses with tokens per call, contiguous; with the real package in the suite `train`."""
 
+from contextlib import chdir
+
 import numpy as np
 import pytest
 from tests.bridges.absent import absent
@@ -58,8 +60,9 @@ def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-def test_the_package_reads_the_items_as_those_for_training():
-    with absent("wandb"):
+def test_the_package_reads_the_items_as_those_for_training(tmp_path):
+    # nemo-gym makes `cache/`, also for the package datasets, in the folder where it is imported.
+    with absent("wandb"), chdir(tmp_path):
         from nemo_gym.openai_utils import NeMoGymResponse
         from nemo_gym.token_id_capture.builder import assert_prefix_contiguity
 
@@ -87,8 +90,8 @@ class Player:
 
 @pytest.mark.train
 @pytest.mark.timeout(180)
-async def test_a_real_agent_server_of_gym_drives_sessions():
-    with absent("wandb"):
+async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
+    with absent("wandb"), chdir(tmp_path):
         from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
         from nemo_gym.server_utils import ServerClient
     from starlette.testclient import TestClient

@@ -18,7 +18,8 @@ def opened(folder, made):
 
 
 def reopened(folder, session_id):
-    return Run(folder / "capture.sqlite", ".").session(session_id)
+    with closing(Run(folder / "capture.sqlite", ".")) as run:
+        return run.session(session_id)
 
 
 def test_rows_say_what_becomes_of_each_exchange(tmp_path):
