@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.cli.check import check_harness
+from bridle.cli.check import check_harness, history_of
 
 
 @pytest.mark.parametrize("name", ["command", "function"])
@@ -12,6 +12,17 @@ def test_a_harness_that_makes_its_tool_call_works(name):
     assert report["works"]
     assert (report["status"], report["tool call"]) == ("COMPLETED", "made")
     assert (report["model calls"], report["merge ratio"]) == (3, 1.0)
+    assert report["history"].startswith("keeps its history: all 3 turns shown")
+
+
+def test_a_changed_history_is_told_with_its_cost():
+    line = {"turns_shown": 45, "turns_verbatim": 0, "tokens_rerendered": 300,
+            "habits": {"system_changed": 9}}  # fmt: skip
+    assert history_of(line) == (
+        "changes its system prompt (a clock?): "
+        "45 of 45 turns shown are not as they were sampled (300 tokens)"
+    )
+    assert history_of(line | {"turns_shown": 0}) == "shows no turn of the model again"
 
 
 @pytest.mark.harnesses

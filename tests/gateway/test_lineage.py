@@ -35,6 +35,7 @@ async def test_a_clock_in_the_system_prompt_is_ten_roots_and_says_so():
         stats = await stats_of(home, caller)
         sampled = [len(exchange.output_ids) for exchange in caller.exchanges]
     assert (stats["roots"], stats["merge_ratio"]) == (10, 0.0)
+    assert stats["habits"] == {"system_changed": 9}
     assert counts(stats) == {"verbatim": 0, "rerendered": 45, "foreign": 0, "given": 0}
     assert stats["tokens_rerendered"] == sum(sum(sampled[:turn]) for turn in range(10))
     assert [found["reason"] for found in stats["breaks"]] == ["history_changed"] * 9

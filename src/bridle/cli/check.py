@@ -69,4 +69,27 @@ def check_harness(name: str) -> JSON:
         "edit" if name in EDITS else "tool call": "made" if made else "not made",
         "model calls": line["exchanges"],
         "merge ratio": line["merge_ratio"],
+        "history": history_of(line),
     }
+
+
+HABITS = {
+    "system_changed": "changes its system prompt (a clock?)",
+    "window": "drops old messages (a window)",
+    "masked": "replaces old results (masking)",
+    "other": "rewrites its history",
+}
+"""A `bridle.prompting.habits.Habit` -> what the harness does."""
+
+
+def history_of(line: JSON) -> str:
+    """One sentence: what a harness does to its history, and what that costs."""
+    shown, verbatim = line["turns_shown"], line["turns_verbatim"]
+    if not shown:
+        return "shows no turn of the model again"
+    if verbatim == shown:
+        return f"keeps its history: all {shown} turns shown stand as they were sampled"
+    done = [HABITS[name] for name in HABITS if name in line["habits"]]
+    again = f"{shown - verbatim} of {shown} turns shown are not as they were sampled"
+    does = " and ".join(done) or "changes turns of the model"
+    return f"{does}: {again} ({line['tokens_rerendered']} tokens)"

@@ -152,6 +152,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "retry_count": asked.retry_count,
         "question": question.key.hex(),
         "drift": placement.drift,
+        "habit": placement.habit,
         "tie": placement.tie,
         "orphans": len(question.canonical.pairing.orphans),
         "unpaired": unpaired,

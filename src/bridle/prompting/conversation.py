@@ -24,6 +24,7 @@ from bridle.prompting.canonical import (
     Hint,
 )
 from bridle.prompting.echo import EXTENDABLE, WEAK, Drift, drift_of, has_text, is_beginning
+from bridle.prompting.habits import habit_of
 from bridle.prompting.index import Index, Indexed
 from bridle.prompting.turns import TurnCounter, turns_of
 from bridle.types import DeliveryState, ModelRequest, Role
@@ -66,6 +67,8 @@ class Placement:
     """Index into the request's messages of the first one after the parent's answer."""
     repeats: tuple[str, ...] = ()
     """Exchanges, in flight or committed, with exactly this prompt key; oldest first."""
+    habit: str | None = None
+    """A `Habit`: what the harness did to the history of a fork; `None` = not known."""
     tie: str | None = None
     """What decided between several equal candidates: `id`, `reasoning`, `delivery`, `childless`,
     `newest`; `None` = there was one."""
@@ -122,8 +125,12 @@ class Conversation:
                 reason = reason or found.drift.value
             if reason is None or reason == "unknown_turn":
                 reason = _guard(found.exchange, canonical, template_args) or reason
+        before = None
+        if found.exchange is not None and found.reason == "history_changed":
+            before = self._index.asked(found.exchange)
         return Placement(
             kind=found.kind,
+            habit=None if before is None else habit_of(before, canonical).value,
             parent=None if found.exchange is None else found.exchange.exchange_id,
             reason=reason,
             drift=None if found.drift is None else found.drift.value,

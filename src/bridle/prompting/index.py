@@ -9,6 +9,7 @@ but `by_prompt` when it commits, with only what a client can have seen.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from bridle.prompting.canonical import (
     chain_after,
     digest,
 )
+from bridle.prompting.walks import KEPT
 from bridle.types import DeliveryState
 
 _URL_SAFE = str.maketrans("-_", "+/")
@@ -84,6 +86,8 @@ class Index:
         """Digests of the first atoms of answers."""
         self._by_reasoning: dict[bytes, list[Indexed]] = {}
         """Answers without atoms."""
+        self._newest: deque[Canonical] = deque(maxlen=KEPT)
+        """The last requests."""
         self._clock = 0
         self.replied = False
         """Whether any reply is or was there for a harness to show."""
@@ -98,6 +102,7 @@ class Index:
             tools_digest=canonical.tools_digest,
         )
         self._exchanges[exchange_id] = exchange
+        self._newest.append(canonical)
         self._by_prompt.setdefault(exchange.prompt_key, []).append(exchange)
 
     def commit(
@@ -187,6 +192,11 @@ class Index:
     def prompts_at(self, key: bytes) -> list[Indexed]:
         """Exchanges, those in flight included, whose request ends at this point; oldest first."""
         return self._by_prompt.get(key, [])
+
+    def asked(self, exchange: Indexed) -> Canonical | None:
+        """The request of one of the last exchanges; `None` = it was asked longer ago."""
+        keys = (one for one in self._newest if one.chain[-1] == exchange.prompt_key)
+        return next(keys, None)
 
     def known(self, exchange_id: str) -> Indexed | None:
         """An exchange by its id."""

@@ -85,6 +85,7 @@ def measure(
         "joins": marks.joins,
         "rejected": _rejected(exchanges, marks),
         "drift": dict(sorted(_drift(continuing, joined).items())),
+        "habits": dict(Counter(e.extra["habit"] for e in exchanges if "habit" in e.extra)),
         "breaks": [_break(found) for found in graph.breaks]
         + [
             {"exchange": row.exchange_id, "position": 0, "reason": "damaged_row"} for row in damaged
