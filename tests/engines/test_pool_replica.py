@@ -32,8 +32,25 @@ def test_versions_are_those_of_the_moment_each_piece_came():
         replica.version = version
         routed.took(chunk(ids), replica)
     last = routed.took(chunk([], STOP), replica)
-    assert last.versions == (VersionSpan(1, 0, 3), VersionSpan(3, 3, 4))
+    # The last piece began under 2.
+    assert last.versions == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 4))
     assert routed.cut().versions == last.versions
+    assert last.mixed_versions
+    assert routed.cut().mixed_versions
+
+
+@pytest.mark.parametrize("pieces", [[[5, 5]], [[5], [5]]], ids=["whole", "streamed"])
+def test_a_reply_over_a_change_of_weights_keeps_its_first_version_whatever_the_engine_says(pieces):
+    replica, routed = Replica("a", Fake()), RoutedCall(call())
+    replica.version = 7
+    replica.begin(routed)
+    for ids in pieces[:-1]:
+        routed.took(chunk(ids), replica)
+    replica.version = 8
+    told = (VersionSpan(8, 0, 2),)
+    last = routed.took(chunk(pieces[-1], STOP, versions=told), replica)
+    assert last.versions == (VersionSpan(7, 0, 2),)
+    assert last.mixed_versions
 
 
 def test_versions_that_the_engine_tells_are_believed_and_learned():

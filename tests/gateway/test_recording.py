@@ -202,3 +202,8 @@ def test_every_id_that_we_made_is_issued():
     calls = (ToolCall("call_1", "bash", "{}"), ToolCall(None, "bash", "{}"))
     message = Message(Role.ASSISTANT, tool_calls=calls, issued_ids=("sig",))
     assert issued_ids((message, message)) == ["call_1", "sig"] * 2
+
+
+def test_a_reply_over_a_change_of_weights_says_that_its_versions_are_mixed():
+    assert exchange_record(finished(mixed=True), 0).extra["versions"] == "mixed"
+    assert "versions" not in exchange_record(finished(), 0).extra

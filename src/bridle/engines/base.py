@@ -104,6 +104,9 @@ class GenerateChunk:
     """The stop string that ended it; `None` = end token, stop token or length."""
     versions: tuple[VersionSpan, ...] = ()
     """On the last chunk: over all output ids of the call."""
+    mixed_versions: bool = False
+    """On the last chunk: whether weights changed during a piece, which has the version that it
+    began under."""
     prompt_ids_json: bytes | None = None
     """On the first chunk, where the engine tells what it used: JSON text of the prompt's ids."""
     cached_tokens: int = 0

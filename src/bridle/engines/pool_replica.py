@@ -126,6 +126,7 @@ class Replica:
         """A call is given to it."""
         self.calls += 1
         self.running[call.request.request_id] = call
+        call.version = self.version
         self.idle.clear()
 
     def end(self, call: RoutedCall) -> None:
@@ -204,16 +205,27 @@ class RoutedCall:
     """Tokens that were given out."""
     cached: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
-    """By the version that the replica had when each chunk came."""
+    """By the version that the replica had when each chunk began: when the one before it came."""
+    version: int | None = None
+    """The replica's when the last chunk came, or the call began there; `None` = not yet begun."""
+    mixed: bool = False
+    """Whether the weights changed during some chunk."""
 
     def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
-        """Note a chunk; the last one without versions gets those that are known."""
+        """Note a chunk; the last one gets the versions that are known.
+
+        The engine's own are believed but where weights changed during the call: an engine that
+        knows only its last version would tell that of all tokens.
+        """
         count = len(chunk.output_ids)
+        version = replica.version if self.version is None else self.version
         if count:
             start, self.given = self.given, self.given + count
-            if self.spans and self.spans[-1].version == replica.version:
+            self.mixed |= version != replica.version
+            if self.spans and self.spans[-1].version == version:
                 start = self.spans.pop().start
-            self.spans.append(VersionSpan(replica.version, start, self.given))
+            self.spans.append(VersionSpan(version, start, self.given))
+        self.version = replica.version
         self.cached = max(self.cached, chunk.cached_tokens)
         if chunk.finish_reason is None:
             return chunk
@@ -221,8 +233,11 @@ class RoutedCall:
         replica.cached_tokens += self.cached
         if chunk.versions:
             replica.version = max(replica.version, chunk.versions[-1].version)
+            if len(chunk.versions) > 1 or not (self.mixed or len(self.spans) > 1):
+                return chunk
+        if not self.spans:
             return chunk
-        return replace(chunk, versions=tuple(self.spans)) if self.spans else chunk
+        return replace(chunk, versions=tuple(self.spans), mixed_versions=self.mixed)
 
     def cut(self) -> GenerateChunk:
         """The last chunk of a call whose replica was lost, or that its caller ended."""
@@ -231,6 +246,7 @@ class RoutedCall:
             logprobs=np.empty(0, np.float32),
             finish_reason=FinishReason.ABORT,
             versions=tuple(self.spans),
+            mixed_versions=self.mixed,
             cached_tokens=self.cached,
         )
 

@@ -67,6 +67,8 @@ class Sample:
     """How often the engine gave the call up."""
     discarded: int = 0
     """Tokens of tries that could not be gone on with (see `bridle.gateway.seam`)."""
+    mixed: bool = False
+    """Whether weights changed during a piece of it; such tokens have the version before."""
     extra: JSON = field(default_factory=dict)
     """What the engine told beside the tokens (see `bridle.gateway.extras`)."""
     extra_before: list[JSON] = field(default_factory=list)
@@ -85,6 +87,7 @@ class Sofar:
     fruitless: int = 0
     told_prompt: bytes | None = None
     discarded: int = 0
+    mixed: bool = False
     extras: Extras = field(default_factory=Extras)
 
     def output_ids(self) -> Ids:
@@ -98,6 +101,7 @@ class Sofar:
         self.ids.clear()
         self.logprobs.clear()
         self.versions.clear()
+        self.mixed = False
         self.extras.clear()
 
     def add(self, chunk: GenerateChunk) -> None:
@@ -108,6 +112,7 @@ class Sofar:
             at = sum(map(len, self.ids))
             size = len(chunk.output_ids)
             self.extras.add(chunk.extra, begun=self.tokens, at=at, size=size)
+        self.mixed |= chunk.mixed_versions
         self.ids.append(chunk.output_ids)
         self.logprobs.append(chunk.logprobs)
 
@@ -236,6 +241,7 @@ class Sampler:
             break_position=position,
             resumed=sofar.tries - 1,
             discarded=sofar.discarded,
+            mixed=sofar.mixed,
             extra=sofar.extras.told(len(output_ids)),
             extra_before=sofar.extras.before(len(output_ids)),
         )
