@@ -13,6 +13,7 @@ def test_a_harness_that_makes_its_tool_call_works(name):
     assert (report["status"], report["tool call"]) == ("COMPLETED", "made")
     assert (report["model calls"], report["merge ratio"]) == (3, 1.0)
     assert report["history"].startswith("keeps its history: all 3 turns shown")
+    assert report["unknown to the gateway"] == {}
 
 
 def test_a_changed_history_is_told_with_its_cost():

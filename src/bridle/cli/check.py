@@ -70,6 +70,7 @@ def check_harness(name: str) -> JSON:
         "model calls": line["exchanges"],
         "merge ratio": line["merge_ratio"],
         "history": history_of(line),
+        "unknown to the gateway": line["unknown"],
     }
 
 

@@ -67,14 +67,8 @@ class SessionResult:
         stats = self.trajectory.metadata.get("stats", {})
         numbers = (
             *("exchanges", "roots", "branches", "traces", "tokens_captured", "tokens_trained"),
-            *(
-                "tokens_excluded",
-                "turns_shown",
-                "turns_verbatim",
-                "tokens_rerendered",
-                "habits",
-                "merge_ratio",
-            ),
+            *("tokens_excluded", "turns_shown", "turns_verbatim", "tokens_rerendered", "habits"),
+            *("merge_ratio", "unknown"),
         )
         return {
             "session_id": self.session_id,
