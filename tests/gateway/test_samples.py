@@ -137,3 +137,31 @@ async def test_the_same_messages_under_another_schema_are_another_question():
         await ask_openai(caller.handle)
         _, built = await home.control("GET", f"/sessions/{caller.session_id}/trajectory")
     assert built["metadata"]["stats"]["rejected"] == {"exchanges": 0, "tokens": 0}
+
+
+BREAKS = "a\u2028b\u2029c\u0085d"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [user("go")]}),
+        ("/v1/responses", {"input": "go"}),
+        ("/v1/messages", {"messages": [user("go")], "max_tokens": 99}),
+        (
+            "/v1beta/models/m:streamGenerateContent?alt=sse",
+            {"contents": [{"parts": [{"text": "go"}]}]},
+        ),
+    ],
+    ids=["chat", "responses", "anthropic", "google"],
+)
+async def test_a_stream_can_be_split_into_lines_at_every_break_of_unicode(path, body):
+    async with house({"content": BREAKS}) as home:
+        caller = await home.session()
+        body |= {"stream": True, "model": "m"} if "alt=sse" not in path else {}
+        url = home.gateway.url + path
+        async with home.client.post(url, json=body, headers=caller.headers) as answer:
+            assert answer.status == 200
+            text = (await answer.read()).decode()
+    assert "\\u2028" in text
+    assert text.splitlines() == text.replace("\r\n", "\n").removesuffix("\n").split("\n")

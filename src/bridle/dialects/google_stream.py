@@ -9,6 +9,7 @@ from __future__ import annotations
 from bridle.dialects.base import ReplyHead
 from bridle.dialects.google_write import call_part, error_json, finish_reason, response_json, sign
 from bridle.dialects.reading import encode
+from bridle.dialects.sse import one_line
 from bridle.dialects.streaming import PiecewiseEncoder
 from bridle.errors import RequestError
 from bridle.types import JSON, Reply, ToolCall, Usage
@@ -61,6 +62,6 @@ class ContentStream(PiecewiseEncoder):
 
     def _framed(self, value: JSON) -> bytes:
         if self._sse:
-            return b"data: " + encode(value) + b"\r\n\r\n"
+            return b"data: " + one_line(encode(value)) + b"\r\n\r\n"
         self._items += 1
         return (b"" if self._items == 1 else b",\r\n") + encode(value)

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from bridle.dialects.base import ReplyHead
 from bridle.dialects.openai_chat_write import finish_reason, tool_call_json, usage_json
 from bridle.dialects.reading import encode
-from bridle.dialects.sse import DONE
+from bridle.dialects.sse import DONE, one_line
 from bridle.dialects.streaming import PiecewiseEncoder
 from bridle.errors import RequestError
 from bridle.types import JSON, Reply, ToolCall, Usage
@@ -28,13 +28,15 @@ class ChatStream(PiecewiseEncoder):
         super().__init__()
         self._include_usage = include_usage
         self._freeform = freeform
-        common = encode(
-            {
-                "id": f"chatcmpl-{head.reply_id}",
-                "object": "chat.completion.chunk",
-                "created": head.created,
-                "model": head.model,
-            }
+        common = one_line(
+            encode(
+                {
+                    "id": f"chatcmpl-{head.reply_id}",
+                    "object": "chat.completion.chunk",
+                    "created": head.created,
+                    "model": head.model,
+                }
+            )
         )
         self._before = b"data: " + common[:-1] + b',"choices":[{"index":0,"delta":'
         # OpenAI sends `usage: null` on every other chunk when usage was asked for.
@@ -78,4 +80,4 @@ class ChatStream(PiecewiseEncoder):
         return None
 
     def _delta(self, delta: JSON) -> bytes:
-        return self._before + encode(delta) + self._after + b"}\n\n"
+        return self._before + one_line(encode(delta)) + self._after + b"}\n\n"

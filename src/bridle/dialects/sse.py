@@ -25,8 +25,16 @@ class SseEvent:
     """The last id seen on the stream, `None` before the first."""
 
 
+def one_line(data: bytes) -> bytes:
+    """JSON text with U+2028, U+2029 and U+0085 escaped: some clients end a line there."""
+    if b"\xe2\x80" in data:
+        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    return data.replace(b"\xc2\x85", b"\\u0085") if b"\xc2\x85" in data else data
+
+
 def event_bytes(data: bytes, event: str | None = None) -> bytes:
     """One event. `data` is JSON text without line breaks; `event` names it, `None` = unnamed."""
+    data = one_line(data)
     if event is None:
         return b"data: " + data + b"\n\n"
     return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
