@@ -98,7 +98,7 @@ def measured(options: argparse.Namespace) -> JSON:
         "update_s": [one["seconds"] for one in updates],
         "published_s": [one["published_s"] for one in course.steps],
         "lags": dict(sorted(lags.items())),
-        "stale": sum(one["left_out"].get("stale", 0) for one in updates),
+        "stale": sum(one["left_out"].get("stale", 0) for one in course.steps),
         "logprob_error": max(errors, default=None),
     }
 

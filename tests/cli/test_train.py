@@ -151,11 +151,12 @@ def test_the_numbers_are_sums_and_the_largest_difference():
     course = Course(
         steps=[
             {"sessions": 4, "update": update},
-            {"sessions": 4, "update": None},
+            {"sessions": 4, "update": None, "left_out": {"stale": 2, "unversioned": 1}},
             {"sessions": 4, "update": {"tokens": 7, "logprob_error": None}},
         ]
     )
     assert numbers_line(course) == (
         "2 updates from 12 sessions and 12 tokens that trained; trainer and rollout logprobs "
-        "differ by at most 1.0e-06"
+        "differ by at most 1.0e-06; left out: 2 sessions older than max_lag; left out: 1 sessions "
+        "of which the engine did not say the policy version"
     )

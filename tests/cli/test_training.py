@@ -51,6 +51,13 @@ def test_held_out_tasks_are_played_with_every_harness_under_its_label():
         with_other_harnesses([], {"script": other})
 
 
+async def test_a_task_that_overrides_top_p_is_refused(tmp_path):
+    sampling = SamplingPolicy(top_p=FieldPolicy(mode="override", value=0.9))
+    settings = TrainSettings(model=str(tmp_path / "gone"), tasks="x", out=str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"task t samples at top_p 0\.9, and training is for 1"):
+        await train_here(settings, [TASK.model_copy(update={"sampling": sampling})])
+
+
 @pytest.mark.parametrize(("of_task", "mode"), [(0.7, "override"), (1.0, "respect")])
 async def test_a_task_that_samples_at_another_temperature_is_refused(tmp_path, of_task, mode):
     sampling = SamplingPolicy(temperature=FieldPolicy(mode=mode, value=of_task))

@@ -10,7 +10,9 @@ from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 VOCABULARY = 48
 
 
-def trace(prompt, response, mask=None, *, logprobs=None, version=0, name="t", mode="processed"):
+def trace(
+    prompt, response, mask=None, *, logprobs=None, version=0, name="t", mode="processed", **more
+):
     mask = np.array([1] * len(response) if mask is None else mask, dtype=np.uint8)
     given = np.full(len(response), -1.0) if logprobs is None else np.array(logprobs)
     versions = np.full(len(response), version) if np.isscalar(version) else np.array(version)
@@ -23,9 +25,10 @@ def trace(prompt, response, mask=None, *, logprobs=None, version=0, name="t", mo
         versions=np.where(mask, versions, -1).astype(np.int32),
         reasons=np.where(mask, MaskReason.TRAINED, MaskReason.PROMPT).astype(np.uint8),
         exchange_ids=(),
-        turn_ends=(),
+        turn_ends=more.pop("turn_ends", ()),
         finish_reason="stop",
         logprob_mode=mode,
+        **more,
     )
 
 

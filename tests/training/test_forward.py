@@ -54,6 +54,16 @@ def computed(pieces):
     return sorted(found)
 
 
+def test_an_advantage_per_token_stays_with_its_token_in_both_layouts():
+    samples = [
+        Sample(trace([2, 3], [4, 5, n], [1, 0, 1]), 0, np.array([n, n + 0.5, -n]), 1.0)
+        for n in (7, 8)
+    ]
+    for pieces in (rows_of(samples, 100, share=True), trees_of(samples, 100)):
+        found = np.concatenate([piece.tokens().advantages for piece in pieces])
+        assert sorted(found.tolist()) == [-8, -7, 7, 8]
+
+
 @given(many_samples(), st.integers(1, 40), st.booleans())
 def test_rows_give_each_token_its_own_logprob(samples, batch_tokens, share):
     pieces = list(rows_of(samples, batch_tokens, share=share))

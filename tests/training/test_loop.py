@@ -160,6 +160,14 @@ async def test_interrupted_and_resumed_is_uninterrupted(tmp_path):
     assert ends[0] == ends[1]
 
 
+async def test_sessions_of_unknown_version_end_the_training_and_the_error_says_so(tmp_path):
+    policy = learner()
+    source = Player(policy.model)
+    source.version = -1
+    with pytest.raises(TrainingError, match="engine did not say which weights sampled"):
+        await loop(tmp_path, policy, source).run()
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
 async def test_rollouts_run_ahead_by_the_lag_and_no_further(tmp_path, lag):
     policy = learner(flat_groups="keep")
@@ -179,7 +187,7 @@ async def test_flat_groups_are_replaced_where_that_is_asked_for(tmp_path):
 
     for step in course.steps:
         assert step["groups"] - step["flat"] == 4
-        assert step["update"]["left_out"] == {}
+        assert step["left_out"] == {}
     assert source.next == sum(step["groups"] for step in course.steps) > 8
 
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.training.made import group, session, trace
 
 from bridle.errors import TrainingError
-from bridle.training.samples import make_batch
+from bridle.training.samples import DR_GRPO_TOKENS, advantages_of, make_batch, nothing_left
 from bridle.training.settings import GrpoSettings
 
 
@@ -35,6 +36,138 @@ def test_a_tokens_weight_is_its_share_of_its_session_its_trace_or_the_batch(norm
     assert [sample.weight for sample in batch.samples] == pytest.approx(weights)
     assert [sample.advantage for sample in batch.samples] == [1, 1, -1]
     assert (batch.sessions, batch.tokens) == (2, 7)
+
+
+def test_dr_grpo_is_the_papers_formula():
+    """Eq. 3 of arXiv 2503.20783: sum over sessions and tokens of (R - mean R), over G.
+
+    Divided by one constant; neither by a session's length nor by the deviation.
+    """
+    rewards = [1.0, 0.0, 0.0]
+    lengths = [2, 5, 3]
+    of_paper = [
+        (1 / 3) * (reward - sum(rewards) / 3) * n
+        for reward, n in zip(rewards, lengths, strict=True)
+    ]
+    sessions = [session(r, trace([1], range(n))) for r, n in zip(rewards, lengths, strict=True)]
+
+    batch = of([group(*sessions)], advantage="dr_grpo")
+
+    found = [s.weight * s.advantage * s.trace.loss_mask.sum() for s in batch.samples]
+    assert [one * DR_GRPO_TOKENS for one in found] == pytest.approx(of_paper)
+
+
+def test_dr_grpo_takes_no_second_normaliser():
+    with pytest.raises(ValidationError, match="dr_grpo divides by a constant: remove normalise"):
+        GrpoSettings(advantage="dr_grpo", normalise="token")
+
+
+def test_rewards_of_traces_are_compared_within_a_role():
+    def played(name, planner, worker):
+        return session(
+            0.5,
+            trace([1], [2], reward=planner, metadata={"kind": "agent"}),
+            trace([1], [3], reward=worker, metadata={"kind": "subagent"}),
+            name=name,
+        )
+
+    batch = of([group(played("a", 1.0, 0.0), played("b", 0.0, 0.5))])
+
+    assert [s.advantage for s in batch.samples] == [1, -1, -1, 1]
+    assert (batch.left_out, batch.alone) == ({}, 0)
+    assert group(played("a", 1.0, 0.0), played("b", 0.0, 0.5)).varies
+
+
+def test_agents_of_different_names_are_different_roles():
+    made = [
+        session(
+            reward,
+            *(trace([1], [2], reward=own, metadata={"kind": "subagent", "agent": name})
+              for name, own in rewards.items()),
+        )
+        for reward, rewards in ((1.0, {"big": 0.2, "small": 0.9}), (0.0, {"big": 0.4}))
+    ]  # fmt: skip
+
+    batch = of([group(*made)])
+
+    # The only `small` has its session's advantage.
+    assert [s.advantage for s in batch.samples] == pytest.approx([-1, 1, 1])
+    assert batch.alone == 1
+
+
+def test_rewards_of_tokens_make_an_advantage_of_each_turn():
+    def played(first, second):
+        return session(
+            1.0,
+            trace(
+                [1],
+                [2, 3, 4, 5],
+                [1, 0, 1, 1],
+                turn_ends=(1, 4),
+                token_rewards=np.array([first, 0, 0, second], np.float32),
+            ),
+        )
+
+    batch = of([group(played(1, 0), played(0, 1))])
+
+    # Turn 1 is worth 1 in both; turn 2 is worth 0 and 1.
+    assert [s.advantage.tolist() for s in batch.samples] == [[0, -1, -1, -1], [0, 1, 1, 1]]
+    assert batch.left_out == {}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=2, max_size=5),
+    st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+)
+def test_a_reward_on_the_last_token_is_the_sessions_reward(played, kind):
+    """Where all traces have as many turns, rewards per token and per session say the same."""
+
+    def made(*, per_token):
+        return group(
+            *(
+                session(
+                    float(reward),
+                    trace(
+                        [1],
+                        range(n + 1),
+                        turn_ends=(1, n + 1),
+                        reward=float(reward),
+                        token_rewards=np.array([0] * n + [reward], np.float32)
+                        if per_token
+                        else None,
+                    ),
+                )
+                for reward, n in played
+            )
+        )
+
+    found, _ = advantages_of(made(per_token=True), kind)
+    wanted, _ = advantages_of(made(per_token=False), kind)
+    for [own], [expected] in zip(found, wanted, strict=True):
+        assert own == pytest.approx(np.broadcast_to(expected, np.shape(own)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", 0.7, "1"),
+        ("temperature", 0.0, "1"),
+        ("top_p", 0.9, "1"),
+        ("top_k", 20, "-1"),
+        ("presence_penalty", 0.5, "0"),
+        ("frequency_penalty", 0.5, "0"),
+    ],
+)
+def test_sessions_sampled_from_another_distribution_are_refused(field, value, allowed):
+    other = trace([1], [2], metadata={"sampling": {field: [None, value]}})
+    said = (
+        rf"session odd \(trace t\) samples at {field} {value:g}, and training is for {allowed}: "
+        rf'set the task\'s sampling.{field} = {{mode = "override", value = {allowed}}}'
+    )
+    with pytest.raises(TrainingError, match=said):
+        of([group(session(1.0, other, name="odd"), PAIR.sessions[1])])
+    unused = trace([1], [2], [0], metadata={"sampling": {field: [value]}})
+    assert of([group(session(1.0, unused, trace([1], [2])), PAIR.sessions[1])]).tokens == 2
 
 
 @pytest.mark.parametrize(("advantage", "first"), [("grpo", 1.0), ("dr_grpo", 0.5), ("rloo", 1.0)])
@@ -93,9 +226,15 @@ def test_a_session_older_than_the_bound_is_left_out_and_lags_are_counted():
 
 
 def test_an_unknown_version_is_not_stale():
-    unknown = session(1.0, trace([1], [2], version=-1))
-    batch = of([group(unknown, PAIR.sessions[1])], version=9, max_lag=9)
-    assert batch.left_out == {}
+    unknown, other = session(1.0, trace([1], [2], version=-1)), PAIR.sessions[1]
+
+    batch = of([group(unknown, other)], version=9, max_lag=9)
+    assert (batch.left_out, batch.lags) == ({"unversioned": 1}, {9: 1})
+    assert of([group(unknown, other)], version=9).lags == {-1: 1, 9: 1}
+    assert "did not say which weights" in nothing_left(batch)
+    stale = of([group(other, *PAIR.sessions)], version=9, max_lag=0)
+    assert "raise max_lag" in nothing_left(stale)
+    assert "did not say" not in nothing_left(stale)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +275,7 @@ def test_logprobs_from_before_the_temperature_are_refused_at_another_temperature
     raw = group(session(1.0, trace([1], [2], mode="raw")), PAIR.sessions[1])
 
     assert of([raw]).tokens == 2
-    with pytest.raises(TrainingError, match="before the temperature"):
+    with pytest.raises(TrainingError, match=r"'raw', and training at temperature 0\.7 needs"):
         of([raw], temperature=0.7)
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from bridle.trajectory.credit import (
     grpo_advantages,
     leave_one_out_baselines,
-    returns_to_go,
     rloo_advantages,
     session_weights,
-    token_advantages,
+    shared_advantages,
     token_weights,
 )
 
@@ -87,12 +86,17 @@ def test_each_is_held_against_the_mean_of_the_others():
     assert rloo_advantages([1.0, 0.0, math.nan, 0.5]).tolist() == [0.75, -0.75, 0.0, 0.0]
 
 
-def test_an_advantage_falls_on_the_tokens_that_train():
-    assert token_advantages([1, 0, 1], -0.5).tolist() == [-0.5, 0.0, -0.5]
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=6), st.sampled_from(["grpo", "rloo"]))
+def test_equal_rewards_within_a_session_give_the_sessions_advantage(group, kind):
+    repeated = [[reward] * (n + 1) for n, reward in enumerate(group)]
+    wanted = {"grpo": grpo_advantages, "rloo": rloo_advantages}[kind](group)
+    for own, expected in zip(shared_advantages(repeated, kind), wanted, strict=True):
+        assert own == pytest.approx([expected] * len(own), abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("discount", "expected"), [(1.0, [3.0, 2.0, 2.0]), (0.5, [1.5, 1.0, 2.0]), (0.0, [1, 0, 2])]
-)
-def test_a_token_is_worth_what_follows_it(discount, expected):
-    assert returns_to_go([1.0, 0.0, 2.0], discount=discount).tolist() == expected
+def test_several_rewards_of_a_session_have_one_vote_together():
+    # means 0.5 and 0: mean 0.25; squares (0.75**2 + 0.25**2) / 2 and 0.25**2
+    deviation = math.sqrt((0.3125 + 0.0625) / 2)
+    assert shared_advantages([[1, 0], [0]], "dr_grpo") == [[0.75, -0.25], [-0.25]]
+    assert shared_advantages([[1, 0], [0]], "rloo") == [[1.0, 0.0], [-0.5]]
+    assert shared_advantages([[1, 0], [0]], "grpo")[0][0] == pytest.approx(0.75 / deviation)

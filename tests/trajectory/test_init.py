@@ -166,11 +166,19 @@ def test_a_trace_says_what_it_is():
     one, two = built(made).traces
     assert one.metadata == {
         "kind": "agent",
+        "agent": "policy",
         "root_reason": "first",
         "tokens_trained": 10,
         "policy_versions": [7, 9],
         "temperatures": [1.0, 1.0],
         "seeds": [None, None],
+        "sampling": {
+            "temperature": [1.0],
+            "top_p": [1.0],
+            "top_k": [-1],
+            "presence_penalty": [None],
+            "frequency_penalty": [None],
+        },
     }
     assert (two.metadata["kind"], two.metadata["policy_versions"]) == ("subagent", None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -197,9 +198,18 @@ def numbers_line(course: Course) -> str:
     errors = [one["logprob_error"] for one in updates if one["logprob_error"] is not None]
     sessions = sum(one["sessions"] for one in course.steps)
     tokens = sum(one["tokens"] for one in updates)
+    left = Counter[str]()
+    for one in course.steps:
+        left.update(one.get("left_out", {}))
+    told = {
+        "stale": "sessions older than max_lag",
+        "unversioned": "sessions of which the engine did not say the policy version",
+    }
+    out = "".join(f"; left out: {left[key]} {what}" for key, what in told.items() if left[key])
     apart = f"; trainer and rollout logprobs differ by at most {max(errors):.1e}" if errors else ""
     return (
-        f"{len(updates)} updates from {sessions} sessions and {tokens} tokens that trained{apart}"
+        f"{len(updates)} updates from {sessions} sessions and {tokens} tokens that trained"
+        f"{apart}{out}"
     )
 
 

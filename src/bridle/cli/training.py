@@ -132,14 +132,14 @@ async def train_here(
     the model of the beginning, if that is known.
 
     `ConfigError` for a mistake, before anything runs: a folder that holds a training and is not to
-    be resumed, another tokenizer than the engine's, another temperature. `TrainingError` when it
+    be resumed, another tokenizer than the engine's, another sampling. `TrainingError` when it
     cannot go on; what was learned until then is in the last checkpoint.
     """
     from bridle.training.checkpoint import checkpoints, load_tokenizer
     from bridle.training.loop import Course, Loop
     from bridle.training.tasks import History, TaskDraws
 
-    _check_temperatures(tasks, settings.grpo.temperature)
+    _check_sampling(tasks, settings.grpo.temperature)
     held_out = with_other_harnesses(held_out, settings.evaluate_with)
     if settings.server is None:
         check([*tasks, *held_out])
@@ -192,15 +192,17 @@ def _start(settings: TrainSettings, *, resume: bool) -> Start:
     return Start(learner, model, restore(learner, model) if found else {})
 
 
-def _check_temperatures(tasks: Sequence[Task], trained: float) -> None:
+def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
     """Refuse tasks that are sampled from another distribution than the one that is trained."""
+    from bridle.training.samples import unfit_setting
+    from bridle.trajectory.sample import SHAPING
+
     for task in tasks:
-        policy = task.sampling.temperature
-        if policy.mode == "override" and policy.value not in {None, trained}:
-            raise ConfigError(
-                f"task {task.task_id} samples at temperature {policy.value:g}, and training is for "
-                f"{trained:g}: set [grpo] temperature, or the tasks' sampling.temperature"
-            )
+        for field in SHAPING:
+            policy = getattr(task.sampling, field)
+            fault = unfit_setting(field, policy.value, temperature)
+            if policy.mode == "override" and fault is not None:
+                raise ConfigError(f"task {task.task_id} {fault}")
 
 
 def _course(before: Evaluation | None) -> Course:

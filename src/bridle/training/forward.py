@@ -70,7 +70,9 @@ class Rows:
         return Tokens(
             np.concatenate([trace.response_logprobs[mask] for trace, mask in pairs]),
             np.concatenate([trace.versions[mask] for trace, mask in pairs]),
-            np.repeat(_floats(s.advantage for s in self.samples), counts),
+            np.concatenate(
+                [_advantages(s)[m[n:]] for s, m, n in zip(self.samples, masks, starts, strict=True)]
+            ),
             np.repeat(_floats(s.weight for s in self.samples), counts),
         )
 
@@ -113,10 +115,15 @@ class Tree:
         """What trains."""
         trained = self._trained()
         of = self.packed.trace_of[trained]
+        places = self.packed.position_ids[trained]
+        found = np.zeros(len(of), dtype=np.float32)
+        for number, sample in enumerate(self.samples):
+            own = of == number
+            found[own] = _advantages(sample)[places[own] - len(sample.trace.prompt_ids)]
         return Tokens(
             self.packed.logprobs[trained],
             self.packed.versions[trained],
-            _floats(sample.advantage for sample in self.samples)[of],
+            found,
             _floats(sample.weight for sample in self.samples)[of],
         )
 
@@ -211,6 +218,12 @@ def _group(sample: Sample) -> int:
 def _tree(samples: Sequence[Sample]) -> Tree:
     traces = tuple(sample.trace for sample in samples)
     return Tree(tuple(samples), pack([Trajectory("", "", traces, None, None, {})]))
+
+
+def _advantages(sample: Sample) -> npt.NDArray[np.float32]:
+    """One per response token."""
+    size = len(sample.trace.response_ids)
+    return np.broadcast_to(np.asarray(sample.advantage, dtype=np.float32), (size,))
 
 
 def check_ids(samples: Sequence[Sample], model: PreTrainedModel) -> None:

@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from bridle.errors import TrainingError
 from bridle.training.forward import Piece, Tokens, check_ids, rows_of, threads, trees_of
-from bridle.training.samples import Batch
+from bridle.training.samples import Batch, nothing_left
 from bridle.training.settings import GrpoSettings
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class Update:
     """Largest difference between trainer and rollout logprobs, nats, on tokens sampled under the
     weights that were updated; `None` = there was none."""
     lags: dict[int, int]
-    left_out: dict[str, int]
+    alone: int
+    """Advantages that are the session's own for want of others of the role."""
     seconds: float
 
 
@@ -185,7 +187,7 @@ class Learner:
         """
         began = time.monotonic()
         if not batch.tokens:
-            raise TrainingError(f"nothing to train on; left out: {batch.left_out}")
+            raise TrainingError(nothing_left(batch))
         check_ids(batch.samples, self.model)
         with threads(self._threads):
             pieces = list(self._pieces(batch))
@@ -210,14 +212,14 @@ class Learner:
             capped=first.capped / batch.tokens,
             logprob_error=first.error,
             lags=batch.lags,
-            left_out=batch.left_out,
+            alone=batch.alone,
             seconds=time.monotonic() - began,
         )
 
     def _pieces(self, batch: Batch) -> Iterator[Piece]:
         """What is computed; traces without an advantage only where a reference pulls at them."""
         settings = self.settings
-        samples = [s for s in batch.samples if s.advantage or settings.kl]
+        samples = [s for s in batch.samples if np.any(s.advantage) or settings.kl]
         if settings.packing == "tree":
             yield from trees_of(samples, settings.batch_tokens)
         else:

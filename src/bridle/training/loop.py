@@ -24,7 +24,7 @@ import structlog
 from bridle.errors import BridleError, TrainingError
 from bridle.training.checkpoint import save_checkpoint
 from bridle.training.groups import GroupSource
-from bridle.training.samples import Group, make_batch
+from bridle.training.samples import Group, make_batch, nothing_left
 from bridle.training.settings import LoopSettings
 from bridle.training.tasks import History
 from bridle.types import JSON
@@ -55,6 +55,8 @@ class StepReport:
     groups: int
     flat: int
     """Groups whose rewards did not vary."""
+    left_out: dict[str, int]
+    """Reason -> sessions or traces that did not train, see `Batch.left_out`."""
     update: Update | None
     """`None` = there was nothing to train on."""
     waited_s: float
@@ -166,6 +168,8 @@ class Loop:
             chosen, learner.settings, version=learner.version, max_lag=self.settings.max_lag
         )
         update, published, fault = None, 0.0, None
+        if not batch.tokens and "unversioned" in batch.left_out:
+            raise TrainingError(nothing_left(batch))
         if batch.tokens:
             update = await asyncio.to_thread(learner.update, batch)
             began = time.monotonic()
@@ -183,6 +187,7 @@ class Loop:
             unknown=len(rewards) - len(known),
             groups=len(taken),
             flat=sum(not group.varies for group in taken),
+            left_out=batch.left_out,
             update=update,
             waited_s=round(waited, 3),
             published_s=round(published, 3),

@@ -2,14 +2,16 @@
 
 Everything that decides how much a token counts is here, in numpy; the objective only sums. The
 weights of a batch's tokens sum to 1 (less what `overlong = "mask"` took out), so the learning rate
-means the same for any number of groups, sessions, traces or tokens.
+means the same for any number of groups, sessions, traces or tokens. Dr. GRPO's do not: they are one
+constant per session.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +21,24 @@ from bridle.trajectory.credit import (
     grpo_advantages,
     rloo_advantages,
     session_weights,
+    shared_advantages,
     token_weights,
 )
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import LogprobMode
+
+if TYPE_CHECKING:
+    from bridle.trajectory.credit import Floats
+
+DR_GRPO_TOKENS = 1024
+"""Constant by which Dr. GRPO divides the sum over a session's tokens. It only scales the loss."""
+
+_FULL_SUPPORT: dict[str, tuple[float, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +62,8 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Whether its rewards tell the sessions apart."""
-        return bool(grpo_advantages(self.rewards).any())
+        """Whether its rewards tell the sessions, their traces or their turns apart."""
+        return _any(advantages_of(self, "grpo")[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +73,8 @@ class Sample:
     trace: Trace
     group: int
     """Place of its group in the batch."""
-    advantage: float
-    """Of each token that trains."""
+    advantage: float | Floats
+    """Of each token that trains: one for all, or one per response token, shape (R,)."""
     weight: float
     """Of each token that trains."""
 
@@ -73,9 +89,12 @@ class Batch:
     sessions: int
     """Sessions that count."""
     left_out: dict[str, int]
-    """Reason -> sessions (`unknown`, `empty`, `flat`, `stale`) or traces (`overlong`)."""
+    """Reason -> sessions (`unknown` reward, `empty`, `flat`, `stale`, `unversioned`) or traces
+    (`overlong`)."""
     lags: dict[int, int]
-    """Updates between sampling and training -> tokens that train."""
+    """Updates between sampling and training -> tokens that train; -1 = version not known."""
+    alone: int = 0
+    """Advantages that are the session's own: no other session has that role (or turn of it)."""
 
     @property
     def tokens(self) -> int:
@@ -87,32 +106,49 @@ def make_batch(
 ) -> Batch:
     """The samples of `groups` for an update of weights `version`.
 
-    A session with a token sampled more than `max_lag` updates ago is left out (`None` = none is).
-    Raises `TrainingError` for logprobs that are not those of the trained distribution, and for
-    traces over the limit where that is refused.
+    With `max_lag`, a session is left out that has a token sampled more updates ago (`stale`) or of
+    an unknown version (`unversioned`). Raises `TrainingError` for sessions that were not sampled
+    from the trained distribution, and for traces over the limit where that is refused.
     """
     left_out: Counter[str] = Counter()
-    kept: list[tuple[int, float, list[Trace]]] = []
+    alone = 0
+    kept: list[tuple[int, list[tuple[Trace, float | Floats]]]] = []
     for place, group in enumerate(groups):
-        advantages = _advantages(group, settings)
-        if settings.flat_groups != "keep" and not advantages.any():
+        for session in group.sessions:
+            check_sampling(session, settings.temperature)
+        advantages, without = advantages_of(group, settings.advantage)
+        if settings.flat_groups != "keep" and not _any(advantages):
             left_out["flat"] += len(group.sessions)
             continue
-        for session, advantage in zip(group.sessions, advantages.tolist(), strict=True):
+        alone += without
+        for session, own in zip(group.sessions, advantages, strict=True):
             reason = _unfit(session, version, max_lag)
             if reason is not None:
                 left_out[reason] += 1
                 continue
-            if traces := _fitting(session, settings, left_out):
-                kept.append((place, advantage, traces))
-    weights = _weights([traces for _, _, traces in kept], settings)
+            if traces := _fitting(session, own, settings, left_out):
+                kept.append((place, traces))
+    weights = _weights([[trace for trace, _ in traces] for _, traces in kept], settings)
     samples = tuple(
         Sample(trace, place, advantage, weight)
-        for (place, advantage, traces), shares in zip(kept, weights, strict=True)
-        for trace, weight in zip(traces, shares, strict=True)
+        for (place, traces), shares in zip(kept, weights, strict=True)
+        for (trace, advantage), weight in zip(traces, shares, strict=True)
         if trains(trace)
     )
-    return Batch(samples, version, len(kept), dict(left_out), _lags(samples, version))
+    return Batch(samples, version, len(kept), dict(left_out), _lags(samples, version), alone)
+
+
+def nothing_left(batch: Batch) -> str:
+    """Why a batch without tokens has none."""
+    message = f"nothing to train on; left out: {batch.left_out}"
+    if "stale" in batch.left_out:
+        message += "; stale sessions were sampled more than max_lag updates ago: raise max_lag"
+    if "unversioned" in batch.left_out:
+        message += (
+            "; the engine did not say which weights sampled the unversioned sessions, so their lag "
+            "is not known: take an engine that reports versions (`bridle doctor` tells)"
+        )
+    return message
 
 
 def trains(trace: Trace) -> int:
@@ -125,10 +161,69 @@ def _trained(session: Trajectory) -> int:
     return sum(map(trains, session.traces))
 
 
-def _advantages(group: Group, settings: GrpoSettings) -> np.ndarray:
-    if settings.advantage == "rloo":
-        return rloo_advantages(group.rewards)
-    return grpo_advantages(group.rewards, normalise=settings.advantage == "grpo")
+def advantages_of(group: Group, kind: str) -> tuple[list[list[float | Floats]], int]:
+    """The advantage of each session's traces; how many are the session's for want of others.
+
+    Where an evaluator gave traces rewards of their own, a trace is compared with those of its role
+    (kind and name of the agent) in the group's other sessions. Where it gave rewards per token,
+    each turn is: it is worth the rewards from its beginning to the trace's end, and is compared
+    with the same turn of the role. Each session counts once in a mean, however many traces it has.
+    """
+    by_session = (
+        rloo_advantages(group.rewards)
+        if kind == "rloo"
+        else grpo_advantages(group.rewards, normalise=kind == "grpo")
+    ).tolist()
+    known = [(n, s) for n, s in enumerate(group.sessions) if s.reward is not None]
+    per_turn = any(t.token_rewards is not None for _, s in known for t in s.traces)
+    found: list[list[float | Floats]] = [
+        [own] * len(s.traces) for own, s in zip(by_session, group.sessions, strict=True)
+    ]
+    if not per_turn and all(t.reward in (None, s.reward) for _, s in known for t in s.traces):
+        return found, 0
+    places: dict[object, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    worth: dict[tuple[int, int], list[float]] = {}
+    for number, session in known:
+        for place, trace in enumerate(session.traces):
+            role = (trace.metadata.get("kind"), trace.metadata.get("agent"))
+            values = _returns(trace, session.reward, per_turn=per_turn)
+            worth[number, place] = values
+            for turn in range(len(values)):
+                places[role, turn][number].append((place, turn))
+    alone = 0
+    for cell in places.values():
+        if len(cell) > 1:
+            rewards = [[worth[n, place][turn] for place, turn in of] for n, of in cell.items()]
+            compared = shared_advantages(rewards, kind)
+        else:
+            compared = [[by_session[n]] * len(of) for n, of in cell.items()]
+            alone += sum(map(len, cell.values()))
+        for (number, of), own in zip(cell.items(), compared, strict=True):
+            for (place, turn), advantage in zip(of, own, strict=True):
+                worth[number, place][turn] = advantage
+    for (number, place), values in worth.items():
+        trace = group.sessions[number].traces[place]
+        lengths = np.diff([0, *_turn_ends(trace)]) if per_turn else None
+        found[number][place] = values[0] if lengths is None else np.repeat(values, lengths)
+    return found, alone
+
+
+def _any(advantages: Sequence[Sequence[float | Floats]]) -> bool:
+    return any(np.any(advantage) for of in advantages for advantage in of)
+
+
+def _turn_ends(trace: Trace) -> list[int]:
+    return sorted({*trace.turn_ends, len(trace.response_ids)} - {0})
+
+
+def _returns(trace: Trace, reward: float | None, *, per_turn: bool) -> list[float]:
+    """What each turn is worth; without `per_turn`, the whole trace as one."""
+    own = reward if trace.reward is None else trace.reward
+    ends = _turn_ends(trace) if per_turn else [0]
+    if trace.token_rewards is None or not ends:
+        return [float(own or 0)] * len(ends)
+    rewards = np.add.reduceat(trace.token_rewards.astype(np.float64), [0, *ends[:-1]])
+    return [float(value) for value in rewards[::-1].cumsum()[::-1]]
 
 
 def _unfit(session: Trajectory, version: int, max_lag: int | None) -> str | None:
@@ -139,19 +234,24 @@ def _unfit(session: Trajectory, version: int, max_lag: int | None) -> str | None
         return "empty"
     if max_lag is None:
         return None
-    told = [t.versions[(t.loss_mask == 1) & (t.versions >= 0)] for t in session.traces]
-    oldest = min((int(versions.min()) for versions in told if len(versions)), default=version)
-    return "stale" if version - oldest > max_lag else None
+    versions = np.concatenate([trace.versions[trace.loss_mask == 1] for trace in session.traces])
+    if (versions < 0).any():
+        return "unversioned"
+    return "stale" if version - int(versions.min()) > max_lag else None
 
 
-def _fitting(session: Trajectory, settings: GrpoSettings, left_out: Counter[str]) -> list[Trace]:
+def _fitting(
+    session: Trajectory,
+    advantages: Sequence[float | Floats],
+    settings: GrpoSettings,
+    left_out: Counter[str],
+) -> list[tuple[Trace, float | Floats]]:
     """The session's traces within the limit; a masked one stays, with nothing that trains."""
     kept = []
-    for trace in session.traces:
-        _check_logprobs(trace, settings)
+    for trace, advantage in zip(session.traces, advantages, strict=True):
         length = len(trace.prompt_ids) + len(trace.response_ids)
         if settings.max_length is None or length <= settings.max_length:
-            kept.append(trace)
+            kept.append((trace, advantage))
             continue
         left_out["overlong"] += 1
         if settings.overlong == "refuse":
@@ -160,9 +260,11 @@ def _fitting(session: Trajectory, settings: GrpoSettings, left_out: Counter[str]
                 f"{settings.max_length}; `overlong` says what else to do with it"
             )
         if settings.overlong == "truncate":
-            kept.append(_cut(trace, max(0, settings.max_length - len(trace.prompt_ids))))
+            end = max(0, settings.max_length - len(trace.prompt_ids))
+            shorter = advantage[:end] if isinstance(advantage, np.ndarray) else advantage
+            kept.append((_cut(trace, end), shorter))
         elif settings.overlong == "mask":
-            kept.append(replace(trace, loss_mask=trace.loss_mask * 0))
+            kept.append((replace(trace, loss_mask=trace.loss_mask * 0), advantage))
     return kept
 
 
@@ -180,23 +282,58 @@ def _cut(trace: Trace, end: int) -> Trace:
     )
 
 
-def _check_logprobs(trace: Trace, settings: GrpoSettings) -> None:
-    if trace.logprob_mode == LogprobMode.RAW and settings.temperature != 1:
-        raise TrainingError(
-            f"trace {trace.trace_id} has logprobs from before the temperature; at "
-            f"{settings.temperature:g} they are not of the distribution that it was sampled from "
-            "(vLLM: --logprobs-mode processed_logprobs)"
-        )
+def check_sampling(session: Trajectory, temperature: float) -> None:
+    """Raise `TrainingError` if a token that trains was not sampled at `temperature` alone.
+
+    Metadata of older versions without `sampling` is judged by its `temperatures`.
+    """
+    for trace in filter(trains, session.traces):
+        where = f"session {session.session_id} (trace {trace.trace_id})"
+        told = trace.metadata.get("sampling")
+        if told is None:
+            told = {"temperature": trace.metadata.get("temperatures", ())}
+        for field, values in told.items():
+            for value in values:
+                if (fault := unfit_setting(field, value, temperature)) is not None:
+                    raise TrainingError(f"{where} {fault}")
+        mode = trace.logprob_mode
+        if mode == LogprobMode.NONE or (mode != LogprobMode.PROCESSED and temperature != 1):
+            raise TrainingError(
+                f"{where} has logprobs of mode {mode or 'unknown'!r}, and training at temperature "
+                f"{temperature:g} needs 'processed', those after the temperature: set the engine's "
+                "(vLLM: --logprobs-mode processed_logprobs; SGLang: no "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB), or sample and train at temperature 1"
+            )
+
+
+def unfit_setting(field: str, value: float | None, temperature: float) -> str | None:
+    """Why samples under this value are not of the trained distribution; `None` = they are.
+
+    `field` is one of `SamplingPolicy`; `None` is the engine's default: temperature 1, full support.
+    """
+    allowed = _FULL_SUPPORT | {"temperature": (temperature,)}
+    if value is None:
+        value = 1 if field == "temperature" else allowed[field][0]
+    if value in allowed[field]:
+        return None
+    trained = allowed[field][0]
+    also = f", or [grpo] temperature = {value:g}" if field == "temperature" and value > 0 else ""
+    return (
+        f"samples at {field} {value:g}, and training is for {trained:g}: set the task's "
+        f'sampling.{field} = {{mode = "override", value = {trained:g}}}{also}'
+    )
 
 
 def _weights(sessions: Sequence[Sequence[Trace]], settings: GrpoSettings) -> list[list[float]]:
     """For each session the weight of a token of each of its traces."""
     counts = [[trains(trace) for trace in traces] for traces in sessions]
     share = 1.0 / max(1, len(sessions))
+    if settings.advantage == "dr_grpo":
+        return [[share / DR_GRPO_TOKENS] * len(traces) for traces in counts]
     if settings.normalise == "batch":
         each = 1.0 / max(1, sum(map(sum, counts)))
         return [[each] * len(traces) for traces in counts]
-    if settings.normalise == "token":
+    if settings.normalise != "sequence":
         return [(token_weights(_sizes(s)) * share).tolist() for s in sessions]
     found = session_weights([len(traces) for traces in counts])
     return [
@@ -216,5 +353,5 @@ def _lags(samples: Sequence[Sample], version: int) -> dict[int, int]:
         trace = sample.trace
         values, counts = np.unique(trace.versions[trace.loss_mask == 1], return_counts=True)
         for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            lags[version - value] += count
+            lags[-1 if value < 0 else version - value] += count
     return dict(sorted(lags.items()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bridle.config import Settings
 
@@ -30,11 +30,11 @@ class GrpoSettings(Settings):
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimiser steps on one batch."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Against the group's mean, over its deviation (`grpo`) or not (`dr_grpo`); or against the mean
-    of all others (`rloo`)."""
-    normalise: Literal["token", "sequence", "batch"] = "token"
+    """Against the group's mean, over its deviation (`grpo`) or not and with a constant in place of
+    each length (`dr_grpo`); or against the mean of all others (`rloo`)."""
+    normalise: Literal["token", "sequence", "batch"] | None = None
     """What weighs the same: each session, all its tokens alike (`token`) or all its traces alike
-    (`sequence`); or each token of the batch (`batch`)."""
+    (`sequence`); or each token of the batch (`batch`). `None` = `token`, or what `dr_grpo` is."""
     flat_groups: Literal["drop", "refill", "keep"] = "drop"
     """Groups whose rewards do not vary: left out, replaced by another group, or kept with advantage
     0 (they dilute a step and, with `kl`, still pull)."""
@@ -54,6 +54,16 @@ class GrpoSettings(Settings):
     """CPU threads of one operation while training; `None` = one for a very small model, else as
     torch is set."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_normaliser(self) -> GrpoSettings:
+        if self.advantage == "dr_grpo" and self.normalise is not None:
+            message = (
+                f"dr_grpo divides by a constant: remove normalise = {self.normalise!r}, or take "
+                "advantage = 'grpo' or 'rloo'"
+            )
+            raise ValueError(message)
+        return self
 
 
 class LoopSettings(Settings):

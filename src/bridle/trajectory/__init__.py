@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import orjson
 from pydantic import Field, ValidationError
 
 from bridle.capture.records import (
@@ -46,7 +47,7 @@ from bridle.trajectory.drift import Joined, Splice, join
 from bridle.trajectory.graph import Node, grow, order_of
 from bridle.trajectory.masks import Marks, mark
 from bridle.trajectory.packing import pack
-from bridle.trajectory.sample import MaskReason, Trace, Trajectory
+from bridle.trajectory.sample import SHAPING, MaskReason, Trace, Trajectory
 from bridle.trajectory.stats import Built, measure, with_texts
 from bridle.trajectory.transcript import Messages, Transcript
 from bridle.types import JSON, Cause, FinishReason, Kind, SessionStatus
@@ -334,11 +335,13 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
     oldest = int(trace.versions.view(np.uint32).min(initial=2**32 - 1))
     metadata: JSON = {
         "kind": str(path[-1].kind),
+        "agent": orjson.loads(path[-1].request.head or b"{}").get("model"),
         "root_reason": path[0].root_reason,
         "tokens_trained": int(np.count_nonzero(trace.loss_mask)),
         "policy_versions": None if newest < 0 else [oldest, newest],
         "temperatures": [exchange.sampling.temperature for exchange in path],
         "seeds": [exchange.sampling.seed for exchange in path],
+        "sampling": _sampling(trace, path),
     }
     if trace.exchange_ids[-1] in marks.rejected:
         metadata["rejected"] = True
@@ -356,6 +359,20 @@ def _described(trace: Trace, joined: Joined, marks: Marks, transcript: Transcrip
         metadata=metadata,
         media=Messages(lambda: _media(transcript.media(path), placeholders)),
     )
+
+
+def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:
+    """For each field that shapes a distribution, its values in the turns that train here."""
+    found = []
+    start = 0
+    for exchange, end in zip(path, trace.turn_ends, strict=True):
+        if trace.loss_mask[start:end].any():
+            found.append(exchange.sampling)
+        start = end
+    return {
+        field: list(dict.fromkeys(getattr(sampling, field) for sampling in found))
+        for field in SHAPING
+    }
 
 
 def _spliced(last: Node, joined: Joined, start: int) -> list[JSON]:

@@ -66,25 +66,20 @@ def leave_one_out_baselines(group: Sequence[float]) -> Floats:
     return means
 
 
-def token_advantages(mask: Sequence[int], advantage: float) -> Floats:
-    """A session's advantage on each token that trains, 0 elsewhere; shape (R,)."""
-    return np.asarray(mask, dtype=np.float64) * advantage
+def shared_advantages(sessions: Sequence[Sequence[float]], kind: str) -> list[list[float]]:
+    """Advantages of several known rewards per session, where each session has one vote.
 
-
-def returns_to_go(token_rewards: Sequence[float], *, discount: float = 1.0) -> Floats:
-    """For each token the discounted sum of its own and all later rewards; shape (R,).
-
-    `discount` counts tokens: a reward `k` tokens later weighs `discount ** k`.
+    `kind` is `grpo`, `dr_grpo` or `rloo`. With one reward each, these are the advantages above.
     """
-    rewards = np.asarray(token_rewards, dtype=np.float64)
-    if discount == 1.0:
-        sums: Floats = np.cumsum(rewards[::-1])[::-1]
-        return sums
-    found = np.empty_like(rewards)
-    after = 0.0
-    for at in range(len(rewards) - 1, -1, -1):
-        after = found[at] = rewards[at] + discount * after
-    return found
+    means = [float(np.mean(rewards)) for rewards in sessions]
+    if kind == "rloo":
+        others = leave_one_out_baselines(means)
+        return [(np.asarray(of) - mean).tolist() for of, mean in zip(sessions, others, strict=True)]
+    centred = [np.asarray(rewards) - np.mean(means) for rewards in sessions]
+    deviation = float(np.sqrt(np.mean([np.mean(np.square(of)) for of in centred])))
+    if deviation < SMALLEST_STD:
+        return [[0.0] * len(of) for of in centred]
+    return [(of / (deviation if kind == "grpo" else 1.0)).tolist() for of in centred]
 
 
 def session_weights(traces: Sequence[int]) -> list[Floats]:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
 
+SHAPING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
+"""Fields of `bridle.types.Sampling` that make the sampled distribution another than the model's."""
+
+
 class MaskReason(IntEnum):
     """Why a token of a trace trains or does not; one `uint8` per response token."""
 
