@@ -5,11 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.capture.made import MadeSession
 from tests.training.made import group, session, trace
 
 from bridle.errors import TrainingError
 from bridle.training.samples import DR_GRPO_TOKENS, advantages_of, make_batch, nothing_left
 from bridle.training.settings import GrpoSettings
+from bridle.trajectory import rebuild
+from bridle.types import Kind, Sampling
 
 
 def of(groups, version=0, max_lag=None, **settings):
@@ -168,6 +171,35 @@ def test_sessions_sampled_from_another_distribution_are_refused(field, value, al
         of([group(session(1.0, other, name="odd"), PAIR.sessions[1])])
     unused = trace([1], [2], [0], metadata={"sampling": {field: [value]}})
     assert of([group(session(1.0, unused, trace([1], [2])), PAIR.sessions[1])]).tokens == 2
+
+
+def captured(name, *, reward, trace_rewards, top_p=1.0, kind=Kind.SUBAGENT):
+    """A session as capture has it: an agent's call, and one by another agent."""
+    made = MadeSession(name, metadata={"train": ["agent", "subagent"]})
+    made.call(None)
+    sampling = Sampling(temperature=1.0, top_p=top_p, top_k=-1)
+    made.call(None, continues=None, kind=kind, sampling=sampling)
+    made.end(reward, trace_rewards=trace_rewards)
+    return rebuild(made.capture())
+
+
+def test_an_evaluators_trace_rewards_train_though_the_sessions_came_to_the_same():
+    sessions = [
+        captured("a", reward=1.0, trace_rewards=(1.0, 0.0)),
+        captured("b", reward=1.0, trace_rewards=(0.0, 1.0)),
+    ]
+    batch = of([group(*sessions)], version=7)
+    assert [s.advantage for s in batch.samples] == [1, -1, -1, 1]
+
+
+def test_a_captured_session_is_refused_for_the_turns_that_train_only():
+    fine = captured("fine", reward=0.0, trace_rewards=None)
+    side = captured("side", reward=1.0, trace_rewards=None, top_p=0.5, kind=Kind.SIDE)
+    assert of([group(fine, side)], version=7).sessions == 2
+
+    narrow = captured("narrow", reward=1.0, trace_rewards=None, top_p=0.5)
+    with pytest.raises(TrainingError, match=r"session narrow .* samples at top_p 0\.5"):
+        of([group(fine, narrow)], version=7)
 
 
 @pytest.mark.parametrize(("advantage", "first"), [("grpo", 1.0), ("dr_grpo", 0.5), ("rloo", 1.0)])
