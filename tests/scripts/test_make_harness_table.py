@@ -41,7 +41,7 @@ def test_some_columns_are_of_some_programs_with_each_dialect_among_them(table, f
     assert set(some) == table.SOME
     assert {dialect for _, dialect in some} == set(table.Dialect)
     page = table.page(table.recorded(full))
-    wrong = page.partition("## A turn that is wrong")[2]
+    wrong = page.partition("## A turn that is wrong")[2].partition("\n## ")[0]
     assert wrong.count("\n| ") == 1 + len(some)
     with pytest.raises(ValueError, match="aider"):
         table.record("aider", "openai_chat", "404", path=full)
@@ -110,3 +110,7 @@ def test_a_cell_that_differs_from_the_page_is_named(table, full):
     (line,) = table.differences(table.recorded(full), page)
 
     assert line.startswith("pi, openai_chat, slow: the run says fails (It sleeps.); the page ok")
+
+
+def test_the_page_has_the_rows_of_the_agent_loops(table):
+    assert table.agent_loops() in table.PAGE.read_text(encoding="utf-8")

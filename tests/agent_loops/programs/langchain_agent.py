@@ -1,0 +1,27 @@
+"""LangChain's agent on LangGraph with a memory; the argument names the model class."""
+
+import sys
+
+from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from tasks import ANTHROPIC, MODEL, OPENAI, QUESTIONS, SYSTEM, add, population
+
+MODELS = {
+    "chat": lambda: ChatOpenAI(model=MODEL, use_responses_api=False, **OPENAI),
+    "responses": lambda: ChatOpenAI(model=MODEL, use_responses_api=True, **OPENAI),
+    "anthropic": lambda: ChatAnthropic(model=MODEL, max_tokens=2000, **ANTHROPIC),
+}
+agent = create_agent(
+    MODELS[sys.argv[1]](),
+    tools=[population, add],
+    system_prompt=SYSTEM,
+    checkpointer=InMemorySaver(),
+)
+for question in QUESTIONS:
+    state = agent.invoke(
+        {"messages": [{"role": "user", "content": question}]},
+        {"configurable": {"thread_id": "1"}},
+    )
+print(state["messages"][-1].text)

@@ -1,0 +1,25 @@
+"""Agent loops of SDKs and frameworks, unmodified, against a gateway with the scripted engine."""
+
+import shutil
+
+import pytest
+from tests.agent_loops.loops import LOOPS
+from tests.agent_loops.running import PROGRAMS, command, run_program
+
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, marks=pytest.mark.drawn_with(loop.lock), id=loop.name) for loop in LOOPS],
+)
+async def test_agent_loop_leaves_the_documented_facts(loop, tmp_path):
+    shutil.copytree(PROGRAMS, tmp_path / "programs")
+    run = await run_program(await command(loop, tmp_path / "programs"), tmp_path, loop.script)
+    assert (run.code, loop.says in run.output) == (0, True), run.output
+    assert run.facts() == loop.facts, run.table()
+    stats = run.stats
+    assert stats["tokens_captured"] == stats["tokens_trained"] + sum(
+        stats["tokens_excluded"].values()
+    )
+    assert stats["tokens_captured"] == sum(len(exchange.output_ids) for exchange in run.exchanges)
