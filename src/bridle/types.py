@@ -237,7 +237,8 @@ class Reply:
     """Visible text; may be empty."""
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
-    """Parsed calls with ids that we issue; malformed attempts stay in `content` as text."""
+    """Calls with ids that we issue. Arguments that are no JSON stand as they were sampled; blocks
+    without a readable name or end stay in `content`."""
     finish_reason: FinishReason
     tokens_unseen: int = 0
     """Sampled tokens that no visible part shows (text that a parser dropped)."""

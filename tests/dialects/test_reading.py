@@ -187,9 +187,9 @@ def test_arguments_are_text(value, text):
         ('{\n "a": [1.0,\r\n "x y"] }', b'{"a":[1.0,"x y"]}'),
         ("", b"{}"),
         ("null", b"{}"),
-        ("[1]", b'{"unparsed_arguments":"[1]"}'),
-        ('{"a": NaN}', b'{"unparsed_arguments":"{\\"a\\": NaN}"}'),
-        ("\ud83d", b'{"unparsed_arguments":"\xef\xbf\xbd"}'),
+        ("[1]", b'{"INVALID_JSON":"[1]"}'),
+        ('{"a": NaN}', b'{"INVALID_JSON":"{\\"a\\": NaN}"}'),
+        ("\ud83d", b'{"INVALID_JSON":"\xef\xbf\xbd"}'),
     ],
 )
 def test_arguments_are_an_object_where_they_must_be(arguments, given_back):

@@ -15,6 +15,7 @@ from bridle.types import FinishReason
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
 BROKEN = "<tool_call>\n{'name'}\n</tool_call>"
+MALFORMED = '<tool_call>\n{"name": "bash", "arguments": {"a": oops}}\n</tool_call>'
 TURN = f"<think>\nhm, é 🦊\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>"
 LIVE = [name for name in FAMILIES if not name.startswith(("gemma", "llama", "inkling", "hy3"))]
 LIVE.remove("deepseek-v4")
@@ -176,11 +177,18 @@ def test_a_draft_of_a_call_inside_reasoning_waits_for_the_end(qwen3, encode):
     assert len(parsed.tool_calls) == 1
 
 
-def test_a_call_that_does_not_parse_is_text_at_the_end(qwen3, encode):
+def test_a_call_without_a_readable_name_is_text_at_the_end(qwen3, encode):
     early, final = qwen3.check(encode(f"a {BROKEN}{CALL}{BROKEN}<|im_end|>"), None)
     assert early.text == "a"
     assert early.calls == list(final.tool_calls)
     assert final.content == f"a\n{BROKEN}\n{BROKEN}"
+
+
+def test_a_call_with_malformed_arguments_leaves_when_it_is_closed(qwen3, encode):
+    early, final = qwen3.check(encode(f"a {MALFORMED}{CALL}<|im_end|>"), None)
+    assert early.calls == list(final.tool_calls)
+    assert [call.arguments for call in early.calls] == ['{"a": oops}', '{"command":  "ls"}']
+    assert final.content == "a"
 
 
 def test_reasoning_that_the_prompt_opened_leaves_as_reasoning(qwen3, encode):
@@ -232,7 +240,7 @@ def turns(reading, seed):
     marks = reading.marks
     known = [marks.think, marks.think_end, *marks.openers, *marks.closers]
     control = [id_ for id_ in known if id_ is not None]
-    block = st.sampled_from([tokenizer.encode(CALL), tokenizer.encode(BROKEN)])
+    block = st.sampled_from([tokenizer.encode(text) for text in (CALL, BROKEN, MALFORMED)])
     loose = st.integers(0, seed).map(lambda id_: [id_])
     pieces = st.one_of(
         st.sampled_from(words), st.sampled_from(control).map(lambda id_: [id_]), block, loose

@@ -94,20 +94,69 @@ def test_reasoning_that_was_cut_is_all_reasoning(parse):
     "block",
     [
         "<tool_call>\n{'name': 'bash'}\n</tool_call>",
-        '<tool_call>\n{"name": "bash", "arguments": {"a": </tool_call>',
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
         '<tool_call>\n["bash"]\n</tool_call>',
         '<tool_call>\n{"name": 7, "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "bash", "arguments": null}\n</tool_call>',
     ],
 )
-def test_a_call_that_does_not_parse_stays_in_the_text_as_it_was_written(parse, block):
+def test_a_call_without_a_readable_name_stays_in_the_text_as_it_was_written(parse, block):
     reply = parse(f"I look.\n{block}<|im_end|>")
     assert reply.content == f"I look.\n{block}"
     assert reply.tool_calls == ()
     both = parse(f"{block}\n{CALL}<|im_end|>")
     assert both.content == block
     assert [c.arguments for c in both.tool_calls] == [TEXT]
+
+
+MALFORMED = [
+    ('{"name": "bash", "arguments": {"a": }}', '{"a": }'),
+    ('{"name": "bash", "arguments": {"a": ', '{"a":'),
+    ('{"name": "bash", "arguments": {"a": "say "hi""}}', '{"a": "say "hi""}'),
+    ('{"name": "bash", "arguments": "ls" -la}', '"ls" -la'),
+    ("{'name': 'bash', 'arguments': {'a': 1}}", "{'a': 1}"),
+    ('{"name": "bash", "arguments": null}', "null"),
+    ('{"name": "bash", "arguments": {"a": 1}', '{"a": 1}'),
+    ('{"name": "bash", "arguments": {"a": 1}}}', '{"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("body", "arguments"), MALFORMED)
+def test_a_call_whose_arguments_are_no_json_is_a_call_with_its_raw_arguments(
+    parse, body, arguments
+):
+    block = f"<tool_call>\n{body}\n</tool_call>"
+    reply = parse(f"I look.\n{CALL}\n{block}\n{CALL}<|im_end|>")
+    assert (reply.content, reply.tokens_unseen) == ("I look.", 0)
+    assert [call.arguments for call in reply.tool_calls] == [TEXT, arguments, TEXT]
+    assert {call.name for call in reply.tool_calls} == {"bash"}
+    unwanted = parse(f"{block}<|im_end|>", calls_as_text=True)
+    assert (unwanted.content, unwanted.calls_as_text) == (block, 1)
+
+
+def test_a_call_that_the_end_of_the_turn_closes_is_a_call(parse):
+    body = '<tool_call>\n{"name": "bash", "arguments": {"a": 1}}'
+    reply = parse(f"{body}<|im_end|>")
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("bash", '{"a": 1}')]
+    assert reply.content == ""
+    for cut in ({"finish": FinishReason.LENGTH}, {"stop_text": "STOP"}):
+        assert parse(body, **cut).tool_calls == ()
+
+
+def test_broken_markup_behind_a_name_is_a_call_with_the_markup_as_arguments(look_alike):
+    tokenizer, family = look_alike("glm-4.5")
+    body = "bash\n<arg_key>command</arg_key>\n<arg_value>ls"
+    reply = parse_reply(
+        family,
+        tokenizer,
+        tokenizer.encode(f"<tool_call>{body}</tool_call>"),
+        tools=None,
+        prompt_tail=[],
+        finish=FinishReason.STOP,
+        stop_text=None,
+        new_id=lambda: "id",
+    )
+    rest = body.removeprefix("bash\n")
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("bash", rest)]
 
 
 def test_a_call_that_was_cut_stays_in_the_text(parse):

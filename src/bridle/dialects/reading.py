@@ -447,8 +447,8 @@ def arguments_object(arguments: str) -> bytes:
     """JSON text of call arguments for a dialect that needs an object.
 
     An object stays as it was written, but on one line. Empty text and `null` are `{}`. Anything
-    else goes under the key `unparsed_arguments`, so that the harness's own schema check tells the
-    model.
+    else goes under the key `INVALID_JSON`, which Anthropic's documentation uses for it, so that the
+    harness's own schema check tells the model: SDKs raise at a stream of broken JSON.
     """
     raw = arguments.strip()
     if raw in ("", "null"):
@@ -459,4 +459,4 @@ def arguments_object(arguments: str) -> bytes:
             return bytes(one_line(text)) if "\n" in raw or "\r" in raw else text
     except _REFUSED:
         pass
-    return encode({"unparsed_arguments": without_lone_surrogates(arguments)})
+    return encode({"INVALID_JSON": without_lone_surrogates(arguments)})

@@ -1,19 +1,21 @@
 """Sampled ids as a reply: what a parser of the `renderers` package found, with nothing lost.
 
 Arguments come back as the very text that was sampled where it can be found in the call's own block.
-A call that does not parse stays in the text, as the model wrote it; text that a parser drops is
+A block with a readable name and end is a call even if its arguments are no JSON: they leave as they
+were written. Any other block that does not parse stays in the text; text that a parser drops is
 counted. An odd sample never raises: at worst all of it is text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import Any
 
 from bridle.errors import RenderError, boundary
-from bridle.prompting.family import Family, Parsed, ParsedCall
+from bridle.prompting.family import Family, ParsedCall
 from bridle.prompting.thoughts import count_thoughts
 from bridle.prompting.tokenizer import PromptTokenizer
 from bridle.types import JSON, FinishReason, Reply, ToolCall
@@ -22,7 +24,17 @@ _PARSED = frozenset({"ok", "unknown_tool", "invalid_json"})
 """Statuses of calls that have a name and arguments; `invalid_json` also marks XML arguments that
 are plain strings, and those have both."""
 
+_UNPARSED = frozenset({"invalid_json", "unclosed_block"})
+"""Statuses of calls whose parser did not get as far as the name."""
+
 _ARGUMENT_KEYS = ("arguments", "parameters")
+
+_BROKEN = re.compile(
+    r"""\{\s*["']name["']\s*:\s*(["'])([^"'\\]+)\1\s*,\s*"""
+    r"""["'](?:arguments|parameters)["']\s*:\s*(.*)""",
+    re.DOTALL,
+)
+"""Name and arguments in the text of a JSON call that no JSON parser reads."""
 
 
 def parse_reply(
@@ -46,7 +58,7 @@ def parse_reply(
         prompt_tail: The prompt's last ids: they say whether reasoning is open already.
         finish: Why sampling ended.
         stop_text: The stop string that ended it; it and what follows is not shown.
-        new_id: Makes the ids of calls; `None` = they stay in the text, as those that don't parse.
+        new_id: Makes the ids of calls; `None` = they stay in the text as they were sampled.
     """
     stop_ids = set(family.get_stop_token_ids())
     end = next((i for i, id_ in enumerate(output_ids) if id_ in stop_ids), len(output_ids))
@@ -58,7 +70,13 @@ def parse_reply(
         return Reply(_until(text, stop_text), None, (), finish, stop_text=stop_text)
     spans = [call.token_span for call in parsed.tool_calls if call.token_span is not None]
     # White space before a part means nothing, and some families keep it only where a part is open.
-    left = [call for call in parsed.tool_calls if new_id is None or not _is_whole(call)]
+    ended = finish is FinishReason.STOP and stop_text is None
+    read = [_read(call, ended=ended) for call in parsed.tool_calls]
+    left = [
+        call
+        for call, found in zip(parsed.tool_calls, read, strict=True)
+        if new_id is None or found is None
+    ]
     content = _content(tokenizer, parsed.content, left, output_ids[:end]).lstrip()
     reasoning = (parsed.reasoning_content or "").strip() or None
     if stop_text and stop_text not in content and reasoning:
@@ -66,12 +84,12 @@ def parse_reply(
     return Reply(
         content=_until(content, stop_text),
         reasoning=reasoning,
-        tool_calls=() if new_id is None else tuple(_whole_calls(parsed, new_id)),
+        tool_calls=() if new_id is None else tuple(_calls(read, new_id)),
         finish_reason=finish,
         tokens_unseen=_unseen(tokenizer, spans, output_ids, end),
         stop_text=stop_text,
         reasoning_tokens=count_thoughts(tokenizer, output_ids[:end], reasoning),
-        calls_as_text=sum(map(_is_whole, left)),
+        calls_as_text=sum(found is not None for found in read) if new_id is None else 0,
     )
 
 
@@ -84,7 +102,7 @@ def read_calls(
             parsed = family.parse_response(region, tools=tools, prompt_ids=[])
     except RenderError:
         return []
-    return _whole_calls(parsed, new_id)
+    return list(_calls([_read(call, ended=False) for call in parsed.tool_calls], new_id))
 
 
 def argument_text(raw: str, arguments: object) -> str:
@@ -123,17 +141,38 @@ def member(raw: str, key: str) -> tuple[str, Any] | None:
     return found
 
 
-def _whole_calls(parsed: Parsed, new_id: Callable[[], str]) -> list[ToolCall]:
-    return [
-        ToolCall(new_id(), str(call.name), argument_text(call.raw, call.arguments))
-        for call in parsed.tool_calls
-        if _is_whole(call)
-    ]
+def _calls(read: Sequence[tuple[str, str] | None], new_id: Callable[[], str]) -> Iterator[ToolCall]:
+    return (ToolCall(new_id(), *found) for found in read if found is not None)
 
 
-def _is_whole(call: ParsedCall) -> bool:
-    named = isinstance(call.name, str) and bool(call.name)
-    return named and call.arguments is not None and call.status.value in _PARSED
+def _read(call: ParsedCall, *, ended: bool) -> tuple[str, str] | None:
+    """Name and arguments of a call; `None` = its name or its end cannot be read.
+
+    `ended`: the model ended its turn, and with it a block that it left open.
+    """
+    status = call.status.value
+    if status == "unclosed_block" and not ended:
+        return None
+    if isinstance(call.name, str) and call.name:
+        if status in _PARSED or status == "unclosed_block":
+            return call.name, argument_text(call.raw, call.arguments)
+        raw = call.raw.strip()
+        if status == "malformed_structure" and raw.startswith(call.name):
+            return call.name, raw.removeprefix(call.name).strip()
+        return None
+    broken = _BROKEN.match(call.raw.strip()) if status in _UNPARSED else None
+    return None if broken is None else (broken[2], _broken_arguments(broken[3]))
+
+
+def _broken_arguments(text: str) -> str:
+    """The arguments of a JSON call, from their first character to the end of the call."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+        if text[_skip(text, end) :][:1] in ("", ",", "}"):
+            return text[:end]
+    except (ValueError, RecursionError):
+        pass
+    return text.strip().removesuffix("}").rstrip()
 
 
 def _content(
