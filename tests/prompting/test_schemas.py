@@ -73,3 +73,21 @@ def test_any_values_give_an_answer_and_equal_ones_are_explained(one, other):
 def test_a_reference_to_itself_ends():
     loop = {"$ref": "#"}
     assert not explains(loop, {"a": 1}, {"a": 2})
+
+
+REFERENCES = {"anyOf": [{"$ref": "#/$defs/Any"}] * 3}
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize(
+    ("schema", "sampled", "echoed"),
+    [
+        ({"properties": {"x": REFERENCES}, "$defs": {"Any": REFERENCES}}, {"x": 1}, {"x": 2}),
+        ({"properties": {"x": {"anyOf": None, "oneOf": 3}}}, {"x": 1}, {"x": 2}),
+        ({"properties": {"x": {}, "y": {}}, "required": 3}, {"y": 1}, {"x": 1, "y": 2}),
+        ({"properties": {"x": {}}}, {"x": 10**400}, {"x": "1"}),
+    ],
+    ids=["endless references", "alternatives are no list", "required is no list", "huge integer"],
+)
+def test_a_strange_schema_or_value_is_compared_at_once(schema, sampled, echoed):
+    assert not explains(schema, sampled, echoed)

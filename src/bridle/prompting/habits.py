@@ -37,8 +37,10 @@ def habit_of(before: Canonical, after: Canonical) -> Habit:
     left, right = old[same:], new[same:]
     first = right[0].digest if right else None
     for at in range(1, len(left)):
-        rest = [atom.digest for atom in left[at:]]
-        if left[at].digest == first and [atom.digest for atom in right[: len(rest)]] == rest:
+        if left[at].digest != first:
+            continue
+        pairs = [*zip(left[at:], right, strict=False)]
+        if len(pairs) == len(left) - at and all(one.digest == two.digest for one, two in pairs):
             return Habit.WINDOW
     pairs = [*zip(left, right, strict=False)]
     changed = [(one, two) for one, two in pairs if one.digest != two.digest]
