@@ -105,6 +105,17 @@ def test_a_screenshot_is_a_picture():
     shot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,aGk="}
     told = read(type="computer_call_output", call_id="c", output=shot)
     assert told.content == (data_part("image/png", "aGk="),)
+    told = read(type="function_call_output", call_id="c", output={"image_url": "u"})
+    assert told.text == '{"image_url":"u"}'
+
+
+@pytest.mark.parametrize("kind", ["tool_search_call", "tool_search_output"])
+def test_a_tool_search_of_the_provider_is_text_and_one_of_the_client_is_not(kind):
+    told = read(type=kind, call_id=None, execution="server", status="completed", tools=[])
+    assert (told.role, told.tool_calls) == (Role.ASSISTANT, ())
+    assert told.text.startswith(f"[{kind}] ")
+    told = read(type=kind, call_id="c", execution="client", arguments={}, tools=[])
+    assert "c" in (told.tool_call_id, *(call.id for call in told.tool_calls))
 
 
 def test_unknown_items_stay_in_place():

@@ -64,9 +64,18 @@ def test_a_result_without_an_id_is_matched_by_its_name():
     asked = said(calls=[call("1", name="look"), call("2", name="say")])
     assert orphans(asked, answer(name="say"), answer(name="look")) == []
     assert orphans(asked, answer(name="say"), answer(name="say")) == []
-    assert orphans(asked, answer(name="run")) == [Orphan(None, "run")]
+    assert orphans(asked, answer(name="look"), answer(name="say"), answer(name="run")) == [
+        Orphan(None, "run")
+    ]
     assert unpaired(asked, answer(name="say")) == 1
     assert orphans(user("go"), answer(name="look")) == [Orphan(None, "look")]
+
+
+def test_a_result_under_another_name_answers_the_first_call_that_has_none():
+    asked = said(calls=[call("1", name="look"), call(None, name="say")])
+    results = answer(name="look"), answer(name="server:say")
+    assert (orphans(asked, *results), unpaired(asked, *results)) == ([], 0)
+    assert orphans(asked, *results, answer(name="server:say")) == [Orphan(None, "server:say")]
 
 
 def test_a_result_without_id_and_name_is_matched_by_order():

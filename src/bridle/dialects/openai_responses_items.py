@@ -44,6 +44,9 @@ _HOSTED = frozenset(
 )
 """Items of tools that the provider ran; the model is shown them as text."""
 
+_SEARCH = frozenset({"tool_search_call", "tool_search_output"})
+"""Items of a tool search; without a `call_id` the provider ran it."""
+
 _SUMMARY = "A summary of the conversation so far:\n\n"
 _COMPACTED = "bridle1."
 
@@ -162,7 +165,7 @@ def _read_compaction(item: JSON, path: str) -> Message:
 def _read_tool_item(item: JSON, kind: str, path: str) -> Message:
     """Calls and their results, of functions and of what is shown to the model as functions."""
     answers = text_at(item, "call_id", path) or None
-    if kind in _HOSTED:
+    if kind in _HOSTED or (kind in _SEARCH and answers is None):
         return Message(Role.ASSISTANT, (block_text(item),))
     if kind == "mcp_approval_response":
         return Message(Role.USER, (block_text(item),))
@@ -198,7 +201,11 @@ def _read_output(item: JSON, kind: str, path: str) -> Iterator[Part]:
     if output is None and kind not in ("function_call_output", "custom_tool_call_output"):
         output = {key: value for key, value in item.items() if key not in _ENVELOPE}
     shot = output.get("image_url") if isinstance(output, dict) else None
-    if isinstance(shot, str) and isinstance(output, dict) and "screenshot" in str(output["type"]):
+    if (
+        isinstance(shot, str)
+        and isinstance(output, dict)
+        and "screenshot" in str(output.get("type"))
+    ):
         yield url_part(shot, "image/*")
     elif isinstance(output, dict) or (kind == "shell_call_output" and isinstance(output, list)):
         yield TextPart(encode(output).decode())

@@ -89,16 +89,18 @@ class Pairing:
             self._bare.add(number)
 
     def _result(self, call_id: str | None, name: str | None) -> None:
-        """Match a result: by its id, else by its name.
+        """Match a result: by its id, else by its name, else by order.
 
-        A result without id and name answers the first call that has no result. One whose id is
-        not known may still mean a call that has no id.
+        A result without an id whose name no call has answers the first call that has no result.
+        One whose id is not known may still mean a call of its name that has no id.
         """
         if call_id and call_id in self._ids:
             self._open.pop(self._ids[call_id], None)
             return
         known = sorted(self._bare) if call_id else range(len(self._calls))
         fitting = [number for number in known if name is None or self._calls[number][0] == name]
+        if not fitting and not call_id:
+            fitting = [*self._open]
         if not fitting:
             self.orphans.append(Orphan(call_id or None, name))
             return
