@@ -112,6 +112,19 @@ async def test_counts_go_on_after_a_restart(tmp_path):
     assert stats["merge_ratio"] == 1.0
 
 
+async def test_examples_of_the_harness_stay_apart_after_a_restart(tmp_path):
+    examples = [user("2+2?"), {"role": "assistant", "content": "4"}]
+    turns = [{"content": f"turn {n}"} for n in range(3)]
+    async with on_disk(tmp_path / "c.sqlite", *turns) as home:
+        caller = await home.session("s")
+        for clock in ("10:00", "10:01"):
+            await caller.ask([system(clock), *examples, user("3+3?")])
+    async with on_disk(tmp_path / "c.sqlite", *turns) as home:
+        await again(home, caller).ask([system("10:02"), *examples, user("3+3?")])
+        stats = await stats_of(home, caller)
+    assert counts(stats) == {"verbatim": 0, "rerendered": 0, "foreign": 0, "given": 3}
+
+
 async def test_a_prompt_that_the_engine_made_is_known_by_the_ids_that_it_begins_with():
     async with house({"content": "a"}, {"content": "b"}) as home:
         caller = await home.session()

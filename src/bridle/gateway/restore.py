@@ -91,10 +91,12 @@ class Restorer:
         session.restored = True
         capture = self._store.read(session.session_id)
         session.stored.update(capture.bodies)
+        ends = [one.started_at + one.duration_s for one in capture.exchanges]
+        first_reply = min(ends, default=0.0)
         for exchange in capture.exchanges:
             try:
                 with boundary(StoreError, "reading an exchange back"):
-                    self._bring_back(session, capture, exchange)
+                    self._bring_back(session, capture, exchange, first_reply)
             except BridleError as error:
                 log.warning(
                     "exchange_not_restored",
@@ -104,7 +106,9 @@ class Restorer:
                 )
         log.info("session_restored", session=session.session_id, exchanges=len(session.calls))
 
-    def _bring_back(self, session: Session, capture: SessionCapture, exchange: Exchange) -> None:
+    def _bring_back(
+        self, session: Session, capture: SessionCapture, exchange: Exchange, first_reply: float
+    ) -> None:
         wire = DIALECTS[exchange.dialect]
         spans = self._spans(session, exchange)
         request = self._request(session, capture, exchange, wire, spans.whole())
@@ -113,6 +117,8 @@ class Restorer:
         other = exchange.extra.get("other_model")
         template_args = self._models.template_args_of(other, request)
         shown = wire.reply_messages(exchange.reply)
+        if exchange.started_at <= first_reply:
+            session.conversation.turns.note_given(request.messages, key)
         session.conversation.begin(exchange.exchange_id, key, continues=exchange.continues)
         lineage.index_reply(
             session,

@@ -108,6 +108,11 @@ class TurnCounter:
             tokens_rerendered=counted.tokens_rerendered + tokens,
         )
 
+    def note_given(self, messages: Sequence[Message], canonical: Canonical) -> None:
+        """Have the foreign turns of a stored request count as given: it came before any reply."""
+        turns = turns_of(self._index, messages, canonical)
+        self._given.update(turn.content for turn in turns if turn.owner is None)
+
     def _is_given(self, content: bytes) -> bool:
         if not self._index.replied:
             self._given.add(content)
