@@ -58,6 +58,10 @@ class SamplingPolicy(Settings):
     """What a request does whose harness changed the form of the model's last turn, not its meaning
     (`extra.drift` of the exchange names the change). `extend`: the sampled tokens stay; `fork`: the
     turn is rendered as the harness shows it, under a new root."""
+    reasoning: Literal["show", "hide"] = "show"
+    """Whether the model's reasoning is sent to the harness. `hide` is for clients that refuse
+    fields which their provider does not have (`reasoning_content` in Chat); the sampled tokens are
+    the same, and train."""
 
 
 class ModelSpec(Settings):

@@ -31,3 +31,11 @@ def test_the_signature_of_a_text_comes_with_the_last_event():
     before, last = encoder.close(TEXT, USAGE)
     assert b"thoughtSignature" not in before
     assert b"thoughtSignature" in last
+
+
+@pytest.mark.parametrize("sse", [True, False])
+def test_parallel_calls_leave_in_one_event(sse):
+    encoder = ContentStream(HEAD, thoughts=True, sse=sse)
+    before, _ = encoder.close(CALLS, USAGE)
+    (holding,) = [event for event in before.split(b"\r\n") if b"functionCall" in event]
+    assert holding.count(b'"functionCall"') == 2

@@ -1,9 +1,19 @@
 import itertools
+import json
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.dialects.exchange import HEAD, events, live
 
+from bridle.dialects.anthropic_stream import MessagesStream
+from bridle.dialects.google_stream import ContentStream
+from bridle.dialects.openai_chat_stream import ChatStream
+from bridle.dialects.openai_responses_stream import ResponsesStream
+from bridle.dialects.openai_responses_write import Dress
 from bridle.dialects.sse import DONE, SseEvent, SseParser, event_bytes
+from bridle.types import FinishReason, Reply, ToolCall
 
 STREAM = (
     '\ufeffevent: a\ndata: {"x":"é"}\n\n'
@@ -46,3 +56,29 @@ def test_written_events_are_read_back():
     stream = event_bytes(b'{"a":1}') + event_bytes(b"{}", "ping") + DONE
     told = SseParser().feed(stream)
     assert told == [SseEvent('{"a":1}'), SseEvent("{}", "ping"), SseEvent("[DONE]")]
+
+
+words = st.text(st.sampled_from('a"\\{}\u2028\u2029\u0085\x0b\x1c\r\n\u00e2\u0080é'), min_size=1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda head: ChatStream(head, include_usage=True),
+        lambda head: ResponsesStream(head, Dress()),
+        lambda head: MessagesStream(head, thinking="text"),
+        lambda head: ContentStream(head, thoughts=True, sse=True),
+    ],
+    ids=["chat", "responses", "anthropic", "google"],
+)
+@given(text=words, thought=words, argument=words, model=words)
+def test_every_dialect_reads_the_same_when_split_at_every_break_of_unicode(
+    make, text, thought, argument, model
+):
+    call = ToolCall("call_1", "f", json.dumps({"x": argument}, ensure_ascii=False))
+    reply = Reply(text, thought, (call,), FinishReason.STOP)
+    stream = live(make(replace(HEAD, model=model)), reply)
+    lines = [line for line in stream.decode().splitlines() if line.startswith("data: ")]
+    assert [line.removeprefix("data: ") for line in lines] == [one.data for one in events(stream)]
+    for line in lines:
+        assert line == "data: [DONE]" or json.loads(line.removeprefix("data: "))

@@ -161,3 +161,53 @@ def test_a_port_that_cannot_be_listened_on_is_a_clear_error():
         listen("203.0.113.1", 0)
     with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:65536: .*65535"):
         listen("127.0.0.1", 65536)
+
+
+async def exchanged(listener: Listener, *pieces: bytes) -> bytes:
+    """Everything that a connection answers to these pieces, sent one after the other."""
+    reader, writer = await asyncio.open_connection(*address(listener))
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        for _ in range(3):
+            await asyncio.sleep(0)  # so that the listener reads each piece alone
+    writer.write_eof()
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def agents(http: web.BaseRequest) -> web.StreamResponse:
+    return web.json_response(
+        {"agents": http.headers.getall("User-Agent"), "body": (await http.read()).decode()}
+    )
+
+
+BODY = b"\r\nUser-Agent: x\r\nuser-agent: y\r\n\r\n"
+LENGTH = f"Content-Length: {len(BODY)}\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nUser-Agent: a\r\nuser-agent: b\r\n"
+            + LENGTH
+            + b"\r\n"
+            + BODY,
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nUser-Agent: a\r\n",
+            b"X: 1\r\nUser-Agent: b\r\n" + LENGTH + b"\r\n",
+            BODY,
+        ),
+    ],
+    ids=["in one piece", "in several pieces"],
+)
+async def test_a_request_with_two_user_agents_is_served_under_the_first(pieces):
+    async with listening(agents) as listener:
+        answer = await exchanged(listener, *pieces, *pieces)
+    assert answer.count(b"HTTP/1.1 200") == 2, answer
+    assert answer.count(b'"agents": ["a"]') == 2
+    assert answer.count(rb'"body": "\r\nUser-Agent: x\r\nuser-agent: y\r\n\r\n"') == 2

@@ -8,12 +8,14 @@ import orjson
 import pytest
 from aiohttp import web
 from tests.gateway.gated import Gated
-from tests.gateway.house import events, house, scripted, user
+from tests.gateway.house import events, house, renderer, scripted, user
 from tests.gateway.test_retries import FRESH, REQUEST, a_call, a_room
 
+from bridle.config import SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
 from bridle.dialects.openai_chat import OpenAIChat
+from bridle.dialects.sse import SseParser
 from bridle.engines.base import CutError, GenerateChunk
 from bridle.errors import EngineError
 from bridle.gateway.call import Answer, Stage
@@ -388,3 +390,39 @@ async def test_what_an_engine_sampled_before_it_cut_for_good_is_kept_up_to_the_b
         assert status == 200
         assert reply["choices"][0]["finish_reason"] == "length"
         assert caller.exchanges[0].extra["resumed"] == 2
+
+
+@pytest.mark.parametrize("stream", ["live", "whole"])
+async def test_hidden_reasoning_is_sampled_and_extended_but_never_sent(stream):
+    turn = {"reasoning": "Hm.", "content": "Yes."}
+    async with house(turn, {"content": "Done."}, stream=stream) as home:
+        caller = await home.session(sampling=SamplingPolicy(reasoning="hide"))
+        streamed = await caller.stream([user("go")])
+        await caller.until(lambda: len(caller.exchanges) == 1)
+        said = "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed[:-1])
+        asked = [user("go"), {"role": "assistant", "content": said}, user("on")]
+        reply = await caller.ask(asked)
+        first, second = caller.exchanges
+    assert said == "Yes."
+    assert "reasoning_content" not in orjson.dumps([streamed, reply]).decode()
+    assert "Hm." in renderer().tokenizer.decode(first.output_ids.tolist())
+    assert second.parent_id == first.exchange_id
+
+
+async def test_parallel_calls_of_a_live_google_reply_leave_in_one_event():
+    calls = [{"name": "shell", "arguments": {"command": word}} for word in ("ls", "pwd")]
+    async with house({"content": "Both.", "tool_calls": calls}, stream="live") as home:
+        caller = await home.session()
+        url = f"{home.gateway.url}/v1beta/models/m:streamGenerateContent?alt=sse"
+        schema = {"type": "object", "properties": {"command": {"type": "string"}}}
+        body = {
+            "contents": [{"role": "user", "parts": [{"text": "go"}]}],
+            "tools": [{"functionDeclarations": [{"name": "shell", "parameters": schema}]}],
+        }
+        async with home.client.post(url, json=body, headers=caller.headers) as answer:
+            told = [orjson.loads(event.data) for event in SseParser().feed(await answer.read())]
+    parts = [event["candidates"][0]["content"]["parts"] for event in told]
+    found = [
+        [part["functionCall"]["args"] for part in each if "functionCall" in part] for each in parts
+    ]
+    assert [each for each in found if each] == [[{"command": "ls"}, {"command": "pwd"}]]

@@ -114,6 +114,9 @@ class StreamEncoder(ABC):
     committed; without it the client treats the reply as cut.
     """
 
+    calls_at_end = False
+    """Whether tool calls leave at the `close` only, all in one event."""
+
     @abstractmethod
     def open(self) -> bytes:
         """Bytes that begin the stream; may be empty."""

@@ -6,6 +6,8 @@ and so does silence: what keeps them waiting is a blank line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bridle.dialects.base import ReplyHead
 from bridle.dialects.google_write import call_part, error_json, finish_reason, response_json, sign
 from bridle.dialects.reading import encode
@@ -16,7 +18,13 @@ from bridle.types import JSON, Reply, ToolCall, Usage
 
 
 class ContentStream(PiecewiseEncoder):
-    """One reply as partial responses. Without `sse` they are the items of one JSON array."""
+    """One reply as partial responses. Without `sse` they are the items of one JSON array.
+
+    Its calls leave in one response: clients that run tools at each response would otherwise answer
+    the first call without the others.
+    """
+
+    calls_at_end = True
 
     def __init__(self, head: ReplyHead, *, thoughts: bool, sse: bool) -> None:
         super().__init__()
@@ -39,7 +47,12 @@ class ContentStream(PiecewiseEncoder):
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
         """A whole function call."""
-        return self._piece([call_part(self._head, index, ToolCall(call_id, name, arguments))])
+        return self.write_calls(index, [ToolCall(call_id, name, arguments)])
+
+    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """All of them in one response."""
+        parts = [call_part(self._head, index, call) for index, call in enumerate(calls, first)]
+        return self._piece(parts) if parts else b""
 
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
         """Nothing before; the finish reason, usage, and the signature where no call had one."""

@@ -8,9 +8,10 @@ changed its mind) sends nothing more of that part: what left cannot be taken bac
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from bridle.dialects.base import StreamEncoder
-from bridle.types import Reply, Usage
+from bridle.types import Reply, ToolCall, Usage
 
 
 class PiecewiseEncoder(StreamEncoder):
@@ -42,8 +43,7 @@ class PiecewiseEncoder(StreamEncoder):
             self.reasoning(_rest(reply.reasoning or "", self._reasoning)),
             self.text(_rest(reply.content, self._text)),
         ]
-        for index, call in list(enumerate(reply.tool_calls))[self._calls :]:
-            pieces.append(self.tool_call(index, call.id or "", call.name, call.arguments))
+        pieces.append(self.write_calls(self._calls, reply.tool_calls[self._calls :]))
         before, last = self.finish(reply, usage)
         return b"".join(pieces) + before, last
 
@@ -58,6 +58,13 @@ class PiecewiseEncoder(StreamEncoder):
     @abstractmethod
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
         """The events of one whole tool call."""
+
+    def write_calls(self, first: int, calls: Sequence[ToolCall]) -> bytes:
+        """The events of the last calls of a reply, `first` being the first one's index."""
+        return b"".join(
+            self.write_call(index, call.id or "", call.name, call.arguments)
+            for index, call in enumerate(calls, first)
+        )
 
     @abstractmethod
     def finish(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:

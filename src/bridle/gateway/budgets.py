@@ -37,6 +37,8 @@ class SamplingPlan:
         """Whether a request's schema constrains the samples, where the engine can."""
         self.refuses_orphans = policy.orphans == "refuse"
         """Whether a tool result without a call is refused."""
+        self.shows_reasoning = policy.reasoning == "show"
+        """Whether the harness is sent the model's reasoning."""
         self._fields: tuple[tuple[str, FieldPolicy], ...] = tuple(
             (name, getattr(policy, name)) for name in FIELDS
         )

@@ -21,7 +21,7 @@ from bridle.aio import Nursery
 from bridle.capture.store import Store
 from bridle.dialects.base import Kept, ReplyHead, WireFormat
 from bridle.dialects.ids import reply_id
-from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.base import Engine, EngineInfo, GenerateChunk
 from bridle.errors import EngineError, RenderError, RequestError, boundary
 from bridle.gateway import budgets, faults, lineage, origins
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
@@ -36,7 +36,7 @@ from bridle.gateway.images import show
 from bridle.gateway.live import LiveReply
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.models import Models, Served, make_policy
-from bridle.gateway.prompts import PROMPT_TAIL
+from bridle.gateway.prompts import PROMPT_TAIL, engine_request
 from bridle.gateway.recording import (
     Finished,
     Prompted,
@@ -53,7 +53,6 @@ from bridle.gateway.tries import question_key
 from bridle.gateway.weights import Policy
 from bridle.prompting.canonical import canonical
 from bridle.prompting.conversation import Placement, PlacementKind
-from bridle.prompting.messages import chat_tools, server_messages
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
@@ -238,12 +237,14 @@ class Exchanges:
         served = question.served
         plan = served.plan or session.plan
         call.grammar = grammar_of(question.request, plan, served.info, served.renderer)
-        call.live = self._live(call, prompted, effective)
+        call.live = self._live(session, call, prompted, effective)
         call.enter(Stage.SAMPLING)
         sampled = await self._sampled(session, call, prompted, effective)
         await self._finish(session, call, prompted, effective, sampled)
 
-    def _live(self, call: Call, prompted: Prompted, effective: Sampling) -> LiveReply | None:
+    def _live(
+        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
+    ) -> LiveReply | None:
         """The reply to be, if it leaves while it is sampled; `None` = it leaves whole.
 
         What may have to begin again (`seam`: a grammar, images) leaves whole; so do samples that
@@ -262,7 +263,7 @@ class Exchanges:
             stops=effective.stop,
             calls_as_text=not takes_calls(request),
         )
-        return LiveReply(reader, prompted.prompt)
+        return LiveReply(reader, prompted.prompt, reasoning=session.plan.shows_reasoning)
 
     async def _sampled(
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
@@ -273,7 +274,7 @@ class Exchanges:
         `call.error` says why it has no end.
         """
         sofar, sampler = Sofar(), call.posed().served.sampler
-        asked = self._generate_request(session, call, prompted, effective)
+        asked = engine_request(call, prompted, effective)
 
         def heard(chunk: GenerateChunk) -> None:
             if call.live is not None:
@@ -361,30 +362,6 @@ class Exchanges:
             salt=f"{session.session_id}:{session.begun}",
         )
 
-    def _generate_request(
-        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
-    ) -> GenerateRequest:
-        request, served = call.posed().request, call.posed().served
-        text_only, shown = not served.info.token_in, prompted.shown
-        messages, tools = (shown.messages, shown.tools) if shown is not None else (None, None)
-        if messages is None and text_only:
-            messages, tools = server_messages(request.messages), chat_tools(request.tools)
-        return GenerateRequest(
-            request_id=call.exchange_id,
-            prompt=prompted.prompt,
-            sampling=effective,
-            session_id=session.session_id,
-            model=served.model,
-            messages=messages,
-            tools=tools,
-            calls=takes_calls(request),
-            arguments=None if shown is None else shown.arguments,
-            by_messages=shown is not None,
-            pictures=prompted.pictures,
-            grammar=call.grammar,
-            stream=request.stream,
-        )
-
     # ---- the end
 
     async def _finish(
@@ -409,7 +386,8 @@ class Exchanges:
             cached_tokens=sampled.last.cached_tokens,
             reasoning_tokens=reply.reasoning_tokens,
         )
-        body = wire.reply_json(request, call.reply_head(), reply, usage)
+        shown = reply if session.plan.shows_reasoning else replace(reply, reasoning=None)
+        body = wire.reply_json(request, call.reply_head(), shown, usage)
         finished = Finished(
             call=call,
             question=question,
@@ -424,10 +402,10 @@ class Exchanges:
         )
         call.prompt, call.output_ids, call.finish = prompt, sampled.output_ids, sampled.finish
         call.images = images_of(finished)
-        call.reasoned = bool(reply.reasoning)
+        call.reasoned = bool(shown.reasoning)
         call.enter(Stage.COMMITTING)
         await self._commit(session, finished, wire.reply_messages(body))
-        call.answer = Answer(reply, usage, body)
+        call.answer = Answer(shown, usage, body)
         if request.extra.get("store") and call.error is None:
             kept = Kept(request.message_spans, body, request.head, request.tools_span)
             session.shelf.keep(reply_id(body), call.exchange_id, kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +29,8 @@ _quiet = logging.getLogger("bridle.gateway.http")
 _quiet.addHandler(logging.NullHandler())
 _quiet.propagate = False
 
+_AGENT = re.compile(rb"\r\nuser-agent:[^\r\n]*(?=\r\n)", re.IGNORECASE)
+
 HEADER_BYTES: Final = 64 * 1024
 """Longest header line; some harnesses send their whole state in one."""
 
@@ -39,19 +42,36 @@ MAX_PORT: Final = 65535
 class _Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request."""
 
-    __slots__ = ("_deadline", "_head_timeout_s")
+    __slots__ = ("_deadline", "_head_timeout_s", "_names_agent")
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(manager, **settings)
         self._head_timeout_s = head_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
+        self._names_agent = False
+        """Whether the head that is being read has a `User-Agent` already."""
 
     def data_received(self, data: bytes) -> None:
         """Start the clock at a request's first byte."""
         if self._deadline is None and self._current_request is None:
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(self._head_timeout_s, self.force_close)
+            self._names_agent = False
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():  # the next request's head is being read
+            data = self._with_one_agent(data)
         super().data_received(data)
+
+    def _with_one_agent(self, data: bytes) -> bytes:
+        """Part of a head without a second `User-Agent`, for which aiohttp refuses the request."""
+        end = data.find(b"\r\n\r\n")
+        end = len(data) if end < 0 else end + 2
+        found = list(_AGENT.finditer(data, 0, end))
+        extra = found if self._names_agent else found[1:]
+        self._names_agent |= bool(found)
+        for match in reversed(extra):
+            data = data[: match.start()] + data[match.end() :]
+        return data
 
     def head_arrived(self) -> None:
         """A request is whole but for its body."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bridle.dialects.base import StreamEncoder
 from bridle.engines.base import GenerateChunk, Prompt, TextDelta
@@ -48,10 +48,14 @@ class LiveReply:
     """One reply while it is sampled.
 
     `reader` reads the ids; `None` = only an engine that parses by itself can say what they mean.
+    Without `reasoning`, no reasoning leaves.
     """
 
-    def __init__(self, reader: LiveReader | None, prompt: Prompt) -> None:
+    def __init__(
+        self, reader: LiveReader | None, prompt: Prompt, *, reasoning: bool = True
+    ) -> None:
         self._reader = reader
+        self._shows_reasoning = reasoning
         self._prompt = prompt
         self._by_engine = False
         self._held = False
@@ -95,6 +99,8 @@ class LiveReply:
         return Piece() if self._held else Piece(delta.reasoning, delta.text)
 
     def _add(self, piece: Piece) -> None:
+        if not self._shows_reasoning:
+            piece = replace(piece, reasoning="")
         if not piece:
             return
         end = self._end
@@ -113,15 +119,16 @@ class LiveReply:
 
     def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
         """The events of what lies behind `mark`, and where that ends."""
-        if mark == self._end:
+        end = replace(self._end, calls=mark.calls) if encoder.calls_at_end else self._end
+        if mark == end:
             return b"", mark
         pieces = [
             encoder.reasoning(_from(self._reasoning, mark.reasoning)),
             encoder.text(_from(self._text, mark.text)),
         ]
-        for index, call in enumerate(self._calls[mark.calls :], mark.calls):
+        for index, call in enumerate(self._calls[mark.calls : end.calls], mark.calls):
             pieces.append(encoder.tool_call(index, call.id or "", call.name, call.arguments))
-        return b"".join(pieces), self._end
+        return b"".join(pieces), end
 
     def note(self, mark: Mark) -> None:
         """A client was written the reply up to `mark`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridle.capture.records import no_ids
+from bridle.engines.base import GenerateRequest
 from bridle.errors import RequestError
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import takes_calls
@@ -21,9 +22,10 @@ from bridle.gateway.recording import Prompted
 from bridle.gateway.sampling import Sample
 from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.canonical import messages_after
+from bridle.prompting.messages import chat_tools, server_messages
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import FinishReason, Message, ModelRequest, Reply
+from bridle.types import FinishReason, Message, ModelRequest, Reply, Sampling
 
 if TYPE_CHECKING:
     from bridle.types import Ids
@@ -196,3 +198,27 @@ class Prompts:
         texts = [self._renderer.decode(ids[i : i + 1]) for i in range(len(ids))]
         told = tuple(zip(texts, sampled.logprobs.tolist(), strict=True))
         return replace(reply, token_logprobs=told)
+
+
+def engine_request(call: Call, prompted: Prompted, effective: Sampling) -> GenerateRequest:
+    """The request to the engine that samples `call`."""
+    request, served = call.posed().request, call.posed().served
+    text_only, shown = not served.info.token_in, prompted.shown
+    messages, tools = (shown.messages, shown.tools) if shown is not None else (None, None)
+    if messages is None and text_only:
+        messages, tools = server_messages(request.messages), chat_tools(request.tools)
+    return GenerateRequest(
+        request_id=call.exchange_id,
+        prompt=prompted.prompt,
+        sampling=effective,
+        session_id=call.session_id,
+        model=served.model,
+        messages=messages,
+        tools=tools,
+        calls=takes_calls(request),
+        arguments=None if shown is None else shown.arguments,
+        by_messages=shown is not None,
+        pictures=prompted.pictures,
+        grammar=call.grammar,
+        stream=request.stream,
+    )
