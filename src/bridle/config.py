@@ -166,6 +166,33 @@ class McpServer(Settings):
         return self
 
 
+class CallRule(Settings):
+    """A mark by which a harness's calls of one kind are known; all that is given must hold."""
+
+    name: str = Field(min_length=1)
+    """Stands in each exchange as `kind_rule`."""
+    kind: Kind
+    """`side`, `compaction`, `subagent`, or `agent` where a packaged rule is wrong."""
+    system_contains: str | None = Field(default=None, min_length=1)
+    """Text inside the system message that comes first."""
+    last_user_contains: str | None = Field(default=None, min_length=1)
+    """Text inside the last message, where a user's."""
+    model: str | None = Field(default=None, min_length=1)
+    """Name or glob of the model that the call asks for."""
+    user_agent: str | None = Field(default=None, min_length=1)
+    """Text inside the `User-Agent` header, in any case."""
+
+    @model_validator(mode="after")
+    def _has_a_mark(self) -> CallRule:
+        marks = (self.system_contains, self.last_user_contains, self.model, self.user_agent)
+        if not any(marks):
+            raise ValueError(
+                "needs system_contains, last_user_contains, model or user_agent: "
+                "without one it would hold for every call"
+            )
+        return self
+
+
 class AgentSpec(Settings):
     """Which harness runs, and how. Exactly one of `harness` and `import_path`."""
 
@@ -183,6 +210,8 @@ class AgentSpec(Settings):
     `bridle.harnesses.function.import_path` gives that of a function."""
     settings: JSON = Field(default_factory=dict)
     """What this harness's page in `docs/guides/harnesses` names: `args`, `config`, `api`..."""
+    kind_rules: tuple[CallRule, ...] = ()
+    """What this harness's calls are for, tried before the packaged rules (`reference/dialects`)."""
     env: dict[str, str] = Field(default_factory=dict)
     mcp_servers: tuple[McpServer, ...] = ()
     """Written in the harness's own form; refused by a harness without an MCP client."""

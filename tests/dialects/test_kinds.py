@@ -3,7 +3,7 @@ import json
 import pytest
 from tests.dialects.exchange import parse
 
-from bridle.dialects.kinds import RULES, kind_of
+from bridle.dialects.kinds import RULES, KindRule, kind_of
 from bridle.types import Dialect, Kind
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -11,13 +11,18 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 def chat(system="You are an agent.", user="go", tools=(TOOL,), **fields):
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    body = {"model": "m", "messages": messages, "tools": list(tools), **fields}
-    return parse(Dialect.OPENAI_CHAT, body)
+    body = {"model": "m", "messages": messages, **fields}
+    return parse(Dialect.OPENAI_CHAT, {**body, "tools": list(tools)})
 
 
 def messages(**fields):
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     return parse(Dialect.ANTHROPIC, {**body, **fields})
+
+
+def responses(text):
+    body = {"model": "m", "input": text, "reasoning": {"effort": "low", "summary": "auto"}}
+    return parse(Dialect.OPENAI_RESPONSES, body)
 
 
 def schema(*names):
@@ -149,6 +154,8 @@ def test_codex_names_its_requests(headers, kind):
         (chat(user="You do a managed memory dream."), "memory"),
         (chat(system="You write short Git commit messages.", tools=()), "commit_message"),
         (messages(max_tokens=1), "quota_probe"),
+        (chat(system="Generate concise conversation titles.", tools=()), "conversation_name"),
+        (responses("Please say 'hello, world'"), "summaries_probe"),
     ],
 )
 def test_side_calls_are_known_by_their_shape(request_, rule):
@@ -182,6 +189,48 @@ def test_a_user_agent_names_the_harness_where_the_session_does_not():
 def test_a_search_is_a_side_call_of_a_harness_that_searches_so_and_of_no_other(agent, request_):
     assert kind_of({"user-agent": agent}, request_) == (Kind.SIDE, "search")
     assert kind_of({"user-agent": "python-httpx/1"}, request_) == (Kind.AGENT, None)
+
+
+DECLARED = {
+    "system_contains": ("You name conversations", "You are an agent"),
+    "last_user_contains": ("name this", "nothing of it"),
+    "model": ("small-*", "large-*"),
+    "user_agent": ("myagent/", "other/"),
+}
+
+
+def test_a_declared_rule_applies_where_all_of_its_marks_hold():
+    request = chat(system="You name conversations.", user="Please name this: x", model="small-1")
+    headers = {"user-agent": "MyAgent/1.0"}
+    marks = {name: fits for name, (fits, _) in DECLARED.items()}
+    names = KindRule.declared("names", Kind.SIDE, **marks)
+    assert kind_of(headers, request, "command", (names,)) == (Kind.SIDE, "names")
+    for name, (_, other) in DECLARED.items():
+        one_off = KindRule.declared("names", Kind.SIDE, **{**marks, name: other})
+        assert kind_of(headers, request, "command", (one_off,)) == (Kind.AGENT, None)
+        alone = KindRule.declared("alone", Kind.SIDE, **{name: marks[name]})
+        assert kind_of(headers, request, "command", (alone,)) == (Kind.SIDE, "alone")
+
+
+def test_a_declared_rule_comes_before_the_packaged_ones():
+    title = chat(tools=(), response_format=schema("title"))
+    assert kind_of({}, title, "opencode")[0] is Kind.SIDE
+    kept = KindRule.declared("kept", Kind.AGENT, model="*")
+    assert kind_of({}, title, "opencode", (kept,)) == (Kind.AGENT, "kept")
+
+
+@pytest.mark.parametrize("harness", ["command", "function", "mini_swe_agent", None])
+@pytest.mark.parametrize(
+    "task",
+    [
+        chat(system="You write short Git commit messages.", tools=()),
+        chat(system="Generate concise conversation titles.", tools=()),
+        chat(tools=(), response_format=schema("title")),
+        responses("Please say 'hello, world'"),
+    ],
+)
+def test_tasks_that_look_like_side_calls_of_other_harnesses_train(task, harness):
+    assert kind_of({"user-agent": "OpenAI/Python 2.1"}, task, harness) == (Kind.AGENT, None)
 
 
 def test_text_of_a_result_is_no_mark():

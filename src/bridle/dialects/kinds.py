@@ -9,8 +9,9 @@ from `ModelRequest.extra["removed"]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 import msgspec
@@ -33,6 +34,29 @@ class KindRule:
     harnesses: frozenset[str] = frozenset()
     """Harnesses whose calls it was read from; of others it says nothing. Empty = any: the mark is a
     header or field that only its harness sends."""
+
+    @classmethod
+    def declared(
+        cls,
+        name: str,
+        kind: Kind,
+        *,
+        system_contains: str | None = None,
+        last_user_contains: str | None = None,
+        model: str | None = None,
+        user_agent: str | None = None,
+    ) -> KindRule:
+        """A rule of a user's own (`bridle.config.CallRule`): all marks that are given must hold."""
+
+        def applies(headers: Headers, request: ModelRequest) -> bool:
+            return (
+                (system_contains or "") in _system_text(request)
+                and (last_user_contains or "") in _last_user_text(request)
+                and fnmatchcase(request.model, model or "*")
+                and (user_agent or "").lower() in headers.get("user-agent", "").lower()
+            )
+
+        return cls(name, kind, "Declared for the session's harness.", applies)
 
 
 def _removed(request: ModelRequest, rule: str) -> list[str]:
@@ -135,6 +159,18 @@ def _is_title(headers: Headers, request: ModelRequest) -> bool:
     return _system_text(request).startswith("You are a title generator")
 
 
+def _is_name(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    asks = _system_text(request) == "Generate concise conversation titles."
+    return asks and not request.tools
+
+
+def _is_hello(headers: Headers, request: ModelRequest) -> bool:
+    del headers
+    says = _last_user_text(request) == "Please say 'hello, world'"
+    return says and len(request.messages) == 1 and not request.tools
+
+
 def _is_router(headers: Headers, request: ModelRequest) -> bool:
     del headers
     wanted = (request.response_schema or {}).get("properties")
@@ -229,6 +265,20 @@ RULES: tuple[KindRule, ...] = (
         _of("claude_code claude_agent_sdk opencode"),
     ),
     KindRule(
+        "conversation_name",
+        Kind.SIDE,
+        "A name for the conversation (gptme).",
+        _is_name,
+        _of("gptme"),
+    ),
+    KindRule(
+        "summaries_probe",
+        Kind.SIDE,
+        "One greeting asks whether reasoning summaries are served (Inspect).",
+        _is_hello,
+        _of("inspect_ai"),
+    ),
+    KindRule(
         "router",
         Kind.SIDE,
         "One JSON call chooses a model, or asks who speaks next (Gemini CLI, Qwen Code).",
@@ -281,15 +331,19 @@ RULES: tuple[KindRule, ...] = (
 
 
 def kind_of(
-    headers: Headers, request: ModelRequest, harness: str | None = None
+    headers: Headers,
+    request: ModelRequest,
+    harness: str | None = None,
+    declared: Sequence[KindRule] = (),
 ) -> tuple[Kind, str | None]:
     """The kind of a call and the rule that decided; `None` = the default.
 
-    Rules that read contents apply to the harnesses that they were read from only: by the name of
-    the session's `harness`, or by the user agent.
+    Rules that the session `declared` come first. Packaged rules that read contents apply to the
+    harnesses that they were read from only: by the name of the session's `harness`, or by the user
+    agent.
     """
     callers = _callers(headers) | {harness}
-    for rule in RULES:
+    for rule in (*declared, *RULES):
         if rule.harnesses and not rule.harnesses & callers:
             continue
         if rule.applies(headers, request):

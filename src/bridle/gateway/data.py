@@ -158,7 +158,8 @@ class DataPlane:
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()
             request = self._responses.whole(session, route, body, request)
-            said = asked(headers, request, session.record.metadata.get("harness"))
+            harness = session.record.metadata.get("harness")
+            said = asked(headers, request, harness, session.kind_rules)
             call = await self._exchanges.admit(session, wire, request, said)
         except BridleError as error:
             refusal = faults.request_error(error)

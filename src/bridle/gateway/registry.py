@@ -16,9 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
 from bridle.capture.records import SessionRecord
-from bridle.config import Limits, SamplingPolicy
+from bridle.config import CallRule, Limits, SamplingPolicy, explain
 from bridle.dialects.history import History
+from bridle.dialects.kinds import KindRule
 from bridle.errors import ConfigError
 from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan, TokenAccount
@@ -72,11 +75,15 @@ class SessionFacts:
 
 
 class Session:
-    """One session: its conversation, its calls, its counters. Lives on the gateway's loop."""
+    """One session: its conversation, its calls, its counters. Lives on the gateway's loop.
+
+    `ConfigError` for `kind_rules` in the record's metadata that are none.
+    """
 
     def __init__(self, record: SessionRecord, *, sampling: SamplingPolicy, limits: Limits) -> None:
         self.record = record
         self.limits = limits
+        self.kind_rules = _kind_rules(record.metadata.get("kind_rules", ()))
         self.plan = SamplingPlan(sampling)
         self.account = TokenAccount(limits.max_tokens)
         self.conversation = Conversation(on_rewrite=sampling.on_rewrite)
@@ -262,3 +269,14 @@ def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> 
         "sampling": sampling.model_dump(mode="json"),
         "limits": limits.model_dump(mode="json"),
     }
+
+
+_CALL_RULES: Final = TypeAdapter(tuple[CallRule, ...])
+
+
+def _kind_rules(declared: object) -> tuple[KindRule, ...]:
+    try:
+        rules = _CALL_RULES.validate_python(declared)
+    except ValidationError as error:
+        raise explain(error, "metadata.kind_rules") from None
+    return tuple(KindRule.declared(**rule.model_dump()) for rule in rules)

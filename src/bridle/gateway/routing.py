@@ -6,13 +6,13 @@ path. A key in a path or a query is never logged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from bridle.dialects.fields import unknown_betas
-from bridle.dialects.kinds import kind_of
+from bridle.dialects.kinds import KindRule, kind_of
 from bridle.gateway.call import Asked
 from bridle.types import ModelRequest
 
@@ -52,13 +52,18 @@ def split_target(raw: str) -> Target:
     return Target(token, f"/{rest}", query)
 
 
-def asked(headers: Mapping[str, str], request: ModelRequest, harness: str | None = None) -> Asked:
+def asked(
+    headers: Mapping[str, str],
+    request: ModelRequest,
+    harness: str | None = None,
+    declared: Sequence[KindRule] = (),
+) -> Asked:
     """What a request says of itself beside its messages; `headers` have lower-case names.
 
-    `harness` is the name of the session's; `None` = not known.
+    `harness` is the name of the session's, `None` = not known; `declared` are its own kind rules.
     """
     count = headers.get("x-stainless-retry-count", "0")
-    kind, rule = kind_of(headers, request, harness)
+    kind, rule = kind_of(headers, request, harness, declared)
     return Asked(
         retry_count=int(count) if count.isascii() and count.isdigit() else 0,
         idempotency_key=headers.get("idempotency-key") or None,

@@ -106,6 +106,9 @@ def _facts_of(session: Session, runtime: Runtime) -> JSON:
         "sample_index": session.sample_index,
         "harness": harness.name,
         "harness_version": harness.version,
+        "kind_rules": [
+            rule.model_dump(mode="json", exclude_none=True) for rule in task.agent.kind_rules
+        ],
         "runtime": task.runtime.backend,
         "contains": runtime.contains,
         "builder": task.builder.model_dump(mode="json"),
