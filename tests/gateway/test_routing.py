@@ -50,7 +50,7 @@ REQUEST = ModelRequest(
 
 
 def test_only_a_positive_retry_count_is_proof_of_a_retry():
-    counts = {"0": 0, "2": 2, "x": 0, "-1": 0, "²": 0, "": 0}
+    counts = {"0": 0, "2": 2, "x": 0, "-1": 0, "²": 0, "": 0, "9" * 5000: 0}
     for given, read in counts.items():
         assert asked({"x-stainless-retry-count": given}, REQUEST).retry_count == read
     assert asked({}, REQUEST).idempotency_key is None

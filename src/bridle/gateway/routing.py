@@ -6,6 +6,7 @@ path. A key in a path or a query is never logged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -58,14 +59,14 @@ def asked(
     harness: str | None = None,
     declared: Sequence[KindRule] = (),
 ) -> Asked:
-    """What a request says of itself beside its messages; `headers` have lower-case names.
+    """Read a request's headers, whose names are in lower case.
 
     `harness` is the name of the session's, `None` = not known; `declared` are its own kind rules.
     """
     count = headers.get("x-stainless-retry-count", "0")
     kind, rule = kind_of(headers, request, harness, declared)
     return Asked(
-        retry_count=int(count) if count.isascii() and count.isdigit() else 0,
+        retry_count=int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0,
         idempotency_key=headers.get("idempotency-key") or None,
         user_agent=headers.get("user-agent"),
         kind=kind,
