@@ -1,7 +1,7 @@
 """Every field that a request may have at its top, per dialect, and what becomes of it.
 
 What would take context away from the model if it were ignored is refused. What asks for something
-else that nobody sees to is served, and its name stands in `ModelRequest.extra["unenforced"]`. A
+else that is not done is served, and its name stands in `ModelRequest.extra["unenforced"]`. A
 field that stands in no table is served and its name stands in `extra["unknown"]`.
 """
 
@@ -17,7 +17,7 @@ from bridle.types import JSON, Dialect
 
 
 class Use(StrEnum):
-    """What becomes of a field."""
+    """The treatment of a field."""
 
     USED = "used"
     HARMLESS = "harmless"
@@ -125,7 +125,7 @@ def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def account(head: JSON, table: str, path: str = "") -> JSON:
-    """The fields of `head` that are not seen to: `unenforced` and `unknown`, each if it has names.
+    """Return the fields of `head` that have no effect: `unenforced`, `unknown`, if there are any.
 
     `table` is a key of `FIELDS`; `path` stands before the names. `RequestError` for a field that
     is refused.

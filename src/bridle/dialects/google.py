@@ -190,7 +190,7 @@ class Google(WireFormat):
 
 
 def _not_seen_to(head: JSON, config: JSON) -> JSON:
-    """What of the head and the configuration nobody sees to."""
+    """Return the fields of the head and the configuration that have no effect."""
     told = account(head, Dialect.GOOGLE)
     inner = account(config, "generationConfig", "generationConfig.")
     if config.get("responseMimeType") not in (None, "text/plain", "application/json"):

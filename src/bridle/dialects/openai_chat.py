@@ -220,7 +220,7 @@ def _refuse_many(head: JSON) -> None:
 
 
 def _not_seen_to(head: JSON) -> JSON:
-    """What of the head nobody sees to, a form of answer that is not known included."""
+    """Return the fields of the head that have no effect, and an unknown `response_format`."""
     told = account(head, Dialect.OPENAI_CHAT)
     form = object_at(head, "response_format", "") or {}
     if form.get("type") not in ("json_schema", "json_object", "text", None):

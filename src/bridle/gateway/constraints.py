@@ -8,7 +8,7 @@ asked and not enforced is sampled freely and stands in the exchange's `unenforce
 - `response_format`: the answer may not meet its schema;
 - `tool_choice`: the tool that had to be called was not called;
 - `parallel_tool_calls`: only one call was wanted, and there are more;
-- any other name is that of a field of the request that nobody sees to (`bridle.dialects.fields`).
+- any other name is that of a field of the request that has no effect (`bridle.dialects.fields`).
 
 Where no call is wanted (`none`, or no tools) none comes back, as no provider's does: the tools are
 shown all the same, the sample is free, and what would be a call stays in the text as it was

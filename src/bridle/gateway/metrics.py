@@ -202,7 +202,7 @@ _WORST = {
     "bridle_replica_version": max,
     "bridle_data_free_bytes": min,
 }
-"""How several processes' gauges become one where they are not added up."""
+"""The merge of several processes' gauges where it is not the sum."""
 
 
 def merged_metrics(texts: Sequence[str], more: Sequence[tuple[str, str, str, int]] = ()) -> str:

@@ -183,7 +183,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
 
 
 def _unknown(finished: Finished) -> JSON:
-    """What nobody here knows: fields, betas, and the blocks of new messages, by name."""
+    """Count the unknown fields, betas and blocks of new messages by name."""
     question = finished.question
     request, placement = question.request, question.placement
     names = [*request.extra.get("unknown", ())]

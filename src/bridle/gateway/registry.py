@@ -168,7 +168,7 @@ class Session:
             raise faults.orphan(asked.pairing.orphans[0])
 
     def new_unpaired(self, asked: Canonical) -> int:
-        """How many calls without a result `asked` shows that no committed request showed before."""
+        """Count the calls without a result in `asked` that no committed request showed before."""
         links = set(asked.pairing.unpaired) - self._unpaired
         self._unpaired |= links
         return len(links)

@@ -45,7 +45,7 @@ log = structlog.get_logger()
 CAPTURE: Final = "capture.sqlite"
 
 READY_S: Final = 30.0
-"""How long a control request waits for a worker that is being restarted."""
+"""Longest wait of a control request for a worker that is being restarted."""
 
 MISDIRECTED: Final = (
     "this port of a gateway with several workers serves no model calls; "
@@ -403,7 +403,7 @@ _SUMMED: Final = (
     "prompt_tokens",
     "cached_tokens",
 )
-"""What workers count of a replica."""
+"""Fields of a replica that are summed over the workers."""
 
 
 def merged_replicas(listed: Sequence[Sequence[JSON]]) -> list[JSON]:

@@ -106,7 +106,7 @@ def drift_of(
 def _calls_drift(
     called: Sequence[Atom], recalled: Sequence[Atom], tools: Sequence[ToolSpec]
 ) -> Drift:
-    """How calls differ that are as many; the first difference in meaning decides."""
+    """Classify the difference of equally many calls; the first difference in meaning decides."""
     if [call.text for call in called] != [call.text for call in recalled]:
         return Drift.REWRITTEN_CALL
     schemas = {tool.name: tool.parameters or {} for tool in tools}

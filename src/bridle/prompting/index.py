@@ -1,4 +1,4 @@
-"""What a session's exchanges are found by: chain keys, issued ids, and content. Pure.
+"""The look-up of a session's exchanges by chain keys, issued ids, and content. Pure.
 
 `by_turn`, chain after an answer -> exchanges: the exact parent. `by_prompt`, chain after a request
 -> exchanges, those in flight included: repeats, rewritten turns, siblings. `by_id`, every id that
@@ -27,7 +27,7 @@ from bridle.types import DeliveryState
 _URL_SAFE = str.maketrans("-_", "+/")
 
 _CONTENT = digest("bridle-content-1")
-"""Where the digest of an answer without its history begins."""
+"""The first link of the digest of an answer without its history."""
 
 
 def content_key(atoms: Iterable[Atom]) -> bytes:
@@ -54,7 +54,7 @@ class Indexed:
     """The chain's digest after the answer in one piece with what the client began of it; `None` =
     it began nothing."""
     joined_content: bytes | None = None
-    """As `joined_key`, without the history."""
+    """The same without the history."""
     turn_keys: tuple[bytes, ...] = ()
     """Under which `by_turn` has it."""
     content_keys: tuple[bytes, ...] = ()

@@ -1,4 +1,4 @@
-"""Which tool results answer a call that the request shows. Pure.
+"""The match of a request's tool results with its calls. Pure.
 
 A result whose call stands nowhere before it is an orphan: the model would read an answer to a
 question that it never asked, usually because context was lost on the way. Neither adjacency nor
@@ -40,7 +40,7 @@ class Pairing:
     _open: dict[int, None] = field(default_factory=dict)
     """Numbers of the calls without a result yet, in order."""
     _read: tuple[int, int] = (0, 0)
-    """How many atoms and hints of the request were read."""
+    """Numbers of atoms and hints of the request that were read."""
 
     def after(
         self, atoms: Sequence[Atom], hints: Sequence[Hint], chain: Sequence[bytes]

@@ -1,4 +1,4 @@
-"""Which differences between a sampled call and its echo the tool's schema explains. Pure.
+"""Differences between a sampled call and its echo that the tool's schema explains. Pure.
 
 Harnesses validate arguments before they run a tool, and echo what validation made of them: defaults
 filled in, unknown keys dropped, `"5"` as 5, `null` for a missing key. The call means the same.

@@ -22,7 +22,7 @@ LONGEST_MATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class TurnCounts:
-    """How the assistant turns of one request stand in its prompt."""
+    """The counts of the assistant turns that one request shows."""
 
     verbatim: int = 0
     """Turns whose sampled ids stand in the prompt."""

@@ -54,7 +54,7 @@ class Marks:
     shown: frozenset[str]
     """Exchanges whose whole reply a later request shows."""
     joins: int
-    """How many requests joined a call instead of being sampled."""
+    """Number of requests that joined a call instead of being sampled."""
     rejected: frozenset[str]
     """Exchanges whose reply the harness read and did not go on from (`siblings.rejected`)."""
 

@@ -178,7 +178,7 @@ class Report:
         yield from self._limits()
 
     def _lineage(self) -> Iterator[str]:
-        """How the assistant turns that requests showed stood in their prompts."""
+        """Write the lineage of the assistant turns that requests showed."""
         turns = self.turns
         if self.counted:
             shown = turns["shown"]

@@ -102,7 +102,7 @@ def measure(
 
 
 def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
-    """How the assistant turns of the requests stood in their prompts; `None` = not captured.
+    """Sum the lineage of the assistant turns that requests show; `None` = not captured.
 
     Capture files of older versions do not have it. `merging` has the two numbers of the ratio.
     """
