@@ -286,6 +286,44 @@ def test_an_unknown_template_renders_extends_and_parses_all_the_same(unknown, su
     assert reply.tool_calls[0].arguments == '{"command":"ls"}'
 
 
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+
+
+def opening(folder, begin):
+    """The tokenizer's folder with a template of no family whose turns begin with `begin`."""
+    opened = OPENS.replace("assistant:", f"assistant:{begin}")
+    assert OPENS in PLAIN
+    (folder / "chat_template.jinja").write_text(PLAIN.replace(OPENS, opened))
+    return str(folder)
+
+
+@pytest.mark.parametrize("begin", ["<think>", "<think>\n"])
+def test_reasoning_that_an_unknown_template_opens_is_no_text(folder, encode, begin):
+    made = load_renderer(opening(folder, begin))
+    assert made.family is None
+    tail = made.render(TASK, (), thinking=None)[-64:]
+    ids = encode("hm</think>ok<|im_end|>")
+    reply = made.parse(ids, tools=(), prompt_tail=tail, finish=FinishReason.STOP, stop_text=None)
+    assert (reply.reasoning, reply.content) == ("hm", "ok")
+    reader = made.live(tools=(), prompt_tail=tail, stops=())
+    assert reader is not None
+    piece = reader.feed(ids.tolist())
+    assert (piece.reasoning, piece.text) == ("hm", "ok")
+
+
+def test_a_task_that_ends_in_a_marker_opens_no_reasoning(unknown, encode):
+    tail = unknown.render([user("<think>")], (), thinking=None)
+    reply = unknown.parse(
+        encode("ok<|im_end|>"), tools=(), prompt_tail=tail, finish=FinishReason.STOP, stop_text=None
+    )
+    assert (reply.reasoning, reply.content) == (None, "ok")
+
+
+def test_a_template_whose_reasoning_nobody_can_read_is_refused(folder):
+    with pytest.raises(RenderError, match=r"begins a turn with .*Well.*end its generation prompt"):
+        load_renderer(opening(folder, "<think>Well, "))
+
+
 def test_a_template_that_cannot_be_extended_renders_anew(folder, suffix):
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}\n{% endfor %}"

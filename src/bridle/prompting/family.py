@@ -47,7 +47,19 @@ class Bridged(Protocol):
     token_ids: list[int]
 
 
-class Family(Protocol):
+class Parser(Protocol):
+    """The half of a `Family` that reads sampled turns."""
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
+    ) -> Parsed:
+        """What a sampled turn says."""
+
+    def get_stop_token_ids(self) -> Sequence[int]:
+        """Ids that end a turn."""
+
+
+class Family(Parser, Protocol):
     """A renderer of the `renderers` package, as far as it is used here (it ships no types)."""
 
     def render_ids(
@@ -64,14 +76,6 @@ class Family(Protocol):
         tools: list[JSON] | None,
     ) -> Bridged | None:
         """The next prompt on top of these very ids; `None` = it refuses."""
-
-    def parse_response(
-        self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
-    ) -> Parsed:
-        """What a sampled turn says."""
-
-    def get_stop_token_ids(self) -> Sequence[int]:
-        """Ids that end a turn."""
 
 
 _TOOLS: list[JSON] = [
@@ -194,7 +198,27 @@ def differences(family: Family, template: ChatTemplate) -> Iterator[str]:
             yield name
 
 
-def plain_parser(tokenizer: PromptTokenizer) -> Family:
+class _PlainParser:
+    """The package's default parser, which looks for `<think>` behind ChatML's header only."""
+
+    def __init__(self, parser: Parser, tokenizer: PromptTokenizer) -> None:
+        self._parser = parser
+        self._tokenizer = tokenizer
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
+    ) -> Parsed:
+        """See `Parser.parse_response`; a prompt that ends in `<think>` opens reasoning."""
+        if self._tokenizer.decode(prompt_ids).rstrip().endswith(_THINK[0]):
+            prompt_ids = self._tokenizer.encode(_THINK[0])
+        return self._parser.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+
+    def get_stop_token_ids(self) -> Sequence[int]:
+        """See `Parser.get_stop_token_ids`."""
+        return self._parser.get_stop_token_ids()
+
+
+def plain_parser(tokenizer: PromptTokenizer) -> Parser:
     """A parser for a template of no known family, chosen by the markup that the template names."""
     from renderers import (  # type: ignore[import-untyped]
         DefaultRenderer,
@@ -206,7 +230,30 @@ def plain_parser(tokenizer: PromptTokenizer) -> Family:
         tool_parser=tool_parser_of(source),
         reasoning_parser="think" if "</think>" in source else None,
     )
-    return cast("Family", DefaultRenderer(tokenizer, config))
+    return _PlainParser(DefaultRenderer(tokenizer, config), tokenizer)
+
+
+def check_reasoning(parser: Parser, tokenizer: PromptTokenizer, template: ChatTemplate) -> None:
+    """Read `x</think>y` under the generation prompt of a template that leaves `<think>` open.
+
+    Raises `RenderError` where the parser takes `x` for text: a harness would be shown reasoning.
+    """
+    try:
+        asked = template.text([_USER], None, thinking=None, generation=False)
+        prompt = template.text([_USER], None, thinking=None)
+    except RenderError:
+        return  # a request tells what the template has against its messages
+    begun = prompt.removeprefix(asked)
+    opened, closed = _THINK
+    if begun.rfind(opened) <= begun.rfind(closed):
+        return
+    ids = tokenizer.encode(f"x{closed}y")
+    parsed = parser.parse_response(ids, tools=None, prompt_ids=tokenizer.encode(prompt))
+    if ((parsed.reasoning_content or "").strip(), parsed.content.strip()) != ("x", "y"):
+        raise RenderError(
+            f"the chat template begins a turn with {begun!r}, and no parser reads reasoning "
+            f"behind it; end its generation prompt with {opened}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from bridle.prompting.canonical import results_in_call_order
 from bridle.prompting.family import (
     Family,
     History,
+    Parser,
+    check_reasoning,
     differences,
     family_names,
     find_family,
@@ -207,7 +209,9 @@ class TokenRenderer:
         self._history: History = history
         self._new_call_id = new_call_id
         self._families: dict[bool | None, Family] = {}
-        self._parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
+        self._parser: Parser = self._family_for(thinking=thinking) or plain_parser(tokenizer)
+        if family is None:
+            check_reasoning(self._parser, tokenizer, template)
         self._marks = live_marks(family, tokenizer)
         named = [*self._parser.get_stop_token_ids(), *stop_ids]
         self.stop_token_ids = tuple(dict.fromkeys(named))

@@ -15,7 +15,7 @@ from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from typing import Any
 
 from bridle.errors import RenderError, boundary
-from bridle.prompting.family import Family, ParsedCall
+from bridle.prompting.family import ParsedCall, Parser
 from bridle.prompting.thoughts import count_thoughts
 from bridle.prompting.tokenizer import PromptTokenizer
 from bridle.types import JSON, FinishReason, Reply, ToolCall
@@ -38,7 +38,7 @@ _BROKEN = re.compile(
 
 
 def parse_reply(
-    family: Family,
+    family: Parser,
     tokenizer: PromptTokenizer,
     output_ids: list[int],
     *,
@@ -94,7 +94,7 @@ def parse_reply(
 
 
 def read_calls(
-    family: Family, region: list[int], *, tools: list[JSON] | None, new_id: Callable[[], str]
+    family: Parser, region: list[int], *, tools: list[JSON] | None, new_id: Callable[[], str]
 ) -> list[ToolCall]:
     """The whole calls of ids that begin where calls begin; none where a parser gives up."""
     try:
