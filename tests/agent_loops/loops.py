@@ -105,6 +105,8 @@ class Loop:
     """Name of the lock of its environment; `npm` for JavaScript."""
     arguments: tuple[str, ...] = ()
     script: Script = field(default_factory=lambda: plain(*WHOLE))
+    harness: str | None = None
+    """The harness of its session, where packaged kind rules are for it."""
     says: str = "717710"
     """Text that the program prints when it has done its work."""
     facts: Facts = Facts()
@@ -216,16 +218,25 @@ LOOPS: Sequence[Loop] = (
         "gptme_run.py",
         "agents-gptme",
         script=plain(SHELL, TOTAL),
+        harness="gptme",
         says="1009650",
-        facts=Facts(calls=5, conversations=2, verbatim=3, shown=6, forks={"history_changed": 1}),
-        note="Its system prompt changes after the first reply; one call names the conversation.",
+        facts=Facts(
+            calls=5,
+            conversations=2,
+            verbatim=3,
+            shown=6,
+            forks={"history_changed": 1},
+            excluded={"kind": 15},
+        ),
+        note="Its system prompt changes after the first reply; a side call names the conversation.",
     ),
     Loop(
         "inspect_task.py",
+        harness="inspect_ai",
         script=plain(*COUNT, {"tool_calls": [call("submit", answer="1009650")]}),
         says="1009650",
-        facts=Facts(calls=5, conversations=2, verbatim=6, shown=6),
-        note="It greets the model once before the task.",
+        facts=Facts(calls=5, conversations=2, verbatim=6, shown=6, excluded={"kind": 40}),
+        note="A side call greets the model before the task.",
     ),
     Loop("litellm_proxy.py", "agents-litellm"),
 )

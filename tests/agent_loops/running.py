@@ -63,10 +63,12 @@ class Run:
         )
 
 
-async def run_program(argv: Sequence[str], home: Path, conversations: list[dict[str, Any]]) -> Run:
+async def run_program(
+    argv: Sequence[str], home: Path, conversations: list[dict[str, Any]], harness: str | None = None
+) -> Run:
     """Run `argv` to its end with the URLs and the key of a new session in its environment."""
     async with house(engine=scripted(conversations=conversations)) as place:
-        caller = await place.session()
+        caller = await place.session(metadata={"harness": harness})
         urls = caller.handle.base_urls
         environment = {
             "PATH": os.environ["PATH"],

@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]
 )
 async def test_agent_loop_leaves_the_documented_facts(loop, tmp_path):
     shutil.copytree(PROGRAMS, tmp_path / "programs")
-    run = await run_program(await command(loop, tmp_path / "programs"), tmp_path, loop.script)
+    argv = await command(loop, tmp_path / "programs")
+    run = await run_program(argv, tmp_path, loop.script, loop.harness)
     assert (run.code, loop.says in run.output) == (0, True), run.output
     assert run.facts() == loop.facts, run.table()
     stats = run.stats
