@@ -104,6 +104,18 @@ def test_a_port_in_use_is_named(say, finished_run, here, verb):
     assert f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another" in said.err
 
 
+@pytest.mark.parametrize("verb", ["gateway", "serve", "engine", "dashboard"])
+def test_a_port_that_does_not_exist_is_refused_with_the_allowed_range(
+    say, finished_run, here, verb
+):
+    first = {"engine": SCRIPTED[1:], "dashboard": (finished_run,)}.get(verb, SCRIPTED)
+
+    said = say(verb, *first, "--port", 99999)
+
+    assert said.code == 2
+    assert "less than or equal to 65535" in said.err
+
+
 def test_a_folder_as_config_file_is_named(say, here):
     said = say("run", "mine", "--config", "mine")
 

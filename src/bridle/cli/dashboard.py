@@ -36,7 +36,7 @@ def dashboard(
         ),
     ] = "runs",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8090,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8090,
     json: Annotated[bool, typer.Option("--json", help="Print where it listens as JSON.")] = False,
 ) -> None:
     """Show runs, sessions, exchanges and tokens in a browser, until Ctrl-C; changes nothing.

@@ -12,7 +12,7 @@ from bridle.cli.serving import Stop, run_until_signal
 
 def engine(
     spec: Annotated[str, typer.Argument(help="scripted:FILE or embedded:DIR.")],
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer folder or 'builtin'.")] = None,
 ) -> None:
