@@ -144,3 +144,13 @@ async def test_a_loop_clock_counts_a_stall_as_little_and_an_idle_loop_as_it_is()
         assert clock() - after <= time.monotonic() - later
         assert clock() - begun > 0.5
         assert time.monotonic() - began >= 4
+
+
+async def test_a_cancellation_in_the_moment_in_which_shielded_work_ends_is_raised():
+    async def work():
+        asyncio.get_running_loop().call_soon(caller.cancel)
+
+    caller = asyncio.create_task(run_shielded(work(), timeout_s=5))
+
+    with pytest.raises(asyncio.CancelledError):
+        await caller

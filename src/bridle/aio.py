@@ -32,9 +32,8 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
-            if task.done():
-                break
-            cancelled = error
+            if not task.cancelled():  # else the error may be the task's own, raised below
+                cancelled = error
         except BaseException:  # noqa: BLE001 - raised below, from task.result()
             break
     if cancelled is not None:
