@@ -7,7 +7,6 @@ says so, whatever the exit code is. At least one program of each dialect.
 """
 
 import asyncio
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,12 +70,10 @@ WORKS = [(name, what) for name in HABITS for what in ("mistakes", "400", "404")]
 
 def mistakes(harness: str) -> list[dict[str, Any]]:
     """The conversations of a model that is wrong twice."""
+    broken = f'{{"name": "{HABITS[harness].shell}", "arguments": {CUT_OFF}}}'
     wrong = [
         {"content": "I look.", "tool_calls": [{"name": "look_around", "arguments": {"at": "it"}}]},
-        {
-            "content": "I do it.",
-            "tool_calls": [{"name": HABITS[harness].shell, "arguments": json.dumps(CUT_OFF)}],
-        },
+        {"raw": f"I do it.\n<tool_call>\n{broken}\n</tool_call>"},
     ]
     work = {"content": "Again.", "shell": ["echo x > made.txt; echo did-it"]}
     end = {"when": {"results_contain": "did-it"}, "turns": [{"content": "It is done."}]}
