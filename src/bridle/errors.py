@@ -40,11 +40,20 @@ class EngineError(BridleError):
     `retryable` says whether the same call may be tried again (overload, dead replica).
     """
 
-    def __init__(self, message: str, *, retryable: bool = False, status: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retryable: bool = False,
+        status: int | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.retryable = retryable
         self.status = status
         """HTTP status that the engine answered with; `None` = no answer."""
+        self.retry_after_s = retry_after_s
+        """When the engine said to come back; `None` = it did not say."""
 
 
 class ContextOverflowError(EngineError):

@@ -7,7 +7,7 @@ from tests.engines.stub import Stub, events
 from yarl import URL
 
 from bridle.engines.base import CutError
-from bridle.engines.http import AbortedError, Call, EngineClient, failure
+from bridle.engines.http import AbortedError, Call, EngineClient, failure, seconds
 from bridle.errors import ContextOverflowError, EngineError
 
 HTML = b"\n<!doctype html><title>502</title>"
@@ -213,3 +213,18 @@ async def test_a_timeout_of_the_callers_own_is_left_alone():
     with pytest.raises(TimeoutError):
         async with call.waiting():
             raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("told", "wait_s"),
+    [
+        ("3", 3.0),
+        ("-1", 0.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 60.0),
+        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
+        ("soon", None),
+        ("inf", None),
+    ],
+)
+def test_a_wait_is_told_in_seconds_or_as_a_date(told, wait_s):
+    assert seconds(told, 40.0) == wait_s

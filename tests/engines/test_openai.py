@@ -170,63 +170,19 @@ async def test_where_no_call_is_wanted_it_is_told_so(opened):
     assert "tool_choice" not in stub.bodies[-1]
 
 
-def busy(times, retry_after="0", status=429):
-    """Answers `times` times that it is busy."""
-    left = [times]
-
-    async def reply(request):
-        if request.method == "GET" or left[0] == 0:
-            return web.json_response(said())
-        left[0] -= 1
-        headers = {} if retry_after is None else {"Retry-After": retry_after}
-        return web.json_response({"error": {"message": "busy"}}, status=status, headers=headers)
-
-    return reply
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_busy_server_is_asked_again_as_it_says(opened, stream):
-    stub, engine = await opened(**{CHAT: busy(3)})
-    if stream:
-        with pytest.raises(EngineError):  # at last an answer, which is no stream
-            await collect(engine, call(stream=True))
-    else:
-        (chunk,) = await collect(engine, call())
-        assert chunk.finish_reason is FinishReason.STOP
-    assert len(stub.bodies) == 4
+@pytest.mark.parametrize(("told", "wait_s"), [("7", 7.0), ("soon", None), (None, None)])
+async def test_a_busy_server_s_error_says_when_to_come_back(opened, stream, told, wait_s):
+    async def busy(request):
+        headers = {} if told is None else {"Retry-After": told}
+        return web.json_response({"error": {"message": "busy"}}, status=429, headers=headers)
 
-
-@pytest.mark.parametrize(("told", "tries"), [("9999", 1), ("0", openai.ATTEMPTS)])
-async def test_a_server_that_stays_busy_is_an_error_that_may_be_tried_again(opened, told, tries):
-    stub, engine = await opened(**{CHAT: busy(99, told)})
+    stub, engine = await opened(**{CHAT: busy})
     with pytest.raises(EngineError, match="busy") as caught:
-        await collect(engine, call())
-    assert (caught.value.status, caught.value.retryable) == (429, True)
-    assert len(stub.bodies) == tries
-
-
-@pytest.mark.parametrize(
-    ("told", "seconds"),
-    [
-        ("3", 3.0),
-        ("-1", 0.0),
-        ("Thu, 01 Jan 1970 00:01:40 GMT", 60.0),
-        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
-        ("soon", 0.5),
-    ],
-)
-def test_a_wait_is_told_in_seconds_or_as_a_date(told, seconds):
-    assert openai._seconds(told, 40.0) == seconds
-
-
-async def test_without_a_word_the_wait_grows(opened):
-    _, engine = await opened()
-
-    class Answer:
-        status, headers = 503, {}
-
-    waits = [engine._client._wait_s(Answer(), attempt) for attempt in (1, 2, 3)]
-    assert waits == [0.5, 1.0, 2.0]
+        await collect(engine, call(stream=stream))
+    error = caught.value
+    assert (error.status, error.retryable, error.retry_after_s) == (429, True, wait_s)
+    assert len(stub.bodies) == 1
 
 
 async def test_no_error_repeats_the_key(opened):

@@ -22,7 +22,7 @@ CALLS: dict[str, Any] = {
 DONE: dict[str, Any] = {"content": "They differ."}
 CUT: dict[str, Any] = {"content": "It goes on", "finish": "length"}
 SHAPED: dict[str, Any] = {"content": '{"key": "a", "n": 1}'}
-AGAIN: dict[str, Any] = {"content": "ok", "fault": 503, "fault_times": 1}
+AGAIN: dict[str, Any] = {"content": "ok", "fault": 503, "fault_times": 3}
 
 SCRIPT = [
     {"when": {"last_contains": "hello"}, "turns": [HELLO]},

@@ -13,7 +13,7 @@ from bridle.config import FieldPolicy, Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
 from bridle.dialects.base import Route, RouteKind
 from bridle.engines.base import GenerateChunk
-from bridle.errors import StoreError
+from bridle.errors import EngineError, StoreError
 from bridle.gateway.call import Asked, Stage
 from bridle.types import DeliveryState, Dialect, FinishReason, Kind
 
@@ -324,6 +324,33 @@ async def test_an_engine_s_failure_is_told_in_the_dialect_and_not_leaked(fault, 
         assert "scripted" not in str(reply)
         assert caller.facts.failed_last
         assert caller.exchanges == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [429, 500, 503])
+async def test_a_first_token_that_the_engine_refused_is_tried_again_inside(fault, stream):
+    async with house({"content": "ok", "fault": fault, "fault_times": 2}) as home:
+        caller = await home.session()
+        if stream:
+            told = await caller.stream([user("go")])
+            said = "".join(one["choices"][0]["delta"].get("content") or "" for one in told[:-1])
+        else:
+            said = (await caller.ask([user("go")]))["content"]
+        (exchange,) = caller.exchanges
+        assert said == "ok"
+        assert (caller.facts.calls, len(exchange.output_ids)) == (1, len(exchange.logprobs))
+
+
+async def test_a_longer_retry_after_of_the_engine_reaches_the_client():
+    refusal = EngineError("full", status=429, retryable=True, retry_after_s=30.0)
+    engine = Gated({"content": "a"}, gate=0, error=refusal)
+    engine.sign.set()
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        body = {"model": "m", "messages": [user("go")]}
+        async with home.client.post(caller.url, json=body, headers=caller.headers) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "30")
+    assert engine.asked == 1
 
 
 async def test_a_reply_that_the_engine_cut_is_resumed_inside():

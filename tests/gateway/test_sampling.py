@@ -1,6 +1,8 @@
 """One reply from the engine, whatever pieces and interruptions it comes in."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -55,10 +57,12 @@ def letters(ids):
 PROMPT = PromptIds.root(np.arange(5, dtype=np.int32))
 
 
-async def sampled(engine, *, most=None, mode=LogprobMode.RAW, heard=lambda _: None):
+async def sampled(
+    engine, *, most=None, mode=LogprobMode.RAW, heard=lambda _: None, retry_until=math.inf
+):
     sampler = Sampler(engine, mode=mode, version=lambda: 7, decode=letters)
     request = GenerateRequest("r", PROMPT, Sampling(max_tokens=most))
-    return await sampler.sample(request, PROMPT, heard=heard)
+    return await sampler.sample(request, PROMPT, heard=heard, retry_until=retry_until)
 
 
 async def test_pieces_become_one_sample():
@@ -241,3 +245,35 @@ def test_another_prompt_is_a_break_at_the_first_difference(told, position):
 def test_prompt_ids_that_cannot_be_read_are_an_engine_error():
     with pytest.raises(EngineError, match="prompt ids"):
         another_prompt(request_for([1]), b"[1,")
+
+
+def refused(status=503, retry_after_s: float | None = 0.0):
+    return EngineError("full", status=status, retryable=True, retry_after_s=retry_after_s)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_call_refused_before_its_first_token_is_tried_twice_more(status):
+    whole = Reply("a", None, (), STOP)
+    engine = Pieces([refused(status)], [refused(status)], [chunk([1, 2], STOP, reply=whole)])
+    sample = await sampled(engine)
+    assert (sample.output_ids.tolist(), sample.resumed, sample.last.reply) == ([1, 2], 0, whole)
+    assert len({request.request_id for request in engine.requests}) == 3
+    engine = Pieces(*[[refused(status)]] * 3)
+    with pytest.raises(EngineError, match="full"):
+        await sampled(engine)
+    assert len(engine.requests) == 3
+
+
+async def test_an_engine_that_asks_for_a_longer_wait_is_not_tried_again():
+    engine = Pieces([refused(retry_after_s=30)])
+    with pytest.raises(EngineError) as caught:
+        await sampled(engine, retry_until=time.perf_counter() + 10)
+    assert caught.value.retry_after_s == 30
+
+
+async def test_a_refusal_after_the_first_token_or_for_good_is_not_tried_again():
+    for tries in ([[chunk([1]), CutError("gone")], [refused()]], [[EngineError("no", status=501)]]):
+        engine = Pieces(*tries)
+        with pytest.raises(EngineError):
+            await sampled(engine)
+        assert len(engine.requests) == len(tries)

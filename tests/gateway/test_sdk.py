@@ -81,7 +81,7 @@ async def test_the_openai_sdk_streams_the_same_turn():
 
 
 async def test_the_openai_sdk_s_own_retries_survive_faults_and_join_nothing():
-    turn = {"content": "ok", "fault": 503, "fault_times": 2}
+    turn = {"content": "ok", "fault": 503, "fault_times": 6}  # three for each try of the SDK
     async with house(turn) as home:
         caller = await home.session()
         async with client_of(caller, max_retries=2) as client:

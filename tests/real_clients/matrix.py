@@ -162,8 +162,9 @@ def faulty_steps(harness: str, columns: tuple[str, ...], *, slow_s: float) -> li
     late = "I think about it for a while, and say a few words more than are needed for it."
     faults: dict[str, dict[str, Any]] = {
         "slow": {"delay_s": slow_s},
-        "500": {"fault": 500, "fault_times": 1},
-        "429": {"fault": 429, "fault_times": 1},
+        # The gateway itself tries three times.
+        "500": {"fault": 500, "fault_times": 3},
+        "429": {"fault": 429, "fault_times": 3},
         # Not a status after which the gateway itself goes on with the reply.
         "late_error": {
             "content": late, "fault": 501, "fault_times": 1, "fault_after": 6, "delay_s": 0.4,

@@ -36,6 +36,8 @@ class Reply:
         """0 = the head is not there yet."""
         self.keeps = True
         """Whether the connection may be used again."""
+        self.retry_after: str | None = None
+        """Its `Retry-After`."""
         self._pieces: list[bytes] = []
         self._size = 0
         self._length = -1
@@ -93,6 +95,8 @@ class Reply:
                 self._length = int(value)
             case b"content-length":
                 raise ConnectionError("no HTTP reply")
+            case b"retry-after":
+                self.retry_after = value.decode(errors="replace")
             case b"transfer-encoding":
                 self._chunked = value.lower() == b"chunked"
             case b"connection":

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -145,7 +148,13 @@ class EngineClient:
             raise self._failure(path, error) from error
         answer = reply.body
         if reply.status != 200:
-            raise failure(reply.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+            raise failure(
+                reply.status,
+                answer,
+                self._url(path),
+                prompt_tokens=prompt_tokens,
+                retry_after=reply.retry_after,
+            )
         if answer[:1] != b"{":
             raise failure(200, answer, self._url(path))
         return answer
@@ -160,7 +169,13 @@ class EngineClient:
             if response.status != 200 or response.content_type != "text/event-stream":
                 async with self._failures(path), call.waiting():
                     answer = await response.read()
-                raise failure(response.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+                raise failure(
+                    response.status,
+                    answer,
+                    self._url(path),
+                    prompt_tokens=prompt_tokens,
+                    retry_after=response.headers.get("Retry-After"),
+                )
             async with aclosing(_events(response, call)) as events:
                 async for data in events:
                     if data == b"[DONE]":
@@ -191,14 +206,23 @@ class EngineClient:
         return EngineError(message, retryable=True)
 
 
-def failure(status: int, body: bytes, url: URL, *, prompt_tokens: int = 0) -> EngineError:
-    """What an answer other than the expected one means."""
+def failure(
+    status: int,
+    body: bytes,
+    url: URL,
+    *,
+    prompt_tokens: int = 0,
+    retry_after: str | None = None,
+) -> EngineError:
+    """The error that an answer other than the expected one means; `retry_after` is its header."""
+    wait_s = None if retry_after is None else seconds(retry_after, time.time())
     if body.lstrip()[:1] == b"<":
         return EngineError(
             f"{url} answered {status} with a page, not JSON: is this the engine's address, and is "
             "a proxy between?",
             retryable=status in RETRYABLE,
             status=status,
+            retry_after_s=wait_s,
         )
     message = _message(body)
     overflow = _OVERFLOW.search(message)
@@ -206,8 +230,23 @@ def failure(status: int, body: bytes, url: URL, *, prompt_tokens: int = 0) -> En
         return ContextOverflowError(prompt_tokens, int(overflow[1]), None)
     hint = "; is the API key right?" if status in {401, 403} else ""
     return EngineError(
-        f"{url} answered {status}: {message}{hint}", retryable=status in RETRYABLE, status=status
+        f"{url} answered {status}: {message}{hint}",
+        retryable=status in RETRYABLE,
+        status=status,
+        retry_after_s=wait_s,
     )
+
+
+def seconds(told: str, now: float) -> float | None:
+    """Seconds that a `Retry-After` names, as a number or as a date; `None` if it is neither."""
+    try:
+        wait_s = float(told)
+    except ValueError:
+        try:
+            wait_s = parsedate_to_datetime(told).timestamp() - now
+        except ValueError:
+            return None
+    return max(0.0, wait_s) if math.isfinite(wait_s) else None
 
 
 def _message(body: bytes) -> str:

@@ -4,26 +4,24 @@ For data from a hosted model, for judges and side calls. Messages go as they cam
 renders, samples and parses. Ids and logprobs are kept where a server tells them (vLLM's fields are
 asked for until it refuses them), but nothing proves under which prompt they were sampled, so the
 engine says that it takes no ids and knows no logprob mode, and trajectories count its tokens as
-excluded. Busy servers are asked again as their `Retry-After` says. The key comes from the
-environment and goes into one header: it stands in no record, log or error.
+excluded. The key comes from the environment and goes into one header: it stands in no record, log
+or error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from bridle.engines.base import RETRYABLE, CutError, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.http import AbortedError, Call, EngineClient, failure
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer
@@ -37,9 +35,7 @@ KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
 """Environment variables that may hold the key; the first that is set is taken."""
 
 ATTEMPTS = 5
-"""How often a call is tried on a server that is busy or gone."""
-LONGEST_WAIT_S = 60.0
-"""A server that wants to be left alone for longer is an error at once."""
+"""How often a call is tried on a server that cannot be reached."""
 FIRST_WAIT_S = 0.5
 
 UNKNOWN_CONTEXT = 1 << 20
@@ -54,14 +50,13 @@ _REFUSALS = frozenset({400, 404, 422})
 
 
 class HostedClient(EngineClient):
-    """`EngineClient` for a server far away: it waits as it is told, and knows any base path."""
+    """`EngineClient` for a server far away: it is waited for, and has any base path."""
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
         super().__init__(base_url, api_key=api_key, timeout_s=timeout_s)
         self._key = api_key
         self.root = "/v1" if base_url.rstrip("/").endswith("/v1") else ""
         """What stands before a route's path."""
-        self.now: Callable[[], float] = _now
 
     def hide(self, error: EngineError) -> EngineError:
         """The error without the key, should the server have repeated it."""
@@ -78,30 +73,22 @@ class HostedClient(EngineClient):
             except aiohttp.ClientPayloadError as error:
                 raise CutError(f"the engine's reply broke off: {error}") from error
         if response.status != 200 or answer[:1] != b"{":
-            raise failure(response.status, answer, self._url(path), prompt_tokens=prompt_tokens)
+            raise failure(
+                response.status,
+                answer,
+                self._url(path),
+                prompt_tokens=prompt_tokens,
+                retry_after=response.headers.get("Retry-After"),
+            )
         return answer
 
     async def _posted(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         for attempt in range(1, ATTEMPTS):
             try:
-                response = await super()._posted(path, body)
+                return await super()._posted(path, body)
             except aiohttp.ClientConnectorError:
                 await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
-                continue
-            wait_s = self._wait_s(response, attempt)
-            if wait_s is None:
-                return response
-            response.release()
-            await asyncio.sleep(wait_s)
         return await super()._posted(path, body)
-
-    def _wait_s(self, response: aiohttp.ClientResponse, attempt: int) -> float | None:
-        """How long to wait before the next try; `None` = this answer stands."""
-        if response.status not in RETRYABLE:
-            return None
-        told = response.headers.get("Retry-After")
-        wait_s = FIRST_WAIT_S * 2 ** (attempt - 1) if told is None else _seconds(told, self.now())
-        return wait_s if wait_s <= LONGEST_WAIT_S else None
 
 
 class OpenAIEngine:
@@ -336,19 +323,3 @@ def _nothing(finish: FinishReason) -> GenerateChunk:
 
 
 _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
-
-
-def _now() -> float:
-    return time.time()
-
-
-def _seconds(told: str, now: float) -> float:
-    """Seconds that a `Retry-After` names, as a number or as a date; 0.5 if it is neither."""
-    try:
-        return max(0.0, float(told))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(told).timestamp() - now)
-    except ValueError:
-        return FIRST_WAIT_S

@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -47,7 +48,7 @@ from bridle.gateway.recording import (
 )
 from bridle.gateway.registry import Session
 from bridle.gateway.retries import Deliveries
-from bridle.gateway.sampling import Sample, Sofar
+from bridle.gateway.sampling import REFUSED_S, Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.tries import question_key
 from bridle.gateway.weights import Policy
@@ -283,16 +284,20 @@ class Exchanges:
                 call.first_token_s = time.perf_counter() - call.clock_start
                 call.began.set()
 
+        patience_s = min(REFUSED_S, self._settings.headers_after_s)
+        sample = partial(
+            sampler.sample, heard=heard, sofar=sofar, retry_until=call.clock_start + patience_s
+        )
         try:
             async with call.on_leash():
                 try:
-                    return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
+                    return await sample(asked, prompted.prompt)
                 except EngineError as error:
                     if error.status != 400 or not is_for_calls(call.grammar):
                         raise
                 call.grammar = None
                 asked = replace(asked, grammar=None)
-                return await sampler.sample(asked, prompted.prompt, heard=heard, sofar=sofar)
+                return await sample(asked, prompted.prompt)
         except TimeoutError:
             call.error = self._why_cancelled(session)
         except EngineError as error:

@@ -43,16 +43,20 @@ def trace_of(error: BaseException) -> str:
 
 def _engine_failed(error: EngineError) -> RequestError:
     if error.status == 429:
-        return _passing("the model is busy; try again later", 429, "rate_limit")
+        return _passing("the model is busy; try again later", 429, "rate_limit", error)
     if error.status in REFUSED:
         return RequestError("the model's server refused this request as invalid")
     if error.retryable:
-        return _passing("the model is overloaded; try again later", 503, "overloaded")
+        return _passing("the model is overloaded; try again later", 503, "overloaded", error)
     return RequestError("the model failed to answer", status=500, code="engine_error")
 
 
-def _passing(message: str, status: int, code: str) -> RequestError:
-    return RequestError(message, status=status, code=code, retry_after_s=RETRY_AFTER_S)
+def _passing(
+    message: str, status: int, code: str, cause: EngineError | None = None
+) -> RequestError:
+    told = 0.0 if cause is None else cause.retry_after_s or 0.0
+    wait_s = max(RETRY_AFTER_S, told)
+    return RequestError(message, status=status, code=code, retry_after_s=wait_s)
 
 
 def overflow(prompt_tokens: int, context_length: int) -> RequestError:

@@ -10,6 +10,7 @@ the harness sees one reply, and each token knows the version that sampled it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,15 @@ _ABORT = FinishReason.ABORT
 
 BACKOFF_S: Final = 0.05
 """Wait before a fruitless try is repeated; doubles."""
+
+REFUSED_TRIES: Final = 2
+"""Further tries of a call that the engine refused before its first token."""
+
+REFUSED_BACKOFF_S: Final = 0.25
+"""Wait before such a try where the engine did not say when to come back; doubles."""
+
+REFUSED_S: Final = 10.0
+"""The time since its request after which a call is not tried again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +95,8 @@ class Sofar:
     tokens: int = 0
     tries: int = 0
     fruitless: int = 0
+    refused: int = 0
+    """Tries that the engine answered with an error status before the reply's first token."""
     told_prompt: bytes | None = None
     discarded: int = 0
     mixed: bool = False
@@ -155,16 +167,24 @@ class Sampler:
         *,
         heard: Callable[[GenerateChunk], None],
         sofar: Sofar | None = None,
+        retry_until: float = 0.0,
     ) -> Sample:
         """Sample one reply under `prompt`; `heard` is told each chunk as it comes.
+
+        While there is no token, an error status that may pass is tried again, up to the time
+        `retry_until` (of `time.perf_counter`).
 
         Cancelling aborts the call. `EngineError` when the engine failed, gave the call up for
         good, or answered what cannot be used; what came until then is in `sofar`, for `cut`.
         """
         sofar = sofar or Sofar()
         while True:
-            left = rest(request, prompt, sofar.output_ids(), sofar.tries)
-            last = await self._try(left, sofar, heard, request.sampling.min_tokens or 0)
+            left = rest(request, prompt, sofar.output_ids(), sofar.tries + sofar.refused)
+            try:
+                last = await self._try(left, sofar, heard, request.sampling.min_tokens or 0)
+            except EngineError as error:
+                await _wait_after(error, sofar, retry_until)
+                continue
             last = last or _budget_spent(request, sofar)
             if last is not None:
                 return self._whole(request, sofar, last)
@@ -245,6 +265,20 @@ class Sampler:
             extra=sofar.extras.told(len(output_ids)),
             extra_before=sofar.extras.before(len(output_ids)),
         )
+
+
+async def _wait_after(error: EngineError, sofar: Sofar, until: float) -> None:
+    """Wait before a refused call is tried again; raises `error` if it is not to be."""
+    sampled = sum(map(len, sofar.ids))
+    if sampled or not error.retryable or error.status is None or sofar.refused >= REFUSED_TRIES:
+        raise error
+    wait_s = error.retry_after_s
+    if wait_s is None:
+        wait_s = REFUSED_BACKOFF_S * 2**sofar.refused
+    if time.perf_counter() + wait_s > until:
+        raise error
+    sofar.refused += 1
+    await asyncio.sleep(wait_s)
 
 
 def _budget_spent(request: GenerateRequest, sofar: Sofar) -> GenerateChunk | None:
