@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.prompting.talk import call, request, result, said, user
@@ -89,6 +90,13 @@ def test_a_result_with_an_id_may_answer_a_call_that_came_back_without_one():
     asked = said(calls=[call(None, name="look"), call("2", name="say")])
     assert orphans(asked, answer("1", "look")) == []
     assert orphans(asked, answer("1", "say")) == [Orphan("1", "say")]
+
+
+@pytest.mark.timeout(10)
+def test_thousands_of_calls_without_ids_are_matched_in_linear_time():
+    many = range(20_000)
+    calls = [said(calls=[call(None, name=f"tool{number % 3}")]) for number in many]
+    assert orphans(*calls, *(answer(name=f"tool{number % 3}") for number in many)) == []
 
 
 def test_an_item_s_own_id_is_as_good_as_its_call_s():

@@ -84,6 +84,8 @@ class Index:
         self._by_content: dict[bytes, list[Indexed]] = {}
         self._beginnings: set[bytes] = set()
         """Digests of the first atoms of answers."""
+        self._longest = 0
+        """Number of atoms of the longest answer."""
         self._by_reasoning: dict[bytes, list[Indexed]] = {}
         """Answers without atoms."""
         self._newest: deque[Canonical] = deque(maxlen=KEPT)
@@ -129,6 +131,7 @@ class Index:
         exchange.joined_content = content_key(joined) if joined else None
         exchange.tokens = tokens
         self.replied = True
+        self._longest = max(self._longest, len(joined))
         self._beginnings.update(atom.digest for atom in (*exchange.answer[:1], *joined[:1]))
         for key in () if exchange.answer else exchange.reasoning:
             self._by_reasoning.setdefault(key, []).append(exchange)
@@ -168,6 +171,7 @@ class Index:
         for key in exchange.content_keys:
             _take_out(self._by_content, key, exchange)
         exchange.shown = shown
+        self._longest = max(self._longest, len(shown))
         exchange.turn_keys = (chain_after(exchange.prompt_key, shown),) if shown else ()
         exchange.content_keys = (content_key(shown),) if shown else ()
         whole = bool(shown) and shown == exchange.answer
@@ -211,7 +215,7 @@ class Index:
         if not atoms or atoms[0].digest not in self._beginnings:
             return length, owner
         key = _CONTENT
-        for count, atom in enumerate(atoms, start=1):
+        for count, atom in enumerate(atoms[: self._longest], start=1):
             key = chain_after(key, (atom,))
             if found := [one for one in self._by_content.get(key, ()) if one.usable]:
                 length, owner = count, max(found, key=lambda one: one.order)

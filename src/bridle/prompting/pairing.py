@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     from bridle.prompting.canonical import Atom, Hint
 
-Call: TypeAlias = tuple[str | None, bytes]
-"""A call's name, and its link of the chain: the same call under the same history has the same."""
+Call: TypeAlias = tuple[str | None, bool, bytes]
+"""A call's name, whether it has no id, and its link of the chain: the same call under the same
+history has the same."""
+
+_Group: TypeAlias = tuple[str | None, bool]
+"""The calls of a name, with an id or without (`True`); `None` = of any name."""
+
+_ANY: Final = ((None, True), (None, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,8 @@ class Pairing:
     _ids: dict[str, int] = field(default_factory=dict)
     """Id -> number of the call; -1 = an id of an assistant message, which is as good."""
     _calls: list[Call] = field(default_factory=list)
-    _bare: set[int] = field(default_factory=set)
-    """Numbers of the calls without an id."""
-    _open: dict[int, None] = field(default_factory=dict)
-    """Numbers of the calls without a result yet, in order."""
+    _open: dict[_Group, dict[int, None]] = field(default_factory=dict)
+    """Numbers of the calls without a result yet, in order; a group stays when it is empty."""
     _read: tuple[int, int] = (0, 0)
     """Numbers of atoms and hints of the request that were read."""
 
@@ -50,8 +54,7 @@ class Pairing:
             self.orphans.copy(),
             self._ids.copy(),
             self._calls.copy(),
-            self._bare.copy(),
-            self._open.copy(),
+            {group: numbers.copy() for group, numbers in self._open.items()},
             (len(atoms), len(hints)),
         )
         read, hinted = self._read
@@ -66,7 +69,8 @@ class Pairing:
     @property
     def unpaired(self) -> Iterator[bytes]:
         """The links of the calls without a result."""
-        return (self._calls[number][1] for number in self._open)
+        groups = (self._open.get(group, ()) for group in _ANY)
+        return (self._calls[number][2] for numbers in groups for number in numbers)
 
     def _issued(self, ids: Sequence[str]) -> None:
         for value in ids:
@@ -80,13 +84,12 @@ class Pairing:
             self._result(call_id, atom.text)
 
     def _call(self, call_id: str | None, name: str | None, link: bytes) -> None:
-        number = len(self._calls)
-        self._calls.append((name, link))
-        self._open[number] = None
+        number, bare = len(self._calls), not call_id
+        self._calls.append((name, bare, link))
+        for group in ((name, bare), (None, bare)):
+            self._open.setdefault(group, {})[number] = None
         if call_id:
             self._ids[call_id] = number
-        else:
-            self._bare.add(number)
 
     def _result(self, call_id: str | None, name: str | None) -> None:
         """Match a result: by its id, else by its name, else by order.
@@ -95,15 +98,23 @@ class Pairing:
         One whose id is not known may still mean a call of its name that has no id.
         """
         if call_id and call_id in self._ids:
-            self._open.pop(self._ids[call_id], None)
+            self._close(self._ids[call_id])
             return
-        known = sorted(self._bare) if call_id else range(len(self._calls))
-        fitting = [number for number in known if name is None or self._calls[number][0] == name]
-        if not fitting and not call_id:
-            fitting = [*self._open]
-        if not fitting:
-            self.orphans.append(Orphan(call_id or None, name))
-            return
-        first = next((number for number in fitting if number in self._open), None)
+        groups = [(name, True)] if call_id else [(name, True), (name, False)]
+        named = any(group in self._open for group in groups)
+        first = self._first(groups if named or call_id else _ANY)
         if first is not None:
-            del self._open[first]
+            self._close(first)
+        elif not named:
+            self.orphans.append(Orphan(call_id or None, name))
+
+    def _first(self, groups: Sequence[_Group]) -> int | None:
+        """The number of the first call of these groups without a result."""
+        found = [next(iter(self._open[group])) for group in groups if self._open.get(group)]
+        return min(found, default=None)
+
+    def _close(self, number: int) -> None:
+        if number >= 0:
+            name, bare, _ = self._calls[number]
+            self._open[name, bare].pop(number, None)
+            self._open[None, bare].pop(number, None)

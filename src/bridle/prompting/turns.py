@@ -182,7 +182,8 @@ class _Run:
 
     def _owner(self, start: int, stop: int) -> Indexed | None:
         """The exchange of the last id of ours at these atoms and beside them."""
-        beside = [hint for hint in self._hints if start <= hint.position < stop]
+        low = bisect_left(self._hints, start, key=_position)
+        beside = self._hints[low : bisect_left(self._hints, stop, key=_position)]
         atoms: Sequence[Atom | Hint] = (*beside, *self._canonical.atoms[start:stop])
         for one in reversed(atoms):
             for value in reversed(one.ids):
@@ -193,3 +194,7 @@ class _Run:
 
 def _message(hint: Hint) -> int:
     return hint.message
+
+
+def _position(hint: Hint) -> int:
+    return hint.position
