@@ -1,4 +1,5 @@
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -20,11 +21,15 @@ class Model:
         self.answers = list(answers)
         self.asked = []
         self.keys = []
+        self.times = []
 
     async def complete(self, request):
         self.asked.append(await request.json())
         self.keys.append(request.headers["Authorization"])
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.times.append(time.monotonic())
+        if answer == 429:
+            return web.Response(status=answer, headers={"Retry-After": "1"})
         if isinstance(answer, int):
             return web.Response(status=answer, text="no such model")
         if isinstance(answer, dict):
@@ -161,3 +166,10 @@ def test_what_is_too_long_keeps_its_beginning_and_its_end():
     assert shown.startswith("a" * 500 + "\n[200 characters left out]")
     assert shown.endswith("b" * 500)
     assert json.dumps(shown)
+
+
+async def test_a_busy_judge_is_asked_again_when_it_says(tmp_path):
+    told, model = await judged(tmp_path, 429, GOOD)
+    assert told.reward == 0.75
+    first, second = model.times
+    assert second - first >= 1

@@ -137,7 +137,9 @@ class JudgeEvaluator:
 
 
 async def _complete(access: ModelAccess, body: JSON) -> str:
-    """The text of a chat completion. `EvaluatorError` for an answer that is none."""
+    """The text of a chat completion. `EvaluatorError` for an answer that is none, raised when the
+    gateway's `Retry-After` is over.
+    """
     headers = {"Authorization": f"Bearer {access.key}"}
     url = f"{access.base_url}/chat/completions"
     async with (
@@ -146,6 +148,7 @@ async def _complete(access: ModelAccess, body: JSON) -> str:
     ):
         text = await answer.text()
         if answer.status != 200:
+            await asyncio.sleep(float(answer.headers.get("Retry-After", 0)))  # whole seconds
             raise EvaluatorError(f"HTTP {answer.status}: {text[:300]}")
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
