@@ -160,10 +160,6 @@ def _calls(atoms: Sequence[Atom]) -> list[Atom]:
     return [atom for atom in atoms if atom.kind is AtomKind.CALL]
 
 
-def _ids(calls: Sequence[Atom]) -> list[tuple[str, ...]]:
-    return [call.ids for call in calls]
-
-
 def _squeezed(atoms: Sequence[Atom]) -> str:
     """All text without white space."""
     texts = (atom.text or "" for atom in atoms if atom.kind is AtomKind.TEXT)
