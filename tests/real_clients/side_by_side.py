@@ -101,11 +101,13 @@ async def side_by_side(
     play: Callable[[list[dict[str, Any]]], Engine] | None = None,
     **gateway: Any,
 ) -> list[Ran]:
-    """Run them all; results in the order of `runs`.
+    """Run them all; results in the order of `runs`, none where the draw left no program.
 
     `play` gives the engine that plays the conversations; `None` = the scripted one, of that context
     length. `gateway` are further settings of the gateway.
     """
+    if not runs:
+        return []
     places = tmp_path / "places"
     places.mkdir()
     marks = [f"[work-{number}]" for number in range(len(runs))]
