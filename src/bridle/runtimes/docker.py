@@ -45,6 +45,7 @@ from bridle.runtimes.owner import owner_mark
 from bridle.runtimes.place import Contained, raise_nothing, refuse_workdir, with_signal
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
 from bridle.runtimes.process import Command, run_process
+from bridle.types import JSON
 
 HOLD = "exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
 """Process 1: it collects what others leave, and nothing inside can end it."""
@@ -67,6 +68,9 @@ FILES = 4096
 STOP_S = 120.0
 LOOK_S = 2.0
 HERE_S = 5.0
+EXIT_SEEN_TRIES = 50
+"""Looks, 0.1 s apart, for the end of a container that starts no commands any more; one at its
+limit of processes starts none either, and lives."""
 """How long a container's first process may take to be itself, on a busy machine."""
 DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 """Powers that Docker leaves to a container's root and that no task needs."""
@@ -304,7 +308,12 @@ class DockerRuntime(Contained):
         return replace(result, limit=reached)
 
     async def _ended_by_memory(self) -> str | None:
-        state = json.loads(await docker(["inspect", "--format", "{{json .State}}", self._id]))
+        state = await self._state()
+        tries = EXIT_SEEN_TRIES
+        # The daemon reports a container as running until it has seen its first process exit.
+        while state["Running"] and tries and not await self._starts_commands():
+            await asyncio.sleep(0.1)
+            state, tries = await self._state(), tries - 1
         if not state["Running"]:
             await self.kill()
             if state["OOMKilled"]:
@@ -319,6 +328,17 @@ class DockerRuntime(Contained):
         kills, before = max(map(int, counts), default=0), self._kills
         self._kills = kills
         return "memory" if kills > before else None
+
+    async def _state(self) -> JSON:
+        state: JSON = json.loads(await docker(["inspect", "--format", "{{json .State}}", self._id]))
+        return state
+
+    async def _starts_commands(self) -> bool:
+        try:
+            await docker(["exec", self._id, "/bin/bash", "-c", "true"])
+        except RuntimeFailure:
+            return False
+        return True
 
     # ---- files
 
