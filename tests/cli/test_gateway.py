@@ -1,6 +1,7 @@
 """`bridle gateway`: the model API in a process of its own."""
 
 import http.client
+import itertools
 import json
 import os
 import re
@@ -120,6 +121,7 @@ def test_sessions_of_several_workers_survive_the_death_of_one(tmp_path):
     """One test for a whole life: each start of a process costs a second."""
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     chat = "/v1/chat/completions"
+    numbers = itertools.count()
     opened: list[dict] = []
     with two_workers(tmp_path) as (process, said, ask):
         for _ in range(4):
@@ -130,8 +132,10 @@ def test_sessions_of_several_workers_survive_the_death_of_one(tmp_path):
         assert sorted(urlsplit(base).port for base in bases) == sorted(said["worker_ports"] * 2)
 
         def call(session: dict, base: str | None = None) -> int:
+            """Ask a new question: one that was asked before may join a call that the kill lost."""
             url = f"{base or session['base_url']['openai']}/chat/completions"
-            return ask(url, "POST", body, session["key"])[0]
+            messages = [{"role": "user", "content": str(next(numbers))}]
+            return ask(url, "POST", {"model": "m", "messages": messages}, session["key"])[0]
 
         assert [call(session) for session in opened] == [200] * 4
         host = "http://127.0.0.1:{}/v1"
