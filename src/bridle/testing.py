@@ -61,7 +61,6 @@ class InstantEngine:
         self._logprobs = scripted_logprobs(self.output_ids)
 
     async def start(self) -> EngineInfo:
-        """What it claims to be."""
         return EngineInfo(
             model="instant",
             context_length=self._context_length,
@@ -108,7 +107,6 @@ class RecordingEngine:
         """Request ids whose iterator was closed before its last chunk."""
 
     async def start(self) -> EngineInfo:
-        """The other engine's."""
         return await self.engine.start()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:

@@ -122,7 +122,6 @@ class TrajectoryWriter:
             self._writer = pq.ParquetWriter(self._part, SCHEMA, compression="zstd")
 
     def write(self, trajectory: Trajectory) -> None:
-        """Add one trajectory."""
         self.add(rows_of(trajectory))
 
     def add(self, rows: Rows) -> None:

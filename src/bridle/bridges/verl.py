@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def agent_loop_output(row: Row) -> Any:  # noqa: ANN401 - verl's own
-    """A row as verl's `AgentLoopOutput`."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     return AgentLoopOutput(

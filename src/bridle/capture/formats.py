@@ -428,7 +428,6 @@ def session_row(session: SessionRecord) -> tuple[Any, ...]:
 
 
 def session_of(row: tuple[Any, ...]) -> SessionRecord:
-    """From all columns of `sessions`."""
     return SessionRecord(row[1], row[2], row[3], _of_json(row[4]))
 
 
@@ -439,7 +438,6 @@ def delivery_of(session_id: str, row: tuple[Any, ...]) -> Delivery:
 
 
 def outcome_row(session: int, outcome: Outcome) -> tuple[Any, ...]:
-    """The columns of `outcomes`."""
     rewards = None if outcome.trace_rewards is None else _json(outcome.trace_rewards)
     return (
         session,
@@ -454,7 +452,6 @@ def outcome_row(session: int, outcome: Outcome) -> tuple[Any, ...]:
 
 
 def outcome_of(session_id: str, row: tuple[Any, ...]) -> Outcome:
-    """From all columns of `outcomes`."""
     return Outcome(
         session_id=session_id,
         status=row[1],

@@ -52,8 +52,7 @@ class Rollouts(Protocol):
     def task(self, task_id: str) -> JSON:
         """Where a task stands."""
 
-    def sessions(self, task_id: str) -> list[JSON]:
-        """A task's sessions."""
+    def sessions(self, task_id: str) -> list[JSON]: ...
 
     def session(self, session_id: str) -> JSON:
         """Where a session stands."""

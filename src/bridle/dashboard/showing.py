@@ -68,7 +68,6 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A share in percent."""
     return f"{100 * part / whole if whole else 0:.1f} %"
 
 

@@ -44,8 +44,7 @@ class Source(Protocol):
     """What pages ask for. Methods raise `BridleError` when the source cannot be read."""
 
     @property
-    def title(self) -> str:
-        """What it is."""
+    def title(self) -> str: ...
 
     def overview(self) -> Overview:
         """The first page."""

@@ -198,7 +198,6 @@ class Anthropic(WireFormat):
         return MessagesStream(head, thinking=request.extra.get("thinking"))
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Anthropic's error object."""
         return status_of(error), retry_headers(error), encode(error_body(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
@@ -221,7 +220,6 @@ class Anthropic(WireFormat):
         return encode({**listed, "first_id": None, "last_id": None, **ends})
 
     def token_count(self, count: int) -> bytes:
-        """The answer of `count_tokens`."""
         return encode({"input_tokens": count})
 
 

@@ -59,7 +59,6 @@ class MessagesStream(PiecewiseEncoder):
         return begin + self._delta({"type": "thinking_delta", "thinking": text})
 
     def write_text(self, text: str) -> bytes:
-        """A text delta."""
         begin = self._begin("text", {"type": "text", "text": ""})
         return begin + self._delta({"type": "text_delta", "text": text})
 
@@ -79,7 +78,6 @@ class MessagesStream(PiecewiseEncoder):
         return self._end(), last + _event("message_stop")
 
     def keepalive(self) -> bytes:
-        """A ping."""
         return _PING
 
     def error(self, error: RequestError) -> bytes:

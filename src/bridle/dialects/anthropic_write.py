@@ -91,7 +91,6 @@ def usage_json(usage: Usage) -> JSON:
 
 
 def status_of(error: RequestError) -> int:
-    """The HTTP status."""
     return _ERRORS.get(error.code, (error.status, ""))[0]
 
 

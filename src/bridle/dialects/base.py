@@ -122,16 +122,14 @@ class StreamEncoder(ABC):
         """Bytes that begin the stream; may be empty."""
 
     @abstractmethod
-    def reasoning(self, text: str) -> bytes:
-        """A piece of reasoning."""
+    def reasoning(self, text: str) -> bytes: ...
 
     @abstractmethod
     def text(self, text: str) -> bytes:
         """A piece of visible text."""
 
     @abstractmethod
-    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """One whole tool call."""
+    def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes: ...
 
     @abstractmethod
     def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:

@@ -164,7 +164,6 @@ class Google(WireFormat):
         )
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """Google's error object."""
         return error_response(error)
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:

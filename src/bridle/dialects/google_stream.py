@@ -42,7 +42,6 @@ class ContentStream(PiecewiseEncoder):
         return self._piece([{"text": text, "thought": True}]) if self._thoughts else b""
 
     def write_text(self, text: str) -> bytes:
-        """A text part."""
         return self._piece([{"text": text}])
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:

@@ -33,7 +33,6 @@ that is used up is a refusal of permission."""
 
 
 def content_json(head: ReplyHead, reply: Reply, usage: Usage, *, thoughts: bool) -> JSON:
-    """The whole reply."""
     parts: list[JSON] = []
     if reply.reasoning and thoughts:
         parts.append({"text": reply.reasoning, "thought": True})

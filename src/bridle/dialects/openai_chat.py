@@ -193,7 +193,6 @@ class OpenAIChat(WireFormat):
         return ChatStream(head, include_usage=request.include_usage, freeform=freeform)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """OpenAI's error object."""
         return error_response(error, chat_message(error))
 
     def models(self, route: Route, names: Sequence[str], context_length: int) -> bytes:
@@ -232,7 +231,6 @@ def _not_seen_to(head: JSON) -> JSON:
 
 
 def read_message(value: JSON, path: str) -> tuple[Message, ...]:
-    """One wire message."""
     name = name_at(value, "role", path)
     role = _ROLES.get(name)
     if role is None:

@@ -229,11 +229,9 @@ class OpenAIResponses(WireFormat):
         return RequestError(message, status=404, code="not_found", param="previous_response_id")
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
-        """Responses events."""
         return ResponsesStream(head, request.extra.get("dress") or Dress())
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
-        """OpenAI's error object."""
         return error_response(error, responses_message(error))
 
     def refuses_in_stream(self, error: RequestError) -> bool:

@@ -104,7 +104,6 @@ def compaction_item(head: ReplyHead, text: str) -> JSON:
 
 
 def reasoning_item(head: ReplyHead, dress: Dress, index: int, text: str) -> JSON:
-    """A reasoning item."""
     summary = [{"type": "summary_text", "text": text}] if dress.summary and text else []
     item: JSON = {
         "id": item_id("rs", head.reply_id, index),
@@ -128,7 +127,6 @@ def message_item(head: ReplyHead, index: int, text: str) -> JSON:
 
 
 def output_text(text: str) -> JSON:
-    """A text part."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

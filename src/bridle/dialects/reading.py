@@ -320,7 +320,6 @@ def _as_list(value: Any, path: str) -> list[Any]:
 
 
 def member(path: str, key: str) -> str:
-    """The path of a member."""
     return f"{path}.{key}" if path else key
 
 

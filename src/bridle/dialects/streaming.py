@@ -33,7 +33,6 @@ class PiecewiseEncoder(StreamEncoder):
         return self.write_text(text) if text else b""
 
     def tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """One whole tool call."""
         self._calls += 1
         return self.write_call(index, call_id, name, arguments)
 

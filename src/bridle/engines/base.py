@@ -235,8 +235,7 @@ class Pausable(Protocol):
     async def pause(self, mode: PauseMode) -> bool:
         """Return when it samples nothing more; new calls wait. `False` = it can't be held."""
 
-    async def resume(self) -> None:
-        """Go on."""
+    async def resume(self) -> None: ...
 
 
 Weights: TypeAlias = str | Path | Mapping[str, Any]

@@ -42,8 +42,7 @@ class TakesWeights(ABC):
         """Give no calls out until `None`."""
 
     @abstractmethod
-    async def drain(self, name: str, *, timeout_s: float | None = None) -> None:
-        """No calls for one."""
+    async def drain(self, name: str, *, timeout_s: float | None = None) -> None: ...
 
     @abstractmethod
     def readmit(self, name: str) -> None:

@@ -71,7 +71,6 @@ class Ask:
 
 
 def call_body(route: Route, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
-    """The JSON of a call."""
     head: JSON = {"rid": rid, **dict.fromkeys(ask.extras, True)}
     if request.session_id is not None:
         head["session_id"] = request.session_id

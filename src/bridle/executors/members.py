@@ -40,44 +40,31 @@ class Link(Protocol):
     async def news(self, owner: str, epoch: str, after: int, *, wait_s: float) -> News:
         """As `NodeHost.news`; `NodeLostError` if it is not the process of `epoch` any more."""
 
-    async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]:
-        """As `NodeHost.start`."""
+    async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]: ...
 
-    async def result(self, run_id: str) -> End | None:
-        """As `NodeHost.result`."""
+    async def result(self, run_id: str) -> End | None: ...
 
-    async def recall(self, run_ids: Sequence[str]) -> dict[str, SessionResult]:
-        """As `NodeHost.recall`."""
+    async def recall(self, run_ids: Sequence[str]) -> dict[str, SessionResult]: ...
 
-    async def ack(self, owner: str, run_ids: Sequence[str]) -> None:
-        """As `NodeHost.ack`."""
+    async def ack(self, owner: str, run_ids: Sequence[str]) -> None: ...
 
-    async def cancel(self, run_id: str) -> bool:
-        """As `NodeHost.cancel`."""
+    async def cancel(self, run_id: str) -> bool: ...
 
-    async def drain(self) -> None:
-        """As `NodeHost.drain`."""
+    async def drain(self) -> None: ...
 
-    async def set_policy(self, wanted: SetPolicy) -> JSON:
-        """As `NodeHost.set_policy`."""
+    async def set_policy(self, wanted: SetPolicy) -> JSON: ...
 
-    async def add_replica(self, engine: str) -> JSON:
-        """As `NodeHost.add_replica`."""
+    async def add_replica(self, engine: str) -> JSON: ...
 
-    async def remove_replica(self, name: str, drain_s: float) -> JSON:
-        """As `NodeHost.remove_replica`."""
+    async def remove_replica(self, name: str, drain_s: float) -> JSON: ...
 
-    async def artifact(self, run_id: str, name: str) -> bytes | None:
-        """As `NodeHost.artifact`."""
+    async def artifact(self, run_id: str, name: str) -> bytes | None: ...
 
-    async def remove(self, run_id: str) -> None:
-        """As `NodeHost.remove`."""
+    async def remove(self, run_id: str) -> None: ...
 
-    async def metrics(self) -> str:
-        """As `NodeHost.metrics`."""
+    async def metrics(self) -> str: ...
 
-    async def kept_bytes(self) -> int:
-        """As `NodeHost.kept_bytes`."""
+    async def kept_bytes(self) -> int: ...
 
     async def leave(self) -> None:
         """End the node's process."""
@@ -136,7 +123,6 @@ class Member:
         return not self.runs and self.place.told_free >= self.place.capacity
 
     def json(self) -> JSON:
-        """For people."""
         return {
             "name": self.place.name,
             "node_id": self.place.node_id or None,

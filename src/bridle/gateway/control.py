@@ -84,14 +84,11 @@ class Sessions(Protocol):
         metadata: JSON | None = None,
         sampling: SamplingPolicy | None = None,
         limits: Limits | None = None,
-    ) -> SessionHandle:
-        """Open a session."""
+    ) -> SessionHandle: ...
 
-    async def seal(self, session_id: str) -> SessionFacts:
-        """End a session."""
+    async def seal(self, session_id: str) -> SessionFacts: ...
 
-    def facts(self, session_id: str) -> SessionFacts:
-        """What has come of it."""
+    def facts(self, session_id: str) -> SessionFacts: ...
 
     def session_ids(self) -> list[str]:
         """All sessions, oldest first."""

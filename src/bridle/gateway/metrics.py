@@ -37,7 +37,6 @@ class Tally:
         self.inc(-1)
 
     def family(self) -> Metric:
-        """As Prometheus has it."""
         kind = GaugeMetricFamily if self._sinks else CounterMetricFamily
         family = kind(self._name, self._text, labels=self._labels)
         for of, value in self._values.items():

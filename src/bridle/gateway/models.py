@@ -148,7 +148,6 @@ class Models:
 
 
 def template_args(other: str | None, renderer: PromptRenderer, request: ModelRequest) -> Hashable:
-    """See `Served.template_args`."""
     args = renderer.template_args(request)
     return args if other is None else (other, args)
 

@@ -130,7 +130,6 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """The session's id."""
         return self.record.session_id
 
     def seconds(self) -> float:

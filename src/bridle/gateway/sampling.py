@@ -103,7 +103,6 @@ class Sofar:
     extras: Extras = field(default_factory=Extras)
 
     def output_ids(self) -> Ids:
-        """All of them."""
         return _joined(self.ids) if self.ids else no_ids()
 
     def begin_again(self) -> None:

@@ -34,8 +34,7 @@ class Steered(Protocol):
     """A gateway, in this process or another."""
 
     @property
-    def name(self) -> str:
-        """For errors."""
+    def name(self) -> str: ...
 
     async def steer(self, wanted: SetPolicy) -> JSON:
         """Do it; what `GET /policy` then answers. `EngineError` if it did not do its part."""
@@ -49,7 +48,6 @@ class Here:
         self.name = name
 
     async def steer(self, wanted: SetPolicy) -> JSON:
-        """See `Steered.steer`."""
         await self._gateway.set_policy(wanted)
         return self._gateway.policy()
 
@@ -58,7 +56,6 @@ class There:
     """A gateway at a URL, steered over its control routes; an async context manager."""
 
     def __init__(self, url: str, token: str) -> None:
-        """`token` is its control token."""
         self.name = url.rstrip("/")
         self._token = token
 
@@ -72,7 +69,6 @@ class There:
         await self._http.close()
 
     async def steer(self, wanted: SetPolicy) -> JSON:
-        """See `Steered.steer`."""
         body = wanted.model_dump(mode="json", exclude_unset=True)
         limit = aiohttp.ClientTimeout(total=None, sock_read=wanted.timeout_s + SLACK_S)
         url = f"{self.name}/policy"

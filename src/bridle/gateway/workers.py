@@ -136,7 +136,6 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop all workers."""
         await self._stack.aclose()
 
     async def _listen(

@@ -66,7 +66,6 @@ class CommandHarness:
         bundles: Path,  # noqa: ARG002 - the contract's
         report: Callable[[str], None],  # noqa: ARG002 - the contract's
     ) -> Path | None:
-        """Nothing to install."""
         return None
 
     def launch(self, context: LaunchContext) -> Launch:

@@ -68,7 +68,6 @@ class FunctionHarness:
         bundles: Path,  # noqa: ARG002 - the contract's
         report: Callable[[str], None],  # noqa: ARG002 - the contract's
     ) -> Path | None:
-        """Nothing to install."""
         return None
 
     def launch(self, context: LaunchContext) -> Launch:

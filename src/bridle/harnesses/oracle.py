@@ -49,7 +49,6 @@ class Empty:
         bundles: Path,  # noqa: ARG002 - the contract's
         report: Callable[[str], None],  # noqa: ARG002 - the contract's
     ) -> Path | None:
-        """Nothing to install."""
         return None
 
     def launch(self, context: LaunchContext) -> Launch:  # noqa: ARG002 - the contract's

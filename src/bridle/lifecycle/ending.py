@@ -44,8 +44,7 @@ class Facts(Protocol):
         """Text of the last error that the harness was told."""
 
     @property
-    def last_error_code(self) -> str | None:
-        """Its kind."""
+    def last_error_code(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ COMPLETED = Ending(SessionStatus.COMPLETED)
 
 
 def failed(cause: Cause, error: str) -> Ending:
-    """ERROR with a cause."""
     return Ending(SessionStatus.ERROR, cause, error)
 
 

@@ -53,8 +53,7 @@ class ModelGateway(Protocol):
     """What a node needs of a gateway (`bridle.gateway.app.Gateway`)."""
 
     @property
-    def info(self) -> EngineInfo:
-        """What the engine can do."""
+    def info(self) -> EngineInfo: ...
 
     async def open_session(
         self,

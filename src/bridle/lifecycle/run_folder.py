@@ -49,8 +49,7 @@ class Captures(Protocol):
     def sessions(self) -> Sequence[SessionRecord]:
         """All sessions in the order they were opened."""
 
-    def read(self, session_id: str) -> SessionCapture:
-        """Everything of one session."""
+    def read(self, session_id: str) -> SessionCapture: ...
 
 
 class RunFolder:

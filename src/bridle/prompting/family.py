@@ -214,7 +214,6 @@ class _PlainParser:
         return self._parser.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> Sequence[int]:
-        """See `Parser.get_stop_token_ids`."""
         return self._parser.get_stop_token_ids()
 
 

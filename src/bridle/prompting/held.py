@@ -53,7 +53,6 @@ class HeldFamily:
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
     ) -> list[int]:
-        """See `Family`."""
         ids = self._laid_out(
             lambda: self._family.render_ids(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt
@@ -91,11 +90,9 @@ class HeldFamily:
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
-        """See `Family`."""
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:
-        """See `Family`."""
         return list(self._family.get_stop_token_ids())
 
     def _laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:

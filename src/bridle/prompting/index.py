@@ -95,7 +95,6 @@ class Index:
         """Whether any reply is or was there for a harness to show."""
 
     def begin(self, exchange_id: str, canonical: Canonical) -> None:
-        """An exchange is in flight."""
         exchange = Indexed(
             exchange_id=exchange_id,
             order=self._next(),
@@ -118,7 +117,6 @@ class Index:
         template_args: Hashable = None,
         tokens: int = 0,
     ) -> None:
-        """As `Conversation.commit`."""
         if exchange_id not in self._exchanges:
             self.begin(exchange_id, canonical)
         exchange = self._exchanges[exchange_id]
@@ -203,7 +201,6 @@ class Index:
         return next(keys, None)
 
     def known(self, exchange_id: str) -> Indexed | None:
-        """An exchange by its id."""
         return self._exchanges.get(exchange_id)
 
     def longest_said(self, atoms: Sequence[Atom]) -> tuple[int, Indexed | None]:

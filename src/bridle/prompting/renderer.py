@@ -229,7 +229,6 @@ class TokenRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool | None
     ) -> Ids:
-        """See `PromptRenderer.render`."""
         ordered = results_in_call_order(messages)
         escape = self._tokens.escape
         listed = chat_tools(tools, escape)
@@ -299,7 +298,6 @@ class TokenRenderer:
         call_ids: Sequence[str] = (),
         calls_as_text: bool = False,
     ) -> Reply:
-        """See `PromptRenderer.parse`."""
         given = iter(call_ids)
         return parse_reply(
             self._parser,
@@ -320,7 +318,6 @@ class TokenRenderer:
         stops: Sequence[str],
         calls_as_text: bool = False,
     ) -> LiveReader | None:
-        """See `PromptRenderer.live`."""
         if self._marks is None:
             return None
         listed = chat_tools(tools)
@@ -353,22 +350,18 @@ class TokenRenderer:
         return not parsed.content
 
     def decode(self, ids: Ids) -> str:
-        """See `PromptRenderer.decode`."""
         return self._tokens.decode(ids.tolist())
 
     def call_grammar(self, tools: Sequence[ToolSpec], choice: str) -> JSON | None:
-        """See `PromptRenderer.call_grammar`."""
         template = str(self._tokens.fast.chat_template or "")
         return call_grammar(self.family or tool_parser_of(template), tools, choice)
 
     def text_ids(self, text: str, *, control: bool) -> Ids:
-        """See `PromptRenderer.text_ids`."""
         if control:
             return _array(self.tokenizer.encode(text))
         return _array(self._tokens.encode(self._tokens.escape(text)))
 
     def apart(self, text: str) -> str:
-        """See `PromptRenderer.apart`."""
         return self._tokens.apart(text)
 
     def template_args(self, request: ModelRequest) -> Hashable:

@@ -47,7 +47,6 @@ class ChatTemplate:
 
     @property
     def close_id(self) -> int | None:
-        """Id of `close`."""
         return None if self.close is None else self._tokenizer.added[self.close]
 
     def text(

@@ -61,8 +61,7 @@ class RemoteSettings(Settings):
 class Host(Protocol):
     """What is asked of a host (`rex.RexHost`)."""
 
-    async def start(self) -> None:
-        """Start it."""
+    async def start(self) -> None: ...
 
     async def stop(self) -> None:
         """Give it back; idempotent."""

@@ -19,11 +19,9 @@ from bridle.trajectory.sample import Trajectory
 class Codec(Protocol):
     """A trajectory as bytes."""
 
-    def pack(self, trajectory: Trajectory) -> bytes:
-        """The file of one trajectory."""
+    def pack(self, trajectory: Trajectory) -> bytes: ...
 
-    def unpack(self, packed: bytes) -> Trajectory:
-        """The trajectory of a file."""
+    def unpack(self, packed: bytes) -> Trajectory: ...
 
     def arrow(self, trajectory: Trajectory) -> bytes:
         """An Arrow stream of its traces, one row each."""

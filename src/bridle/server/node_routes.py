@@ -12,7 +12,6 @@ from bridle.server.auth import Role
 
 
 def routes(served: Served) -> list[Route]:
-    """The routes."""
     drain_s = {"type": "integer", "minimum": 0, "maximum": 3600, "default": 0}
     return [
         route(served, "GET", "/v1/nodes", Role.READ, show_nodes),

@@ -33,7 +33,6 @@ KEEPALIVE_S = 15.0
 
 
 def routes(served: Served) -> list[Route]:
-    """The routes."""
     read, submit = Role.READ, Role.SUBMIT
     return [
         route(served, "POST", "/rollout/task/submit", submit, submit_task, body=PolarTask),

@@ -58,7 +58,6 @@ NEWEST: Final[dict[str, JSON]] = {
 
 
 def routes(served: Served) -> list[Route]:
-    """The routes."""
     read, submit, admin = Role.READ, Role.SUBMIT, Role.ADMIN
     states: JSON = {"enum": list(TaskState)}
     deliveries: JSON = {"enum": list(DeliveryState)}

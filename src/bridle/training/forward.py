@@ -62,7 +62,6 @@ class Rows:
         return self.prefix + len(self.samples) * (longest - self.prefix)
 
     def tokens(self) -> Tokens:
-        """What trains."""
         masks = [_mask(sample) for sample in self.samples]
         counts = [int(mask.sum()) for mask in masks]
         starts = [len(sample.trace.prompt_ids) for sample in self.samples]
@@ -112,7 +111,6 @@ class Tree:
         return mask
 
     def tokens(self) -> Tokens:
-        """What trains."""
         trained = self._trained()
         of = self.packed.trace_of[trained]
         places = self.packed.position_ids[trained]

@@ -69,7 +69,6 @@ class History:
 
     @classmethod
     def of(cls, value: JSON) -> History:
-        """Back from `json`."""
         return cls({task_id: Record(**record) for task_id, record in value.items()})
 
 

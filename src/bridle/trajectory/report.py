@@ -76,7 +76,6 @@ class Report:
         return self.extending / self.showing if self.showing else None
 
     def add(self, session_id: str, harness: str, status: str, stats: JSON) -> None:
-        """Add one session's `metadata.stats`."""
         self.sessions += 1
         self.statuses[status] += 1
         captured, trained = stats["tokens_captured"], stats["tokens_trained"]

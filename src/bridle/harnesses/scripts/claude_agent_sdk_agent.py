@@ -16,7 +16,6 @@ from claude_agent_sdk import ClaudeAgentOptions, ProcessError, ResultMessage, qu
 
 
 def options(config: dict[str, Any]) -> ClaudeAgentOptions:
-    """What the SDK is told."""
     return ClaudeAgentOptions(
         model=config["model"],
         permission_mode="bypassPermissions",
