@@ -25,6 +25,7 @@ def here(say, tmp_path, monkeypatch):
 WANT_A_FOLDER = {
     "gateway": ("gateway", *SCRIPTED, "--port", 0, "--data"),
     "serve": ("serve", *SCRIPTED, "--port", 0, "--data"),
+    "serve --trajectories": ("serve", *SCRIPTED, "--port", 0, "--trajectories"),
     "run": ("run", "mine", *SCRIPTED, "--out"),
     "generate": ("generate", "mine", *SCRIPTED, "--out"),
     "train": ("train", "--model", "m", "--tasks", "mine", "--out"),

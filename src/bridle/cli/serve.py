@@ -91,6 +91,8 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         executor=executor_flags(executor, concurrency),
     )
     check_folder(loaded.server.data, "--data")
+    if (kept := loaded.server.trajectories) and "://" not in kept:
+        check_folder(Path(kept), "--trajectories")
     run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard))
 
 
