@@ -25,6 +25,7 @@ from bridle.cli.serving import Stop, long_running, run_until_signal
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
     from bridle.server.service import Service
+    from bridle.server.settings import ServerSettings
 
 DashboardOption = Annotated[
     bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
@@ -90,10 +91,14 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         server={name: value for name, value in flags.items() if value not in (None, {})},
         executor=executor_flags(executor, concurrency),
     )
-    check_folder(loaded.server.data, "--data")
-    if (kept := loaded.server.trajectories) and "://" not in kept:
-        check_folder(Path(kept), "--trajectories")
+    _check_output(loaded.server)
     run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard))
+
+
+def _check_output(server: ServerSettings) -> None:
+    check_folder(server.data, "--data")
+    if server.trajectories and "://" not in server.trajectories:
+        check_folder(Path(server.trajectories), "--trajectories")
 
 
 def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
