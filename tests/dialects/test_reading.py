@@ -237,3 +237,18 @@ def test_one_look_and_two_looks_give_the_same(value):
     plain = split_object(body)
     assert spans == split_field(plain, "messages")
     assert {k: bytes(v) for k, v in fields.items()} == {k: bytes(v) for k, v in plain.items()}
+
+
+def test_a_number_of_400_digits_is_refused_with_its_field():
+    huge = 10**400
+    for read in (number_at, whole_at):
+        with pytest.raises(RequestError, match="'top_k': a number of 401 digits") as refused:
+            read({"top_k": huge}, "top_k", "")
+        assert refused.value.param == "top_k"
+    with pytest.raises(RequestError, match=r"'ids\[1\]'"):
+        wholes_at({"ids": [1, huge]}, "ids", "")
+
+
+def test_a_number_of_5000_digits_is_refused_as_what_it_is():
+    with pytest.raises(RequestError, match="'n' has a number of more than 4300 digits"):
+        decode(b"1" * 5000, "n")

@@ -85,6 +85,44 @@ async def test_a_wrong_type_is_named_by_its_path(path, change, where):
         assert where in orjson.loads(raw)["error"]["message"]
 
 
+def nested(levels):
+    value = {"type": "string"}
+    for _ in range(levels):
+        value = {"type": "object", "properties": {"a": value}}
+    return value
+
+
+def deep_tool(route):
+    """A tool list of the route's provider with a schema of 900 levels."""
+    function = {"name": "f", "parameters": nested(450)}
+    match route:
+        case "chat":
+            return [{"type": "function", "function": function}]
+        case "responses" | "compact" | "input_tokens":
+            return [{"type": "function", **function}]
+        case "messages" | "count_tokens":
+            return [{"name": "f", "input_schema": nested(450)}]
+    return [{"functionDeclarations": [function]}]
+
+
+@pytest.mark.parametrize("name", list(ROUTES))
+async def test_deep_schemas_null_lists_and_huge_numbers_are_400s_with_their_field(name):
+    path, body = ROUTES[name]
+    items = "contents" if "contents" in body else "input" if "input" in body else "messages"
+    changes = [("tools", {"tools": deep_tool(name)}), (items, {items: None})]
+    if items == "contents":
+        changes.append(("topK", {"generationConfig": {"topK": 10**400}}))
+    else:
+        changes.append(("top_k", {"top_k": 10**400}))
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        for field, change in changes:
+            raw = json.dumps({**body, **change}).encode()
+            status, _, reply = await request(home, "POST", path, key=caller.handle.key, body=raw)
+            assert status == 400, (field, reply)
+            assert field in orjson.loads(reply)["error"]["message"], reply
+
+
 OTHER = (
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/batches"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ import numpy as np
 
 from bridle.dialects.base import SpanMemo, content_digest
 from bridle.dialects.history import Begun, History
+from bridle.dialects.limits import check_count, check_depth, too_deep
 from bridle.errors import RequestError
 from bridle.types import JSON, Message
 
@@ -119,21 +121,27 @@ def _mended(raw: bytes) -> bytes:
 
 def _lenient(raw: bytes, path: str) -> Any:
     """What the standard library makes of JSON that msgspec refused."""
-    where = f"'{path}' is" if path else "The request body is"
+    where = f"'{path}'" if path else "The request body"
     try:
         return _cleaned(json.loads(raw.decode()))
     except RecursionError:
-        raise RequestError(f"{where} nested too deeply.", param=path or None) from None
-    except ValueError as error:
-        raise RequestError(f"{where} not valid JSON: {error}", param=path or None) from None
+        raise too_deep(path) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{where} is not valid JSON: {error}", param=path or None) from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        message = f"{where} has a number of more than {most} digits."
+        raise RequestError(message, param=path or None) from None
 
 
 def decode(raw: bytes | msgspec.Raw, path: str) -> Any:
-    """The value of one raw span. `RequestError` naming `path` if it is no JSON."""
+    """The value of one raw span. `RequestError` naming `path` if it is no JSON, or too deep."""
     try:
-        return _VALUE.decode(raw)
+        value = _VALUE.decode(raw)
     except _REFUSED:
-        return _lenient(_mended(bytes(raw)), path)
+        value = _lenient(_mended(bytes(raw)), path)
+    check_depth(bytes(raw), value, path)
+    return value
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
@@ -180,6 +188,7 @@ def split_body(
     assert not bytes(fields.pop(key)).strip(b"[] \t\r\n"), "the items were not cut out"
     if "tools" in fields:
         fields["tools"] = found.tools
+    check_count(len(items) + (0 if known is None else len(known[0].items)), key)
     new = tuple(map(bytes, items))
     if history is None:
         return fields, new
@@ -204,6 +213,7 @@ def _split_grown(
         return None
     if not items:  # a comma before the end of the array
         return None
+    check_count(len(begun.items) + len(items), begun.key)
     history.reads(begun, body, begun.start, len(body) - len(begun.tail), begun.fields)
     return dict(begun.fields), begun.items + tuple(map(bytes, items))
 
@@ -240,7 +250,9 @@ def _address(view: bytes | msgspec.Raw) -> int:
 def split_array(raw: msgspec.Raw, path: str) -> tuple[bytes, ...]:
     """The raw JSON of each item of an array."""
     try:
-        return tuple(map(bytes, _ARRAY.decode(raw)))
+        found = _ARRAY.decode(raw)
+        check_count(len(found), path)
+        return tuple(map(bytes, found))
     except msgspec.ValidationError:
         raise wrong(path, "an array of objects", decode(raw, path)) from None
     except _REFUSED:
@@ -287,11 +299,10 @@ def read_spans(
 @contextmanager
 def shallow(path: str) -> Iterator[None]:
     """Refuse what is nested too deeply to be read. An empty `path` is the body."""
-    where = f"'{path}' is" if path else "The request body is"
     try:
         yield
     except RecursionError:
-        raise RequestError(f"{where} nested too deeply.", param=path or None) from None
+        raise too_deep(path) from None
 
 
 # ---- typed members
@@ -357,7 +368,7 @@ def number_at(
     where = member(path, key)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise wrong(where, "a number", found)
-    if not least <= found <= most or not math.isfinite(found):
+    if not least <= found <= most or not -sys.float_info.max <= found <= sys.float_info.max:
         raise _outside(where, found, least, most)
     return float(found)
 
@@ -381,7 +392,10 @@ def whole_at(
 
 
 def _outside(path: str, value: float, least: float, most: float) -> RequestError:
-    shown = f"{value:.6g}"
+    if isinstance(value, int) and (digits := len(str(abs(value)))) > 100:  # beyond a double
+        shown = f"a number of {digits} digits"
+    else:
+        shown = f"{value:.6g}"
     message = f"Invalid value for '{path}': {shown} is not between {least:g} and {most:g}."
     return RequestError(message, param=path)
 
@@ -417,6 +431,8 @@ def wholes_at(value: JSON, key: str, path: str) -> tuple[int, ...]:
     for index, item in enumerate(items):
         if isinstance(item, bool) or not isinstance(item, int):
             raise wrong(f"{where}[{index}]", "an integer", item)
+        if not -(2**63) <= item < 2**63:
+            raise _outside(f"{where}[{index}]", item, -(2**63), 2**63 - 1)
     return tuple(items)
 
 
