@@ -86,7 +86,7 @@ async def test_a_wrong_type_is_named_by_its_path(path, change, where):
 
 
 def nested(levels):
-    value = {"type": "string"}
+    value: dict[str, object] = {"type": "string"}
     for _ in range(levels):
         value = {"type": "object", "properties": {"a": value}}
     return value
