@@ -315,6 +315,7 @@ async def test_a_folder_that_cannot_be_written_can_be_read():
         path = Path(folder, "capture.sqlite")
         made = three_turns()
         await written(path, made)
+        os.chmod(path, 0o644)  # noqa: PTH101 - quick; the folder's mode is what counts here
         with unwritable(path.parent), SqliteReader(path) as reader:
             assert_same(reader.exchanges("s1"), made.exchanges)
         path.with_name("capture.sqlite-wal").write_bytes(b"pending")

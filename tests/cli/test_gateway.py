@@ -17,6 +17,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from bridle.cli.captured import sessions
+from bridle.cli.config import load_config
+from bridle.cli.gateway import opened
+from bridle.errors import ConfigError
+from bridle.folders import FolderLock
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -71,6 +75,24 @@ def test_without_an_engine_it_says_where_one_is_named(say):
     assert said.code == 2
     assert "--engine" in said.err
     assert "engines = [" in said.err
+
+
+async def test_a_second_gateway_on_a_data_folder_is_refused_and_told_the_first(tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps({"conversations": [{"turns": [{"content": "x"}]}]}))
+    config = load_config(None, engines=[f"scripted:{tmp_path / 's.json'}"])
+    async with opened(config, tmp_path / "data", fsync=False):
+        with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()} on"):
+            async with opened(config, tmp_path / "data", fsync=False):
+                raise AssertionError
+    async with opened(config, tmp_path / "data", fsync=False):
+        pass
+
+
+def test_a_gateway_on_a_folder_in_use_exits_with_one_line(say, tmp_path):
+    with FolderLock(tmp_path / "data"):
+        said = say("gateway", "--engine", "embedded:x", "--data", tmp_path / "data")
+    assert (said.code, said.err.count("in use by process")) == (2, 1)
+    assert "Traceback" not in said.err
 
 
 def test_an_embedded_engine_is_not_divided_among_processes(say, tmp_path):

@@ -1,6 +1,7 @@
 """`bridle serve` in a process of its own, and the verbs that talk to it."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from tests.lifecycle.house import AGENT
 from bridle.cli.config import load_config
 from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
+from bridle.errors import ConfigError
+from bridle.folders import FolderLock
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,6 +34,12 @@ def tasks(count, samples=2):
         }
         for number in range(count)
     ]
+
+
+def readable_by_others(folder):
+    found = [folder, *(path for path in folder.rglob("*") if not path.is_symlink())]
+    assert any(path.name == "capture.sqlite-wal" for path in found)
+    return [str(path) for path in found if path.stat().st_mode & 0o077]
 
 
 def script(tmp_path):
@@ -106,6 +115,18 @@ async def test_a_whole_server_is_opened_in_a_process_and_leaves_nothing(tmp_path
         async with server_of(config) as opened, AsyncClient(opened.url) as client:
             assert await client.submit_many(tasks(1)) == expected
             assert (await client.wait("task-0", timeout_s=60))["state"] == "completed"
+            assert readable_by_others(tmp_path / "data") == []
+
+
+async def test_a_second_server_on_a_data_folder_is_refused_and_told_the_first(tmp_path):
+    server = {"port": 0, "data": tmp_path / "data"}
+    loaded = load_config(None, engines=[f"scripted:{script(tmp_path)}"], server=server)
+    with (
+        FolderLock(tmp_path / "data"),
+        pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on"),
+    ):
+        async with server_of(loaded):
+            raise AssertionError
 
 
 def test_a_server_that_is_open_to_others_needs_tokens(say, tmp_path):

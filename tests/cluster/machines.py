@@ -9,15 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from bridle.capture.sqlite import SqliteReader
-from bridle.errors import ConfigError
-from bridle.lifecycle.run_folder import hold
+from bridle.folders import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,15 +107,8 @@ def machines(count: int, data: Path) -> Iterator[Machines]:
 
 def nobody_holds(data: Path) -> None:
     """Wait until no node's process has its folder any more."""
-    deadline = time.monotonic() + GOING_S
     for folder in data.glob("*/*"):
-        while True:
-            try:
-                os.close(hold(folder))
-                break
-            except ConfigError:
-                assert time.monotonic() < deadline, f"a process still holds {folder}"
-                time.sleep(0.1)
+        FolderLock(folder, patience_s=GOING_S).close()
 
 
 class Served:

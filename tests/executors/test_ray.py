@@ -8,18 +8,16 @@ pytestmark = pytest.mark.ray
 
 
 def test_each_process_takes_a_folder_of_its_own_and_the_next_one_takes_a_dead_ones(tmp_path):
-    import os
-
     from bridle.executors.ray import take_folder
 
     first, lock = take_folder(tmp_path)
     second, other = take_folder(tmp_path)
     assert [first.name, second.name] == ["0", "1"]
-    os.close(lock)
+    lock.close()
     third, lock = take_folder(tmp_path)
     assert third == first
-    os.close(lock)
-    os.close(other)
+    lock.close()
+    other.close()
 
 
 async def test_what_an_actor_answers_is_given_and_its_errors_are_raised():

@@ -255,7 +255,7 @@ async def test_workers_take_the_ports_after_the_first_one(tmp_path):
         assert it.gateway.url == f"http://127.0.0.1:{port}"
         assert it.gateway.ports == [port + 1, port + 2]
         with pytest.raises(ConfigError, match=f":{port}: the port is in use"):
-            async with supervisor(tmp_path, {}, port=port):
+            async with supervisor(tmp_path / "another", {}, port=port):
                 pass
 
 
@@ -263,6 +263,13 @@ async def test_the_error_of_a_worker_that_cannot_start_is_raised(tmp_path):
     with pytest.raises(EngineError, match="no logprobs"):
         async with stand(tmp_path, {"worker-1": {"error": "no logprobs", "kind": "EngineError"}}):
             pass
+
+
+async def test_two_supervisors_do_not_share_a_data_folder(tmp_path):
+    async with stand(tmp_path):
+        with pytest.raises(ConfigError, match="is in use by process"):
+            async with supervisor(tmp_path, {}):
+                raise AssertionError
 
 
 async def test_a_public_url_without_the_workers_port_is_refused(tmp_path):

@@ -60,6 +60,16 @@ async def test_chosen_files_are_found_from_the_result(tmp_path):
     assert (left["huge"], left["gone"]) == ("huge has more than 2 MiB", "gone is not there")
 
 
+async def test_kept_files_are_readable_by_their_user_alone(tmp_path):
+    command = f"mkdir -m 777 out; echo 1 > out/one; chmod 777 out/one; echo 2 > two; {AGENT}"
+    spec = ArtifactsSpec(paths=("out", "two"))
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(command, artifacts=spec, runtime=LOCAL))
+    kept = [tmp_path / "run" / result.logs[name] for name in ("out", "two")]
+    modes = [path.stat().st_mode & 0o777 for path in (*kept, kept[0] / "one")]
+    assert modes == [0o700, 0o600, 0o700]
+
+
 async def test_a_patch_has_all_that_changed_and_leaves_the_repository_as_it_is(tmp_path):
     command = (
         f"echo new > new; echo more >> old; {GIT} commit -qam mine; echo junk > .git/info/exclude;"

@@ -82,7 +82,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
 def test_a_folder_in_use_is_refused(tmp_path):
     with RunFolder.create(tmp_path, config={}) as folder:
         (folder.path / "run.json").unlink()
-        with pytest.raises(ConfigError, match="in use by another process"):
+        with pytest.raises(ConfigError, match="in use by process"):
             RunFolder.create(tmp_path, config={})
     RunFolder.create(tmp_path, config={}).close()
 

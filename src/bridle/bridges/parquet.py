@@ -41,6 +41,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridle.errors import BridleError, boundary
+from bridle.folders import private_file
 from bridle.trajectory.result import (
     encode,
     trace_metadata,
@@ -119,7 +120,7 @@ class TrajectoryWriter:
         self._tokens = 0
         self._without_traces: list[JSON] = []
         with self._writing():
-            self._writer = pq.ParquetWriter(self._part, SCHEMA, compression="zstd")
+            self._writer = pq.ParquetWriter(private_file(self._part), SCHEMA, compression="zstd")
 
     def write(self, trajectory: Trajectory) -> None:
         self.add(rows_of(trajectory))

@@ -33,6 +33,7 @@ from bridle.capture.records import (
 )
 from bridle.capture.texts import DIGEST_BYTES, SessionTexts, StoredExchange
 from bridle.errors import StoreError, boundary
+from bridle.folders import private_file
 from bridle.types import (
     DeliveryState,
     Dialect,
@@ -126,6 +127,7 @@ def open_for_writing(path: Path, *, fsync: bool, form: Format = CURRENT) -> sqli
     costs the last seconds but never the file. Raises `StoreError`.
     """
     with boundary(StoreError, f"{path}: cannot open for writing"):
+        private_file(path)  # SQLite gives its -wal and -shm files the same mode
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA busy_timeout = 5000")

@@ -15,6 +15,7 @@ from bridle.cli.output import notes
 from bridle.cli.paths import check_folder
 from bridle.cli.serving import Stop, long_running, run_until_signal
 from bridle.errors import ConfigError
+from bridle.folders import FolderLock
 
 if TYPE_CHECKING:
     from socket import socket
@@ -106,7 +107,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     if "port" not in loaded.gateway.model_fields_set:
         served = loaded.gateway.model_copy(update={"port": PORT})
         loaded = loaded.model_copy(update={"gateway": served})
-    check_folder(data, "--data").mkdir(parents=True, exist_ok=True)
+    check_folder(data, "--data")
     check_workers(data, workers)
     if workers == 1:
         run_until_signal(lambda stop: _serve(loaded, data, fsync, json, stop))
@@ -129,26 +130,31 @@ async def opened(
     fsync: bool,
     sockets: Sequence[socket] = (),
     prepare: Callable[[Gateway], Awaitable[None]] | None = None,
+    patience_s: float = 0.0,
 ) -> AsyncIterator[Gateway]:
-    """Serve a gateway that captures in the folder `data`; see `Gateway` for the rest."""
+    """Serve a gateway that captures in the folder `data`; see `Gateway` for the rest.
+
+    `ConfigError` if another process owns the folder and still does after `patience_s`.
+    """
     from bridle.capture.sqlite import SqliteStore
     from bridle.cli.parts import open_all
     from bridle.gateway.app import Gateway
 
-    parts = open_all(config)
-    async with (
-        await SqliteStore.open(data / CAPTURE, fsync="group" if fsync else "off") as store,
-        Gateway(
-            engine=parts.engine,
-            renderer=parts.renderer,
-            store=store,
-            settings=config.gateway,
-            models=parts.models,
-            sockets=sockets,
-            prepare=prepare,
-        ) as served,
-    ):
-        yield served
+    with FolderLock(data, patience_s=patience_s):
+        parts = open_all(config)
+        async with (
+            await SqliteStore.open(data / CAPTURE, fsync="group" if fsync else "off") as store,
+            Gateway(
+                engine=parts.engine,
+                renderer=parts.renderer,
+                store=store,
+                settings=config.gateway,
+                models=parts.models,
+                sockets=sockets,
+                prepare=prepare,
+            ) as served,
+        ):
+            yield served
 
 
 async def _serve_workers(

@@ -21,6 +21,7 @@ from bridle.cli.gateway import opened
 from bridle.cli.output import log_to_stderr
 from bridle.cli.serving import long_running
 from bridle.errors import BridleError
+from bridle.gateway.worker import END_S
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -60,7 +61,14 @@ async def serve(spec: JSON, sockets: list[socket]) -> None:
 
     loop.add_reader(sys.stdin.fileno(), stdin_closed)
     data = Path(spec["gateway"]["data_dir"])
-    async with opened(config_of(spec), data, fsync=spec["fsync"], sockets=sockets, prepare=steer):
+    async with opened(
+        config_of(spec),
+        data,
+        fsync=spec["fsync"],
+        sockets=sockets,
+        prepare=steer,
+        patience_s=END_S,  # workers of a supervisor that was killed are still ending
+    ):
         _say({"ready": True})
         with long_running():
             await stop.wait()

@@ -11,6 +11,7 @@ import typer
 from bridle.cli.output import console, print_json, progress
 from bridle.cli.paths import check_folder
 from bridle.errors import ConfigError
+from bridle.folders import private_file, private_folder
 
 if TYPE_CHECKING:
     from bridle.config import BuilderSpec
@@ -46,7 +47,7 @@ def rebuild(
     base = target if target.is_dir() else target.parent
     files = capture_files(target)
     folder = check_folder(out or base / "rebuilt", "--out")
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     totals = _write(files, folder, spec, workers)
     if json:
         print_json({"folder": str(folder), **totals})
@@ -76,7 +77,7 @@ def _write(
     lines = folder / f"{TRAJECTORIES}.part"
     with (
         progress() as shown,
-        lines.open("wb") as file,
+        private_file(lines).open("wb") as file,
         TrajectoryWriter(folder / TRAJECTORIES_PARQUET) as parquet,
     ):
         task = shown.add_task("rebuild", total=sum(map(len, names.values())), note="")

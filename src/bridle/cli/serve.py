@@ -21,6 +21,7 @@ from bridle.cli.gateway import (
 from bridle.cli.output import notes
 from bridle.cli.paths import check_folder
 from bridle.cli.serving import Stop, long_running, run_until_signal
+from bridle.folders import FolderLock, private_file
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
@@ -159,6 +160,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     settings = config.server.checked(has_tokens=bool(tokens))
     data = settings.data
     async with AsyncExitStack() as stack:
+        stack.enter_context(FolderLock(data))
         owner = _owner(data)
         workers = await stack.enter_async_context(workers_of(config, data, owner))
         database = await Database.open(settings.database or str(data / "server.sqlite"))
@@ -192,7 +194,6 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
 def _owner(data: Path) -> str:
     """Whose leases these are: the same name in every life of a server on this folder."""
     path = data / "server.id"
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        path.write_text(secrets.token_hex(8))
+        private_file(path).write_text(secrets.token_hex(8))
     return path.read_text()

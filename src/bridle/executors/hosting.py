@@ -31,6 +31,7 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import Store
 from bridle.config import Task
 from bridle.errors import BridleError, StoreError, boundary
+from bridle.folders import private_file, private_folder
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event, SessionChanged
@@ -411,8 +412,8 @@ def node_name(folder: Path) -> str:
     """What a node on this folder is called: the same in every life of it."""
     path = folder / "node.id"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{socket.gethostname()}-{token_hex(3)}")
+        private_folder(path.parent)
+        private_file(path).write_text(f"{socket.gethostname()}-{token_hex(3)}")
     return path.read_text()
 
 

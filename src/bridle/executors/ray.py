@@ -35,9 +35,9 @@ from bridle.executors.cluster import ClusterRunner
 from bridle.executors.hosting import End, Hello, News, NodeHost, Opens, Start, node_name
 from bridle.executors.replicas import Replicas
 from bridle.executors.settings import RaySettings
+from bridle.folders import FolderLock
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.results import SessionResult
-from bridle.lifecycle.run_folder import hold
 from bridle.types import JSON
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class NodeActor:
         try:
             async with AsyncExitStack() as stack:
                 folder, lock = await asyncio.to_thread(take_folder, self._base)
-                stack.callback(os.close, lock)
+                stack.enter_context(lock)
                 hosted = await stack.enter_async_context(self._opens(folder, self._cpus))
                 host = NodeHost(hosted, node_id=node_name(folder))
                 await stack.enter_async_context(host)
@@ -135,13 +135,12 @@ class NodeActor:
             )
 
 
-def take_folder(base: Path) -> tuple[Path, int]:
+def take_folder(base: Path) -> tuple[Path, FolderLock]:
     """The first folder of this machine in `base` that no process holds, and its lock."""
     for number in itertools.count():
         folder = base / socket.gethostname() / str(number)
-        folder.mkdir(parents=True, exist_ok=True)
         with suppress(ConfigError):
-            return folder, hold(folder)
+            return folder, FolderLock(folder)
     raise AssertionError
 
 

@@ -28,6 +28,7 @@ from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, ConfigError, EngineError, StoreError
+from bridle.folders import private_folder
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import SessionFacts, SessionHandle
@@ -113,7 +114,7 @@ def _kept_token(path: Path) -> str:
             if token := path.read_text().strip():
                 return token
             raise ConfigError(f"{path}: is empty; remove it to have a new token made")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         token = secrets.token_urlsafe(32)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:

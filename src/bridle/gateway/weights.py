@@ -20,6 +20,7 @@ from bridle.config import Settings
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import make_replica
 from bridle.errors import ConfigError, StoreError, boundary
+from bridle.folders import private_file, private_folder
 from bridle.types import JSON
 
 WEIGHTS_FILE: Final = "weights.json"
@@ -127,9 +128,9 @@ def _keep(path: Path | None, weights: str, version: int) -> None:
     if path is None:
         return
     with boundary(StoreError, f"{path}: cannot be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         aside = path.with_name(f"{path.name}.part")
-        with aside.open("w") as file:
+        with private_file(aside).open("w") as file:
             json.dump({"weights": weights, "version": version}, file)
             file.flush()
             os.fsync(file.fileno())

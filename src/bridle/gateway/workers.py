@@ -30,6 +30,7 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.routes import caller
 from bridle.errors import BridleError, ConfigError, RequestError
+from bridle.folders import FolderLock, private_folder
 from bridle.gateway.control import Refusal, check_token, control_token, read_body
 from bridle.gateway.listener import Handler, Listener, listen
 from bridle.gateway.metrics import merged_metrics
@@ -116,6 +117,7 @@ class Supervisor:
             raise ConfigError(f"{message}, which is to be put in with {{port}}")
         self.control_token = control_token(settings)
         async with AsyncExitStack() as stack:
+            stack.enter_context(FolderLock(self._data))
             entry = stack.enter_context(listen(settings.host, settings.port))
             control = None
             if settings.control_port is not None:
@@ -158,7 +160,7 @@ class Supervisor:
             port = settings.port and settings.port + 1 + number
             data = stack.enter_context(listen(settings.host, port))
             control = stack.enter_context(listen("127.0.0.1", 0))
-            worker_folder(self._data, number).mkdir(parents=True, exist_ok=True)
+            private_folder(worker_folder(self._data, number))
             spec = partial(self._spec_of, number)
             sockets = (data, control)
             worker = Worker(f"worker-{number}", command=self._command, spec=spec, sockets=sockets)

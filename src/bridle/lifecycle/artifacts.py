@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bridle.errors import BridleError, RuntimeFailure, StoreError, boundary
+from bridle.folders import private_file, private_folder
 from bridle.runtimes.base import Runtime
 
 if TYPE_CHECKING:
@@ -97,7 +98,16 @@ async def _copy(session: Session, runtime: Runtime, path: str, target: Path) -> 
         raise RuntimeFailure(f"the size of {path} cannot be told: no du and no tar with wc inside")
     if int(sized.stdout.split()[0]) > most << 10:
         raise RuntimeFailure(f"{path} has more than {most} MiB")
+    private_folder(target.parent)
     await runtime.download(path, target)
+    await asyncio.to_thread(_keep_private, target)
+
+
+def _keep_private(target: Path) -> None:
+    """Take the rights that the agent gave to group and others from a copied file or folder."""
+    for path in (target, *target.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & 0o700)
 
 
 async def _patch(session: Session, opened: Opened, repo: str, target: Path) -> None:
@@ -112,5 +122,5 @@ async def _patch(session: Session, opened: Opened, repo: str, target: Path) -> N
     if not result.ok:
         said = result.stderr.decode(errors="replace").strip()[-500:]
         raise RuntimeFailure(f"git made no patch: {said}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    await asyncio.to_thread(target.write_bytes, result.stdout)
+    private_folder(target.parent)
+    await asyncio.to_thread(private_file(target).write_bytes, result.stdout)

@@ -16,9 +16,7 @@ end, so the file is byte for byte what rebuilding from capture gives.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import platform
 import shutil
 from collections import Counter
@@ -30,6 +28,7 @@ from bridle import __version__
 from bridle.capture.records import SessionCapture, SessionRecord
 from bridle.capture.sqlite import SqliteReader
 from bridle.errors import ConfigError, StoreError
+from bridle.folders import FolderLock, private_file, private_folder
 from bridle.lifecycle.results import SessionResult, result_from
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import JSON
@@ -40,7 +39,6 @@ TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_PARQUET = "trajectories.parquet"
 SUMMARY = "summary.json"
 SESSIONS = "sessions"
-LOCK = ".lock"
 
 
 class Captures(Protocol):
@@ -55,9 +53,10 @@ class Captures(Protocol):
 class RunFolder:
     """One run's folder, held by one process while it is open. Use as a context manager."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path) -> None:
+        """Own the folder until `close`. `ConfigError` names another owner."""
         self.path = path
-        self._lock = lock
+        self._lock = FolderLock(path)
         self._lines: dict[str, tuple[int, int]] = {}
         self._summaries: dict[str, JSON] = {}
         self._end = 0
@@ -69,13 +68,13 @@ class RunFolder:
         Raises `ConfigError` if it holds a run already or cannot be written.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            private_folder(path)
             if any((path / name).exists() for name in (RUN, CAPTURE, TRAJECTORIES)):
                 raise ConfigError(f"{path} holds a run already; give another folder")
-            folder = cls(path, hold(path))
+            folder = cls(path)
             facts = {"bridle": __version__, "python": platform.python_version(), "config": config}
-            (path / RUN).write_text(json.dumps(facts, indent=2) + "\n")
-            (path / SESSIONS).mkdir(exist_ok=True)
+            private_file(path / RUN).write_text(json.dumps(facts, indent=2) + "\n")
+            private_folder(path / SESSIONS)
         except OSError as error:
             raise ConfigError(f"{path} cannot be used as a run folder: {error}") from error
         return folder
@@ -88,9 +87,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let the folder go; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     @property
     def capture(self) -> Path:
@@ -118,7 +115,7 @@ class RunFolder:
         """Write one result. `StoreError` if it cannot be written."""
         line = trajectory_bytes(result.trajectory) + b"\n"
         try:
-            with self.trajectories.open("ab") as file:
+            with private_file(self.trajectories).open("ab") as file:
                 # What a failed write left of a line goes first.
                 file.truncate(self._end)
                 file.write(line)
@@ -138,7 +135,7 @@ class RunFolder:
         lines: dict[str, tuple[int, int]] = {}
         end = 0
         try:
-            with aside.open("wb") as file:
+            with private_file(aside).open("wb") as file:
                 recorded = [each.session_id for each in captures.sessions() if not each.is_aside]
                 # Those that no store took have nothing but their line.
                 unrecorded = [name for name in self._lines if name not in set(recorded)]
@@ -150,7 +147,7 @@ class RunFolder:
             aside.replace(self.trajectories)
             self._lines, self._end = lines, end
             summary = summarise([self._summaries[session_id] for session_id in lines])
-            self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+            private_file(self.summary).write_text(json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             raise StoreError(f"{self.path}: cannot write: {error}") from error
         return summary
@@ -206,14 +203,3 @@ def summarise(sessions: list[JSON]) -> JSON:
             "tokens_excluded": dict(excluded),
         },
     }
-
-
-def hold(path: Path) -> int:
-    """Hold the folder's lock file; `ConfigError` if another process does."""
-    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(f"{path} is in use by another process") from None
-    return lock

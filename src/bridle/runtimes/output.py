@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from bridle.folders import private_folder
+
 LOG_LIMIT = 64 << 20
 """Bytes of one log file; what comes later is left out, and the file says so."""
 
@@ -61,8 +63,8 @@ class LogFile:
     """
 
     def __init__(self, path: Path, limit: int = LOG_LIMIT) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        private_folder(path.parent)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._left = limit
         self._full = False
 

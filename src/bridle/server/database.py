@@ -14,7 +14,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,6 +35,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from bridle.aio import run_shielded
 from bridle.errors import ConfigError, StateError, install_extra
+from bridle.folders import private_file
 
 T = TypeVar("T")
 
@@ -94,6 +95,9 @@ class Database:
         `ConfigError` for a URL that cannot be used, `StateError` if there is no database there.
         """
         url = database_url(str(given))
+        if "://" not in str(given):
+            with suppress(OSError):  # the connection names what is wrong
+                private_file(Path(given))  # SQLite gives its -wal and -shm files the same mode
         try:
             database = cls(url)
         except ModuleNotFoundError as error:

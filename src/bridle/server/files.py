@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bridle.errors import StoreError, boundary
+from bridle.folders import private_file, private_folder
 from bridle.trajectory.sample import Trajectory
 
 
@@ -60,8 +61,8 @@ class TrajectoryFiles:
                     file.write(packed)
                 return len(packed)
             path = self._local / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f"{path.name}.part")
+            private_folder(path.parent)
+            aside = private_file(path.with_name(f"{path.name}.part"))
             aside.write_bytes(packed)
             aside.replace(path)
             return len(packed)

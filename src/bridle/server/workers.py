@@ -16,12 +16,13 @@ from bridle.capture.store import Store
 from bridle.config import Task
 from bridle.errors import ConfigError
 from bridle.executors.hosting import CAPTURE, artifact_path, bytes_in, captured, recalled
+from bridle.folders import private_folder
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
 from bridle.lifecycle.manager import Node
 from bridle.lifecycle.results import SessionResult
-from bridle.lifecycle.run_folder import SESSIONS, RunFolder, hold
+from bridle.lifecycle.run_folder import SESSIONS, RunFolder
 from bridle.types import JSON
 
 
@@ -105,8 +106,8 @@ class ServerFolder(RunFolder):
     @classmethod
     def open(cls, path: Path) -> Self:
         """Make it, or take the one that is there. `ConfigError` if another process has it."""
-        (path / SESSIONS).mkdir(parents=True, exist_ok=True)
-        return cls(path, hold(path))
+        private_folder(path / SESSIONS)
+        return cls(path)
 
     def append(self, result: SessionResult) -> None:
         """Nothing: the server writes it to where its rows say."""

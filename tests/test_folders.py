@@ -1,0 +1,92 @@
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from bridle.errors import ConfigError
+from bridle.folders import LOCK, FolderLock, private_file, private_folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from bridle.folders import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def open_umask():
+    """The widest mode for new files that a user can set."""
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_second_owner_of_a_folder_is_told_the_first_and_how_to_continue(tmp_path):
+    with FolderLock(tmp_path / "data"), pytest.raises(ConfigError) as refused:
+        FolderLock(tmp_path / "data")
+    expected = rf"data is in use by process {os.getpid()} on \S+ since \d{{4}}-.*: end that process"
+    assert refused.match(expected)
+    FolderLock(tmp_path / "data").close()
+
+
+def test_a_lock_file_without_a_holder_s_name_still_refuses(tmp_path):
+    with FolderLock(tmp_path):
+        (tmp_path / LOCK).write_text("")
+        with pytest.raises(ConfigError, match="in use by another process: end that process"):
+            FolderLock(tmp_path)
+
+
+def test_a_lock_dies_with_its_process(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {process.pid} on"):
+            FolderLock(tmp_path)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    FolderLock(tmp_path).close()
+
+
+def test_a_patient_owner_waits_for_the_one_that_leaves(tmp_path):
+    first = FolderLock(tmp_path)
+    leaving = threading.Timer(0.1, first.close)
+    leaving.start()
+    FolderLock(tmp_path, patience_s=60).close()
+    leaving.join()
+
+
+def test_a_folder_whose_lock_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ConfigError, match=r"\.lock: Is a directory"):
+        FolderLock(tmp_path)
+
+
+def test_new_folders_and_files_are_their_user_s_alone_under_any_umask(tmp_path):
+    with open_umask():
+        folder = private_folder(tmp_path / "a" / "b")
+        file = private_file(folder / "file")
+        FolderLock(folder).close()
+    assert (mode(tmp_path / "a"), mode(folder)) == (0o700, 0o700)
+    assert (mode(file), mode(folder / LOCK)) == (0o600, 0o600)
+
+
+def test_a_file_that_exists_keeps_its_contents_and_mode(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "file").chmod(0o640)
+    assert private_file(tmp_path / "file").read_text() == "kept"
+    assert mode(tmp_path / "file") == 0o640
