@@ -22,6 +22,8 @@ from google.genai import errors as google_errors
 from google.genai import types as google
 from tests.gateway.house import scripted
 
+from bridle.engines.base import Engine
+from bridle.engines.scripted import PROBE_PREFIX
 from bridle.errors import EngineError
 
 TRIES = 60
@@ -32,17 +34,18 @@ SLOW_S = 1.5
 
 
 class Stormy:
-    """A scripted engine that is slow at times and fails at times, before its first token."""
+    """An engine that is slow at times and fails at times, before its first token."""
 
-    def __init__(self, seed: int) -> None:
-        self._inner = scripted({"reasoning": "hm", "content": "a"})
+    def __init__(self, seed: int, engine: Engine | None = None) -> None:
+        """`engine` is a scripted one by default."""
+        self._inner = engine or scripted({"reasoning": "hm", "content": "a"})
         self._random = random.Random(seed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     async def generate(self, request):
-        fate = self._random.random()
+        fate = 0.5 if PROBE_PREFIX in request.request_id else self._random.random()
         await asyncio.sleep(SLOW_S if fate < 0.2 else self._random.uniform(0, 0.1))
         if fate > 0.8:
             status = self._random.choice([429, 500, 503])
@@ -137,6 +140,44 @@ async def blow(urls: dict[str, str], key: str, seed: int, calls: int) -> Outcome
             else:
                 group.create_task(leaves(calm[which], chance.uniform(0, 2)))
     return outcome
+
+
+Control = Callable[..., Awaitable[tuple[int, Any]]]
+"""Status and JSON of a control request, by method, path and body."""
+
+
+async def pauses(control: Control, seed: int) -> None:
+    """Pause the model again and again, for a moment each, until cancelled."""
+    chance = random.Random(seed)
+    while True:
+        await asyncio.sleep(chance.uniform(0.2, 1))
+        await control("POST", "/policy", {"paused": True})
+        await asyncio.sleep(chance.uniform(0, 0.3))
+        await control("POST", "/policy", {"paused": False})
+
+
+async def weather(
+    control: Control, sessions: Sequence[tuple[str, dict[str, str], str]], seed: int, calls: int
+) -> None:
+    """Have each session hit by so many calls and by pauses, and check what was recorded.
+
+    `sessions` are names, base URLs and keys.
+    """
+    async with asyncio.TaskGroup() as group:
+        pausing = group.create_task(pauses(control, seed))
+        async with asyncio.TaskGroup() as storms:
+            blown = [storms.create_task(blow(urls, key, seed, calls)) for _, urls, key in sessions]
+        pausing.cancel()
+    replies = [reply for one in blown for reply in one.result().replies]
+    assert len(set(replies)) == len(replies)
+    for (name, _, _), outcome in zip(sessions, blown, strict=True):
+        _, found = await control("GET", f"/sessions/{name}/exchanges")
+        check(outcome.result(), found["exchanges"], calls)
+        _, trajectory = await control("GET", f"/sessions/{name}/trajectory")
+        stats = trajectory["metadata"]["stats"]
+        delivered = [one for one in found["exchanges"] if one["delivered"]]
+        assert stats["tokens_trained"] == sum(len(one["output_ids"]) for one in delivered)
+        assert stats["joins"] == sum(len(one["joined_by"]) for one in found["exchanges"])
 
 
 def check(outcome: Outcome, exchanges: Sequence[dict[str, Any]], calls: int) -> None:
