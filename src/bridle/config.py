@@ -42,6 +42,10 @@ class SamplingPolicy(Settings):
     top_k: FieldPolicy = FieldPolicy(mode="override", value=-1)
     presence_penalty: FieldPolicy = FieldPolicy(mode="override", value=None)
     frequency_penalty: FieldPolicy = FieldPolicy(mode="override", value=None)
+    repetition_penalty: FieldPolicy = FieldPolicy(mode="override", value=None)
+    min_p: FieldPolicy = FieldPolicy(mode="override", value=None)
+    logit_bias: FieldPolicy = FieldPolicy(mode="override", value=None)
+    """Has no value of its own: `respect` passes on what the harness asks."""
     seed: FieldPolicy = FieldPolicy(mode="override", value=None)
     """A seed of ours is derived anew per session and call, so a group is not copies of one run."""
     max_output_tokens: int | None = None
@@ -62,6 +66,13 @@ class SamplingPolicy(Settings):
     """Whether the model's reasoning is sent to the harness. `hide` is for clients that refuse
     fields which their provider does not have (`reasoning_content` in Chat); the sampled tokens are
     the same, and train."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _has_no_value(cls, policy: FieldPolicy) -> FieldPolicy:
+        if policy.value is not None:
+            raise ValueError('logit_bias takes a mode ("override" or "respect") and no value')
+        return policy
 
 
 class ModelSpec(Settings):

@@ -218,6 +218,10 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id, as text -> what is added to its logit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,11 +86,11 @@ CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
         (Dialect.OPENAI_RESPONSES, {"truncation": "disabled"}, []),
         (Dialect.OPENAI_RESPONSES, {"truncation": "auto"}, ["truncation"]),
         (Dialect.OPENAI_RESPONSES, {"text": {"format": {"type": "grammar"}}}, ["text.format"]),
-        (Dialect.OPENAI_CHAT, {"logit_bias": {}, "min_p": 0, "repetition_penalty": 1.0}, []),
+        (Dialect.OPENAI_CHAT, {"guided_json": {}, "top_a": 0, "length_penalty": 1.0}, []),
         (
             Dialect.OPENAI_CHAT,
-            {"logit_bias": {"5": -100}, "min_p": 0.1, "repetition_penalty": 1.1},
-            ["logit_bias", "min_p", "repetition_penalty"],
+            {"length_penalty": 2, "typical_p": 0.1, "guided_regex": "a"},
+            ["length_penalty", "typical_p", "guided_regex"],
         ),
         (Dialect.OPENAI_CHAT, {"response_format": {"type": "grammar"}}, ["response_format"]),
         (

@@ -40,13 +40,14 @@ DONE = {"finish_reason": {"type": "length", "length": 4}}
 
 
 def test_a_call_has_its_ids_its_budget_and_what_was_asked():
-    wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2)
+    wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2, 1.1, 0.3, {"5": -1.0})
     asked = body(sampling=wanted, session_id="s")
     assert asked["input_ids"] == PROMPT.tolist()
     assert asked["sampling_params"] == {
         "max_new_tokens": 11, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_new_tokens": 1,
         "stop": ["zz"], "stop_token_ids": [5], "sampling_seed": 3, "presence_penalty": 0.1,
-        "frequency_penalty": 0.2,
+        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "min_p": 0.3,
+        "logit_bias": {"5": -1.0},
     }  # fmt: skip
     assert (asked["rid"], asked["session_id"]) == ("rid", "s")
     assert (asked["return_logprob"], asked["return_prompt_token_ids"]) == (True, True)

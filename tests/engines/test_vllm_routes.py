@@ -65,6 +65,14 @@ def test_a_token_call_keeps_sampling_in_its_own_object():
     assert read["return_token_ids"] is True
 
 
+@pytest.mark.parametrize("route", Route)
+def test_every_route_takes_min_p_repetition_penalty_and_logit_bias(route):
+    shaped = {"min_p": 0.3, "repetition_penalty": 1.1, "logit_bias": {"5": -1.0}}
+    read = body(route, request(sampling=Sampling(**shaped)))
+    read = read.get("sampling_params", read)
+    assert {name: read[name] for name in shaped} == shaped
+
+
 def test_images_go_beside_ids_with_one_placeholder_each():
     ids = [1, 8, 9, 9, 9, 8, 2, 9, 9, 3]
     pictures = (Picture("data:a", 1, 5), Picture("data:b", 7, 2))

@@ -9,11 +9,11 @@ def test_sampling_fields_become_ours():
     body = (
         b'{"messages":[],"temperature":0.5,"top_p":0.9,"top_k":5,"max_tokens":7,"min_tokens":1,'
         b'"stop":["a","b"],"stop_token_ids":[3],"seed":1,"presence_penalty":0.1,'
-        b'"frequency_penalty":0.2,"unknown":{"kept":"out"}}'
+        b'"frequency_penalty":0.2,"repetition_penalty":1.1,"min_p":0.3,"logit_bias":{"5":-1},"unknown":{"kept":"out"}}'
     )
     read = msgspec.json.decode(body, type=wire.ChatRequest)
     assert read.sampling(read.max_tokens) == Sampling(
-        0.5, 0.9, 5, 7, 1, ("a", "b"), (3,), 1, 0.1, 0.2
+        0.5, 0.9, 5, 7, 1, ("a", "b"), (3,), 1, 0.1, 0.2, 1.1, 0.3, {"5": -1}
     )
     assert not read.usage_wanted
 

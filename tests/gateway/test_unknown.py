@@ -4,6 +4,7 @@ import pytest
 from tests.gateway.house import SHELL_TOOL, house, renderer, user
 from tests.gateway.test_orphans import send
 
+from bridle.config import SamplingPolicy
 from bridle.trajectory import rebuild
 
 CALLS = [{"name": "bash", "arguments": {"command": word}} for word in ("ls", "pwd")]
@@ -113,7 +114,53 @@ async def test_more_calls_than_were_wanted_are_recorded():
         await caller.ask(
             [user("go")], tools=[SHELL_TOOL], parallel_tool_calls=False, logit_bias={"1": 2}
         )
-        assert caller.exchanges[0].extra["unenforced"] == ["logit_bias", "parallel_tool_calls"]
+        unenforced = caller.exchanges[0].extra["unenforced"]
+        assert sorted(unenforced) == ["logit_bias", "parallel_tool_calls"]
+
+
+SHAPED = {"min_p": 0.1, "repetition_penalty": 1.05, "logit_bias": {"1": 2}}
+
+
+async def test_min_p_repetition_penalty_and_logit_bias_reach_the_engine_where_the_task_says_so():
+    async with house({"content": "a"}) as home:
+        policy = SamplingPolicy.model_validate({name: {"mode": "respect"} for name in SHAPED})
+        caller = await home.session(sampling=policy)
+        await caller.ask([user("go")], **SHAPED)
+        (exchange,) = caller.exchanges
+        assert {name: getattr(exchange.sampling, name) for name in SHAPED} == SHAPED
+        assert "unenforced" not in exchange.extra
+        (trace,) = rebuild(home.store.read(caller.session_id)).traces
+        assert trace.metadata["sampling"]["logit_bias"] == [{"1": 2}]
+        assert trace.metadata["sampling"]["min_p"] == [0.1]
+
+
+async def test_min_p_repetition_penalty_and_logit_bias_are_unenforced_by_default():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")], **SHAPED)
+        await caller.ask([user("go")], min_p=0, repetition_penalty=1, logit_bias={})
+        first, second = caller.exchanges
+        assert {getattr(first.sampling, name) for name in SHAPED} == {None}
+        assert sorted(first.extra["unenforced"]) == sorted(SHAPED)
+        assert "unenforced" not in second.extra
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"logit_bias": {"word": 1}},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": [1]},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+    ],
+)
+async def test_a_wrong_sampling_field_is_refused_by_its_name(body):
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        status, told = await caller.post({"model": "m", "messages": [user("go")], **body})
+        assert status == 400
+        assert next(iter(body)) in told["error"]["param"]
 
 
 async def test_the_name_of_a_user_reaches_the_prompt():

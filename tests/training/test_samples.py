@@ -159,6 +159,8 @@ def test_a_reward_on_the_last_token_is_the_sessions_reward(played, kind):
         ("top_k", 20, "-1"),
         ("presence_penalty", 0.5, "0"),
         ("frequency_penalty", 0.5, "0"),
+        ("repetition_penalty", 1.1, "1"),
+        ("min_p", 0.05, "0"),
     ],
 )
 def test_sessions_sampled_from_another_distribution_are_refused(field, value, allowed):
@@ -171,6 +173,14 @@ def test_sessions_sampled_from_another_distribution_are_refused(field, value, al
         of([group(session(1.0, other, name="odd"), PAIR.sessions[1])])
     unused = trace([1], [2], [0], metadata={"sampling": {field: [value]}})
     assert of([group(session(1.0, unused, trace([1], [2])), PAIR.sessions[1])]).tokens == 2
+
+
+def test_sessions_sampled_with_a_logit_bias_are_refused():
+    plain = trace([1], [2], metadata={"sampling": {"logit_bias": [None]}})
+    other = trace([1], [2], metadata={"sampling": {"logit_bias": [None, {"7": -100.0}]}})
+    assert of([group(session(1.0, plain), PAIR.sessions[1])]).tokens
+    with pytest.raises(TrainingError, match="logit_bias, and training is for none"):
+        of([group(session(1.0, other, name="odd"), PAIR.sessions[1])])
 
 
 def captured(name, *, reward, trace_rewards, top_p=1.0, kind=Kind.SUBAGENT):

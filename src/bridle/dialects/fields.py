@@ -46,12 +46,13 @@ FIELDS: dict[str, dict[str, Use]] = {
         used="model functions tool_choice function_call stream stream_options max_tokens "
         "max_completion_tokens temperature top_p top_k min_tokens stop stop_token_ids seed "
         "presence_penalty frequency_penalty response_format reasoning_effort enable_thinking "
-        "chat_template_kwargs thinking reasoning logprobs n best_of parallel_tool_calls",
+        "chat_template_kwargs thinking reasoning logprobs n best_of parallel_tool_calls logit_bias "
+        "min_p repetition_penalty",
         harmless="store metadata user prompt_cache_key prompt_cache_options prompt_cache_retention "
         "safety_identifier service_tier prediction moderation include_reasoning usage provider "
         "models route session_id trace cache_prompt request_id priority tool_stream "
         "separate_reasoning skip_special_tokens spaces_between_special_tokens",
-        unenforced="logit_bias min_p repetition_penalty length_penalty typical_p top_a verbosity "
+        unenforced="length_penalty typical_p top_a verbosity "
         "modalities audio web_search_options top_logprobs ignore_eos bad_words allowed_token_ids "
         "guided_json guided_regex guided_choice guided_grammar structured_outputs transforms "
         "plugins thinking_budget reasoning_split truncate_prompt_tokens",
@@ -84,7 +85,6 @@ FIELDS: dict[str, dict[str, Use]] = {
 """By dialect: the fields beside messages and tools. Google's generation has a table of its own."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "typical_p": (1,),
     "verbosity": ("medium",),

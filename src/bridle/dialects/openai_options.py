@@ -35,7 +35,22 @@ def read_sampling(head: JSON) -> Sampling:
         seed=whole_at(head, "seed", ""),
         presence_penalty=number_at(head, "presence_penalty", "", least=-2, most=2),
         frequency_penalty=number_at(head, "frequency_penalty", "", least=-2, most=2),
+        repetition_penalty=number_at(head, "repetition_penalty", "", least=0.01, most=2),
+        min_p=number_at(head, "min_p", "", least=0, most=1),
+        logit_bias=_read_bias(head),
     )
+
+
+def _read_bias(head: JSON) -> dict[str, float] | None:
+    """`logit_bias` of at least one token; `None` = none."""
+    given = object_at(head, "logit_bias", "") or {}
+    found = {}
+    for token in given:
+        if not (token.isascii() and token.isdecimal()):
+            raise wrong("logit_bias", "an object from token ids to numbers", given)
+        bias = number_at(given, token, "logit_bias", least=-100, most=100)
+        found |= {} if bias is None else {token: bias}
+    return found or None
 
 
 def read_choice(head: JSON, tools: ToolList) -> str:

@@ -42,8 +42,8 @@ UNKNOWN_CONTEXT = 1 << 20
 """Tokens of context where the server does not tell: more than any has, so nothing is refused."""
 
 _ENCODER = msgspec.json.Encoder()
-_PLAIN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
-_BEYOND = ("top_k", "min_tokens", "stop_token_ids")
+_PLAIN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+_BEYOND = ("top_k", "min_tokens", "stop_token_ids", "repetition_penalty", "min_p")
 """Sampling fields that OpenAI's own API does not know."""
 _IDS: JSON = {"return_token_ids": True, "logprobs": True}
 _REFUSALS = frozenset({400, 404, 422})

@@ -121,6 +121,9 @@ _NAMES = {
     "sampling_seed": "seed",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "min_p": "min_p",
+    "logit_bias": "logit_bias",
 }
 """SGLang's names -> ours; `max_new_tokens` is always given."""
 

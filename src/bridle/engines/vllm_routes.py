@@ -127,6 +127,9 @@ _SAMPLING_NAMES = (
     "seed",
     "presence_penalty",
     "frequency_penalty",
+    "repetition_penalty",
+    "min_p",
+    "logit_bias",
 )
 
 

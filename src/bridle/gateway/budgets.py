@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from bridle.config import FieldPolicy, Limits, SamplingPolicy
 from bridle.errors import RequestError
@@ -23,6 +23,9 @@ FIELDS: Final = (
     "top_k",
     "presence_penalty",
     "frequency_penalty",
+    "repetition_penalty",
+    "min_p",
+    "logit_bias",
     "seed",
 )
 """The sampling fields that a policy decides one by one."""
@@ -57,14 +60,14 @@ class SamplingPlan:
             decided["seed"] = derived_seed(int(decided["seed"]), salt)
         return replace(
             asked,
-            **decided,  # type: ignore[arg-type]  # each is the field's own type or None
+            **decided,
             max_tokens=budget,
             min_tokens=None if asked.min_tokens is None else min(asked.min_tokens, budget),
             stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *asked.stop_token_ids))),
         )
 
 
-def _decide(field: FieldPolicy, asked: float | None) -> float | None:
+def _decide(field: FieldPolicy, asked: Any) -> Any:
     match field.mode:
         case "override":
             return field.value

@@ -8,6 +8,7 @@ asked and not enforced is sampled freely and stands in the exchange's `unenforce
 - `response_format`: the answer may not meet its schema;
 - `tool_choice`: the tool that had to be called was not called;
 - `parallel_tool_calls`: only one call was wanted, and there are more;
+- `min_p`, `logit_bias` or a penalty: the task's policy samples otherwise;
 - any other name is that of a field of the request that has no effect (`bridle.dialects.fields`).
 
 Where no call is wanted (`none`, or no tools) none comes back, as no provider's does: the tools are
@@ -24,7 +25,9 @@ from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, EngineError, RequestError
 from bridle.gateway.budgets import SamplingPlan
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import JSON, ModelRequest, Reply
+from bridle.types import JSON, ModelRequest, Reply, Sampling
+
+_NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
 
 
 def grammar_of(
@@ -60,9 +63,15 @@ def without_calls(reply: Reply) -> Reply:
     return replace(reply, content=text, tool_calls=(), calls_as_text=len(calls))
 
 
-def unenforced(request: ModelRequest, reply: Reply, *, constrained: bool) -> list[str]:
+def unenforced(
+    request: ModelRequest, reply: Reply, effective: Sampling, *, constrained: bool
+) -> list[str]:
     """Names of what the request asked of its answer and nobody saw to."""
     found = list(request.extra.get("unenforced", ()))
+    for name in (*_NEUTRAL, "logit_bias"):
+        asked = getattr(request.sampling, name)
+        if asked not in (None, _NEUTRAL.get(name), getattr(effective, name)):
+            found.append(name)
     if request.parallel_tool_calls is False and len(reply.tool_calls) > 1:
         found.append("parallel_tool_calls")
     calls = request.tool_choice not in ("auto", "none")

@@ -212,7 +212,8 @@ AS_ASKED: Final = SamplingPolicy.model_validate(
         name: {"mode": "respect"}
         for name in (
             *("temperature", "top_p", "top_k", "seed"),
-            *("presence_penalty", "frequency_penalty"),
+            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+            *("min_p", "logit_bias"),
         )
     }
 )

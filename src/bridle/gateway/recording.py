@@ -168,7 +168,9 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "reasoning_tokens": reply.reasoning_tokens,
         "calls_as_text": reply.calls_as_text,
         "prefill": request.prefill,
-        "unenforced": unenforced(request, reply, constrained=finished.constrained),
+        "unenforced": unenforced(
+            request, reply, finished.effective, constrained=finished.constrained
+        ),
         "reasoning_restored": reasoning_restored(finished),
         "removed": request.extra.get("removed"),
         "unknown": _unknown(finished),

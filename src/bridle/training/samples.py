@@ -25,7 +25,7 @@ from bridle.trajectory.credit import (
     token_weights,
 )
 from bridle.trajectory.sample import Trace, Trajectory
-from bridle.types import LogprobMode
+from bridle.types import JSON, LogprobMode
 
 if TYPE_CHECKING:
     from bridle.trajectory.credit import Floats
@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 DR_GRPO_TOKENS = 1024
 """Constant by which Dr. GRPO divides the sum over a session's tokens. It only scales the loss."""
 
-_FULL_SUPPORT: dict[str, tuple[float, ...]] = {
+_FULL_SUPPORT: dict[str, tuple[float | None, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": (None,),
 }
 
 
@@ -306,11 +309,16 @@ def check_sampling(session: Trajectory, temperature: float) -> None:
             )
 
 
-def unfit_setting(field: str, value: float | None, temperature: float) -> str | None:
+def unfit_setting(field: str, value: float | JSON | None, temperature: float) -> str | None:
     """Why samples under this value are not of the trained distribution; `None` = they are.
 
     `field` is one of `SamplingPolicy`; `None` is the engine's default: temperature 1, full support.
     """
+    if isinstance(value, dict):
+        return (
+            f"samples with a {field}, and training is for none: set the task's "
+            f'sampling.{field} = {{mode = "override"}}'
+        )
     allowed = _FULL_SUPPORT | {"temperature": (temperature,)}
     if value is None:
         value = 1 if field == "temperature" else allowed[field][0]

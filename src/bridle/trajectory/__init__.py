@@ -369,10 +369,12 @@ def _sampling(trace: Trace, path: Sequence[Exchange]) -> JSON:
         if trace.loss_mask[start:end].any():
             found.append(exchange.sampling)
         start = end
-    return {
-        field: list(dict.fromkeys(getattr(sampling, field) for sampling in found))
-        for field in SHAPING
-    }
+    values: JSON = {field: [] for field in SHAPING}
+    for field, among in values.items():
+        for sampling in found:
+            if (value := getattr(sampling, field)) not in among:
+                among.append(value)
+    return values
 
 
 def _spliced(last: Node, joined: Joined, start: int) -> list[JSON]:

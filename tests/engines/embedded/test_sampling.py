@@ -10,12 +10,13 @@ from bridle.engines.embedded.sampling import sample
 from bridle.types import Sampling
 
 VOCAB = 12
+PROMPT_ID = 1
 
 
 def call(*, stop_ids=(), sampled=(), **sampling) -> Call:
     made = Call(
         "r",
-        np.array([1], dtype=np.int32),
+        np.array([PROMPT_ID], dtype=np.int32),
         Sampling(**sampling),
         limit=100,
         stop_ids=frozenset(stop_ids),
@@ -32,11 +33,17 @@ def reference(
 ) -> np.ndarray:
     """Probabilities by the definition, in float64, one row, no cleverness."""
     logits = logits.astype(float).copy()
+    for token, bias in (asked.logit_bias or {}).items():
+        logits[int(token)] += bias
+    for token in {PROMPT_ID, *sampled}:
+        by = asked.repetition_penalty or 1
+        logits[token] *= 1 / by if logits[token] > 0 else by
     for token in set(sampled):
         logits[token] -= asked.presence_penalty or 0
         logits[token] -= (asked.frequency_penalty or 0) * sampled.count(token)
     logits[list(banned)] = -np.inf
     logits /= asked.temperature
+    logits[logits < logits.max() + np.log(asked.min_p or 1e-30)] = -np.inf
     if asked.top_k and asked.top_k > 0:
         logits[logits < np.sort(logits)[::-1][min(asked.top_k, len(logits)) - 1]] = -np.inf
     probs = np.exp(logits - logits.max())
@@ -57,6 +64,9 @@ samplings = st.builds(
     min_tokens=st.sampled_from([None, 5]),
     presence_penalty=st.none() | st.floats(-1, 1),
     frequency_penalty=st.none() | st.floats(-1, 1),
+    repetition_penalty=st.none() | st.floats(0.5, 2),
+    min_p=st.none() | st.floats(0.01, 0.9),
+    logit_bias=st.none() | st.just({"0": 2.0, "7": -100.0}),
 )
 
 

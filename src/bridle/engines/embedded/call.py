@@ -144,7 +144,12 @@ class Call:
         self.min_tokens = min(sampling.min_tokens or 0, limit)
         self.presence = sampling.presence_penalty or 0.0
         self.frequency = sampling.frequency_penalty or 0.0
-        self.counts: dict[int, int] | None = {} if self.presence or self.frequency else None
+        self.repetition = sampling.repetition_penalty or 1.0
+        self.min_p = sampling.min_p or 0.0
+        self.bias = {int(token): value for token, value in (sampling.logit_bias or {}).items()}
+        """What is added to the logits of these ids."""
+        penalised = self.presence or self.frequency or self.repetition != 1.0
+        self.counts: dict[int, int] | None = {} if penalised else None
         """How often each token was sampled; `None` = nothing needs it."""
         self.stop_ids = stop_ids
         self.uniforms = Uniforms(sampling.seed)

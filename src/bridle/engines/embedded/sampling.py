@@ -1,7 +1,7 @@
 """Logits to tokens, with the exact logprob of each token under the distribution it was drawn from.
 
-The distribution of a call is the softmax of its logits after, in this order: penalties, suppressed
-ids (`min_tokens`), temperature, top-k, top-p over what top-k left. This is vLLM's order, and the
+The distribution of a call is the softmax of its logits after, in this order: `logit_bias`,
+penalties, suppressed ids (`min_tokens`), temperature, min-p, top-k, top-p over what top-k left. This is vLLM's order, and the
 logprobs are what vLLM calls processed. A token is drawn by inverting the cumulative distribution in
 float64 at one uniform number of the call's own, so the draw does not depend on the neighbours in
 the batch beyond rounding of the logits. At temperature 0 the distribution is a single point: the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from bridle.engines.embedded.call import Call
@@ -25,10 +26,14 @@ def sample(logits: torch.Tensor, calls: Sequence[Call]) -> tuple[list[int], list
     """
     logits = logits.float()
     for row, call in enumerate(calls):
-        if call.counts or call.min_tokens:
+        if call.counts is not None or call.bias or call.min_tokens:
             _adjust(logits[row], call)
     if any(call.temperature != 1.0 for call in calls):
         logits = logits / logits.new_tensor([[call.temperature] for call in calls])
+    if any(call.min_p for call in calls):
+        shares = logits.new_tensor([[call.min_p] for call in calls])
+        best = logits.max(dim=-1, keepdim=True).values
+        logits = logits.masked_fill(logits < best + shares.log(), float("-inf"))
     narrow = [b for b, call in enumerate(calls) if call.top_k or call.top_p < 1.0]
     if narrow:
         rows = logits[narrow]
@@ -54,7 +59,16 @@ def _draw(logprobs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
 
 
 def _adjust(logits: torch.Tensor, call: Call) -> None:
-    """Apply penalties and suppressed ids to one row in place."""
+    """Apply the bias, penalties and suppressed ids to one row in place."""
+    for token, bias in call.bias.items():
+        if 0 <= token < len(logits):
+            logits[token] += bias
+    if call.repetition != 1.0:
+        seen = torch.tensor(np.unique(call.ids[: call.length]), device=logits.device).long()
+        of_seen = logits[seen]
+        logits[seen] = torch.where(
+            of_seen > 0, of_seen / call.repetition, of_seen * call.repetition
+        )
     if call.counts:
         ids = torch.tensor(list(call.counts), device=logits.device)
         counts = logits.new_tensor(list(call.counts.values()))
