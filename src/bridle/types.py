@@ -28,6 +28,13 @@ JSON: TypeAlias = dict[str, Any]
 """A JSON object as decoded; only its owner knows its keys."""
 
 
+def one_line(data: bytes) -> bytes:
+    """JSON text with U+2028, U+2029 and U+0085 escaped: some clients end a line there."""
+    if b"\xe2\x80" in data:
+        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    return data.replace(b"\xc2\x85", b"\\u0085") if b"\xc2\x85" in data else data
+
+
 class Dialect(StrEnum):
     """One provider's wire format."""
 
@@ -250,6 +257,8 @@ class Reply:
     """The stop string that ended it, for dialects that name it; `None` = none did."""
     reasoning_tokens: int = 0
     """Sampled tokens inside the reasoning, without what opens and closes it."""
+    calls_unread: int = 0
+    """Calls without a readable name or end; they stand in `content` as sampled."""
     calls_as_text: int = 0
     """Calls that were sampled where none was wanted; they stand in `content` as sampled."""
     token_logprobs: tuple[tuple[str, float], ...] | None = None

@@ -7,7 +7,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.bridges.examples import examples_of
-from bridle.bridges.sft import SftCounts, write_sft
+from bridle.bridges.sft import SftCounts, write_lines, write_sft
 from bridle.errors import BridleError
 from bridle.trajectory import rebuild
 from bridle.types import LogprobMode
@@ -50,6 +50,13 @@ def test_an_example_of_text_has_no_ids(tmp_path):
     (line,) = lines(tmp_path / "sft.jsonl")
     assert (line["input_ids"], line["loss_mask"]) == (None, None)
     assert counts == SftCounts(examples=1, tokens=0, texts=1)
+
+
+def test_line_separators_in_text_do_not_part_a_line(tmp_path):
+    count = write_lines(tmp_path / "sft.jsonl", [{"text": "a\u2028b\u2029c\u0085d"}])
+    text = (tmp_path / "sft.jsonl").read_text()
+    assert len(text.splitlines()) == count == 1
+    assert json.loads(text)["text"] == "a\u2028b\u2029c\u0085d"
 
 
 def test_reasoning_and_calls_stand_as_openai_chat_has_them(tmp_path):

@@ -25,6 +25,20 @@ def test_a_machine_with_all_of_it_is_well(say):
     assert "MISSING" not in said.out or said.code == 1
 
 
+def test_what_requests_held_that_the_gateway_does_not_know_is_named(say, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "broken").mkdir()
+    lines = [{"unknown": {"frobnicate": 2}}, {"unknown": {}}, {"unknown": {"frobnicate": 1}}]
+    (tmp_path / "one" / "summary.json").write_text(json.dumps({"sessions": lines}))
+    (tmp_path / "broken" / "summary.json").write_text("{")
+
+    (finding,) = doctor.requests(tmp_path)
+
+    assert finding.found == "3 frobnicate"
+    assert doctor.requests(tmp_path / "none") == []
+    assert finding.what in say("doctor", "--runs", tmp_path).out
+
+
 def test_an_engine_is_probed(say, tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"conversations": [{"turns": [{"content": "x"}]}]}))
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.engines.answers import ChatAnswer, CompletionAnswer, TokenAnswer, Wants
+from bridle.engines.answers import ChatAnswer, CompletionAnswer, TokenAnswer, Wants, event
 from bridle.engines.base import GenerateChunk
 from bridle.engines.ids import TextIds
 from bridle.engines.tokenizer import load_tokenizer
@@ -101,6 +101,12 @@ def test_versions_and_usage_are_told_at_the_end():
     }  # fmt: skip
     assert done == b"data: [DONE]\n\n"
     assert answer(ChatAnswer, Wants()).closing() == [done]
+
+
+def test_an_event_is_one_line_also_for_clients_that_split_at_line_separators():
+    data = event({"text": "a\u2028b\u2029c\u0085d"})
+    assert len(data.decode().splitlines()) == 2
+    assert json.loads(data.removeprefix(b"data: ")) == {"text": "a\u2028b\u2029c\u0085d"}
 
 
 def test_a_reply_of_no_tokens_is_a_reply():

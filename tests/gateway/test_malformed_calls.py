@@ -38,6 +38,7 @@ async def is_one_trace(home, caller, drift: str = "exact") -> None:
     assert (found["exchanges"], found["roots"], found["branches"]) == (2, 1, 0)
     assert found["tokens_trained"] == found["tokens_captured"] > 0
     assert found["drift"] == {drift: 1}
+    assert found["malformed_calls"] == 1
     assert {exchange.kind for exchange in caller.exchanges} == {Kind.AGENT}
 
 

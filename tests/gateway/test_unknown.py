@@ -1,5 +1,7 @@
 """What a request holds that the gateway does not know or see to is served, recorded and counted."""
 
+from typing import Any
+
 import pytest
 from tests.gateway.house import SHELL_TOOL, house, renderer, user
 from tests.gateway.test_orphans import send
@@ -118,7 +120,7 @@ async def test_more_calls_than_were_wanted_are_recorded():
         assert sorted(unenforced) == ["logit_bias", "parallel_tool_calls"]
 
 
-SHAPED = {"min_p": 0.1, "repetition_penalty": 1.05, "logit_bias": {"1": 2}}
+SHAPED: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.05, "logit_bias": {"1": 2}}
 
 
 async def test_min_p_repetition_penalty_and_logit_bias_reach_the_engine_where_the_task_says_so():

@@ -1,5 +1,7 @@
 """Polar's routes, one by one; a whole client is in `test_polar_client.py`."""
 
+import json
+
 import pytest
 from tests.server.house import FakeWorkers, a_service, an_app, ended, failure, served, until
 
@@ -143,6 +145,23 @@ async def test_events_are_streamed_as_they_happen(tmp_path):
         seen = [line async for line in _until(lines, '"status":"ended"')]
         assert "event: task" in seen
         assert any('"status":"queued"' in line for line in seen)
+
+
+async def test_an_event_with_line_separators_is_one_line(tmp_path):
+    import httpx
+
+    task_id = "a\u2028b\u2029c\u0085d"
+    async with (
+        a_service(tmp_path) as service,
+        serving(served(service), host="127.0.0.1", port=0) as url,
+        httpx.AsyncClient(base_url=url) as http,
+        http.stream("GET", "/events") as events,
+    ):
+        lines = events.aiter_lines()
+        assert await anext(lines) == ": listening"
+        service.events.tell({"type": "task", "task_id": task_id, "status": "ended"})
+        *_, data = [line async for line in _until(lines, "data: ")]
+        assert json.loads(data.removeprefix("data: "))["task_id"] == task_id
 
 
 async def _until(lines, last):

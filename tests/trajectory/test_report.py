@@ -60,6 +60,7 @@ def test_the_same_numbers_are_json():
         "truncated_sessions": {},
         "unknown": {},
         "rejected": [{"harness": "pi", "status": "COMPLETED", "tokens": 0, "of": 20}],
+        "malformed_calls": [],
         "untrained_sessions": [],
     }
 
@@ -73,6 +74,13 @@ def test_rejected_replies_are_shared_out_by_harness_and_status():
         ("COMPLETED", 0, 20),
         ("ERROR", 5, 20),
     ]
+
+
+def test_malformed_calls_are_counted_by_harness_and_status():
+    name, _, _, stats = a_session(0)
+    report = report_of([(name, "pi", "ERROR", stats | {"malformed_calls": 3}), a_session(1)])
+    assert "malformed 3 tool calls of pi in ERROR sessions" in list(report.lines())
+    assert report.as_json()["malformed_calls"] == [{"harness": "pi", "status": "ERROR", "calls": 3}]
 
 
 def test_what_is_wrong_is_marked():

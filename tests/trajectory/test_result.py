@@ -1,6 +1,7 @@
 """Results in JSON: Polar's names, our additions, the same bytes for the same facts."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -21,6 +22,8 @@ from bridle.trajectory.result import (
     trajectory_of,
 )
 from bridle.types import Cause, Kind, SessionStatus
+
+BREAKS = "a\u2028b\u2029c\u0085d"
 
 
 def trajectory(**outcome):
@@ -128,6 +131,14 @@ def test_text_that_utf8_cannot_hold_is_escaped():
         "\\udc80": ["a\\ud800b", ["c", 1.5, None]],
         "n": {"m": True},
     }
+
+
+def test_a_trajectory_is_one_line_also_for_readers_that_split_at_line_separators():
+    made = MadeSession()
+    made.call(output=2)
+    trajectory = replace(rebuild(made.capture()), error=BREAKS)
+    (line,) = trajectory_bytes(trajectory).decode().splitlines()
+    assert json.loads(line)["error"] == BREAKS
 
 
 def test_token_rewards_and_media_are_read_back():

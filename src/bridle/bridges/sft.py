@@ -19,7 +19,7 @@ import numpy as np
 from bridle.bridges.examples import Example
 from bridle.errors import BridleError, boundary
 from bridle.trajectory.result import encode
-from bridle.types import JSON
+from bridle.types import JSON, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def write_lines(path: str | Path, lines: Iterable[JSON]) -> int:
         try:
             with part.open("wb") as file:
                 for one in lines:
-                    file.write(encode(one) + b"\n")
+                    file.write(one_line(encode(one)) + b"\n")
                     count += 1
             part.replace(path)
         finally:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json as json_text
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ import typer
 
 from bridle.cli.output import console, print_json, table
 from bridle.errors import BridleError, EngineError, install_extra
+from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.engines.base import EngineInfo
@@ -54,6 +57,9 @@ def doctor(
     image: Annotated[
         str | None, typer.Option(help="The image that the suite runs in, where one is needed.")
     ] = None,
+    runs: Annotated[
+        Path, typer.Option(help="Folder of runs: name what their requests held that is unknown.")
+    ] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at this machine, an engine or a runtime, and say what is missing."""
@@ -62,7 +68,7 @@ def doctor(
     elif runtime is not None:
         findings = asyncio.run(_conformance(runtime, image))
     else:
-        findings = machine()
+        findings = [*machine(), *requests(runs)]
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -83,6 +89,22 @@ def machine() -> list[Finding]:
         _bundles(),
         _runtime(),
     ]
+
+
+def requests(runs: Path) -> list[Finding]:
+    """Name what the gateway did not know in the requests of these runs, if anything."""
+    from bridle.cli.show import unknown_of
+    from bridle.lifecycle.run_folder import SUMMARY
+
+    lines: list[JSON] = []
+    for path in (runs / SUMMARY, *runs.glob(f"*/{SUMMARY}")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            lines += json_text.loads(path.read_text())["sessions"]
+    if not (unknown := unknown_of(lines)):
+        return []
+    found = ", ".join(f"{count} {name}" for name, count in unknown.most_common())
+    advice = "served, not acted on: see whether the model missed context (`bridle show SESSION`)"
+    return [Finding("unknown in requests", ok=True, found=found, advice=advice)]
 
 
 def _python() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from bridle.errors import ConfigError
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from bridle.capture.records import SessionCapture
     from bridle.trajectory.scores import Score
@@ -90,6 +91,14 @@ def law_line(lines: list[JSON]) -> str:
     return f"captured {captured} = trained {trained} + excluded {excluded}: {holds}"
 
 
+def unknown_of(lines: Iterable[JSON]) -> Counter[str]:
+    """What the gateway did not know in the requests of these sessions, with counts."""
+    unknown: Counter[str] = Counter()
+    for line in lines:
+        unknown.update(line.get("unknown") or {})
+    return unknown
+
+
 def print_scores(scores: Sequence[Score]) -> None:
     """What a batch was worth, as a table; nothing without scores."""
     if not scores:
@@ -126,6 +135,15 @@ def _show_run(target: Path, *, json: bool) -> None:
         return
     print_table(f"{target}: {len(lines)} sessions", COLUMNS, map(row, lines))
     console.print(law_line(lines))
+    _print_unknown(lines)
+
+
+def _print_unknown(lines: Iterable[JSON]) -> None:
+    """Name what requests held that the gateway did not know, if anything."""
+    from bridle.trajectory.report import unknown_line
+
+    if unknown := unknown_of(lines):
+        console.print(unknown_line(unknown), markup=False, soft_wrap=True)
 
 
 def _show_report(target: Path, *, json: bool) -> None:
@@ -167,6 +185,7 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
     for depth, text in draw(capture, train):
         console.print("  " * depth + text, markup=False, soft_wrap=True)
     console.print(law_line([result.summary()]))
+    _print_unknown([result.summary()])
     if result.error:
         console.print(f"error: {result.error}", markup=False)
     if capture.outcome is None:

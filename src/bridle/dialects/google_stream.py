@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from bridle.dialects.base import ReplyHead
 from bridle.dialects.google_write import call_part, error_json, finish_reason, response_json, sign
 from bridle.dialects.reading import encode
-from bridle.dialects.sse import one_line
 from bridle.dialects.streaming import PiecewiseEncoder
 from bridle.errors import RequestError
-from bridle.types import JSON, Reply, ToolCall, Usage
+from bridle.types import JSON, Reply, ToolCall, Usage, one_line
 
 
 class ContentStream(PiecewiseEncoder):

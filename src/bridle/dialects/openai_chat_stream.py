@@ -13,10 +13,10 @@ from collections.abc import Collection
 from bridle.dialects.base import ReplyHead
 from bridle.dialects.openai_chat_write import finish_reason, tool_call_json, usage_json
 from bridle.dialects.reading import encode
-from bridle.dialects.sse import DONE, one_line
+from bridle.dialects.sse import DONE
 from bridle.dialects.streaming import PiecewiseEncoder
 from bridle.errors import RequestError
-from bridle.types import JSON, Reply, ToolCall, Usage
+from bridle.types import JSON, Reply, ToolCall, Usage, one_line
 
 
 class ChatStream(PiecewiseEncoder):

@@ -44,7 +44,7 @@ def read_sampling(head: JSON) -> Sampling:
 def _read_bias(head: JSON) -> dict[str, float] | None:
     """`logit_bias` of at least one token; `None` = none."""
     given = object_at(head, "logit_bias", "") or {}
-    found = {}
+    found: dict[str, float] = {}
     for token in given:
         if not (token.isascii() and token.isdecimal()):
             raise wrong("logit_bias", "an object from token ids to numbers", given)

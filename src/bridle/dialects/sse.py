@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridle.types import one_line
+
 DONE = b"data: [DONE]\n\n"
 """OpenAI's last event."""
 
@@ -23,13 +25,6 @@ class SseEvent:
     event: str = "message"
     id: str | None = None
     """The last id seen on the stream, `None` before the first."""
-
-
-def one_line(data: bytes) -> bytes:
-    """JSON text with U+2028, U+2029 and U+0085 escaped: some clients end a line there."""
-    if b"\xe2\x80" in data:
-        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-    return data.replace(b"\xc2\x85", b"\\u0085") if b"\xc2\x85" in data else data
 
 
 def event_bytes(data: bytes, event: str | None = None) -> bytes:

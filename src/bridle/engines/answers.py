@@ -22,7 +22,7 @@ from bridle.engines.base import GenerateChunk
 from bridle.engines.ids import ArrayIds, TextIds, ids_json
 from bridle.engines.reply import ReplyReader
 from bridle.engines.tokenizer import ChatTokenizer, TextStream
-from bridle.types import JSON, FinishReason
+from bridle.types import JSON, FinishReason, one_line
 
 if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
@@ -358,4 +358,4 @@ def _texts(values: Logprobs) -> list[str]:
 
 
 def event(body: JSON) -> bytes:
-    return b"data: " + _ENCODER.encode(body) + b"\n\n"
+    return b"data: " + one_line(_ENCODER.encode(body)) + b"\n\n"

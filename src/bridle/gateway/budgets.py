@@ -67,7 +67,7 @@ class SamplingPlan:
         )
 
 
-def _decide(field: FieldPolicy, asked: Any) -> Any:
+def _decide(field: FieldPolicy, asked: Any) -> Any:  # noqa: ANN401 - the field's own type
     match field.mode:
         case "override":
             return field.value

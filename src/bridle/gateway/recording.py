@@ -15,6 +15,7 @@ from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import unenforced
 from bridle.gateway.images import Shown, unplaced
 from bridle.gateway.sampling import Sample
+from bridle.prompting.arguments import parsed_object
 from bridle.prompting.prompt import PromptIds
 from bridle.types import JSON, LogprobMode, Message, Reply, Sampling
 
@@ -167,6 +168,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "tokens_unseen": reply.tokens_unseen,
         "reasoning_tokens": reply.reasoning_tokens,
         "calls_as_text": reply.calls_as_text,
+        "malformed_calls": _malformed(reply),
         "prefill": request.prefill,
         "unenforced": unenforced(
             request, reply, finished.effective, constrained=finished.constrained
@@ -182,6 +184,12 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "engine_before": sample.extra_before,
     }
     return {name: value for name, value in told.items() if value}
+
+
+def _malformed(reply: Reply) -> int:
+    """Count the calls whose arguments are no JSON object, or that could not be read at all."""
+    odd = sum(parsed_object(call.arguments) is None for call in reply.tool_calls)
+    return reply.calls_unread + odd
 
 
 def _unknown(finished: Finished) -> JSON:

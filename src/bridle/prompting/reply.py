@@ -89,6 +89,7 @@ def parse_reply(
         tokens_unseen=_unseen(tokenizer, spans, output_ids, end),
         stop_text=stop_text,
         reasoning_tokens=count_thoughts(tokenizer, output_ids[:end], reasoning),
+        calls_unread=read.count(None) if finish is FinishReason.STOP else 0,
         calls_as_text=sum(found is not None for found in read) if new_id is None else 0,
     )
 

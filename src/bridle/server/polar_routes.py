@@ -24,7 +24,7 @@ from bridle.server.schemas import Submission
 from bridle.server.views import is_final
 from bridle.server.wire import Row
 from bridle.trajectory.result import encode
-from bridle.types import JSON
+from bridle.types import JSON, one_line
 
 FLAGS = ("true", "false", "1", "0")
 
@@ -182,7 +182,7 @@ async def _events(asked: Asked) -> AsyncIterator[bytes]:
             if event is None:
                 yield b": still here\n\n"
             else:
-                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), one_line(encode(event)))
                 await asyncio.sleep(0)
 
 

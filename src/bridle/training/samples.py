@@ -322,7 +322,7 @@ def unfit_setting(field: str, value: float | JSON | None, temperature: float) ->
     allowed = _FULL_SUPPORT | {"temperature": (temperature,)}
     if value is None:
         value = 1 if field == "temperature" else allowed[field][0]
-    if value in allowed[field]:
+    if value is None or value in allowed[field]:
         return None
     trained = allowed[field][0]
     also = f", or [grpo] temperature = {value:g}" if field == "temperature" and value > 0 else ""

@@ -67,6 +67,8 @@ class Report:
     rejected: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """Harness and status -> sampled tokens of rejected replies, and of all; statuses without
     rejected ones too."""
+    malformed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Calls whose arguments are no JSON object, by harness and status."""
     untrained: list[str] = field(default_factory=list)
     """Sessions of which nothing trains."""
 
@@ -92,6 +94,8 @@ class Report:
         passed_over, of = self.rejected.get((harness, status), (0, 0))
         passed_over += stats.get("rejected", {}).get("tokens", 0)
         self.rejected[harness, status] = passed_over, of + captured
+        if malformed := stats.get("malformed_calls", 0):
+            self.malformed[harness, status] += malformed
         for found in stats["breaks"]:
             if found["reason"] in IDENTITY:
                 self.unproved[found["reason"]] += 1
@@ -149,6 +153,10 @@ class Report:
                 {"harness": harness, "status": status, "tokens": passed_over, "of": of}
                 for (harness, status), (passed_over, of) in sorted(self.rejected.items())
             ],
+            "malformed_calls": [
+                {"harness": harness, "status": status, "calls": count}
+                for (harness, status), count in sorted(self.malformed.items())
+            ],
             "untrained_sessions": self.untrained,
         }
 
@@ -166,6 +174,8 @@ class Report:
             if passed_over:
                 share = _share(passed_over, of)
                 yield f"rejected  {share} of what {harness} sampled in {status} sessions"
+        for (harness, status), count in sorted(self.malformed.items()):
+            yield f"malformed {count} tool calls of {harness} in {status} sessions"
         yield ""
         yield f"drift     {_listed(self.drift)}"
         yield f"forks     {sum(self.forks.values())}"
@@ -217,7 +227,7 @@ class Report:
 
     def _limits(self) -> Iterator[str]:
         if self.unknown:
-            yield f"! unknown to the gateway, not acted on: {_listed(self.unknown)}"
+            yield unknown_line(self.unknown)
         if self.overlong:
             yield f"overlong  {self.overlong} traces"
         if self.cut:
@@ -225,6 +235,11 @@ class Report:
         if self.untrained:
             shown = ", ".join(self.untrained[:3]) + (", ..." if len(self.untrained) > 3 else "")
             yield f"! nothing trains in {len(self.untrained)} sessions: {shown}"
+
+
+def unknown_line(unknown: Counter[str]) -> str:
+    """Name the fields, betas and blocks that the gateway did not know."""
+    return f"! unknown to the gateway, not acted on: {_listed(unknown)}"
 
 
 def report_of(sessions: Iterable[tuple[str, str, str, JSON]]) -> Report:

@@ -15,7 +15,7 @@ import orjson
 
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.trajectory.transcript import Messages
-from bridle.types import JSON
+from bridle.types import JSON, one_line
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -159,7 +159,7 @@ def writable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 def trajectory_bytes(trajectory: Trajectory) -> bytes:
     """One line of `trajectories.jsonl`, without its line end."""
-    return encode(trajectory_json(trajectory))
+    return one_line(encode(trajectory_json(trajectory)))
 
 
 def _shortest(values: npt.NDArray[Any]) -> list[float]:

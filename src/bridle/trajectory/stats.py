@@ -84,6 +84,7 @@ def measure(
         **_lineage(exchanges, joined),
         "joins": marks.joins,
         "rejected": _rejected(exchanges, marks),
+        "malformed_calls": sum(one.extra.get("malformed_calls", 0) for one in exchanges),
         "drift": dict(sorted(_drift(continuing, joined).items())),
         "habits": dict(Counter(e.extra["habit"] for e in exchanges if "habit" in e.extra)),
         "breaks": [_break(found) for found in graph.breaks]

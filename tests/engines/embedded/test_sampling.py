@@ -33,8 +33,8 @@ def reference(
 ) -> np.ndarray:
     """Probabilities by the definition, in float64, one row, no cleverness."""
     logits = logits.astype(float).copy()
-    for token, bias in (asked.logit_bias or {}).items():
-        logits[int(token)] += bias
+    for name, bias in (asked.logit_bias or {}).items():
+        logits[int(name)] += bias
     for token in {PROMPT_ID, *sampled}:
         by = asked.repetition_penalty or 1
         logits[token] *= 1 / by if logits[token] > 0 else by

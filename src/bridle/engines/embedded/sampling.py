@@ -1,11 +1,11 @@
 """Logits to tokens, with the exact logprob of each token under the distribution it was drawn from.
 
 The distribution of a call is the softmax of its logits after, in this order: `logit_bias`,
-penalties, suppressed ids (`min_tokens`), temperature, min-p, top-k, top-p over what top-k left. This is vLLM's order, and the
-logprobs are what vLLM calls processed. A token is drawn by inverting the cumulative distribution in
-float64 at one uniform number of the call's own, so the draw does not depend on the neighbours in
-the batch beyond rounding of the logits. At temperature 0 the distribution is a single point: the
-most likely token, with logprob 0.0.
+penalties, suppressed ids (`min_tokens`), temperature, min-p, top-k, top-p over what top-k left.
+This is vLLM's order, and the logprobs are what vLLM calls processed. A token is drawn by inverting
+the cumulative distribution in float64 at one uniform number of the call's own, so the draw does not
+depend on the neighbours in the batch beyond rounding of the logits. At temperature 0 the
+distribution is a single point: the most likely token, with logprob 0.0.
 """
 
 from __future__ import annotations
