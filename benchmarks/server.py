@@ -38,13 +38,15 @@ from bridle.lifecycle.results import SessionResult
 from bridle.server.addresses import Addresses
 from bridle.server.answering import Served
 from bridle.server.app import serving
-from bridle.server.auth import Auth
+from bridle.server.auth import Auth, Role, Token
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
 from bridle.server.permits import Permits
 from bridle.server.service import Service
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
+
+TOKEN = Token(name="benchmark", token="a-token-of-sixteen", roles=(Role.ADMIN,))  # noqa: S106 - of this measurement
 
 TURNS = 20
 
@@ -172,7 +174,7 @@ async def serve(folder: Path, workers: InstantWorkers) -> None:
             workers=workers,
         )
         await stack.enter_async_context(service)
-        served = Served(service, Permits(local=True), Auth(), Addresses([]))
+        served = Served(service, Permits(local=True), Auth([TOKEN]), Addresses([]))
         url = await stack.enter_async_context(serving(served, host="127.0.0.1", port=0))
         print(url, flush=True)
         await stop.wait()
@@ -243,7 +245,7 @@ def spread(taken: list[float]) -> dict[str, float]:
 async def measure(url: str, pid: int, options: argparse.Namespace) -> dict[str, object]:
     """The whole table."""
     found: dict[str, object] = {"rss_start_mib": round(rss_mib(pid))}
-    async with AsyncClient(url) as client:
+    async with AsyncClient(url, token=TOKEN.token) as client:
         await client.pause()
         clock = Clock(pid)
         for start in range(0, options.tasks, 100):
@@ -274,7 +276,7 @@ async def measure(url: str, pid: int, options: argparse.Namespace) -> dict[str, 
 
 async def refill(url: str, _: int, options: argparse.Namespace) -> dict[str, object]:
     """Keep all slots busy with runs of about a second; the server tells the rest."""
-    async with AsyncClient(url) as client:
+    async with AsyncClient(url, token=TOKEN.token) as client:
         await client.submit_many([task(n, options.samples) for n in range(100)])
         async for group in client.groups(trajectories=False, page=20):
             if group.cursor >= 40:

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
@@ -52,6 +53,8 @@ def pytest_configure() -> None:
         if foreign or name.upper() in PROXIES:
             del os.environ[name]
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    # Servers of tests are not found by clients of whoever runs them.
+    os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"bridle-tests-{os.getuid()}"))
     # Where a test does not say, containment is not its theme.
     os.environ["BRIDLE_RUNTIME"] = "local"
 

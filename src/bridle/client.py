@@ -27,6 +27,7 @@ import msgspec
 import orjson
 
 from bridle.config import Task
+from bridle.credentials import found_token, split_token
 from bridle.errors import ServerError
 from bridle.trajectory.packed import from_packed
 from bridle.trajectory.sample import Trajectory
@@ -99,15 +100,17 @@ class AsyncClient:
     def __init__(
         self, url: str = DEFAULT_URL, *, token: str | None = None, patience_s: float = 60.0
     ) -> None:
-        self.url = url.rstrip("/")
-        self._token = token or os.environ.get(TOKEN_ENV)
+        """The token is the URL's (`http://x:TOKEN@host`), else `token`, else
+        `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
+        """
+        self.url, own = split_token(url.rstrip("/"))
+        self._token = own or token or os.environ.get(TOKEN_ENV)
         self._patience_s = patience_s
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=POLL_S + 60)
-        self._http = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        self._http = aiohttp.ClientSession(timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -306,7 +309,8 @@ class AsyncClient:
         """What happens from here on, until the server ends."""
         http = self._session()
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=60)
-        async with http.get(f"{self.url}/events", timeout=timeout) as answer:
+        known = self._known()
+        async with http.get(f"{self.url}/events", timeout=timeout, headers=known) as answer:
             if not answer.ok:
                 raise _refused(answer.status, await answer.read())
             async for line in answer.content:
@@ -332,9 +336,10 @@ class AsyncClient:
     ) -> bytes:
         """Send until there is an answer; what can pass (no connection, 503) is waited out."""
         data = None if body is None else orjson.dumps(body)
-        headers = {"accept": f"application/{accept}" if accept != "json" else "*/*"}
+        accepted = {"accept": f"application/{accept}" if accept != "json" else "*/*"}
         deadline, wait_s = time.monotonic() + self._patience_s, 0.1
         while True:
+            headers = accepted | self._known()
             try:
                 async with self._session().request(
                     method, self.url + path, data=data, params=query, headers=headers
@@ -351,6 +356,12 @@ class AsyncClient:
                 raise fault
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, 5.0)
+
+    def _known(self) -> dict[str, str]:
+        """The header with the token; a server of this user's may have started by now."""
+        if self._token is None and (found := found_token(self.url)) is not None:
+            self.url, self._token = found
+        return {} if self._token is None else {"authorization": f"Bearer {self._token}"}
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -373,6 +384,11 @@ class Client:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="bridle client", daemon=True
         )
+
+    @property
+    def url(self) -> str:
+        """Of the server, without a token."""
+        return self._client.url
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.server.house import FakeWorkers, a_service, ended, served, submission, until
+from tests.server.house import FakeWorkers, a_service, ended, served, submission, until, with_token
 
 from bridle.server.app import serving
 
@@ -15,6 +15,8 @@ async def test_a_running_task_is_ended(tmp_path, say):
     ):
         await service.submit([submission("a")], owner="o")
         await until(lambda: workers.living)
-        said = await asyncio.to_thread(say, "cancel", "a", "b", "--json", "--server", url)
+        said = await asyncio.to_thread(
+            say, "cancel", "a", "b", "--json", "--server", with_token(url)
+        )
         assert (said.code, said.json) == (1, {"unknown": ["b"]})
         assert (await ended(service, "a"))["state"] == "cancelled"

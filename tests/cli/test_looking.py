@@ -73,17 +73,17 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert api.status_code == 401, "the cookie opens the dashboard and nothing else"
 
 
-def test_a_dashboard_of_a_server_is_served_by_itself_too(tmp_path, say, monkeypatch):
+def test_a_dashboard_of_a_server_is_served_by_itself_too(tmp_path, say):
     from tests.cli.test_dashboard import fetch, serving
 
-    monkeypatch.delenv("BRIDLE_SERVER_TOKEN", raising=False)
     with a_server(tmp_path, "--dashboard") as url, serving(url) as looking:
         with Client(url) as client:
             client.submit_many(tasks(1))
             client.wait("task-0", timeout_s=60)
         status, page = fetch(looking)
         _, session = fetch(f"{looking}/session/task-0.0")
-        own, _ = fetch(f"{url}/ui/")
+        token = (tmp_path / "data" / "server.token").read_text().strip()
+        own, _ = fetch(f"{url}/ui/", Authorization=f"Bearer {token}")
 
     assert status == own == 200
     assert "slots in use" in page

@@ -1,20 +1,23 @@
 """`bridle serve` in a process of its own, and the verbs that talk to it."""
 
+import asyncio
 import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from contextlib import contextmanager
 
+import httpx
 import pytest
 from tests.lifecycle.house import AGENT
 
 from bridle.cli.config import load_config
 from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
 
 pytestmark = pytest.mark.timeout(180)
@@ -129,9 +132,82 @@ async def test_a_second_server_on_a_data_folder_is_refused_and_told_the_first(tm
             raise AssertionError
 
 
-def test_a_server_that_is_open_to_others_needs_tokens(say, tmp_path):
-    said = say("serve", "--engine", f"scripted:{script(tmp_path)}", "--host", "0.0.0.0")
-    assert (said.code, "give tokens" in said.err) == (2, True)
+def whole_config(tmp_path, **server):
+    """The configuration of a whole server on loopback, as `bridle serve` has it without flags."""
+    return load_config(
+        None,
+        engines=[f"scripted:{script(tmp_path)}"],
+        server={"port": 0, "data": tmp_path / "data", **server},
+        executor=executor_flags(None, concurrency=1),
+    )
+
+
+async def test_a_page_whose_name_was_rebound_to_loopback_gets_nothing(tmp_path):
+    """DNS rebinding: to the browser the page and the server have one origin, `evil.example`."""
+    page = {"host": "evil.example:8080", "origin": "http://evil.example:8080"}
+    async with (
+        server_of(whole_config(tmp_path), dashboard=True) as opened,
+        httpx.AsyncClient(base_url=opened.url) as http,
+    ):
+        token = (tmp_path / "data" / "server.token").read_text().strip()
+        for known in ({}, {"authorization": f"Bearer {token}"}):
+            sent = {**page, **known}
+            told = [await http.post("/v1/tasks", headers=sent, json={"tasks": tasks(1)})]
+            paths = ("/v1/status", "/health", "/openapi.json", "/metrics", "/ui/", "/nowhere")
+            told += [await http.get(path, headers=sent) for path in paths]
+            assert {one.status_code for one in told} == {421}
+            assert all("--allow-host" in one.text for one in told)
+        async with AsyncClient(opened.url) as owner:
+            assert (await owner.status())["tasks"] == {}
+
+
+async def test_another_user_of_the_machine_neither_submits_nor_reads(tmp_path):
+    async with (
+        server_of(whole_config(tmp_path)) as opened,
+        httpx.AsyncClient(base_url=opened.url) as http,
+    ):
+        described = (await http.get("/openapi.json")).json()["paths"]
+        for path, methods in described.items():
+            for method in methods:
+                told = await http.request(method, path.replace("{", "").replace("}", ""))
+                expected = 200 if path in ("/health", "/openapi.json") else 401
+                assert told.status_code == expected, (method, path)
+        assert (await http.post("/v1/tasks", json={"tasks": tasks(1)})).status_code == 401
+    kept = tmp_path / "data" / "server.token"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+async def test_clients_of_the_same_user_find_the_token_by_themselves(tmp_path, say):
+    async with server_of(whole_config(tmp_path)) as opened:
+        port = opened.url.rpartition(":")[2]
+        token = (tmp_path / "data" / "server.token").read_text().strip()
+        by_name = f"http://localhost:{port}"
+        for url in (opened.url, by_name, f"http://x:{token}@127.0.0.1:{port}"):
+            async with AsyncClient(url) as client:
+                assert (await client.status())["tasks"] == {}
+                assert client.url == opened.url
+        said = await asyncio.to_thread(say, "status", "--server", by_name)
+        assert said.code == 0
+        async with AsyncClient(f"http://x:wrong@127.0.0.1:{port}") as stranger:
+            with pytest.raises(ServerError, match="token") as refused:
+                await stranger.status()
+            assert "wrong" not in str(refused.value)
+    async with AsyncClient(opened.url, patience_s=0.1) as late:
+        with pytest.raises(ServerError, match="cannot be reached"):
+            await late.status()
+
+
+async def test_a_server_that_is_open_to_others_has_a_token_too(tmp_path):
+    """The names of `--allow-host` reach it, and addresses; other names do not."""
+    config = whole_config(tmp_path, host="0.0.0.0", hosts=("trainer.example",))
+    async with server_of(config) as opened, httpx.AsyncClient() as http:
+        url = opened.url.replace("0.0.0.0", "127.0.0.1")
+        for host, status in (
+            *(("trainer.example", 401), ("trainer.example:80", 401), ("192.0.2.7:8080", 401)),
+            *(("evil.example", 421), ("trainer.example.evil.example", 421)),
+        ):
+            told = await http.get(f"{url}/v1/status", headers={"host": host})
+            assert told.status_code == status, host
 
 
 def test_flags_and_file_make_one_configuration(tmp_path):

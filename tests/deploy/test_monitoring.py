@@ -65,10 +65,10 @@ def a_server_of(tmp_path):
 
 
 @pytest.mark.timeout(60)
-async def test_what_alerts_and_panels_ask_for_is_told_by_a_server(tmp_path, monkeypatch):
-    monkeypatch.delenv("BRIDLE_SERVER_TOKEN", raising=False)
+async def test_what_alerts_and_panels_ask_for_is_told_by_a_server(tmp_path):
     async with a_server_of(tmp_path) as served, httpx.AsyncClient() as http:
-        told = names_in((await http.get(f"{served.url}/metrics")).text)
+        known = {"authorization": f"Bearer {served.token_file.read_text().strip()}"}
+        told = names_in((await http.get(f"{served.url}/metrics", headers=known)).text)
     asked = [*alerts().values(), *(one for several in panels().values() for one in several)]
     named = {name for expression in asked for name in re.findall(r"\bbridle_\w+", expression)}
     assert named - told == set()
@@ -96,10 +96,9 @@ def test_each_alert_rings_when_it_should_and_only_then(tmp_path):
 
 @pytest.mark.browser
 @pytest.mark.timeout(240)
-async def test_a_prometheus_that_scrapes_a_server_can_draw_every_panel(tmp_path, monkeypatch):
-    monkeypatch.delenv("BRIDLE_SERVER_TOKEN", raising=False)
+async def test_a_prometheus_that_scrapes_a_server_can_draw_every_panel(tmp_path):
     async with a_server_of(tmp_path) as served, AsyncClient(served.url) as client:
-        with scraping(tmp_path, served.url) as prometheus:
+        with scraping(tmp_path, served) as prometheus:
             await until_scraped(prometheus, "up == 1")
             await client.submit_many(tasks(3))
             for number in range(3):
@@ -133,13 +132,17 @@ def program(name):
 
 
 @contextmanager
-def scraping(folder, url):
+def scraping(folder, served):
     """A Prometheus with our alerts that looks at a server each second; its URL."""
     config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(FOLDER / "alerts.yaml")]
     config["scrape_configs"] = config["scrape_configs"][:1]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [url.removeprefix("http://")]}]
+    config["scrape_configs"][0]["static_configs"] = [
+        {"targets": [served.url.removeprefix("http://")]}
+    ]
+    known = {"credentials_file": str(served.token_file)}
+    config["scrape_configs"][0]["authorization"] = known
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

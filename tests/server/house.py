@@ -15,7 +15,7 @@ from bridle.lifecycle.results import SessionResult
 from bridle.server.addresses import Addresses
 from bridle.server.answering import Served
 from bridle.server.app import make_app
-from bridle.server.auth import Auth
+from bridle.server.auth import Auth, Role, Token
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
 from bridle.server.permits import Permits
@@ -243,15 +243,30 @@ async def a_service(tmp_path, workers=None, *, owner="me", **settings):
             yield service
 
 
-def served(service, *, permits=None, tokens=(), callbacks=("127.0.0.0/8",)):
+TOKEN = Token(name="admin", token="the-token-of-an-admin", roles=(Role.ADMIN,))
+KNOWN = {"authorization": f"Bearer {TOKEN.token}"}
+
+
+def with_token(url):
+    """The URL of a server with its token: all that a client needs."""
+    return url.replace("http://", f"http://x:{TOKEN.token}@")
+
+
+def served(service, *, permits=None, tokens=(TOKEN,), callbacks=("127.0.0.0/8",)):
     """What an application is made of."""
     permits = permits or Permits(local=True)
     return Served(service, permits, Auth(tokens), Addresses(callbacks))
 
 
 @asynccontextmanager
-async def an_app(tmp_path, workers=None, *, permits=None, tokens=(), headers=None, **settings):
-    """An HTTP client of an application in this process; `.service` is its service."""
+async def an_app(
+    tmp_path, workers=None, *, permits=None, tokens=(TOKEN,), headers=None, **settings
+):
+    """An HTTP client of an application in this process, which has `TOKEN` where there is no other.
+
+    `.service` is its service.
+    """
+    headers = headers or (KNOWN if TOKEN in tokens else None)
     async with a_service(tmp_path, workers, **settings) as service:
         app = make_app(served(service, permits=permits, tokens=tokens))
         transport = httpx.ASGITransport(app=app)

@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.server.house import body
+from tests.server.house import TOKEN, body
 from tests.server.killed_node import Journal
 from tests.server.killed_receiver import KEPT
 from tests.server.killed_server import NODE_PID
@@ -83,7 +83,7 @@ class Killed:
 async def train(url, wanted, seen):
     """Take groups until all of `wanted` were acknowledged; die now and then with one in hand."""
     done = set()
-    async with AsyncClient(url, patience_s=PATIENCE_S) as client:
+    async with AsyncClient(url, token=TOKEN.token, patience_s=PATIENCE_S) as client:
         while not wanted <= done:
             takes = random.randint(1, 5)
             groups = client.groups(ack=False, quiet_s=PATIENCE_S)
@@ -161,7 +161,8 @@ async def kill(victims, bodies, drawn, server):
     order: list[str] = []
     busy = 0
     journal = Journal(server.folder / "journal")
-    async with AsyncClient(f"http://127.0.0.1:{server.port}", patience_s=PATIENCE_S) as client:
+    url = f"http://127.0.0.1:{server.port}"
+    async with AsyncClient(url, token=TOKEN.token, patience_s=PATIENCE_S) as client:
         for start in range(0, len(bodies), EACH):
             order = order or drawn.sample(sorted(victims), len(victims))
             await client.submit_many(bodies[start : start + EACH])

@@ -32,11 +32,15 @@ async def test_a_request_needs_a_token_and_the_token_its_role(tmp_path):
         ] == "submitter"
 
 
-async def test_a_page_of_another_origin_does_not_steer_a_server_without_tokens(tmp_path):
-    async with an_app(tmp_path) as http:
-        for origin, status in (("http://evil.example", 403), ("http://server", 200)):
-            told = await http.post("/v1/pause", headers={"origin": origin})
-            assert told.status_code == status, origin
+async def test_a_url_with_a_token_is_enough_for_a_client(tmp_path):
+    """`http://x:TOKEN@host`: HTTP clients make `Authorization: Basic` of it."""
+    async with an_app(tmp_path, tokens=[READER]) as http:
+        for password, status in ((READER.token, 200), ("wrong", 401), ("", 401)):
+            told = await http.get(f"http://x:{password}@server/v1/status")
+            assert told.status_code == status
+        for header in ("Basic ???", "Basic", "Basic é", f"Digest {READER.token}"):
+            told = await http.get("/v1/status", headers={"authorization": header.encode()})
+            assert told.status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import socket
 
 import httpx
 import pytest
-from tests.server.house import a_service, served, until
+from tests.server.house import KNOWN, a_service, served, until
 
 from bridle.errors import ConfigError
 from bridle.server.app import serving
@@ -39,7 +39,8 @@ async def test_waiting_readers_are_let_go_when_it_ends(tmp_path):
             asyncio.TaskGroup() as group,
             serving(served(service), host="127.0.0.1", port=0) as url,
         ):
-            waiting = group.create_task(http.get(f"{url}/v1/groups?wait_s=60"))
+            asked = http.get(f"{url}/v1/groups?wait_s=60", headers=KNOWN)
+            waiting = group.create_task(asked)
             await until(lambda: service.groups.ticket()._waiters)
         assert waiting.result().json() == {"groups": [], "cursor": 0}
 

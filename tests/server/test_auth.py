@@ -1,11 +1,14 @@
+import base64
 import hashlib
+import stat
 
 import pytest
 
 from bridle.errors import ConfigError
-from bridle.server.auth import ANYONE, TOKEN_ENV, Auth, Role, Token, load_tokens
+from bridle.server.auth import TOKEN_ENV, TOKEN_FILE, Auth, Role, Token, load_tokens, own_token
 
 SECRET = "a-secret-of-sixteen"
+OWN = Token(name="operator", token="the-operators-own-token", roles=(Role.ADMIN,))
 
 
 def name_of(auth, headers):
@@ -46,22 +49,33 @@ def test_roles_are_what_the_token_has_and_admin_has_all():
     assert all(admin.may(role) for role in Role)
 
 
-def test_without_tokens_anyone_may_do_all():
-    auth = Auth()
-    assert auth.is_off
-    assert auth.caller([]) is ANYONE
+def test_one_known_token_among_several_is_enough():
+    basic = b"Basic " + base64.b64encode(f"x:{SECRET}".encode())
+    headers = [(b"x-polar-control-token", b"another-of-theirs"), (b"authorization", basic)]
+    assert name_of(Auth([Token(name="trainer", token=SECRET)]), headers) == "trainer"
+
+
+def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
+    made = own_token(tmp_path / "data")
+    kept = tmp_path / "data" / TOKEN_FILE
+    assert own_token(tmp_path / "data") == made
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert (made.name, made.roles) == ("operator", (Role.ADMIN,))
+    kept.write_text("short")
+    with pytest.raises(ConfigError, match=r"server\.token: token: .*at least 16"):
+        own_token(tmp_path / "data")
 
 
 def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):
     digest = hashlib.sha256(SECRET.encode()).hexdigest()
     file = tmp_path / "tokens.toml"
     file.write_text(f'[[tokens]]\nname = "t"\nsha256 = "{digest}"\nroles = ["read"]\n')
-    tokens = load_tokens(file, {TOKEN_ENV: "another-of-sixteen"})
-    assert [token.name for token in tokens] == ["t", "environment"]
+    tokens = load_tokens(file, {TOKEN_ENV: "another-of-sixteen"}, own=OWN)
+    assert [token.name for token in tokens] == ["operator", "t", "environment"]
     auth = Auth(tokens)
     assert name_of(auth, bearer(SECRET)) == "t"
     assert name_of(auth, bearer("another-of-sixteen")) == "environment"
-    assert load_tokens(None, {}) == []
+    assert load_tokens(None, {}, own=OWN) == [OWN]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +91,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path, text, message):
     file = tmp_path / "tokens.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_tokens(file, {})
+        load_tokens(file, {}, own=OWN)
 
 
 def test_two_tokens_of_one_name_are_refused(tmp_path):
@@ -85,7 +99,7 @@ def test_two_tokens_of_one_name_are_refused(tmp_path):
     one = '[[tokens]]\nname = "t"\ntoken = "a-secret-of-sixteen"\n'
     file.write_text(one + one)
     with pytest.raises(ConfigError, match="two tokens have one name"):
-        load_tokens(file, {})
+        load_tokens(file, {}, own=OWN)
 
 
 def test_a_token_is_not_shown():

@@ -397,7 +397,7 @@ def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
     assert callback_secret(tmp_path) == b"given"
     monkeypatch.delenv(delivery.SECRET_ENV)
     with pytest.raises(ConfigError, match=r"callback\.secret"):
-        callback_secret(tmp_path / "none")
+        callback_secret(tmp_path / "callback.secret")
 
 
 def test_a_signature_covers_time_and_body():

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 from tests.lifecycle.house import AGENT, a_node
-from tests.server.house import served, until
+from tests.server.house import served, until, with_token
 from tests.server.test_delivery import Receiver
 
 from bridle.aio import Nursery
@@ -99,7 +99,7 @@ async def test_an_unmodified_client_of_polar_works(tmp_path):
         deliverer = Deliverer(service, Addresses(["127.0.0.0/8"]), b"k")
         nursery.start(deliverer.run(), name="deliverer")
         url = await enter(serving(served(service), host="127.0.0.1", port=0))
-        client = PolarClient(url, await enter(aiohttp.ClientSession()))
+        client = PolarClient(with_token(url), await enter(aiohttp.ClientSession()))
 
         task_id = await client.submit(request(receiver.url))
         task = await client.poll(task_id)

@@ -3,7 +3,16 @@
 import json
 
 import pytest
-from tests.server.house import FakeWorkers, a_service, an_app, ended, failure, served, until
+from tests.server.house import (
+    KNOWN,
+    FakeWorkers,
+    a_service,
+    an_app,
+    ended,
+    failure,
+    served,
+    until,
+)
 
 from bridle.server.app import serving
 
@@ -136,7 +145,7 @@ async def test_events_are_streamed_as_they_happen(tmp_path):
     async with (
         a_service(tmp_path) as service,
         serving(served(service), host="127.0.0.1", port=0) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, headers=KNOWN) as http,
         http.stream("GET", "/events") as events,
     ):
         lines = events.aiter_lines()

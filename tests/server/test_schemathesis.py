@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.server.house import database_of
+from tests.server.house import KNOWN, TOKEN, database_of
 from tests.server.killing import Killed
 
 from bridle.client import AsyncClient
@@ -34,7 +34,7 @@ async def test_schemathesis_finds_no_server_error(tmp_path):
     phases = "examples,coverage,fuzzing,stateful" if EXAMPLES > 50 else "examples,fuzzing,stateful"
     server.start()
     try:
-        async with AsyncClient(url, patience_s=100) as client:
+        async with AsyncClient(url, token=TOKEN.token, patience_s=100) as client:
             await client.status()
             process = await asyncio.create_subprocess_exec(
                 Path(sys.executable).with_name("schemathesis"),
@@ -42,6 +42,7 @@ async def test_schemathesis_finds_no_server_error(tmp_path):
                 *("--checks", "not_a_server_error", "--phases", phases, "--seed", "1"),
                 # The event stream has no end.
                 *("--exclude-path", "/events", "--max-examples", str(EXAMPLES), "--no-color"),
+                *("--header", f"Authorization: {KNOWN['authorization']}"),
                 cwd=tmp_path,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
-from tests.server.house import FakeWorkers, a_service, served
+from tests.server.house import TOKEN, FakeWorkers, a_service, served
 from tests.training.made import session, trace
 
 from bridle.client import AsyncClient
@@ -32,7 +32,7 @@ async def a_server(tmp_path, workers=None, **settings):
     async with (
         a_service(tmp_path, workers, **settings) as service,
         serving(served(service), host="127.0.0.1", port=0) as url,
-        AsyncClient(url, patience_s=10) as client,
+        AsyncClient(url, token=TOKEN.token, patience_s=10) as client,
     ):
         client.workers = workers  # type: ignore[attr-defined]  # for the tests
         client.service = service  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ class ServerSessions:
     ) -> None:
         """Nothing is asked of the server yet.
 
-        `token` = `None`: `$BRIDLE_SERVER_TOKEN`, or none. A server that cannot be reached is waited
+        `token`: as of `Client`. A server that cannot be reached is waited
         for `patience_s`: it may be started once the trainer's engine is up.
         """
         self._url, self._token, self._patience_s = url, token, patience_s

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -17,6 +16,7 @@ import typer
 from bridle.cli.output import notes
 from bridle.cli.serving import Stop, run_until_signal
 from bridle.errors import ConfigError
+from bridle.hosts import is_loopback
 
 if TYPE_CHECKING:
     from bridle.dashboard.guard import Guard
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
 """What a browser must know to look; needed off loopback."""
 
-LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+AllowHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name under which it is asked, beside localhost and addresses; repeatable.",
+        show_default=False,
+    ),
+]
 
 
 def dashboard(
@@ -37,34 +43,32 @@ def dashboard(
     ] = "runs",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8090,
+    allow_host: AllowHostOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print where it listens as JSON.")] = False,
 ) -> None:
     """Show runs, sessions, exchanges and tokens in a browser, until Ctrl-C; changes nothing.
 
-    A server is asked with the token in BRIDLE_SERVER_TOKEN. Off loopback a browser must know the
-    token in BRIDLE_DASHBOARD_TOKEN.
+    A server is asked with the token in BRIDLE_SERVER_TOKEN, or its own where it is yours. Off
+    loopback a browser must know the token in BRIDLE_DASHBOARD_TOKEN.
     """
     guard = guard_of(host, os.environ.get(TOKEN_ENV))
+    allowed = tuple(allow_host or ())
     with _source(target) as source:
-        run_until_signal(lambda stop: _serve(source, guard, host, port, stop, json=json))
+        run_until_signal(lambda stop: _serve(source, guard, host, port, allowed, stop, json=json))
 
 
-def guard_of(host: str, token: str | None) -> Guard:
-    """Who may look. `ConfigError` for a server that others reach and that has no token."""
+def guard_of(host: str, token: str | None) -> Guard | None:
+    """Who may look; `None` = all who reach it.
+
+    `ConfigError` for a dashboard that others reach and that has no token.
+    """
     from bridle.dashboard.guard import Guard
 
     if token:
         return Guard(lambda sent: hmac.compare_digest(sent.encode(), token.encode()))
-    if not _is_loopback(host):
+    if not is_loopback(host):
         raise ConfigError(f"others reach {host}: set {TOKEN_ENV}, which a browser must then know")
-    return Guard(hosts={*LOOPBACK, host})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return None
 
 
 @contextmanager
@@ -77,7 +81,7 @@ def _source(target: str) -> Iterator[Source]:
 
         with Client(target, patience_s=1.0) as client:
             client.status()
-            yield Served(client, target)
+            yield Served(client, client.url)
         return
     path = Path(target)
     if not path.exists():
@@ -90,12 +94,20 @@ def _source(target: str) -> Iterator[Source]:
 
 
 async def _serve(
-    source: Source, guard: Guard, host: str, port: int, stop: Stop, *, json: bool
+    source: Source,
+    guard: Guard | None,
+    host: str,
+    port: int,
+    allowed: Sequence[str],
+    stop: Stop,
+    *,
+    json: bool,
 ) -> None:
     from bridle.dashboard.app import make_app
     from bridle.server.app import listening
 
-    async with listening(make_app(source, guard), host=host, port=port) as url:
+    app = make_app(source, guard)
+    async with listening(app, host=host, port=port, allowed=allowed) as url:
         if json:  # a line that can be waited for
             sys.stdout.write(orjson.dumps({"url": url}).decode() + "\n")
             sys.stdout.flush()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.routing import Mount
 
-from bridle.cli.dashboard import guard_of
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.guard import Guard
@@ -39,7 +38,7 @@ ANSWER_S: Final = 60.0
 
 
 @contextmanager
-def mounted(service: Service, auth: Auth, host: str, data: Path) -> Iterator[Mount]:
+def mounted(service: Service, auth: Auth, data: Path) -> Iterator[Mount]:
     """The dashboard under `PATH`, for whoever's token may read. In the service's event loop.
 
     `data` is the folder with the capture of a node of this process, if there is one.
@@ -49,7 +48,7 @@ def mounted(service: Service, auth: Auth, host: str, data: Path) -> Iterator[Mou
         with suppress(ConfigError):
             folder = opened.enter_context(closing(Folder(data / "capture.sqlite")))
         rollouts = ServiceRollouts(service, asyncio.get_running_loop())
-        guard = guard_of(host, None) if auth.is_off else Guard(lambda token: may_read(auth, token))
+        guard = Guard(lambda token: may_read(auth, token))
         yield Mount(PATH, make_app(Served(rollouts, "rollout server", folder), guard))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bridle.cli.dashboard import AllowHostOption
 from bridle.cli.gateway import (
     ConfigOption,
     EnginesOption,
@@ -50,9 +51,8 @@ def serve(  # noqa: PLR0913 - one parameter per flag
     trajectories: Annotated[
         str | None, typer.Option(help="Folder or URL (s3://...) of trajectories.")
     ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(help="TOML file with [[tokens]]; needed off loopback.")
-    ] = None,
+    tokens: Annotated[Path | None, typer.Option(help="TOML file with others' [[tokens]].")] = None,
+    allow_host: AllowHostOption = None,
     executor: Annotated[
         str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
     ] = None,
@@ -82,6 +82,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         "database": database,
         "trajectories": trajectories,
         "tokens": tokens,
+        "hosts": tuple(allow_host) if allow_host else None,
         "permits": {name: tuple(value) for name, value in permits.items() if value},
     }
     loaded = load_config(
@@ -114,12 +115,15 @@ class Served:
 
     service: Service
     url: str
+    token_file: Path
+    """The operator's token."""
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
     async with server_of(config, dashboard=dashboard) as served:
         where = f", on the Ray cluster {ray}" if (ray := _cluster(config)) else ""
         notes.print(f"rollout server at {served.url}, data in {config.server.data}{where}")
+        notes.print(f"its token is in {served.token_file}; clients of this user find it")
         if dashboard:
             notes.print(f"its dashboard is at {served.url}/ui/")
         with long_running():
@@ -147,20 +151,21 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.aio import Nursery
     from bridle.bridges import parquet
     from bridle.cli.hosting import workers_of
+    from bridle.credentials import announced
     from bridle.server import answering
     from bridle.server.addresses import Addresses
     from bridle.server.app import serving
-    from bridle.server.auth import Auth, load_tokens
+    from bridle.server.auth import TOKEN_FILE, Auth, load_tokens, own_token
     from bridle.server.database import Database
     from bridle.server.delivery import Deliverer, callback_secret
     from bridle.server.files import TrajectoryFiles
     from bridle.server.service import Service
 
-    tokens = load_tokens(config.server.tokens)
-    settings = config.server.checked(has_tokens=bool(tokens))
+    settings = config.server.checked()
     data = settings.data
     async with AsyncExitStack() as stack:
         stack.enter_context(FolderLock(data))
+        auth = Auth(load_tokens(settings.tokens, own=own_token(data)))
         owner = _owner(data)
         workers = await stack.enter_async_context(workers_of(config, data, owner))
         database = await Database.open(settings.database or str(data / "server.sqlite"))
@@ -178,17 +183,26 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         nursery = await stack.enter_async_context(Nursery(service.lost))
         deliverer = Deliverer(service, addresses, callback_secret(data))
         nursery.start(deliverer.run(), name="deliverer")
-        auth = Auth(tokens)
         served = answering.Served(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
             from bridle.cli.looking import mounted
 
-            mounts.append(stack.enter_context(mounted(service, auth, settings.host, data)))
+            mounts.append(stack.enter_context(mounted(service, auth, data)))
         url = await stack.enter_async_context(
-            serving(served, host=settings.host, port=settings.port, mounts=mounts)
+            serving(
+                served,
+                host=settings.host,
+                port=settings.port,
+                mounts=mounts,
+                allowed=settings.hosts,
+            )
         )
-        yield Served(service, url)
+        try:
+            stack.enter_context(announced(url, data / TOKEN_FILE))
+        except OSError as error:
+            notes.print(f"clients do not find the token by themselves: {error}", markup=False)
+        yield Served(service, url, data / TOKEN_FILE)
 
 
 def _owner(data: Path) -> str:

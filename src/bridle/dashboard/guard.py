@@ -3,9 +3,6 @@
 The cookie names a sign-in of this process, not the token: it is worth nothing elsewhere, ends with
 the process and after `KEEP_S`, is never shown to a script, and is sent by no other site's pages.
 The token is asked about again at each request, so one that was taken back opens nothing more.
-
-Without tokens, on loopback, `hosts` alone guards: a page of another site whose name was pointed at
-this machine must not read what is served here.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final, Protocol
 from urllib.parse import parse_qs
 
@@ -43,14 +40,10 @@ class Guard:
 
     def __init__(
         self,
-        allows: Callable[[str], bool] | None = None,
-        hosts: Collection[str] | None = None,
+        allows: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allows = allows
-        """`None` = nobody needs one."""
-        self._hosts = hosts
-        """Names in the `Host` header that are answered; `None` = all."""
         self._clock = clock
         self._kept: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
@@ -67,11 +60,7 @@ class Guard:
 
     async def _answer(self, request: Request, form: Form) -> Response | None:
         """What a request gets from the guard itself; `None` = it may pass."""
-        if self._hosts is not None and _name_of(request.headers.get("host", "")) not in self._hosts:
-            return PlainTextResponse("this name is not served here", 421)
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        if self._allows is None:
-            return None
         if path == "/login" and request.method == "POST":
             return await self._sign_in(request, form)
         # The form needs its style before anybody is known.
@@ -82,7 +71,6 @@ class Guard:
         return PlainTextResponse("a known token is needed", 401)
 
     def _is_known(self, request: Request) -> bool:
-        assert self._allows is not None
         kind, _, sent = request.headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer":
             return self._allows(sent.strip())
@@ -90,7 +78,6 @@ class Guard:
         return bool(token) and self._clock() - since < KEEP_S and self._allows(token)
 
     async def _sign_in(self, request: Request, form: Form) -> Response:
-        assert self._allows is not None
         sent = b""
         async for part in request.stream():
             sent += part
@@ -115,10 +102,3 @@ class Guard:
             secure=request.url.scheme == "https",
         )
         return answer
-
-
-def _name_of(host: str) -> str:
-    """The name in a `Host` header, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()

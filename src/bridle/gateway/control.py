@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qs
 
@@ -25,10 +24,10 @@ from pydantic import Field, ValidationError
 from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
+from bridle.credentials import kept_token
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, ConfigError, EngineError, StoreError
-from bridle.folders import private_folder
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import SessionFacts, SessionHandle
@@ -105,23 +104,7 @@ def control_token(settings: GatewaySettings) -> str:
         return given
     if settings.data_dir is None:
         return secrets.token_urlsafe(32)
-    return _kept_token(settings.data_dir / TOKEN_FILE)
-
-
-def _kept_token(path: Path) -> str:
-    try:
-        if path.exists():
-            if token := path.read_text().strip():
-                return token
-            raise ConfigError(f"{path}: is empty; remove it to have a new token made")
-        private_folder(path.parent)
-        token = secrets.token_urlsafe(32)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    return token
+    return kept_token(settings.data_dir / TOKEN_FILE)
 
 
 @dataclass(frozen=True, slots=True)

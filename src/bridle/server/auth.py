@@ -1,15 +1,17 @@
-"""Who may do what: bearer tokens with roles, from a file or the environment.
+"""Bearer tokens with roles: from a file, from the environment, and the operator's own.
 
-A token is compared by its digest with every token there is, so the time tells nothing. Without any
-token the server serves loopback only, and whoever reaches it may do all.
+A server always has a token: `server.token` in its data folder, made at the first start. A token is
+compared by its digest with every token there is, so the time tells nothing.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, Self
@@ -17,13 +19,18 @@ from typing import Final, Self
 from pydantic import Field, ValidationError, model_validator
 
 from bridle.config import Settings, explain, load_toml
+from bridle.credentials import kept_token
 from bridle.errors import ConfigError
 
 TOKEN_ENV: Final = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
 """A token with the role `admin`; clients and command line send what it holds."""
 
 HEADER: Final = b"x-polar-control-token"
-"""Where Polar's clients send their token; `Authorization: Bearer` is the other way."""
+"""Where Polar's clients send their token; `Authorization` is the other way: `Bearer`, or `Basic`
+with the token as password, which is what a client makes of `http://x:TOKEN@host`."""
+
+TOKEN_FILE: Final = "server.token"  # noqa: S105 - the name of a file
+"""In the data folder: the token of who runs the server, an admin's."""
 
 
 class Role(StrEnum):
@@ -80,39 +87,34 @@ class Caller(Settings):
         return role in self.roles or Role.ADMIN in self.roles
 
 
-ANYONE: Final = Caller(name="anyone", roles=frozenset({Role.ADMIN}))
-"""Who asks where there are no tokens."""
-
-
 class Auth:
     """Knows the tokens."""
 
-    def __init__(self, tokens: Iterable[Token] = ()) -> None:
+    def __init__(self, tokens: Iterable[Token]) -> None:
         self._tokens = [
             (one.digest, Caller(name=one.name, roles=frozenset(one.roles))) for one in tokens
         ]
 
-    @property
-    def is_off(self) -> bool:
-        """Whether there is no token, so that anyone may do all."""
-        return not self._tokens
-
     def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
         """Who sends a request with these headers (names in lower case); `None` = nobody known."""
-        if self.is_off:
-            return ANYONE
-        digest = _digest(_sent(headers))
+        sent = [_digest(token) for token in _sent(headers)]
         found = None
         for known, caller in self._tokens:
-            if hmac.compare_digest(known, digest):
-                found = caller
+            for digest in sent:
+                if hmac.compare_digest(known, digest):
+                    found = caller
         return found
 
 
-def load_tokens(path: Path | None, environment: Mapping[str, str] | None = None) -> list[Token]:
-    """The tokens of a file and of the environment. `ConfigError` names a mistake."""
+def load_tokens(
+    path: Path | None, environment: Mapping[str, str] | None = None, *, own: Token
+) -> list[Token]:
+    """The server's `own` token, and those of a file and of the environment.
+
+    `ConfigError` names a mistake.
+    """
     environment = os.environ if environment is None else environment
-    tokens: list[Token] = []
+    tokens = [own]
     try:
         if path is not None:
             tokens += TokenFile.model_validate(load_toml(path)).tokens
@@ -126,14 +128,36 @@ def load_tokens(path: Path | None, environment: Mapping[str, str] | None = None)
     return tokens
 
 
+def own_token(folder: Path) -> Token:
+    """The token of who runs the server, kept in its data folder and made at the first start.
+
+    `ConfigError` if its file cannot be read or written.
+    """
+    path = folder / TOKEN_FILE
+    try:
+        return Token(name="operator", token=kept_token(path), roles=(Role.ADMIN,))
+    except ValidationError as error:
+        raise explain(error, str(path)) from None
+
+
+def _password(given: bytes) -> bytes:
+    try:
+        return base64.b64decode(given, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
 def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def _sent(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _sent(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip()
+        if name == b"authorization":
+            scheme, _, given = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield given.strip()
+            if scheme.lower() == b"basic":
+                yield _password(given)
         if name == HEADER:
-            return value.strip()
-    return b""
+            yield value.strip()

@@ -16,7 +16,6 @@ import asyncio
 import hashlib
 import hmac
 import os
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,8 @@ from sqlalchemy import RowMapping
 
 from bridle import __version__
 from bridle.aio import Nursery
-from bridle.errors import BridleError, ConfigError
+from bridle.credentials import kept_token
+from bridle.errors import BridleError
 from bridle.server.addresses import Addresses, ForbiddenAddressError, JudgingResolver
 from bridle.server.database import until_done
 from bridle.server.receivers import AT_ONCE, Receivers
@@ -216,15 +216,7 @@ def callback_secret(folder: Path) -> bytes:
     """
     if given := os.environ.get(SECRET_ENV):
         return given.encode()
-    path = folder / "callback.secret"
-    try:
-        if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-        return path.read_text().strip().encode()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    return kept_token(folder / "callback.secret").encode()
 
 
 def _log_lost(error: BaseException) -> None:

@@ -1,0 +1,130 @@
+"""Tokens of servers: made once and kept in a file, part of a URL, found by the same user's clients.
+
+A server on this machine notes in the user's state folder (`$XDG_STATE_HOME/bridle/servers`) where
+its token file lies, and holds a lock on that note while it lives. A client of the same user reads
+the token of a server that lives. A note whose server has ended is not believed: somebody else may
+listen on the port by now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from bridle.errors import ConfigError
+from bridle.folders import private_folder
+from bridle.hosts import LOCALHOST, is_loopback
+
+TRIES = 20
+"""At a note's lock, which a client holds for a moment."""
+
+
+def kept_token(path: Path) -> str:
+    """The token in a file (0600), which is made if it is not there.
+
+    `ConfigError` if it cannot be read or written, or is empty.
+    """
+    try:
+        if path.exists():
+            if token := path.read_text().strip():
+                return token
+            raise ConfigError(f"{path}: is empty; remove it to have a new token made")
+        private_folder(path.parent)
+        token = secrets.token_urlsafe(32)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    return token
+
+
+def split_token(url: str) -> tuple[str, str | None]:
+    """A URL without user info, and the token that is its password (`http://x:TOKEN@host`)."""
+    parts = urlsplit(url)
+    info, at, place = parts.netloc.rpartition("@")
+    if not at:
+        return url, None
+    user, _, password = info.partition(":")
+    return urlunsplit(parts._replace(netloc=place)), unquote(password or user) or None
+
+
+@contextmanager
+def announced(url: str, token_file: Path) -> Iterator[None]:
+    """Let this user's clients on this machine find the token of the server at `url` inside.
+
+    `OSError` if the note cannot be written.
+    """
+    parts = urlsplit(url)
+    note = _note(parts.hostname or "", parts.port or 80)
+    private_folder(note.parent)
+    descriptor = os.open(note, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        _lock(descriptor)
+        file.truncate()
+        file.write(str(token_file.resolve()))
+        file.flush()
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
+
+
+def found_token(url: str) -> tuple[str, str] | None:
+    """The token of this user's server at a URL of this machine, and the URL with its address.
+
+    `None` = no server of this user's is known there. The address stands for `localhost`, so that
+    the token goes to that server and to no other that listens under the name.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        return None
+    try:
+        port = parts.port or 80
+    except ValueError:
+        return None
+    for host in ("127.0.0.1", "::1") if parts.hostname == LOCALHOST else (parts.hostname,):
+        bound = (host, "0.0.0.0", "::") if is_loopback(host) else (host,)  # noqa: S104 - names of notes
+        for one in bound:
+            if token := _of_living(_note(one, port)):
+                place = f"[{host}]" if ":" in host else host
+                return urlunsplit(parts._replace(netloc=f"{place}:{port}")), token
+    return None
+
+
+def _note(host: str, port: int) -> Path:
+    """The file of a server; the name says of which machine, as home folders may be shared."""
+    state = os.environ.get("XDG_STATE_HOME")
+    folder = Path(state) if state else Path.home() / ".local" / "state"
+    return folder / "bridle" / "servers" / f"{socket.gethostname()}_{host}_{port}"
+
+
+def _lock(descriptor: int) -> None:
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _of_living(note: Path) -> str | None:
+    try:
+        with note.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # its server lives
+                return Path(file.read()).read_text().strip() or None
+    except OSError:
+        pass
+    return None
