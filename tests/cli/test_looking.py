@@ -19,13 +19,17 @@ pytestmark = pytest.mark.timeout(180)
 
 TOKENS = """
 [[tokens]]
-name = "reader"
+name = "trainer"
 token = "the-token-of-a-reader"
 roles = ["read"]
 [[tokens]]
 name = "trainer"
 token = "the-token-of-a-trainer"
 roles = ["submit"]
+[[tokens]]
+name = "stranger"
+token = "the-token-of-a-stranger"
+roles = ["read"]
 """
 HTML = {"accept": "text/html"}
 
@@ -46,17 +50,23 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
         await trainer.submit_many(tasks(1))
         async with AsyncClient(opened.url, token="the-token-of-a-reader") as reader:
             await reader.wait("task-0", timeout_s=60)
+            (session,) = await reader.sessions("task-0")
 
-        closed = await browser.get("/ui/session/task-0.0")
+        at = f"/ui/session/{session['session_id']}"
+        closed = await browser.get(at)
         wrong = await browser.post("/ui/login", data={"token": "the-token-of-a-trainer"})
         right = await browser.post("/ui/login", data={"token": "the-token-of-a-reader"})
         first = await browser.get("/ui/")
-        page = await browser.get("/ui/session/task-0.0")
+        page = await browser.get(at)
         task = await browser.get("/ui/task?id=task-0")
         exchange = await browser.get(links_to("exchange", page.text)[0])
         tokens = await browser.get(links_to("trace", page.text)[0])
         log = await browser.get(links_to("file", page.text)[0])
         missing = await browser.get("/ui/session/none")
+        browser.cookies.clear()
+        await browser.post("/ui/login", data={"token": "the-token-of-a-stranger"})
+        others = [await browser.get(path) for path in (at, "/ui/task?id=task-0", str(log.url))]
+        theirs = [await browser.get(path) for path in ("/ui/", "/ui/sessions", "/ui/tasks")]
         api = await browser.get("/v1/status")
 
     assert (closed.status_code, wrong.status_code, right.status_code) == (401, 401, 303)
@@ -70,6 +80,8 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert task.status_code == tokens.status_code == log.status_code == 200
     assert "trains, logprob" in tokens.text
     assert missing.status_code == 404
+    assert [one.status_code for one in others] == [404, 404, 404]
+    assert [(one.status_code, "task-0" in one.text) for one in theirs] == [(200, False)] * 3
     assert api.status_code == 401, "the cookie opens the dashboard and nothing else"
 
 
@@ -109,14 +121,14 @@ async def test_a_service_that_does_not_answer_is_told_and_its_work_is_ended():
     ended = asyncio.Event()
 
     class Silent:
-        async def status(self):
+        async def status(self, _):
             try:
                 await asyncio.Event().wait()
             finally:
                 ended.set()
 
     asked: Any = Silent()
-    rollouts = ServiceRollouts(asked, asyncio.get_running_loop(), answer_s=0.05)
+    rollouts = ServiceRollouts(asked, asyncio.get_running_loop(), None, answer_s=0.05)
     with pytest.raises(ServerError, match=r"no answer in 0\.05 s") as refused:
         await asyncio.to_thread(rollouts.status)
     assert refused.value.status == 503

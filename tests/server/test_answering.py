@@ -7,7 +7,7 @@ from bridle.errors import EngineError, StateError, StoreError
 from bridle.server import answering
 from bridle.server.auth import Role, Token
 
-READER = Token(name="reader", token="a-reader-of-sixteen", roles=(Role.READ,))
+READER = Token(name="submitter", token="a-reader-of-sixteen", roles=(Role.READ,))
 SUBMITTER = Token(name="submitter", token="a-submitter-of-sixteen", roles=(Role.SUBMIT,))
 
 
@@ -99,7 +99,7 @@ async def test_a_query_out_of_bounds_is_named(tmp_path, limit):
 async def test_failures_have_a_status_and_bugs_are_not_shown(tmp_path, error, status, code):
     async with an_app(tmp_path) as http:
 
-        async def fail():
+        async def fail(_):
             raise error
 
         http.service.status = fail

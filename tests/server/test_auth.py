@@ -94,12 +94,13 @@ def test_a_mistake_in_the_file_is_named(tmp_path, text, message):
         load_tokens(file, {}, own=OWN)
 
 
-def test_two_tokens_of_one_name_are_refused(tmp_path):
-    file = tmp_path / "tokens.toml"
-    one = '[[tokens]]\nname = "t"\ntoken = "a-secret-of-sixteen"\n'
-    file.write_text(one + one)
-    with pytest.raises(ConfigError, match="two tokens have one name"):
-        load_tokens(file, {}, own=OWN)
+def test_tokens_of_one_name_are_one_owners():
+    auth = Auth([Token(name="t", token=SECRET), Token(name="t", token="another-of-sixteen")])
+    callers = [auth.caller(bearer(token)) for token in (SECRET, "another-of-sixteen")]
+    assert [one.tenant for one in callers if one is not None] == ["t", "t"]
+    admin = Auth([Token(name="a", token=SECRET, roles=(Role.ADMIN,))]).caller(bearer(SECRET))
+    assert admin is not None
+    assert admin.tenant is None
 
 
 def test_a_token_is_not_shown():

@@ -83,7 +83,7 @@ async def test_a_database_that_is_gone_is_a_number_and_not_a_failed_scrape(tmp_p
 
 
 async def test_a_scrape_needs_a_token_where_there_are_tokens(tmp_path):
-    tokens = [Token(name="prometheus", token="s" * 16, roles=(Role.READ,))]
+    tokens = [Token(name="prometheus", token="s" * 16, roles=(Role.METRICS,))]
     async with an_app(tmp_path, tokens=tokens) as http:
         assert (await http.get("/metrics")).status_code == 401
         headers = {"authorization": f"Bearer {'s' * 16}"}

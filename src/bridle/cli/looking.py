@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,12 +20,13 @@ from bridle.dashboard.guard import Guard
 from bridle.dashboard.served import Served
 from bridle.errors import ConfigError, ServerError
 from bridle.server import results, wire
-from bridle.server.auth import Auth, Role
+from bridle.server.auth import Auth, Caller, Role
 from bridle.server.rows import run_id
 from bridle.server.states import SessionState
 
 if TYPE_CHECKING:
     from bridle.server.service import Service
+    from bridle.server.views import Views
     from bridle.server.wire import Row
     from bridle.trajectory.sample import Trajectory
     from bridle.types import JSON
@@ -47,29 +49,58 @@ def mounted(service: Service, auth: Auth, data: Path) -> Iterator[Mount]:
         folder = None
         with suppress(ConfigError):
             folder = opened.enter_context(closing(Folder(data / "capture.sqlite")))
-        rollouts = ServiceRollouts(service, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+
+        @cache
+        def source_of(owner: str | None) -> Served:
+            # The folder's capture is everybody's: only an admin's pages are made from it.
+            rollouts = ServiceRollouts(service, loop, owner)
+            return Served(rollouts, "rollout server", folder if owner is None else None)
+
         guard = Guard(lambda token: may_read(auth, token))
-        yield Mount(PATH, make_app(Served(rollouts, "rollout server", folder), guard))
+        yield Mount(PATH, make_app(lambda token: source_of(owner_of(auth, token)), guard))
 
 
 def may_read(auth: Auth, token: str) -> bool:
     """Whether a token opens the dashboard."""
-    caller = auth.caller([(b"authorization", b"Bearer " + token.encode())])
+    caller = _caller(auth, token)
     return caller is not None and caller.may(Role.READ)
 
 
+def owner_of(auth: Auth, token: str) -> str | None:
+    """Whose tasks a token sees: its own, `None` = an admin's, all. Nobody's if it is not known."""
+    caller = _caller(auth, token)
+    return "" if caller is None else caller.tenant
+
+
+def _caller(auth: Auth, token: str) -> Caller | None:
+    return auth.caller([(b"authorization", b"Bearer " + token.encode())])
+
+
 class ServiceRollouts:
-    """A service as `bridle.dashboard.served.Rollouts`, to be asked from threads."""
+    """A service as `bridle.dashboard.served.Rollouts`, to be asked from threads.
+
+    It shows the tasks of one `owner`, `None` = of all.
+    """
 
     def __init__(
-        self, service: Service, loop: asyncio.AbstractEventLoop, answer_s: float = ANSWER_S
+        self,
+        service: Service,
+        loop: asyncio.AbstractEventLoop,
+        owner: str | None,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._service = service
+        self._owner = owner
         self._loop = loop
         self._answer_s = answer_s
 
+    @property
+    def _views(self) -> Views:
+        return self._service.views.of(self._owner)
+
     def status(self) -> JSON:
-        return self._wait(self._service.status())
+        return self._wait(self._service.status(self._owner))
 
     def nodes(self) -> list[JSON]:
         async def nodes() -> list[JSON]:
@@ -81,14 +112,14 @@ class ServiceRollouts:
         self, *, limit: int = 100, offset: int = 0, state: str | None = None
     ) -> list[JSON]:
         wanted = None if state is None else SessionState(state)
-        asked = self._service.views.newest(limit=limit, offset=offset, state=wanted)
+        asked = self._views.newest(limit=limit, offset=offset, state=wanted)
         return [self._told(row) | {"task_id": row["task_id"]} for row in self._wait(asked)]
 
     def task(self, task_id: str) -> JSON:
         return wire.task_json(self._task(task_id))
 
     def sessions(self, task_id: str) -> list[JSON]:
-        rows = self._wait(self._service.views.sessions(self._task(task_id)["seq"]))
+        rows = self._wait(self._views.sessions(self._task(task_id)["seq"]))
         return [self._told(row) for row in rows]
 
     def session(self, session_id: str) -> JSON:
@@ -115,10 +146,10 @@ class ServiceRollouts:
         return wire.session_json(row, stage)
 
     def _task(self, task_id: str) -> Row:
-        return _there(self._wait(self._service.views.task(task_id)), f"task {task_id[:200]!r}")
+        return _there(self._wait(self._views.task(task_id)), f"task {task_id[:200]!r}")
 
     def _session(self, session_id: str) -> Row:
-        row = self._wait(self._service.views.session(session_id))
+        row = self._wait(self._views.session(session_id))
         return _there(row, f"session {session_id[:200]!r}")
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

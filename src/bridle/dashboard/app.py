@@ -24,7 +24,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridle.dashboard.guard import Guard
+from bridle.dashboard.guard import TOKEN, Guard
 from bridle.dashboard.lines import Wanted
 from bridle.dashboard.session import composition
 from bridle.dashboard.showing import HERE, environment
@@ -58,12 +58,15 @@ HEADERS: Final = {
 log = structlog.get_logger(__name__)
 
 
-def make_app(source: Source, guard: Guard | None = None) -> ASGIApp:
+def make_app(
+    source: Source | Callable[[str], Source], guard: Guard | None = None
+) -> ASGIApp:
     """The dashboard of a source, to be served alone or mounted under a path.
 
-    `guard` decides who may look; `None` = whoever reaches it.
+    `guard` decides who may look; `None` = whoever reaches it. A callable `source` gets the token of
+    each request (empty on the login form) and returns what its owner may see.
     """
-    pages = _Pages(source)
+    pages = _Pages(source if callable(source) else lambda _: source)
     shown: list[tuple[str, Callable[[Request], Response]]] = [
         ("/", pages.overview),
         ("/sessions", pages.sessions),
@@ -109,19 +112,22 @@ class _Headers:
 class _Pages:
     """One method per page."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, sources: Callable[[str], Source]) -> None:
+        self._sources = sources
+
+    def _source(self, request: Request) -> Source:
+        return self._sources(request.scope.get(TOKEN, ""))
 
     def overview(self, request: Request) -> Response:
         """What runs, what came of it, what failed."""
-        return self._page(request, "overview.html", seen=self._source.overview())
+        return self._page(request, "overview.html", seen=self._source(request).overview())
 
     def sessions(self, request: Request) -> Response:
         query = request.query_params
         names = ("status", "cause", "harness", "task", "run", "text")
         wanted = Wanted(**{name: query.get(name, "")[:300] for name in names})
         at = _number(request, "at")
-        listed = self._source.sessions(wanted, at, LIST)
+        listed = self._source(request).sessions(wanted, at, LIST)
         given = {name: getattr(wanted, name) for name in names if getattr(wanted, name)}
         return self._page(
             request, "sessions.html", listed=listed, wanted=wanted, given=given, at=at, step=LIST
@@ -129,7 +135,7 @@ class _Pages:
 
     def tasks(self, request: Request) -> Response:
         at, run = _number(request, "at"), request.query_params.get("run", "")
-        groups, total = self._source.groups(run, at, LIST)
+        groups, total = self._source(request).groups(run, at, LIST)
         given = {"run": run} if run else {}
         return self._page(
             request, "tasks.html", groups=groups, total=total, given=given, at=at, step=LIST
@@ -137,7 +143,7 @@ class _Pages:
 
     def task(self, request: Request) -> Response:
         query = request.query_params
-        found = self._source.group(query.get("id", ""), query.get("run", ""))
+        found = self._source(request).group(query.get("id", ""), query.get("run", ""))
         if found is None:
             raise HTTPException(404, f"no task {query.get('id', '')[:200]!r} here")
         return self._page(request, "task.html", group=found)
@@ -194,7 +200,7 @@ class _Pages:
     def file(self, request: Request) -> Response:
         """A log or kept file, as plain text whatever it is."""
         query, path = request.query_params, request.path_params
-        found = self._source.file(path["session_id"], query.get("run", ""), path["name"])
+        found = self._source(request).file(path["session_id"], query.get("run", ""), path["name"])
         if found is None:
             raise HTTPException(404, f"no file {path['name'][:200]!r} of this session is kept")
         if isinstance(found, bytes):
@@ -232,7 +238,7 @@ class _Pages:
 
     def _shown(self, request: Request) -> Shown:
         session_id = request.path_params["session_id"]
-        shown = self._source.session(session_id, request.query_params.get("run", ""))
+        shown = self._source(request).session(session_id, request.query_params.get("run", ""))
         if shown is None:
             raise HTTPException(404, f"no session {session_id[:200]!r} here")
         return shown
@@ -257,7 +263,7 @@ class _Pages:
             .get_template(template)
             .render(
                 url=url,
-                title=self._source.title,
+                title=self._source(request).title,
                 path=request.url.path.removeprefix(base),
                 **values,
             )

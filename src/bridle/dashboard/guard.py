@@ -24,6 +24,9 @@ KEEP_S: Final = 12 * 3600.0
 MOST: Final = 200
 """Sign-ins that are remembered."""
 
+TOKEN: Final = "bridle.token"  # noqa: S105 - a key
+"""Where a request's scope has the token that let it in."""
+
 MAX_FORM: Final = 4096
 """Bytes of the login form."""
 
@@ -64,18 +67,23 @@ class Guard:
         if path == "/login" and request.method == "POST":
             return await self._sign_in(request, form)
         # The form needs its style before anybody is known.
-        if path.startswith("/static/") or self._is_known(request):
+        if path.startswith("/static/"):
+            return None
+        if (token := self._token(request)) is not None:
+            request.scope[TOKEN] = token
             return None
         if path == "/login" or "text/html" in request.headers.get("accept", ""):
             return form(request, wrong=False)
         return PlainTextResponse("a known token is needed", 401)
 
-    def _is_known(self, request: Request) -> bool:
+    def _token(self, request: Request) -> str | None:
+        """The token that a request has, if it may look."""
         kind, _, sent = request.headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer":
-            return self._allows(sent.strip())
+            return sent.strip() if self._allows(sent.strip()) else None
         token, since = self._kept.get(request.cookies.get(COOKIE, ""), ("", 0.0))
-        return bool(token) and self._clock() - since < KEEP_S and self._allows(token)
+        fresh = bool(token) and self._clock() - since < KEEP_S
+        return token if fresh and self._allows(token) else None
 
     async def _sign_in(self, request: Request, form: Form) -> Response:
         sent = b""

@@ -29,6 +29,7 @@ from bridle.server.permits import Permits
 from bridle.server.schemas import BATCH, error_json
 from bridle.server.service import Service
 from bridle.server.state import ConflictError, QuotaError
+from bridle.server.views import Views
 from bridle.server.wire import Row
 from bridle.trajectory.result import encode
 from bridle.types import JSON
@@ -96,6 +97,11 @@ class Asked:
     @property
     def service(self) -> Service:
         return self.served.service
+
+    @property
+    def views(self) -> Views:
+        """What the caller sees of the state."""
+        return self.service.views.of(self.caller.tenant)
 
     def path(self, name: str) -> str:
         """A part of the path. `Refusal` 404 for what nothing can be called."""

@@ -39,18 +39,18 @@ class Role(StrEnum):
     SUBMIT = "submit"
     """Submit and cancel tasks."""
     READ = "read"
-    """Read tasks, results and events, and acknowledge groups."""
+    """Read the owner's tasks, results and events, and acknowledge groups."""
     ADMIN = "admin"
-    """All, and steer the policy, the pace and callbacks."""
-    NODE = "node"
-    """Tell what a node of the server's does; none is served over HTTP."""
+    """All, of every owner, and steer the policy, the pace and callbacks."""
+    METRICS = "metrics"
+    """Read the whole server's numbers (`GET /metrics`)."""
 
 
 class Token(Settings):
     """One entry of the token file: `token`, or the SHA-256 of it."""
 
     name: str = Field(min_length=1, max_length=200)
-    """Whose it is: what tasks and logs say."""
+    """Its owner, whose tasks it submits and sees. Several tokens may be one owner's."""
     token: str | None = Field(default=None, min_length=16, repr=False)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     roles: tuple[Role, ...] = (Role.SUBMIT, Role.READ)
@@ -85,6 +85,11 @@ class Caller(Settings):
     def may(self, role: Role) -> bool:
         """Whether this role is among the caller's; `admin` holds all."""
         return role in self.roles or Role.ADMIN in self.roles
+
+    @property
+    def tenant(self) -> str | None:
+        """The only owner whose tasks the caller sees; `None` = an admin, who sees all."""
+        return None if Role.ADMIN in self.roles else self.name
 
 
 class Auth:
@@ -122,9 +127,6 @@ def load_tokens(
             tokens.append(Token(name="environment", token=given, roles=(Role.ADMIN,)))
     except ValidationError as error:
         raise explain(error, TOKEN_ENV if path is None else str(path)) from None
-    names = [one.name for one in tokens]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{path}: two tokens have one name: {sorted(names)}")
     return tokens
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -104,7 +105,7 @@ async def stop_task(
     if task["stopped"] is None:
         await _stop(connection, task, reason, now=now)
     closed = await _settle(connection, task["seq"], now=now)
-    return Closed("final", await _running(connection, task["seq"]), closed.task_id)
+    return replace(closed, run_ids=await _running(connection, task["seq"]))
 
 
 async def stop_session(
@@ -219,7 +220,7 @@ async def _close(
         )
     )
     await _call_back(connection, terms, task, None, now=now)
-    return Closed("final", (), task["task_id"])
+    return Closed("final", (), task["task_id"], task["name"], task["owner"])
 
 
 async def next_place(connection: AsyncConnection) -> int:
@@ -247,6 +248,7 @@ async def _tell_never_begun(
         row = {
             "session_id": session_id(task["task_id"], index),
             "task_seq": task["seq"],
+            "owner": task["owner"],
             "sample_index": index,
             "priority": task["priority"],
             "attempt": 0,
@@ -276,7 +278,7 @@ def never_ended(
     agent = spec["agent"]
     result = {
         "session_id": session["session_id"],
-        "task_id": task["task_id"],
+        "task_id": task["name"],
         "status": status,
         "timing": {},
         "node_id": None,
@@ -307,6 +309,7 @@ async def _call_back(
         insert(t.callbacks).values(
             delivery_id=delivery_id(task["task_id"], session),
             task_seq=task["seq"],
+            owner=task["owner"],
             session_id=session,
             url=terms.callback_url,
             receiver=receiver_of(terms.callback_url),

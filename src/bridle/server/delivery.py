@@ -174,13 +174,14 @@ class Deliverer:
     async def _body(self, row: RowMapping) -> bytes:
         """A session's `SessionResult`, or the task's `TaskResult` with all of them."""
         service = self._service
+        views = service.views.of(row["owner"])
         if row["session_id"] is not None:
-            session = await service.views.session(row["session_id"])
+            session = await views.session(row["session_id"])
             assert session is not None
             return await asyncio.to_thread(
                 encode, await session_result(service, session, polar=True)
             )
-        task = await service.views.task(row["task_id"])
+        task = await views.task(row["name"])
         assert task is not None
         return await asyncio.to_thread(encode, await task_status(service, task, results=True))
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
+import orjson
 import structlog
 
 from bridle.aio import Nursery, run_shielded
@@ -88,6 +89,10 @@ class Dispatcher:
     def running(self) -> tuple[Claim, ...]:
         """The runs that are under way."""
         return tuple(self._running.values())
+
+    def claim_of(self, run_id: str) -> Claim | None:
+        """What a run that is under way was claimed for."""
+        return self._running.get(run_id)
 
     # ---- starting
 
@@ -330,7 +335,7 @@ def _not_run(claim: Claim, error: str, cause: Cause | None) -> Ended:
     status = SessionStatus.CANCELLED if cancelled else SessionStatus.ERROR
     result: JSON = {
         "session_id": claim.session_id,
-        "task_id": claim.task_id,
+        "task_id": orjson.loads(claim.spec)["task_id"],
         "status": str(status),
         "timing": {},
         "node_id": None,

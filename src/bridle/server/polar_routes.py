@@ -92,10 +92,15 @@ def _param(message: str) -> str | None:
     return field if field.partition(".")[0] in {*kinds, "agent"} else None
 
 
+def is_tenant(asked: Asked) -> bool:
+    """Whether the caller's tasks have ids of their own."""
+    return asked.caller.tenant is not None
+
+
 async def task_row(asked: Asked) -> Row:
     """The row of the task in the path. `Refusal` 404."""
     task_id = asked.path("task_id")
-    task = await asked.service.views.task(task_id)
+    task = await asked.views.task(task_id)
     if task is None:
         raise Refusal(404, "not_found", f"no task {task_id[:200]!r}", param="task_id")
     return task
@@ -111,7 +116,7 @@ async def submit_task(asked: Asked) -> Response:
     except ValidationError as error:
         raise invalid(error) from None
     check(asked, submission)
-    await asked.service.submit([submission], owner=asked.caller.name)
+    await asked.service.submit([submission], owner=asked.caller.name, tenant=is_tenant(asked))
     return reply({"task_id": submission.task_id, "status": "running"})
 
 
@@ -126,25 +131,24 @@ async def cancel_task(asked: Asked) -> Response:
     """`DELETE /rollout/task/{id}`; with `register_if_missing` the id is taken from here on."""
     task_id = asked.path("task_id")
     register = asked.choice("register_if_missing", FLAGS) in ("true", "1")
-    if not await asked.service.cancel_task(task_id):
-        if not register:
-            raise Refusal(404, "not_found", f"no task {task_id[:200]!r}", param="task_id")
+    if register and await asked.views.task(task_id) is None:
         try:
-            await asked.service.bar(task_id, owner=asked.caller.name)
+            await asked.service.bar(task_id, owner=asked.caller.name, tenant=is_tenant(asked))
         except ValidationError as error:
             raise invalid(error) from None
+    await asked.service.cancel_task((await task_row(asked))["key"])
     return reply(await task_status(asked.service, await task_row(asked), results=False))
 
 
 async def status(asked: Asked) -> Response:
     """`GET /rollout/status`."""
-    return reply(await asked.service.status())
+    return reply(await asked.service.status(asked.caller.tenant))
 
 
 async def list_tasks(asked: Asked) -> Response:
     """`GET /tasks`: a page of tasks, oldest first."""
     page = asked.page()
-    rows = await asked.service.views.tasks(after=page.after, limit=page.limit)
+    rows = await asked.views.tasks(after=page.after, limit=page.limit)
     return reply(page.told("tasks", rows, "seq", lambda row: wire.polar_task(row, [], [])))
 
 
@@ -152,7 +156,7 @@ async def list_sessions(asked: Asked) -> Response:
     """`GET /tasks/{id}/sessions`: a page of sessions that were started."""
     task = await task_row(asked)
     page = asked.page(least=-1)
-    rows = await asked.service.views.sessions(task["seq"], after=page.after, limit=page.limit)
+    rows = await asked.views.sessions(task["seq"], after=page.after, limit=page.limit)
 
     def form(row: Row) -> JSON:
         told = session_json(asked, row)
@@ -175,7 +179,7 @@ async def events(asked: Asked) -> Response:
 
 
 async def _events(asked: Asked) -> AsyncIterator[bytes]:
-    with asked.service.events.reading() as reader:
+    with asked.service.events.reading(asked.caller.tenant) as reader:
         yield b": listening\n\n"
         while not asked.service.stopping.is_set():
             event = await reader.next(KEEPALIVE_S)

@@ -22,6 +22,7 @@ class Claim:
     """The task's JSON."""
     avoid: frozenset[str] = frozenset()
     """Nodes on which earlier runs of it failed."""
+    owner: str = ""
 
     @property
     def run_id(self) -> str:
@@ -64,6 +65,22 @@ class Closed:
     """Runs that are to be ended, because the task ends early."""
     task_id: str | None = None
     """The task, where this was its last session."""
+    name: str = ""
+    """That task's id in its owner's words."""
+    owner: str = ""
+    """That task's owner."""
+
+
+def task_key(name: str, owner: str | None) -> str:
+    """The id of a task among those of all owners; its sessions' ids begin with it.
+
+    A task of an operator (`owner` = `None`) has its name. A tenant's has a digest after it, always:
+    nobody can tell from his own ids which ones others use.
+    """
+    if owner is None:
+        return name
+    digest = hashlib.sha256(f"{owner}\n{name}".encode()).hexdigest()[:12]
+    return f"{name[:150]}-{digest}"
 
 
 def session_id(task_id: str, sample_index: int) -> str:

@@ -28,7 +28,7 @@ from bridle.server.files import TrajectoryFiles
 from bridle.server.metrics import Metrics
 from bridle.server.neighbours import Neighbours
 from bridle.server.retention import Retention
-from bridle.server.rows import Closed, run_id
+from bridle.server.rows import Closed, run_id, task_key
 from bridle.server.schemas import ServiceSettings, Submission
 from bridle.server.state import State
 from bridle.server.telling import Broadcast, Pulse
@@ -107,15 +107,20 @@ class Service:
 
     # ---- tasks
 
-    async def submit(self, submissions: Sequence[Submission], *, owner: str) -> list[bool]:
+    async def submit(
+        self, submissions: Sequence[Submission], *, owner: str, tenant: bool = False
+    ) -> list[bool]:
         """Accept tasks that were checked; as `State.submit`."""
         quota = self.settings.max_sessions_per_token
-        fresh = await self.state.submit(submissions, owner=owner, now=time.time(), quota=quota)
+        fresh = await self.state.submit(
+            submissions, owner=owner, tenant=tenant, now=time.time(), quota=quota
+        )
         if any(fresh):
             self.dispatcher.wake.beat()
             for one, new in zip(submissions, fresh, strict=True):
                 if new:
-                    self.events.tell({"type": "task", "task_id": one.task_id, "status": "queued"})
+                    key = task_key(one.task_id, owner if tenant else None)
+                    self._tell_task(one.task_id, "queued", owner=owner, key=key)
         return fresh
 
     def check(self, task: Task) -> None:
@@ -133,7 +138,7 @@ class Service:
             raise ConfigError(fault)
 
     async def cancel_task(self, task_id: str) -> bool:
-        """End a task and its sessions; whether there is one of that id. Idempotent."""
+        """End a task and its sessions; whether there is one of that key. Idempotent."""
         closed = await self.state.stop_task(task_id, "cancelled", now=time.time())
         if closed is None:
             return False
@@ -148,13 +153,14 @@ class Service:
         self.closed(closed)
         return closed.what == "final" or bool(closed.run_ids)
 
-    async def bar(self, task_id: str, *, owner: str) -> None:
-        """Take an id that no task has: a later submit of it is refused."""
-        await self.state.bar(task_id, owner=owner, now=time.time())
+    async def bar(self, task_id: str, *, owner: str, tenant: bool = False) -> None:
+        """Take an id that no task of the owner has: a later submit of it is refused."""
+        await self.state.bar(task_id, owner=owner, tenant=tenant, now=time.time())
 
-    async def status(self) -> JSON:
-        """How much there is of what, in counts."""
-        counts = await self.views.counts()
+    async def status(self, tenant: str | None = None) -> JSON:
+        """How much there is of what, in counts: of one `tenant`, or of all owners."""
+        counts = await self.views.of(tenant).counts()
+        running = [one for one in self.dispatcher.running if tenant in (None, one.owner)]
         version = await self.state.number("policy_version")
         return {
             "tasks": counts.tasks,
@@ -163,14 +169,18 @@ class Service:
             "groups_unacked": counts.unacked,
             "callbacks": counts.callbacks,
             "slots": self.workers.capacity,
-            "running": len(self.dispatcher.running),
+            "running": len(running),
             "paused": self.dispatcher.paused,
             "policy": self.workers.policy() | {"version": version},
         }
 
-    async def ack(self, *, cursor: int | None, task_ids: Sequence[str]) -> int:
+    async def ack(
+        self, *, cursor: int | None, task_ids: Sequence[str], tenant: str | None = None
+    ) -> int:
         """As `State.ack`; groups that were held back may start."""
-        count = await self.state.ack(cursor=cursor, task_ids=task_ids, now=time.time())
+        count = await self.state.ack(
+            cursor=cursor, task_ids=task_ids, tenant=tenant, now=time.time()
+        )
         self.dispatcher.wake.beat()
         return count
 
@@ -241,8 +251,12 @@ class Service:
         self.ended.beat()
         if closed.task_id is not None:
             self.groups.beat()
-            self.events.tell({"type": "task", "task_id": closed.task_id, "status": "ended"})
+            self._tell_task(closed.name, "ended", owner=closed.owner, key=closed.task_id)
             self.dispatcher.wake.beat()
+
+    def _tell_task(self, name: str, status: str, *, owner: str, key: str) -> None:
+        event = {"type": "task", "task_id": name, "status": status}
+        self.events.tell(event, owner=owner, key=key)
 
     def _hear(self, event: Event) -> None:
         """Note a run's stage, and tell it under its session's id."""
@@ -255,6 +269,7 @@ class Service:
             self._stages.pop(event.session_id, None)
         else:
             self._stages[event.session_id] = status
+        claim = self.dispatcher.claim_of(event.session_id)
         self.events.tell(
             {
                 "type": "session",
@@ -266,7 +281,9 @@ class Service:
                 "cause": event.cause and str(event.cause),
                 "reward": event.reward,
                 "error": event.error,
-            }
+            },
+            owner=claim.owner if claim else "",
+            key=claim.task_id if claim else event.task_id,
         )
 
     def lost(self, error: BaseException) -> None:

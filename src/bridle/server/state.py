@@ -19,7 +19,7 @@ from bridle.errors import BridleError
 from bridle.server import closing
 from bridle.server import tables as t
 from bridle.server.database import Database
-from bridle.server.rows import Claim, Closed, Ended, session_id
+from bridle.server.rows import Claim, Closed, Ended, session_id, task_key
 from bridle.server.schemas import Submission
 from bridle.server.states import (
     DELIVERIES,
@@ -66,14 +66,16 @@ class State:
         *,
         owner: str,
         now: float,
+        tenant: bool = False,
         quota: int | None = None,
     ) -> list[bool]:
         """Accept all of `submissions`, or none; whether each is new.
 
-        One whose id is taken by the same body is as good as accepted. Raises `ConflictError` if by
-        another body, `QuotaError` if `owner` would have more than `quota` sessions not ended.
+        A `tenant` has ids of his own; owners who are none share theirs. One whose id is taken by
+        the same body is as good as accepted. Raises `ConflictError` if by another body,
+        `QuotaError` if `owner` would have more than `quota` sessions not ended.
         """
-        rows = [_row(one, owner, now) for one in submissions]
+        rows = [_row(one, owner, now, tenant=tenant) for one in submissions]
         try:
             return await self._submit(rows, owner, quota)
         except IntegrityError:
@@ -83,20 +85,23 @@ class State:
     async def _submit(
         self, rows: list[dict[str, Any]], owner: str, quota: int | None
     ) -> list[bool]:
-        ids = [row["task_id"] for row in rows]
+        keys, names = [row["task_id"] for row in rows], [row["name"] for row in rows]
+        tasks = t.tasks.c
         async with self._database.write() as connection:
-            known = select(t.tasks.c.task_id, t.tasks.c.digest).where(t.tasks.c.task_id.in_(ids))
-            digests = {one.task_id: one.digest for one in await connection.execute(known)}
+            # By name too: the owner may have been an operator, or have submitted before tenants.
+            his = (tasks.owner == owner) & tasks.name.in_(names)
+            known = select(tasks.name, tasks.digest).where(tasks.task_id.in_(keys) | his)
+            digests = {one.name: one.digest for one in await connection.execute(known)}
             fresh: list[bool] = []
             inserted: list[dict[str, Any]] = []
             version = await _number(connection, "policy_version")
             for row in rows:
-                taken = digests.get(row["task_id"])
+                taken = digests.get(row["name"])
                 if taken is not None and taken != row["digest"]:
-                    raise ConflictError(f"task_id {row['task_id']!r} is taken by another body")
+                    raise ConflictError(f"task_id {row['name']!r} is taken by another body")
                 fresh.append(taken is None)
                 if taken is None:
-                    digests[row["task_id"]] = row["digest"]
+                    digests[row["name"]] = row["digest"]
                     inserted.append(row | {"version": version})
             if inserted:
                 if quota is not None:
@@ -105,13 +110,14 @@ class State:
                 await connection.execute(insert(t.tasks), inserted)
         return fresh
 
-    async def bar(self, task_id: str, *, owner: str, now: float) -> None:
+    async def bar(self, task_id: str, *, owner: str, now: float, tenant: bool = False) -> None:
         """Take an id by a cancelled task of no session; nothing changes if it is taken."""
         nothing = Submission(task_id=task_id, instruction="cancelled before it was submitted")
-        row = _row(nothing, owner, now) | {"digest": "", "state": TaskState.CANCELLED, "open": 0}
+        row = _row(nothing, owner, now, tenant=tenant)
+        row |= {"digest": "", "state": TaskState.CANCELLED, "open": 0}
         row |= {"samples": 0, "target": 0, "ended_at": now, "acked_at": now, "stopped": "cancelled"}
         async with self._database.write() as connection:
-            taken = select(t.tasks.c.seq).where(t.tasks.c.task_id == task_id)
+            taken = select(t.tasks.c.seq).where(t.tasks.c.task_id == row["task_id"])
             if (await connection.execute(taken)).first() is None:
                 row["done_seq"] = await closing.next_place(connection)
                 row["version"] = await _number(connection, "policy_version")
@@ -218,11 +224,23 @@ class State:
 
     # ---- groups are taken
 
-    async def ack(self, *, cursor: int | None, task_ids: Sequence[str], now: float) -> int:
-        """Note that groups have been dealt with; how many were not before."""
+    async def ack(
+        self,
+        *,
+        cursor: int | None,
+        task_ids: Sequence[str],
+        now: float,
+        tenant: str | None = None,
+    ) -> int:
+        """Note that groups (of a `tenant`, under his names) have been dealt with; how many were
+        not before.
+        """
         tasks = t.tasks.c
-        wanted = tasks.task_id.in_(task_ids) | (tasks.done_seq <= (cursor or 0))
+        names = tasks.task_id if tenant is None else tasks.name
+        wanted = names.in_(task_ids) | (tasks.done_seq <= (cursor or 0))
         row = update(t.tasks).where(wanted, tasks.done_seq.is_not(None), tasks.acked_at.is_(None))
+        if tenant is not None:
+            row = row.where(tasks.owner == tenant)
         async with self._database.write() as connection:
             return (await connection.execute(row.values(acked_at=now))).rowcount
 
@@ -299,11 +317,12 @@ class State:
             await connection.execute(row.values(value=value))
 
 
-def _row(submission: Submission, owner: str, now: float) -> dict[str, Any]:
+def _row(submission: Submission, owner: str, now: float, *, tenant: bool) -> dict[str, Any]:
     task, terms = submission.split()
     spec, agreed = task.model_dump_json(), terms.model_dump_json()
     return {
-        "task_id": task.task_id,
+        "task_id": task_key(task.task_id, owner if tenant else None),
+        "name": task.task_id,
         "digest": hashlib.sha256(f"{spec}\n{agreed}".encode()).hexdigest(),
         "spec": spec,
         "terms": agreed,
@@ -385,13 +404,21 @@ async def _expand(
 ) -> list[Claim]:
     begin = task["expanded"]
     claims = [
-        Claim(session_id(task["task_id"], index), task["task_id"], index, 1, task["spec"])
+        Claim(
+            session_id(task["task_id"], index),
+            task["task_id"],
+            index,
+            1,
+            task["spec"],
+            owner=task["owner"],
+        )
         for index in range(begin, begin + count)
     ]
     rows = [
         {
             "session_id": claim.session_id,
             "task_seq": task["seq"],
+            "owner": task["owner"],
             "sample_index": claim.sample_index,
             "priority": task["priority"],
             "attempt": 1,
@@ -432,4 +459,5 @@ def _claim(row: RowMapping) -> Claim:
         row["attempt"],
         row["spec"],
         closing.failed_on(row),
+        row["owner"],
     )

@@ -30,11 +30,11 @@ tasks = Table(
     "tasks",
     metadata,
     Column("seq", Key, primary_key=True, autoincrement=True),  # order of acceptance
-    Column("task_id", String(200), nullable=False, unique=True),
+    Column("task_id", String(200), nullable=False, unique=True),  # `rows.task_key`
     Column("digest", String(64), nullable=False),  # of the body, for a second submit
     Column("spec", Text, nullable=False),  # `bridle.config.Task`
     Column("terms", Text, nullable=False),  # `schemas.Terms`
-    Column("owner", String(200), nullable=False),  # name of the token
+    Column("owner", String(200), nullable=False),  # name of the token; empty = from before tokens
     Column("priority", Integer, nullable=False),
     Column("state", String(16), nullable=False),
     Column("open", Integer, nullable=False),  # 1 = sessions are still to be started
@@ -51,10 +51,17 @@ tasks = Table(
     Column("done_seq", BigInteger, unique=True),  # order in which groups became final
     Column("acked_at", Float),
     Column("kept", Integer, nullable=False, server_default="2"),  # `states.Kept`
-    Index("ix_tasks_open", "open", "priority", "seq"),
-    # With all that is counted, so that counting does not read the tasks themselves.
+    Column("name", String(200), nullable=False, server_default=""),  # its id in its owner's words
+    Index("ix_tasks_name", "owner", "name", unique=True),
+    # With what is counted, so that counting does not read the tasks themselves.
+    Index("ix_tasks_open", "open", "owner", "priority", "seq", "target", "expanded"),
     Index("ix_tasks_state", "state", "seq", "open", "target", "expanded", "done_seq", "acked_at"),
+    Index(
+        "ix_tasks_owner",
+        *("owner", "seq", "state", "open", "target", "expanded", "done_seq", "acked_at"),
+    ),
     Index("ix_tasks_acked", "acked_at", "done_seq"),
+    Index("ix_tasks_groups", "owner", "acked_at", "done_seq"),
     Index("ix_tasks_kept", "kept", "acked_at", "ended_at"),
 )
 
@@ -81,8 +88,10 @@ sessions = Table(
     Column("file_bytes", BigInteger),
     Column("stopped", String(64)),  # why its run is to end, and no other begins
     Column("earlier", Text),  # JSON list: runs that did not count, and why
+    Column("owner", String(200), nullable=False, server_default=""),  # the task's
     UniqueConstraint("task_seq", "sample_index"),
-    Index("ix_sessions_state", "state", "priority", "task_seq"),
+    Index("ix_sessions_state", "state", "owner", "priority", "task_seq"),
+    Index("ix_sessions_owner", "owner", "task_seq", "sample_index", "state"),
 )
 
 callbacks = Table(
@@ -101,8 +110,10 @@ callbacks = Table(
     Column("error", Text),  # of the last try
     Column("receiver", String(300), nullable=False, server_default=""),  # `addresses.receiver_of`
     Column("sent_by", String(64)),  # the server that is trying it now
+    Column("owner", String(200), nullable=False, server_default=""),  # the task's
     Index("ix_callbacks_due", "state", "next_at"),
     Index("ix_callbacks_task", "task_seq"),
+    Index("ix_callbacks_owner", "owner", "seq", "state"),
 )
 
 numbers = Table(

@@ -43,7 +43,9 @@ class Pulse:
 class Reader:
     """One reader's events."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str | None) -> None:
+        self.owner = owner
+        """Whose events it gets; `None` = everybody's."""
         self._events: deque[JSON] = deque()
         self._lost = 0
         self._ready = asyncio.Event()
@@ -80,15 +82,22 @@ class Broadcast:
     def __init__(self) -> None:
         self._readers: set[Reader] = set()
 
-    def tell(self, event: JSON) -> None:
-        """Give an event to every reader."""
+    def tell(self, event: JSON, *, owner: str | None = None, key: str | None = None) -> None:
+        """Give an event to the readers of its `owner` and to those of all owners.
+
+        The latter get it with `owner`, and under the task's `key`, as ids of different owners may
+        be equal. `None` = an event for every reader.
+        """
         for reader in self._readers:
-            reader.give(event)
+            if owner is None or reader.owner == owner:
+                reader.give(event)
+            elif reader.owner is None:
+                reader.give(event | {"owner": owner, "task_id": key})
 
     @contextmanager
-    def reading(self) -> Iterator[Reader]:
-        """A reader of what is told inside."""
-        reader = Reader()
+    def reading(self, owner: str | None = None) -> Iterator[Reader]:
+        """A reader of the events of `owner`, `None` = of all, that are told inside."""
+        reader = Reader(owner)
         self._readers.add(reader)
         try:
             yield reader

@@ -25,7 +25,7 @@ from bridle.server.answering import (
     route,
 )
 from bridle.server.auth import Role
-from bridle.server.polar_routes import check, list_sessions, session_json, task_row
+from bridle.server.polar_routes import check, is_tenant, list_sessions, session_json, task_row
 from bridle.server.results import session_result, trajectory
 from bridle.server.rows import run_id
 from bridle.server.schemas import BATCH, Ack, Batch, CancelBody
@@ -86,7 +86,7 @@ def routes(served: Served) -> list[Route]:
         route(served, "POST", "/v1/callbacks/replay", admin, replay_all),
         route(served, "POST", "/v1/callbacks/{delivery_id}/replay", admin, replay),
         route(served, "GET", "/v1/status", read, status),
-        route(served, "GET", "/metrics", read, metrics),
+        route(served, "GET", "/metrics", Role.METRICS, metrics),
         route(served, "POST", "/v1/pause", admin, pause),
         route(
             served,
@@ -118,7 +118,7 @@ async def submit_batch(asked: Asked) -> Response:
         except Refusal as refusal:
             refusal.body["error"] |= {"task_id": one.task_id, "index": place}
             raise
-    fresh = await asked.service.submit(batch.tasks, owner=asked.caller.name)
+    fresh = await asked.service.submit(batch.tasks, owner=asked.caller.name, tenant=is_tenant(asked))
     told = [{"task_id": name, "new": new} for name, new in zip(ids, fresh, strict=True)]
     return reply({"tasks": told})
 
@@ -126,7 +126,7 @@ async def submit_batch(asked: Asked) -> Response:
 async def list_tasks(asked: Asked) -> Response:
     """`GET /v1/tasks`: a page of tasks in the order of their acceptance."""
     page, state = asked.page(), asked.choice("state", tuple(TaskState))
-    rows = await asked.service.views.tasks(
+    rows = await asked.views.tasks(
         after=page.after, limit=page.limit, state=None if state is None else TaskState(state)
     )
     return reply(page.told("tasks", rows, "seq", wire.task_json))
@@ -147,15 +147,19 @@ async def show_task(asked: Asked) -> Response:
 
 async def cancel_task(asked: Asked) -> Response:
     """`DELETE /v1/tasks/{task_id}`: end it; of one that has ended nothing changes."""
-    await asked.service.cancel_task((await task_row(asked))["task_id"])
+    await asked.service.cancel_task((await task_row(asked))["key"])
     return reply(wire.task_json(await task_row(asked)))
 
 
 async def cancel_batch(asked: Asked) -> Response:
     """`POST /v1/tasks/cancel`: end many; names those that are not known."""
     wanted = await asked.body(CancelBody)
-    known = [(one, await asked.service.cancel_task(one)) for one in wanted.task_ids]
-    return reply({"unknown": [task_id for task_id, found in known if not found]})
+    unknown = []
+    for task_id in wanted.task_ids:
+        task = await asked.views.task(task_id)
+        if task is None or not await asked.service.cancel_task(task["key"]):
+            unknown.append(task_id)
+    return reply({"unknown": unknown})
 
 
 # ---- sessions
@@ -163,7 +167,7 @@ async def cancel_batch(asked: Asked) -> Response:
 
 async def _session(asked: Asked) -> Row:
     session_id = asked.path("session_id")
-    row = await asked.service.views.session(session_id)
+    row = await asked.views.session(session_id)
     if row is None:
         message = f"no session {session_id[:250]!r}; sessions are there once they have started"
         raise Refusal(404, "not_found", message, param="session_id")
@@ -173,7 +177,7 @@ async def _session(asked: Asked) -> Row:
 async def newest(asked: Asked) -> Response:
     """`GET /v1/sessions`: sessions that were started, those of the newest task first."""
     state = asked.choice("state", tuple(SessionState))
-    rows = await asked.service.views.newest(
+    rows = await asked.views.newest(
         limit=asked.number("limit", 100, least=1, most=BATCH),
         offset=asked.number("offset", 0, most=2**31 - 1),
         state=None if state is None else SessionState(state),
@@ -239,7 +243,7 @@ async def groups(asked: Asked) -> Response:
     version = await asked.service.state.number("policy_version")
     told = []
     for row in rows:
-        sessions = await asked.service.views.sessions(row["seq"])
+        sessions = await asked.views.sessions(row["seq"])
         group = wire.group_json(
             row, [session_json(asked, one) for one in sessions], version=version
         )
@@ -262,7 +266,7 @@ async def _wait_for_groups(asked: Asked) -> list[Row]:
     service, deadline = asked.service, time.monotonic() + wait_s
     while True:
         ticket = service.groups.ticket()
-        rows = await service.views.groups(after=after, limit=limit, order=order)  # type: ignore[arg-type]  # one of the three
+        rows = await asked.views.groups(after=after, limit=limit, order=order)  # type: ignore[arg-type]  # one of the three
         left_s = deadline - time.monotonic()
         if rows or left_s <= 0 or service.stopping.is_set():
             return list(rows)
@@ -272,7 +276,9 @@ async def _wait_for_groups(asked: Asked) -> list[Row]:
 async def ack(asked: Asked) -> Response:
     """`POST /v1/groups/ack`: these groups, or all up to a cursor, have been dealt with."""
     wanted = await asked.body(Ack)
-    count = await asked.service.ack(cursor=wanted.cursor, task_ids=wanted.task_ids)
+    count = await asked.service.ack(
+        cursor=wanted.cursor, task_ids=wanted.task_ids, tenant=asked.caller.tenant
+    )
     return reply({"acked": count})
 
 
@@ -282,7 +288,7 @@ async def ack(asked: Asked) -> Response:
 async def callbacks(asked: Asked) -> Response:
     """`GET /v1/callbacks`: a page of callbacks; `state=dead` are those that were given up."""
     page, state = asked.page(), asked.choice("state", tuple(DeliveryState))
-    rows = await asked.service.views.callbacks(
+    rows = await asked.views.callbacks(
         after=page.after, limit=page.limit, state=None if state is None else DeliveryState(state)
     )
     return reply(page.told("callbacks", rows, "seq", wire.callback_json))
@@ -307,7 +313,7 @@ async def replay_all(asked: Asked) -> Response:
 
 async def status(asked: Asked) -> Response:
     """`GET /v1/status`: how much there is of what."""
-    return reply(await asked.service.status())
+    return reply(await asked.service.status(asked.caller.tenant))
 
 
 async def metrics(asked: Asked) -> Response:
@@ -319,7 +325,7 @@ async def metrics(asked: Asked) -> Response:
 async def pause(asked: Asked) -> Response:
     """`POST /v1/pause`: start no further session; running ones go on."""
     await asked.service.pause()
-    return reply(await asked.service.status())
+    return reply(await asked.service.status(asked.caller.tenant))
 
 
 async def drain(asked: Asked) -> Response:
@@ -327,13 +333,13 @@ async def drain(asked: Asked) -> Response:
     timeout_s = asked.number("timeout_s", 60, most=3600)
     await asked.service.pause()
     await asked.service.dispatcher.drained(timeout_s)
-    return reply(await asked.service.status())
+    return reply(await asked.service.status(asked.caller.tenant))
 
 
 async def resume(asked: Asked) -> Response:
     """`POST /v1/resume`: start sessions again."""
     await asked.service.resume()
-    return reply(await asked.service.status())
+    return reply(await asked.service.status(asked.caller.tenant))
 
 
 async def show_policy(asked: Asked) -> Response:

@@ -8,8 +8,10 @@ from typing import Any, Final, Literal
 
 from sqlalchemy import (
     ColumnElement,
+    Label,
     RowMapping,
     Select,
+    Table,
     and_,
     case,
     func,
@@ -52,19 +54,47 @@ class Counts:
 
 
 class Views:
-    """Reads. Every method raises `StateError` if the database cannot be used."""
+    """Reads. Every method raises `StateError` if the database cannot be used.
 
-    def __init__(self, database: Database) -> None:
+    Those of `of(owner)` read that owner's rows alone, and `task_id` is what the owner calls a task;
+    in the others it is the task's key (`rows.task_key`). Every row of a task has its `key`.
+    """
+
+    def __init__(self, database: Database, owner: str | None = None) -> None:
         self._database = database
+        self._owner = owner
+
+    def of(self, owner: str | None) -> Views:
+        """What one owner sees; `None` = everything."""
+        return self if owner == self._owner else Views(self._database, owner)
+
+    @property
+    def _task_id(self) -> Label[str]:
+        tasks = t.tasks.c
+        return (tasks.task_id if self._owner is None else tasks.name).label("task_id")
+
+    @property
+    def _tasks(self) -> Select[*tuple[Any, ...]]:
+        """Whole tasks, as far as they are seen."""
+        rest = (column for column in t.tasks.c if column is not t.tasks.c.task_id)
+        query = select(*rest, self._task_id, t.tasks.c.task_id.label("key"))
+        return query if self._owner is None else query.where(t.tasks.c.owner == self._owner)
+
+    def _with_task(self, table: Table) -> Select[*tuple[Any, ...]]:
+        """Rows of sessions or callbacks with their task's ids, as far as they are seen."""
+        tasks = t.tasks.c
+        query = select(table, self._task_id, tasks.task_id.label("key"), tasks.name).join(t.tasks)
+        return query if self._owner is None else query.where(table.c.owner == self._owner)
 
     async def task(self, task_id: str) -> RowMapping | None:
-        return await self._first(select(t.tasks).where(t.tasks.c.task_id == task_id))
+        known = t.tasks.c.task_id if self._owner is None else t.tasks.c.name
+        return await self._first(self._tasks.where(known == task_id))
 
     async def tasks(
         self, *, after: int, limit: int, state: TaskState | None = None
     ) -> Sequence[RowMapping]:
         """Tasks in the order of their acceptance, behind number `after`."""
-        query = select(t.tasks).where(t.tasks.c.seq > after)
+        query = self._tasks.where(t.tasks.c.seq > after)
         if state is not None:
             query = query.where(t.tasks.c.state == state)
         return await self._all(query.order_by(t.tasks.c.seq).limit(limit))
@@ -85,15 +115,15 @@ class Views:
     ) -> Sequence[RowMapping]:
         """Sessions that were started, those of the newest task first, with its `task_id`."""
         s = t.sessions.c
-        query = select(t.sessions, t.tasks.c.task_id).join(t.tasks)
+        query = self._with_task(t.sessions)
         if state is not None:
             query = query.where(s.state == state)
         query = query.order_by(s.task_seq.desc(), s.sample_index.desc())
         return await self._all(query.limit(limit).offset(offset))
 
     async def session(self, session_id: str) -> RowMapping | None:
-        """A session's row, with its task's `task_id`."""
-        query = select(t.sessions, t.tasks.c.task_id).join(t.tasks)
+        """A session's row, with its task's `task_id`, `key` and `name`."""
+        query = self._with_task(t.sessions)
         return await self._first(query.where(t.sessions.c.session_id == session_id))
 
     async def groups(
@@ -104,11 +134,13 @@ class Views:
         `after` is a `done_seq`, or, in the order of submission, a `seq`.
         """
         tasks = t.tasks.c
-        query = select(t.tasks).where(tasks.done_seq.is_not(None))
+        query = self._tasks.where(tasks.done_seq.is_not(None))
         if not acked:
             query = query.where(tasks.acked_at.is_(None))
         if order == "submitted":
             unended = select(func.min(tasks.seq)).where(tasks.done_seq.is_(None))
+            if self._owner is not None:
+                unended = unended.where(tasks.owner == self._owner)
             first = await self._number(unended)
             query = query.where(tasks.seq > after).order_by(tasks.seq)
             if first is not None:
@@ -121,21 +153,22 @@ class Views:
         return await self._all(query.limit(limit))
 
     async def counts(self) -> Counts:
-        tasks, sessions, callbacks = t.tasks.c, t.sessions.c, t.callbacks.c
-        nothing = literal(0)
+        tasks, nothing = t.tasks.c, literal(0)
         waits = func.sum(case((tasks.open == 1, tasks.target - tasks.expanded), else_=0))
         is_unacked = tasks.acked_at.is_(None) & tasks.done_seq.is_not(None)
         unacked = func.sum(case((is_unacked, 1), else_=0))
         # One query, because each is a way to the database and back.
-        query = union_all(
-            select(literal("tasks"), tasks.state, func.count(), waits, unacked).group_by(
-                tasks.state
-            ),
-            *(
-                select(literal(name), state, func.count(), nothing, nothing).group_by(state)
-                for name, state in (("sessions", sessions.state), ("callbacks", callbacks.state))
-            ),
-        )
+        parts = [
+            select(literal("tasks"), tasks.state, func.count(), waits, unacked),
+            select(literal("sessions"), t.sessions.c.state, func.count(), nothing, nothing),
+            select(literal("callbacks"), t.callbacks.c.state, func.count(), nothing, nothing),
+        ]
+        tables = (t.tasks, t.sessions, t.callbacks)
+        if self._owner is not None:
+            both = zip(parts, tables, strict=True)
+            parts = [part.where(table.c.owner == self._owner) for part, table in both]
+        both = zip(parts, tables, strict=True)
+        query = union_all(*(part.group_by(table.c.state) for part, table in both))
         found: dict[str, dict[str, int]] = {"tasks": {}, "sessions": {}, "callbacks": {}}
         totals = [0, 0]
         async with self._database.read() as connection:
@@ -193,7 +226,7 @@ class Views:
     ) -> Sequence[RowMapping]:
         """Callbacks to be tried now, oldest first; none to the receivers `without`."""
         c = t.callbacks.c
-        query = select(t.callbacks, t.tasks.c.task_id).join(t.tasks)
+        query = self._with_task(t.callbacks)
         query = query.where(is_due(now), c.receiver.not_in(without))
         return await self._all(query.order_by(c.next_at, c.seq).limit(limit))
 
@@ -214,8 +247,7 @@ class Views:
         self, *, after: int, limit: int, state: DeliveryState | None = None
     ) -> Sequence[RowMapping]:
         """Callbacks in the order in which they were made, behind number `after`."""
-        query = select(t.callbacks, t.tasks.c.task_id).join(t.tasks)
-        query = query.where(t.callbacks.c.seq > after)
+        query = self._with_task(t.callbacks).where(t.callbacks.c.seq > after)
         if state is not None:
             query = query.where(t.callbacks.c.state == state)
         return await self._all(query.order_by(t.callbacks.c.seq).limit(limit))

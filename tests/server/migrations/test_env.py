@@ -10,4 +10,4 @@ async def test_a_database_knows_which_migration_it_is_at(tmp_path):
             pass
         with closing(sqlite3.connect(tmp_path / "a.sqlite")) as connection:
             rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-        assert rows == [("0002",)]
+        assert rows == [("0003",)]

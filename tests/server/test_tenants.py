@@ -1,0 +1,291 @@
+"""Two tenants on one server: neither sees, ends or acknowledges anything of the other."""
+
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.routing import Route
+from tests.server.house import FakeWorkers, an_app, body, ended, served, submission, until
+
+from bridle.server.app import make_app
+from bridle.server.auth import Role, Token
+
+ALICE, BOB, ADMIN = "the-token-of-alice", "the-token-of-bob", "the-token-of-admin"
+TOKENS = (
+    Token(name="alice", token=ALICE),
+    Token(name="bob", token=BOB),
+    Token(name="operator", token=ADMIN, roles=(Role.ADMIN,)),
+)
+
+OWN = {
+    "POST /v1/tasks",
+    "GET /v1/tasks",
+    "POST /v1/tasks/cancel",
+    "GET /v1/tasks/{task_id}",
+    "DELETE /v1/tasks/{task_id}",
+    "GET /v1/tasks/{task_id}/sessions",
+    "GET /v1/sessions",
+    "GET /v1/sessions/{session_id}",
+    "DELETE /v1/sessions/{session_id}",
+    "GET /v1/sessions/{session_id}/trajectory",
+    "GET /v1/sessions/{session_id}/artifacts/{name:path}",
+    "GET /v1/groups",
+    "POST /v1/groups/ack",
+    "GET /v1/callbacks",
+    "GET /v1/status",
+    "POST /rollout/task/submit",
+    "GET /rollout/task/{task_id}",
+    "DELETE /rollout/task/{task_id}",
+    "GET /rollout/status",
+    "GET /tasks",
+    "GET /tasks/{task_id}/sessions",
+    "GET /events",
+}
+"""Routes that show and change what belongs to the token's owner."""
+
+OPERATORS = {
+    "POST /v1/callbacks/replay",
+    "POST /v1/callbacks/{delivery_id}/replay",
+    "GET /metrics",
+    "POST /v1/pause",
+    "POST /v1/drain",
+    "POST /v1/resume",
+    "POST /policy",
+    "POST /v1/nodes/{name}/drain",
+    "POST /v1/replicas",
+    "DELETE /v1/replicas",
+}
+"""Routes for the operator's tokens; a tenant's gets 403."""
+
+SHARED = {"GET /policy", "GET /v1/nodes", "GET /health", "GET /openapi.json"}
+"""Routes that answer every tenant the same and name no task."""
+
+
+def bearer(token):
+    return {"authorization": f"Bearer {token}"}
+
+
+def routes_of(http):
+    """Every route of the application as `METHOD /path`."""
+    return {
+        f"{method} {route.path}"
+        for route in make_app(served(http.service, tokens=TOKENS)).routes
+        if isinstance(route, Route)
+        for method in (route.methods or ()) - {"HEAD"}
+    }
+
+
+@asynccontextmanager
+async def tenants(tmp_path, workers=None, **settings):
+    """Clients of alice, bob and the operator on one server."""
+    async with an_app(tmp_path, workers, tokens=TOKENS, **settings) as http:
+        clients = []
+        for token in (ALICE, BOB, ADMIN):
+            clients.append(
+                httpx.AsyncClient(
+                    transport=http._transport, base_url="http://server", headers=bearer(token)
+                )
+            )
+        yield http.service, *clients
+
+
+async def submit(http, *bodies):
+    told = await http.post("/v1/tasks", json={"tasks": [*bodies]})
+    assert told.status_code == 200, told.text
+    return told.json()["tasks"]
+
+
+async def wait(http, task_id):
+    told = await http.get(f"/v1/tasks/{task_id}?wait_s=30")
+    assert told.json()["cursor"] is not None, told.text
+    return told.json()
+
+
+async def test_every_route_is_an_owners_an_operators_or_shared(tmp_path):
+    async with an_app(tmp_path, tokens=TOKENS) as http:
+        assert routes_of(http) == OWN | OPERATORS | SHARED
+    assert not (OWN & OPERATORS or OWN & SHARED or OPERATORS & SHARED)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [tuple(one.split()) for one in sorted(OWN) if "{task_id}" in one or "{session_id}" in one],
+)
+async def test_what_is_anothers_is_answered_as_if_it_did_not_exist(tmp_path, method, path):
+    log = tmp_path / "stdout.log"
+    log.write_text("secret")
+    workers = FakeWorkers()
+    async with tenants(tmp_path, workers) as (_, alice, bob, _admin):
+        await submit(alice, body("hers"))
+        await wait(alice, "hers")
+        (session,) = (await alice.get("/v1/tasks/hers/sessions")).json()["sessions"]
+        workers.artifacts[session["session_id"], "x.log"] = log
+        workers.artifacts[session["session_id"], "capture.sqlite"] = b"captured"
+
+        def at(task, session_id, name):
+            parts = {"{task_id}": task, "{session_id}": session_id, "{name:path}": name}
+            url = path
+            for part, value in parts.items():
+                url = url.replace(part, value)
+            return url
+
+        for name in ("x.log", "capture.sqlite"):
+            url = at("hers", session["session_id"], name)
+            never = await bob.request(method, at("nobodys", "nobodys.0", name))
+            refused = await bob.request(method, url)
+            assert (never.status_code, refused.status_code) == (404, 404)
+            named = refused.text.replace(session["session_id"], "nobodys.0")
+            assert named.replace("hers", "nobodys") == never.text
+            assert (await alice.request(method, url)).status_code == 200
+
+
+async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):
+    async with tenants(tmp_path) as (service, alice, bob, admin):
+        url = "http://127.0.0.1:9/x"
+        await submit(alice, body("hers", callback_url=url))
+        await submit(bob, body("his", callback_url=url), body("his-2"))
+        await wait(alice, "hers")
+        await wait(bob, "his")
+        await wait(bob, "his-2")
+
+        async def found(http, path, what):
+            rows = (await http.get(path)).json()[what]
+            return sorted(row["task_id"].partition("-")[0] for row in rows)
+
+        for path, what in (
+            ("/v1/tasks", "tasks"),
+            ("/v1/tasks?state=completed", "tasks"),
+            ("/tasks", "tasks"),
+            ("/v1/sessions", "sessions"),
+            ("/v1/sessions?state=COMPLETED", "sessions"),
+            ("/v1/groups", "groups"),
+            ("/v1/groups?order=submitted", "groups"),
+            ("/v1/groups?order=priority", "groups"),
+        ):
+            assert await found(alice, path, what) == ["hers"]
+            assert await found(bob, path, what) == ["his", "his"]
+            assert await found(admin, path, what) == ["hers", "his", "his"]
+        assert await found(alice, "/v1/callbacks", "callbacks") == ["hers"] * 2
+        assert await found(admin, "/v1/callbacks", "callbacks") == ["hers"] * 2 + ["his"] * 2
+        for path in ("/v1/status", "/rollout/status"):
+            told = (await alice.get(path)).json()
+            assert told["tasks"] == {"completed": 1}
+            assert told["sessions"] == {"COMPLETED": 1}
+            assert told["callbacks"] == {"pending": 2}
+            assert told["groups_unacked"] == 1
+            assert (await admin.get(path)).json()["tasks"] == {"completed": 3}
+        assert service.broken is None
+
+
+async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
+    async with tenants(tmp_path) as (_, alice, bob, admin):
+        await submit(alice, body("hers"))
+        await wait(alice, "hers")
+        await submit(bob, body("his"))
+        cursor = (await wait(bob, "his"))["cursor"]
+        for wanted in ({"cursor": cursor}, {"task_ids": ["hers"]}):
+            await bob.post("/v1/groups/ack", json=wanted)
+        (left,) = (await alice.get("/v1/groups")).json()["groups"]
+        assert left["task_id"] == "hers"
+        assert (await bob.get("/v1/groups")).json()["groups"] == []
+        assert (await admin.post("/v1/groups/ack", json={"cursor": cursor})).json() == {"acked": 1}
+        assert (await alice.get("/v1/groups")).json()["groups"] == []
+
+
+async def test_a_batch_cancels_the_owners_tasks_alone(tmp_path):
+    workers = FakeWorkers(held=True)
+    async with tenants(tmp_path, workers) as (_, alice, bob, _admin):
+        await submit(alice, body("hers"))
+        await until(lambda: workers.living)
+        told = await bob.post("/v1/tasks/cancel", json={"task_ids": ["hers", "nobodys"]})
+        assert told.json() == {"unknown": ["hers", "nobodys"]}
+        assert (await alice.get("/v1/tasks/hers")).json()["state"] == "running"
+        told = await alice.post("/v1/tasks/cancel", json={"task_ids": ["hers"]})
+        assert told.json() == {"unknown": []}
+        assert (await wait(alice, "hers"))["state"] == "cancelled"
+
+
+async def test_two_owners_use_one_task_id_and_neither_notices(tmp_path):
+    async with tenants(tmp_path) as (service, alice, bob, admin):
+        assert await submit(alice, body("t", 2)) == [{"task_id": "t", "new": True}]
+        assert await submit(bob, body("t", 3)) == [{"task_id": "t", "new": True}]
+        assert await submit(admin, body("t", 1)) == [{"task_id": "t", "new": True}]
+        assert await submit(bob, body("t", 3)) == [{"task_id": "t", "new": False}]
+        for http, count in ((alice, 2), (bob, 3), (admin, 1)):
+            assert (await wait(http, "t"))["total_sessions"] == count
+            told = await http.get("/rollout/task/t")
+            assert {one["task_id"] for one in told.json()["results"]} == {"t"}
+            assert len(told.json()["results"]) == count
+        rows = (await admin.get("/v1/tasks")).json()["tasks"]
+        assert [one["owner"] for one in rows] == ["alice", "bob", "operator"]
+        for one in rows:  # an operator's ids of them differ, and lead to them
+            found = (await admin.get(f"/v1/tasks/{one['task_id']}")).json()
+            assert found["owner"] == one["owner"]
+        refused = await bob.post("/v1/tasks", json={"tasks": [body("t", 9)]})
+        assert refused.status_code == 409
+        assert len(await service.views.groups(after=0, limit=9)) == 3
+
+
+async def test_an_id_barred_by_one_owner_is_free_for_another(tmp_path):
+    async with tenants(tmp_path) as (_, alice, bob, _admin):
+        told = await bob.delete("/rollout/task/t?register_if_missing=true")
+        assert told.status_code == 200
+        assert await submit(alice, body("t")) == [{"task_id": "t", "new": True}]
+        assert (await wait(alice, "t"))["state"] == "completed"
+        assert (await bob.post("/v1/tasks", json={"tasks": [body("t")]})).status_code == 409
+
+
+async def test_events_go_to_their_owner_and_to_admins(tmp_path):
+    async with tenants(tmp_path) as (service, alice, bob, _admin):
+        with (
+            service.events.reading("alice") as hers,
+            service.events.reading("bob") as his,
+            service.events.reading(None) as all_of_them,
+        ):
+            await submit(alice, body("t"))
+            await wait(alice, "t")
+            await submit(bob, body("t"))
+            await wait(bob, "t")
+            service.events.tell({"type": "policy", "version": 1})
+
+            async def heard(reader):
+                found = []
+                while (event := await reader.next(0.01)) is not None:
+                    found.append(event)
+                return found
+
+            for reader in (hers, his):
+                told = await heard(reader)
+                assert [one["type"] for one in told] == ["task", "task", "policy"]
+                assert {one["task_id"] for one in told[:-1]} == {"t"}
+            told = await heard(all_of_them)
+            assert [one.get("owner") for one in told] == ["alice"] * 2 + ["bob"] * 2 + [None]
+            assert len({one.get("task_id") for one in told}) == 3
+
+
+async def test_operators_routes_refuse_a_tenants_token(tmp_path):
+    async with tenants(tmp_path) as (_, alice, _bob, _admin):
+        for one in sorted(OPERATORS):
+            method, path = one.split()
+            url = path.replace("{delivery_id}", "x").replace("{name}", "x")
+            assert (await alice.request(method, url)).status_code == 403
+
+
+async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
+    async with tenants(tmp_path, FakeWorkers(held=True)) as (service, alice, bob, _admin):
+        await submit(alice, body("hers-4711"))
+        await until(lambda: service.dispatcher.running)
+        for one in sorted(SHARED):
+            told = await bob.get(one.split()[1])
+            assert told.status_code == 200
+            assert "hers-4711" not in json.dumps(told.json())
+
+
+async def test_tasks_of_before_tenants_are_the_admins(tmp_path):
+    async with tenants(tmp_path) as (service, alice, _bob, admin):
+        await service.submit([submission("old")], owner="")
+        await ended(service, "old")
+        assert (await alice.get("/v1/tasks/old")).status_code == 404
+        assert (await admin.get("/v1/tasks/old")).json()["owner"] == ""
+        assert await submit(admin, body("old")) == [{"task_id": "old", "new": False}]
