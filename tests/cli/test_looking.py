@@ -30,6 +30,10 @@ roles = ["submit"]
 name = "stranger"
 token = "the-token-of-a-stranger"
 roles = ["read"]
+[[tokens]]
+name = "chief"
+token = "the-token-of-a-chief"
+roles = ["admin"]
 """
 HTML = {"accept": "text/html"}
 
@@ -50,7 +54,7 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
         await trainer.submit_many(tasks(1))
         async with AsyncClient(opened.url, token="the-token-of-a-reader") as reader:
             await reader.wait("task-0", timeout_s=60)
-            (session,) = await reader.sessions("task-0")
+            session, *_ = await reader.sessions("task-0")
 
         at = f"/ui/session/{session['session_id']}"
         closed = await browser.get(at)
@@ -68,12 +72,14 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
         others = [await browser.get(path) for path in (at, "/ui/task?id=task-0", str(log.url))]
         theirs = [await browser.get(path) for path in ("/ui/", "/ui/sessions", "/ui/tasks")]
         api = await browser.get("/v1/status")
+        whole = await browser.get("/ui/", headers={"authorization": "Bearer the-token-of-a-chief"})
 
     assert (closed.status_code, wrong.status_code, right.status_code) == (401, 401, 303)
     assert right.headers["location"] == "/ui/"
     assert "Path=/ui" in right.headers["set-cookie"]
     assert first.status_code == 200
-    assert "captured" in first.text
+    assert "captured" not in first.text
+    assert "captured" in whole.text
     assert "groups wait for their trainer" in first.text
     assert "root: <b>first</b>" in page.text
     assert "Write done to out.txt." in exchange.text

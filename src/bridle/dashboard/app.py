@@ -58,9 +58,7 @@ HEADERS: Final = {
 log = structlog.get_logger(__name__)
 
 
-def make_app(
-    source: Source | Callable[[str], Source], guard: Guard | None = None
-) -> ASGIApp:
+def make_app(source: Source | Callable[[str], Source], guard: Guard | None = None) -> ASGIApp:
     """The dashboard of a source, to be served alone or mounted under a path.
 
     `guard` decides who may look; `None` = whoever reaches it. A callable `source` gets the token of

@@ -66,11 +66,10 @@ class Guard:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         if path == "/login" and request.method == "POST":
             return await self._sign_in(request, form)
-        # The form needs its style before anybody is known.
-        if path.startswith("/static/"):
-            return None
         if (token := self._token(request)) is not None:
             request.scope[TOKEN] = token
+        # The form needs its style before anybody is known.
+        if token is not None or path.startswith("/static/"):
             return None
         if path == "/login" or "text/html" in request.headers.get("accept", ""):
             return form(request, wrong=False)

@@ -20,7 +20,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from bridle.config import Settings, explain, load_toml
 from bridle.credentials import kept_token
-from bridle.errors import ConfigError
 
 TOKEN_ENV: Final = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
 """A token with the role `admin`; clients and command line send what it holds."""

@@ -118,7 +118,9 @@ async def submit_batch(asked: Asked) -> Response:
         except Refusal as refusal:
             refusal.body["error"] |= {"task_id": one.task_id, "index": place}
             raise
-    fresh = await asked.service.submit(batch.tasks, owner=asked.caller.name, tenant=is_tenant(asked))
+    fresh = await asked.service.submit(
+        batch.tasks, owner=asked.caller.name, tenant=is_tenant(asked)
+    )
     told = [{"task_id": name, "new": new} for name, new in zip(ids, fresh, strict=True)]
     return reply({"tasks": told})
 

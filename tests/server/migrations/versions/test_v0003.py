@@ -22,6 +22,6 @@ def test_tasks_keep_their_owner_and_those_of_no_token_are_nobodys():
             assert rows.all() == [("a", "a", "o"), ("b", "b", "")]
             assert connection.execute(sa.text("SELECT owner FROM callbacks")).all() == [("o",)] * 2
             v0003.downgrade()
-        columns = {one["name"] for one in sa.inspect(connection).get_columns("callbacks")}
-        assert "owner" not in columns
+        left = {one["name"] for one in sa.inspect(connection).get_columns("callbacks")}
+        assert "owner" not in left
     engine.dispose()
