@@ -16,6 +16,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import httpx2
 import openai
 from google import genai
 from google.genai import errors as google_errors
@@ -62,6 +63,14 @@ class Outcome:
     left: int = 0
 
 
+BROKEN = (
+    google_errors.APIError,
+    httpx.TimeoutException,
+    httpx2.TimeoutException,  # of Anthropic's SDK, in the midst of a stream
+    openai.APITimeoutError,
+)
+"""Errors at which a program asks again whose SDK does not."""
+
 Ask = Callable[[], Awaitable[str]]
 
 
@@ -100,16 +109,33 @@ async def clients(urls: dict[str, str], key: str, timeout_s: float) -> AsyncIter
                 return (await events.get_final_message()).id
 
         async def generated() -> str:
-            for _ in range(TRIES):  # this SDK sends no number of a retry
-                try:
-                    done = await gemini.generate_content(model="m", contents="go")
-                except (google_errors.APIError, httpx.TimeoutException):
-                    await asyncio.sleep(0.5)
-                else:
-                    return done.response_id
-            raise TimeoutError
+            return (await gemini.generate_content(model="m", contents="go")).response_id
 
-        yield [chat_whole, chat_streamed, responses, messages, messages_streamed, generated]
+        yield [
+            chat_whole,
+            again(chat_streamed),
+            responses,
+            messages,
+            again(messages_streamed),
+            again(generated),
+        ]
+
+
+def again(ask: Ask) -> Ask:
+    """Ask until there is a reply, as a program does whose SDK does not try again by itself.
+
+    Google's SDK never does, and no SDK does after the headers of a stream.
+    """
+
+    async def asked() -> str:
+        for _ in range(TRIES):
+            try:
+                return await ask()
+            except BROKEN:
+                await asyncio.sleep(0.5)
+        raise TimeoutError
+
+    return asked
 
 
 async def blow(urls: dict[str, str], key: str, seed: int, calls: int) -> Outcome:
