@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from tests.dialects.exchange import parse
-from tests.dialects.test_golden import FOLDERS, GOLDEN, PATHS
+from tests.dialects.golden import FOLDERS, GOLDEN, PATHS
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.fields import FIELDS, unknown_betas

@@ -1,34 +1,25 @@
 """Golden exchanges: what real clients send, what we make of it, and what they get.
 
 Each folder of `tests/golden/DIALECT/FEATURE` holds `request.json` as it came over the wire,
-`turn.json` (the reply to dress, the path where the dialect needs one), and what becomes of them:
-`internal.json`, `reply.json`, `reply_messages.json`, `stream.sse`. PROVENANCE names the client
-whose shape it is. `BRIDLE_TEST_REGOLD=1` writes the results anew; the change is reviewed as a diff.
+`turn.json` (the reply to dress; also the path where the dialect needs one, and as `continues` the
+folder of the exchange whose thread this one continues), and what becomes of them: `internal.json`,
+`reply.json`, `reply_messages.json`, `stream.sse`. PROVENANCE names the client whose shape it is.
+`BRIDLE_TEST_REGOLD=1` writes the results anew; the change is reviewed as a diff.
 """
 
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import msgspec
 import pytest
 from tests.dialects.exchange import HEAD, USAGE, live, synthetic
+from tests.dialects.golden import FOLDERS, GOLDEN, dialect_of, reply_of, request_of
 
-from bridle.dialects import DIALECTS, recognise
+from bridle.dialects import DIALECTS
 from bridle.dialects.sse import SseParser
 from bridle.prompting.canonical import canonical
-from bridle.types import Dialect, FinishReason, ModelRequest, Reply, ToolCall
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-FOLDERS = sorted(
-    path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("*/*/PROVENANCE")
-)
-PATHS = {
-    Dialect.OPENAI_CHAT: "/v1/chat/completions",
-    Dialect.OPENAI_RESPONSES: "/v1/responses",
-    Dialect.ANTHROPIC: "/v1/messages?beta=true",
-}
+from bridle.types import Dialect, ModelRequest
 
 
 def shown(value):  # noqa: PLR0911 - one return for each kind of value
@@ -58,28 +49,10 @@ def given(value) -> bool:
     return value is not None and value is not False and value != ()
 
 
-def reply_of(turn) -> Reply:
-    return Reply(
-        turn["content"],
-        turn.get("reasoning"),
-        tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in turn.get("tool_calls", [])),
-        FinishReason(turn.get("finish", "stop")),
-        stop_text=turn.get("stop_text"),
-    )
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_golden_exchange_is_read_and_written_as_before(folder):
-    place = GOLDEN / folder
-    dialect = Dialect(folder.split("/")[0])
-    turn = json.loads((place / "turn.json").read_text())
-    path, _, query = turn.get("path", PATHS.get(dialect)).partition("?")
-    route = recognise("POST", path, query, {})
-    assert route is not None
-    assert route.dialect is dialect
-    wire = DIALECTS[dialect]
-    request = wire.parse(route, (place / "request.json").read_bytes(), {})
-    reply = reply_of(turn)
+    place, wire = GOLDEN / folder, DIALECTS[dialect_of(folder)]
+    request, reply = request_of(folder), reply_of(folder)
     whole = wire.reply_json(request, HEAD, reply, USAGE)
     stream = live(wire.stream(request, HEAD), reply)
     results = {
@@ -96,13 +69,7 @@ def test_a_golden_exchange_is_read_and_written_as_before(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_result_of_a_real_client_is_an_orphan(folder):
-    place = GOLDEN / folder
-    dialect = Dialect(folder.split("/")[0])
-    path = json.loads((place / "turn.json").read_text()).get("path", PATHS.get(dialect))
-    route = recognise("POST", path.partition("?")[0], "", {})
-    assert route is not None
-    request = DIALECTS[dialect].parse(route, (place / "request.json").read_bytes(), {})
-    assert canonical(request, {}).pairing.orphans == []
+    assert canonical(request_of(folder), {}).pairing.orphans == []
 
 
 def pretty(value) -> str:
@@ -111,16 +78,9 @@ def pretty(value) -> str:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_synthetic_stream_says_what_a_live_one_says(folder):
-    place = GOLDEN / folder
-    dialect = Dialect(folder.split("/")[0])
-    turn = json.loads((place / "turn.json").read_text())
-    path, _, query = turn.get("path", PATHS.get(dialect)).partition("?")
-    wire = DIALECTS[dialect]
-    route = recognise("POST", path, query, {})
-    assert route is not None
-    request = wire.parse(route, (place / "request.json").read_bytes(), {})
+    dialect, request, reply = dialect_of(folder), request_of(folder), reply_of(folder)
     last = [
-        SseParser().feed(make(wire.stream(request, HEAD), reply_of(turn)))[-1:]
+        SseParser().feed(make(DIALECTS[dialect].stream(request, HEAD), reply))[-1:]
         for make in (live, synthetic)
     ]
     if dialect is Dialect.OPENAI_RESPONSES:  # its events are numbered
