@@ -55,6 +55,8 @@ def pytest_configure() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     # Servers of tests are not found by clients of whoever runs them.
     os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"bridle-tests-{os.getuid()}"))
+    # Without cached bytecode each pytest that a test starts spends a second rewriting its plugins.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Where a test does not say, containment is not its theme.
     os.environ["BRIDLE_RUNTIME"] = "local"
 
