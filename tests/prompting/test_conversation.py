@@ -518,6 +518,18 @@ def test_twins_get_one_continuation_each_and_then_the_newest():
     assert (second.parent, second.tie) == ("a", "childless")
 
 
+def test_a_child_that_failed_or_was_placed_again_counts_no_more():
+    talk = Talk()
+    for name in ("a", "b"):
+        talk.exchange(name, TASK, said("ok"))
+    asked = (*TASK, said("ok"), user("x"))
+    talk.begin("c", *asked)
+    talk.conversation.forget("c")
+    assert talk.place(*asked).tie == "newest"
+    talk.begin("c", *asked)
+    assert talk.place(*asked).tie == "childless"
+
+
 def test_only_a_request_that_was_placed_as_a_child_counts_as_one():
     talk = Talk()
     for name in ("a", "b"):

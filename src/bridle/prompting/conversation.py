@@ -150,9 +150,7 @@ class Conversation:
         continued = self._continued.pop(canonical.chain[-1], None)
         if continues is not None:
             continued = self._index.known(continues)
-        if continued is not None:
-            continued.children += 1
-        self._index.begin(exchange_id, canonical)
+        self._index.begin(exchange_id, canonical, continued)
 
     def commit(
         self,

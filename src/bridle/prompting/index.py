@@ -66,6 +66,7 @@ class Indexed:
     state: DeliveryState | None = None
     """`None` = not known yet: its last event has left or is about to."""
     children: int = 0
+    continues: Indexed | None = None
 
     @property
     def usable(self) -> bool:
@@ -94,14 +95,20 @@ class Index:
         self.replied = False
         """Whether any reply is or was there for a harness to show."""
 
-    def begin(self, exchange_id: str, canonical: Canonical) -> None:
+    def begin(
+        self, exchange_id: str, canonical: Canonical, continues: Indexed | None = None
+    ) -> None:
+        """Note an exchange in flight; `continues` has one child more until it is forgotten."""
         exchange = Indexed(
             exchange_id=exchange_id,
             order=self._next(),
             prompt_key=canonical.chain[-1],
             prompt_atoms=len(canonical.atoms),
             tools_digest=canonical.tools_digest,
+            continues=continues,
         )
+        if continues is not None:
+            continues.children += 1
         self._exchanges[exchange_id] = exchange
         self._newest.append(canonical)
         self._by_prompt.setdefault(exchange.prompt_key, []).append(exchange)
@@ -141,6 +148,8 @@ class Index:
         """An exchange in flight failed: nothing was captured of it."""
         exchange = self._exchanges.pop(exchange_id, None)
         if exchange is not None:
+            if exchange.continues is not None:
+                exchange.continues.children -= 1
             _take_out(self._by_prompt, exchange.prompt_key, exchange)
             self._index_turn(exchange, ())
 
