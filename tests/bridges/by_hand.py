@@ -37,7 +37,6 @@ def trace(name="t0", **changes):
         "prompt_messages": [SYSTEM, ASK],
         "response_messages": [CALLS, RESULT, DONE],
         "tools": TOOLS,
-        "reward": 1.0,
     }
     return Trace(**(fields | changes))
 

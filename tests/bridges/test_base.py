@@ -35,6 +35,13 @@ def test_every_trace_that_trains_is_a_row_and_a_session_weighs_1():
     assert counts.json("x") == {"x/sessions": 2, "x/rows": 3, "x/tokens_trained": 15}
 
 
+def test_a_row_has_its_trace_s_own_reward_where_there_is_one():
+    tokens = np.array([1, 1, 0, 0, 0, 0, 0.5], np.float32)
+    traces = trace(), trace("t1", reward=0.25), trace("t2", token_rewards=tokens)
+    rows, _ = rows_of([group(session("a", 1.0, *traces))])
+    assert [row.reward for row in rows] == [1.0, 0.25, 2.5]
+
+
 def test_an_unknown_reward_trains_nothing_and_leaves_the_groups_mean():
     (good, bad, unknown), counts = rows_of(
         [group(session("a", 1.0, trace()), session("b", 0.0, trace()), session("c", None, trace()))]

@@ -4,6 +4,7 @@ from contextlib import chdir
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 from tests.bridges.absent import absent
 from tests.bridges.by_hand import session, trace
 
@@ -110,3 +111,12 @@ async def test_a_real_agent_server_of_gym_drives_sessions(tmp_path):
     assert player.asked == ["a"]
     assert told["reward"] == 1.0
     assert with_tokens(told["response"]["output"])[1]["generation_token_ids"] == [8, 9, 10]
+
+
+def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning():
+    rewarded = session("s", 1.0, trace(), trace("t1", reward=0.5))
+    with capture_logs() as logs:
+        verify_response(rewarded, PARAMS)
+        verify_response(session("u", 1.0, trace()), PARAMS)
+    (told,) = logs
+    assert (told["event"], told["session"]) == ("trace_rewards_left_out", "s")

@@ -23,7 +23,7 @@ def test_a_call_is_a_turn_with_its_whole_prompt_and_stands_once():
     assert first["loss_mask"] == [0, 0, 0, 1, 1]
     assert second["prompt_token_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert second["completion_token_ids"] == [8, 9, 10]
-    assert second["metadata"] == {"trace_id": "t0", "versions": [4]}
+    assert second["metadata"] == {"trace_id": "t0", "reward": None, "versions": [4]}
     assert third["per_token_logps"] == [-0.25] * 3
 
 

@@ -65,6 +65,19 @@ def test_what_must_not_train_is_removed_and_keeps_its_place():
     assert samples_of(cut, templates("a"))[0][0][0][0].status is Status.TRUNCATED
 
 
+def test_samples_of_traces_with_rewards_of_their_own_are_compared_within_their_role():
+    def played(name, agent, helper):
+        sub = trace("t1", reward=helper, metadata={"kind": "subagent", "agent": "helper"})
+        return session(name, agent, trace(metadata={"kind": "agent"}), sub)
+
+    groups = [group(played("s", 1.0, 0.0), played("u", 1.0, 1.0))]
+    samples, _ = samples_of(groups, templates("a"))
+    flat = [one for two in samples[0] for one in two]
+    raw, advantages = post_process_rewards(ARGS, flat)
+    assert raw == [1.0, 0.0, 1.0, 1.0]
+    assert advantages == [0.0, -1.0, 0.0, 1.0]
+
+
 def test_advantages_count_a_session_once_and_the_unknown_not_at_all():
     unknown = session("x", None, trace())
     groups = [

@@ -57,6 +57,12 @@ def test_a_session_is_a_row_of_its_largest_trace():
     assert rollouts.counts == Counts(sessions=1, with_more=1, tokens_left=1)
 
 
+def test_the_reward_of_the_largest_trace_is_its_own_where_it_has_one():
+    small, large = trace([1], [9]), trace([1], [3, 4], reward=0.25)
+    rows = TrlRollouts(Player(session(1.0, small, large)), TASKS)(["a"], trainer(0))
+    assert rows["session_reward"] == [0.25]
+
+
 def test_a_session_that_cannot_train_is_a_row_that_does_not():
     unknown, nothing = session(None, trace([1], [2, 3])), session(0.0)
     rollouts = TrlRollouts(Player(unknown, nothing), TASKS)

@@ -86,6 +86,16 @@ def test_every_trace_of_a_session_is_a_row_with_its_sessions_advantage():
     assert first.enqueued_at is not None
 
 
+def test_traces_with_rewards_of_their_own_have_advantages_of_their_own():
+    def played(helper):
+        own = trace([1], [3], reward=helper, metadata={"kind": "subagent", "agent": "helper"})
+        return session(1.0, trace([1], [2], metadata={"kind": "agent"}), own)
+
+    rows = rows_of(0, [played(0.0), played(1.0)], version=3)
+    assert [row.advantage for row in rows] == [0.0, -1.0, 0.0, 1.0]
+    assert [row.metrics["reward"] for row in rows] == [1.0, 0.0, 1.0, 1.0]
+
+
 def test_a_group_that_does_not_vary_has_no_rows_and_tokens_without_a_version_have_the_groups():
     one = session(1.0, trace([1], [2], version=-1))
     assert rows_of(0, [one, one], version=3) == []

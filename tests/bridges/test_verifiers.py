@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 from tests.bridges.absent import absent
 from tests.bridges.by_hand import DONE, RESULT, session, trace
 
@@ -83,3 +84,12 @@ def test_the_package_gives_the_same_branches():
         assert branch.token_ids == [*one.prompt_ids.tolist(), *one.response_ids.tolist()]
         assert branch.sampled_mask == [False] * 3 + (one.loss_mask == 1).tolist()
         assert branch.logprobs[3:] == one.response_logprobs.tolist()
+
+
+def test_a_session_whose_traces_have_rewards_of_their_own_is_named_in_a_warning():
+    rewarded = session("s", 1.0, trace(), trace("t1", reward=0.5))
+    with capture_logs() as logs:
+        trace_record(rewarded)
+        trace_record(session("u", 1.0, trace()))
+    (told,) = logs
+    assert (told["event"], told["session"]) == ("trace_rewards_left_out", "s")

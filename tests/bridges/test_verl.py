@@ -8,7 +8,7 @@ from tests.bridges.by_hand import group, session, trace
 
 from bridle.bridges.base import TaskTable, rows_of
 from bridle.bridges.remote import ServerSessions
-from bridle.bridges.verl import BridleAgentLoopManager, agent_loop_output, data_proto
+from bridle.bridges.verl import BridleAgentLoopManager, agent_loop_output, data_proto, scores_of
 from bridle.config import Task, builtin_tokenizer_dir
 from bridle.errors import ConfigError
 
@@ -52,6 +52,13 @@ def test_a_manager_is_made_from_the_settings(tmp_path):
     assert [task.task_id for task in manager._tasks] == ["a"]
     assert isinstance(manager._sessions, ServerSessions)
     manager._sessions.__exit__()
+
+
+def test_token_rewards_stand_at_their_tokens_and_other_rewards_at_the_last():
+    told = trace(token_rewards=np.array([0, 1, 0, 0, 0, 0, 2], np.float32))
+    rows, _ = rows_of([group(session("s", 1.0, told, trace("t1", reward=0.5)))])
+    assert [row.reward for row in rows] == [3.0, 0.5]
+    assert scores_of(rows, 8).tolist() == [[0, 1, 0, 0, 0, 0, 2, 0], [0] * 6 + [0.5, 0]]
 
 
 @pytest.mark.train

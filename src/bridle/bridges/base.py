@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+import structlog
 
 from bridle.config import Task
 from bridle.errors import ConfigError
+from bridle.trajectory.credit import has_own_rewards, trace_reward
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from bridle.types import Ids, Logprobs
+
+log = structlog.get_logger()
 
 Overlong = Literal["mask", "truncate", "drop"]
 
@@ -72,7 +76,8 @@ class Row:
     trace: Trace
     """Cut to the limits; of a session without any, one token that does not train."""
     reward: float
-    """Of the session; of one whose reward is not known, the mean of the group's others."""
+    """The trace's own (the sum of its token rewards, if it has any), else the session's; where the
+    session's is not known, the mean of the group's others."""
     known: bool
     """Whether that is its own reward."""
     weight: float
@@ -198,11 +203,12 @@ def rows_of(groups: Sequence[Group], shape: Shape | None = None) -> tuple[list[R
             counts.sessions += 1
             known = session.reward is not None
             traces = _of_session(session, shape, counts)
-            reward = session.reward if session.reward is not None else group.mean
             rows += [
                 Row(
                     place, group.task_id, sample, session,
-                    trace if known else untrained(trace), reward, known, 1.0 / len(traces),
+                    trace if known else untrained(trace),
+                    trace_reward(trace, session) if known else group.mean,
+                    known, 1.0 / len(traces),
                 )
                 for trace in traces
             ]  # fmt: skip
@@ -231,6 +237,12 @@ def _of_session(session: Trajectory, shape: Shape, counts: RowCounts) -> list[Tr
         if fitted is not None:
             fitting.append(fitted)
     return fitting or ([blank(session)] if shape.one_each else [])
+
+
+def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
+    """Say that a format with one reward per session leaves out those of traces and tokens."""
+    if has_own_rewards(session):
+        log.warning("trace_rewards_left_out", bridge=bridge, session=session.session_id)
 
 
 def fit(trace: Trace, shape: Shape) -> Trace | None:

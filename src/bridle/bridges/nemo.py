@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bridle.bridges.base import Sessions, TaskTable, Turn, turns_of
+from bridle.bridges.base import Sessions, TaskTable, Turn, turns_of, warn_of_own_rewards
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON
 
@@ -105,8 +105,10 @@ def _message(text: str, number: int) -> JSON:
 def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
     """What an agent server of NeMo Gym answers to `/run`.
 
-    A session whose reward is not known is masked (`mask_sample`), with how it ended.
+    A session whose reward is not known is masked (`mask_sample`), with how it ended. There is one
+    reward per session: a warning names a session whose traces have their own.
     """
+    warn_of_own_rewards("nemo", trajectory)
     known = trajectory.reward is not None
     return {
         "responses_create_params": create_params,

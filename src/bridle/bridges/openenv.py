@@ -34,6 +34,7 @@ def training_trace(trajectory: Trajectory) -> JSON:
                 "response": {"messages": [*turn.said]},
                 "metadata": {
                     "trace_id": trace.trace_id,
+                    "reward": trace.reward,
                     "versions": sorted(set(versions[versions >= 0].tolist())),
                 },
             }

@@ -28,7 +28,7 @@ import numpy as np
 from bridle.bridges.base import Group, Row, RowCounts, Sessions, TaskTable, rows_of
 from bridle.bridges.remote import ServerSessions
 from bridle.errors import ConfigError
-from bridle.trajectory.credit import grpo_advantages
+from bridle.trajectory.credit import role_advantages, role_of, session_advantages
 from bridle.types import FinishReason, SessionStatus
 
 Sample = Any
@@ -130,6 +130,7 @@ def _sample(row: Row, template: Sample) -> Sample:
         "trace_id": row.trace.trace_id,
         "session_status": str(row.session.status),
         "reward_known": row.known,
+        "role": list(role_of(row.trace)),
     }
     return sample
 
@@ -150,20 +151,39 @@ def _status(row: Row, status: Any) -> Any:  # noqa: ANN401 - slime's own
 def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:  # noqa: ANN401 - slime's own
     """Slime's hook: raw rewards, and advantages within each group, each session counted once.
 
-    A session whose reward is not known has no part in its group's mean and gets 0.
+    A session whose reward is not known has no part in its group's mean and gets 0. Where samples of
+    one session have other rewards (of their traces), each is compared with those of its role.
     """
     raw = [float(sample.reward) for sample in samples]
-    groups: dict[Any, dict[Any, float]] = {}
-    for sample in samples:
-        known = sample.metadata.get("reward_known", True)
-        of = groups.setdefault(sample.group_index, {})
-        of[sample.rollout_id] = float(sample.reward) if known else float("nan")
-    normalise = bool(getattr(args, "grpo_std_normalization", True))
-    found: dict[tuple[Any, Any], float] = {}
-    for index, of in groups.items():
-        advantages = grpo_advantages(list(of.values()), normalise=normalise)
-        found |= {(index, key): float(a) for key, a in zip(of, advantages, strict=True)}
-    return raw, [found[sample.group_index, sample.rollout_id] for sample in samples]
+    groups: dict[Any, dict[Any, list[int]]] = {}
+    for number, sample in enumerate(samples):
+        played = groups.setdefault(sample.group_index, {})
+        played.setdefault(sample.rollout_id, []).append(number)
+    kind = "grpo" if getattr(args, "grpo_std_normalization", True) else "dr_grpo"
+    found = [0.0] * len(samples)
+    for sessions in groups.values():
+        advantages = _advantages([[samples[n] for n in of] for of in sessions.values()], kind)
+        for of, own in zip(sessions.values(), advantages, strict=True):
+            for number, advantage in zip(of, own, strict=True):
+                found[number] = advantage
+    return raw, found
+
+
+def _advantages(sessions: Sequence[Sequence[Sample]], kind: str) -> list[list[float]]:
+    """One advantage per sample of each session of a group."""
+    known = [of[0].metadata.get("reward_known", True) for of in sessions]
+    means = [
+        float(np.mean([sample.reward for sample in of])) if told else float("nan")
+        for of, told in zip(sessions, known, strict=True)
+    ]
+    if all(sample.reward == of[0].reward for of in sessions for sample in of):
+        own = session_advantages(means, kind)
+        return [[value] * len(of) for value, of in zip(own, sessions, strict=True)]
+    parts = [
+        [(tuple(sample.metadata.get("role", ())), float(sample.reward)) for sample in of]
+        for of in sessions
+    ]
+    return role_advantages(means, parts, kind)[0]
 
 
 def _evaluate(args: Any, sessions: Sessions, tasks: TaskTable) -> Any:  # noqa: ANN401 - slime's own

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from bridle.config import Task
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError
+from bridle.trajectory.credit import trace_reward
 from bridle.trajectory.sample import Trace, Trajectory
 
 REWARD = "session_reward"
@@ -118,7 +119,9 @@ class TrlRollouts:
         counts.without_trace += best is None
         counts.with_more += len(traces) > 1
         counts.tokens_left += sum(map(_trained, traces[1:]))
-        reward = None if best is None else session.reward
+        reward = None
+        if best is not None and session.reward is not None:
+            reward = trace_reward(best, session)
         return {**_fields(best, trains=reward is not None), REWARD: reward}
 
 

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from bridle.config import Task
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError, TrainingError
-from bridle.trajectory.credit import grpo_advantages
+from bridle.trajectory.credit import trace_advantages, trace_reward
 from bridle.trajectory.sample import Trace, Trajectory
 
 STOP_S = 60.0
@@ -99,16 +99,16 @@ def rows_of(
     `version` is that of tokens which do not tell theirs.
     """
     rewards = [float("nan") if one.reward is None else float(one.reward) for one in sessions]
-    advantages = grpo_advantages(rewards, normalise=normalise)
-    if not advantages.any():
+    advantages = trace_advantages(sessions, "grpo" if normalise else "dr_grpo")
+    if not any(map(any, advantages)):
         return []
     known = [reward for reward in rewards if not np.isnan(reward)]
     metrics = {"reward_std": float(np.std(known))}
     return [
-        _row(trace, float(advantage), group_id, {"reward": reward, **metrics}, version)
-        for session, reward, advantage in zip(sessions, rewards, advantages, strict=True)
+        _row(trace, own, group_id, {"reward": trace_reward(trace, session), **metrics}, version)
+        for session, of in zip(sessions, advantages, strict=True)
         if session.reward is not None
-        for trace in session.traces
+        for trace, own in zip(session.traces, of, strict=True)
         if trace.loss_mask.any()
     ]
 

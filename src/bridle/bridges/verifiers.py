@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridle.bridges.base import Turn, turns_of
+from bridle.bridges.base import Turn, turns_of, warn_of_own_rewards
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
 
 
 def trace_record(trajectory: Trajectory) -> JSON:
-    """A session in the fields of `verifiers.v1.trace.WireTrace`, as its `model_validate` takes."""
+    """A session in the fields of `verifiers.v1.trace.WireTrace`, as its `model_validate` takes.
+
+    It has one reward per session: a warning names a session whose traces have their own.
+    """
+    warn_of_own_rewards("verifiers", trajectory)
     nodes: list[JSON] = []
     for trace in trajectory.traces:
         _add(trace, nodes)

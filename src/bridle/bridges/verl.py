@@ -24,6 +24,8 @@ from bridle.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy.typing as npt
+
 
 def agent_loop_output(row: Row) -> Any:  # noqa: ANN401 - verl's own
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -65,10 +67,6 @@ def data_proto(
     given = [_padded(np.ones_like(r.prompt_ids), prompt_length, 0, left=True) for r in rows]
     said = [_padded(np.ones_like(row.response_ids), response_length, 0) for row in rows]
     attention = np.concatenate([np.stack(given), np.stack(said)], axis=1).astype(np.int64)
-    scores = np.zeros((len(rows), response_length), np.float32)
-    scores[np.arange(len(rows)), [len(row.response_ids) - 1 for row in rows]] = [
-        row.reward for row in rows
-    ]
     tensors = {
         "prompts": np.stack(prompts).astype(np.int64),
         "responses": np.stack(responses).astype(np.int64),
@@ -79,7 +77,7 @@ def data_proto(
         "attention_mask": attention,
         "position_ids": np.clip(np.cumsum(attention, axis=1) - 1, 0, None),
         "rollout_log_probs": np.stack([_padded(r.logprobs, response_length, 0.0) for r in rows]),
-        "rm_scores": scores,
+        "rm_scores": scores_of(rows, response_length),
     }
     extra = [_extra(row) for row in rows]
     return DataProto.from_dict(
@@ -90,6 +88,18 @@ def data_proto(
         },
         meta_info={"reward_extra_keys": []},
     )
+
+
+def scores_of(rows: Sequence[Row], length: int) -> npt.NDArray[np.float32]:
+    """Rewards per token, shape (rows, length): token rewards, else the row's at its last token."""
+    scores = np.zeros((len(rows), length), np.float32)
+    for score, row in zip(scores, rows, strict=True):
+        size = len(row.response_ids)
+        if row.known and row.trace.token_rewards is not None:
+            score[:size] = row.trace.token_rewards
+        else:
+            score[size - 1] = row.reward
+    return scores
 
 
 def _padded(values: Any, length: int, pad: float, *, left: bool = False) -> Any:  # noqa: ANN401 - arrays

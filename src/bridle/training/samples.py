@@ -8,7 +8,7 @@ constant per session.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,10 +18,11 @@ import numpy as np
 from bridle.errors import TrainingError
 from bridle.training.settings import GrpoSettings
 from bridle.trajectory.credit import (
-    grpo_advantages,
-    rloo_advantages,
+    has_own_rewards,
+    role_advantages,
+    role_of,
+    session_advantages,
     session_weights,
-    shared_advantages,
     token_weights,
 )
 from bridle.trajectory.sample import Trace, Trajectory
@@ -172,42 +173,26 @@ def advantages_of(group: Group, kind: str) -> tuple[list[list[float | Floats]], 
     each turn is: it is worth the rewards from its beginning to the trace's end, and is compared
     with the same turn of the role. Each session counts once in a mean, however many traces it has.
     """
-    by_session = (
-        rloo_advantages(group.rewards)
-        if kind == "rloo"
-        else grpo_advantages(group.rewards, normalise=kind == "grpo")
-    ).tolist()
-    known = [(n, s) for n, s in enumerate(group.sessions) if s.reward is not None]
-    per_turn = any(t.token_rewards is not None for _, s in known for t in s.traces)
+    by_session = session_advantages(group.rewards, kind)
     found: list[list[float | Floats]] = [
         [own] * len(s.traces) for own, s in zip(by_session, group.sessions, strict=True)
     ]
-    if not per_turn and all(t.reward in (None, s.reward) for _, s in known for t in s.traces):
+    known = [(n, s) for n, s in enumerate(group.sessions) if s.reward is not None]
+    if not any(has_own_rewards(session) for _, session in known):
         return found, 0
-    places: dict[object, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    worth: dict[tuple[int, int], list[float]] = {}
+    per_turn = any(t.token_rewards is not None for _, s in known for t in s.traces)
+    parts: list[list[tuple[tuple[object, int], float]]] = [[] for _ in group.sessions]
     for number, session in known:
-        for place, trace in enumerate(session.traces):
-            role = (trace.metadata.get("kind"), trace.metadata.get("agent"))
+        for trace in session.traces:
             values = _returns(trace, session.reward, per_turn=per_turn)
-            worth[number, place] = values
-            for turn in range(len(values)):
-                places[role, turn][number].append((place, turn))
-    alone = 0
-    for cell in places.values():
-        if len(cell) > 1:
-            rewards = [[worth[n, place][turn] for place, turn in of] for n, of in cell.items()]
-            compared = shared_advantages(rewards, kind)
-        else:
-            compared = [[by_session[n]] * len(of) for n, of in cell.items()]
-            alone += sum(map(len, cell.values()))
-        for (number, of), own in zip(cell.items(), compared, strict=True):
-            for (place, turn), advantage in zip(of, own, strict=True):
-                worth[number, place][turn] = advantage
-    for (number, place), values in worth.items():
-        trace = group.sessions[number].traces[place]
-        lengths = np.diff([0, *_turn_ends(trace)]) if per_turn else None
-        found[number][place] = values[0] if lengths is None else np.repeat(values, lengths)
+            parts[number] += [((role_of(trace), n), value) for n, value in enumerate(values)]
+    compared, alone = role_advantages(group.rewards, parts, kind)
+    for number, session in known:
+        left = iter(compared[number])
+        for place, trace in enumerate(session.traces):
+            ends = _turn_ends(trace) if per_turn else [0]
+            values = [next(left) for _ in ends]
+            found[number][place] = np.repeat(values, np.diff([0, *ends])) if per_turn else values[0]
     return found, alone
 
 

@@ -7,13 +7,16 @@ advantage 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from bridle.trajectory.sample import Trace, Trajectory
 
     Floats = npt.NDArray[np.float64]
 
@@ -80,6 +83,81 @@ def shared_advantages(sessions: Sequence[Sequence[float]], kind: str) -> list[li
     if deviation < SMALLEST_STD:
         return [[0.0] * len(of) for of in centred]
     return [(of / (deviation if kind == "grpo" else 1.0)).tolist() for of in centred]
+
+
+def session_advantages(rewards: Sequence[float], kind: str) -> list[float]:
+    """Advantage of each session; `kind` is `grpo`, `dr_grpo` or `rloo`."""
+    found = (
+        rloo_advantages(rewards)
+        if kind == "rloo"
+        else grpo_advantages(rewards, normalise=kind == "grpo")
+    )
+    return [float(value) for value in found]
+
+
+def role_advantages(
+    rewards: Sequence[float], parts: Sequence[Sequence[tuple[Hashable, float]]], kind: str
+) -> tuple[list[list[float]], int]:
+    """Advantages of the parts of sessions (traces, turns), each compared within its role.
+
+    `rewards` has each session's own, `parts` the role and reward of each of its parts. Returns the
+    advantages of the parts, and how many are the session's because no other session has that role.
+    """
+    found = [
+        [own] * len(of) for own, of in zip(session_advantages(rewards, kind), parts, strict=True)
+    ]
+    cells: dict[Hashable, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, of in enumerate(parts):
+        if np.isfinite(rewards[number]):
+            for place, (role, _) in enumerate(of):
+                cells[role][number].append(place)
+    alone = 0
+    for cell in cells.values():
+        if len(cell) == 1:
+            alone += sum(map(len, cell.values()))
+            continue
+        given = [[parts[number][place][1] for place in places] for number, places in cell.items()]
+        compared = shared_advantages(given, kind)
+        for (number, places), own in zip(cell.items(), compared, strict=True):
+            for place, advantage in zip(places, own, strict=True):
+                found[number][place] = advantage
+    return found, alone
+
+
+def has_own_rewards(session: Trajectory) -> bool:
+    """Whether an evaluator rewarded its traces or tokens otherwise than the session."""
+    return any(
+        trace.token_rewards is not None or trace.reward not in (None, session.reward)
+        for trace in session.traces
+    )
+
+
+def role_of(trace: Trace) -> tuple[str | None, str | None]:
+    """Kind and name of the agent whose trace it is."""
+    return trace.metadata.get("kind"), trace.metadata.get("agent")
+
+
+def trace_reward(trace: Trace, session: Trajectory) -> float:
+    """The sum of its token rewards, else its own reward, else the session's; `NaN` = not known."""
+    if session.reward is None:
+        return float("nan")
+    if trace.token_rewards is not None:
+        return float(trace.token_rewards.sum(dtype=np.float64))
+    return float(session.reward if trace.reward is None else trace.reward)
+
+
+def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[float]]:
+    """One advantage per trace of each session of a group.
+
+    It is the session's, unless an evaluator rewarded traces or tokens of the group: then a trace is
+    compared with those of its role in the other sessions.
+    """
+    rewards = [float("nan") if one.reward is None else float(one.reward) for one in sessions]
+    parts = [[(role_of(t), trace_reward(t, one)) for t in one.traces] for one in sessions]
+    if any(one.reward is not None and has_own_rewards(one) for one in sessions):
+        return role_advantages(rewards, parts, kind)[0]
+    own = session_advantages(rewards, kind)
+    return [[value] * len(of) for value, of in zip(own, parts, strict=True)]
 
 
 def session_weights(traces: Sequence[int]) -> list[Floats]:
