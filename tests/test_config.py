@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bridle.config import McpServer, Task, builtin_tokenizer_dir, cache_dir, explain, load_toml
+from bridle.config import (
+    AgentSpec,
+    McpServer,
+    Task,
+    builtin_tokenizer_dir,
+    cache_dir,
+    explain,
+    load_toml,
+)
 from bridle.errors import ConfigError
 
 
@@ -38,6 +46,23 @@ def test_defaults_give_the_full_support_that_training_needs():
 
     assert (sampling.temperature.mode, sampling.temperature.value) == ("override", 1.0)
     assert (sampling.top_p.value, sampling.top_k.value) == (1.0, -1)
+
+
+def test_a_harness_carries_sampling_defaults_that_the_task_overrides():
+    agent = {"harness": "pi", "sampling": {"orphans": "serve", "on_rewrite": "fork"}}
+    given = {"task_id": "t", "instruction": "go", "agent": agent}
+    alone = Task.model_validate(given)
+    over = Task.model_validate({**given, "sampling": {"orphans": "refuse"}})
+    made = Task(task_id="t", instruction="go", agent=AgentSpec.model_validate(agent))
+    assert (alone.sampling.orphans, alone.sampling.on_rewrite) == ("serve", "fork")
+    assert (over.sampling.orphans, over.sampling.on_rewrite) == ("refuse", "fork")
+    assert (
+        made.sampling
+        == alone.sampling
+        == Task.model_validate_json(alone.model_dump_json()).sampling
+    )
+    with pytest.raises(ValidationError, match="sampling"):
+        Task.model_validate({**given, "sampling": 3})
 
 
 def test_an_mcp_server_needs_the_address_of_its_transport():

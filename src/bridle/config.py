@@ -223,6 +223,9 @@ class AgentSpec(Settings):
     """What this harness's page in `docs/guides/harnesses` names: `args`, `config`, `api`..."""
     kind_rules: tuple[CallRule, ...] = ()
     """What this harness's calls are for, tried before the packaged rules (`reference/dialects`)."""
+    sampling: SamplingPolicy = SamplingPolicy()
+    """Defaults for this harness, e.g. `orphans` or `on_rewrite`; fields that the task's own
+    `sampling` gives count instead."""
     env: dict[str, str] = Field(default_factory=dict)
     mcp_servers: tuple[McpServer, ...] = ()
     """Written in the harness's own form; refused by a harness without an MCP client."""
@@ -307,6 +310,26 @@ class Task(Settings):
     task_dir: str | None = None
     """Absolute folder that relative paths of this task are relative to; a loader sets it to the
     task file's. `None` = the current folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_harness_s_sampling(cls, given: Any) -> Any:  # noqa: ANN401 - not validated yet
+        """Fill the task's `sampling` with what its agent's gives beside it."""
+        if not isinstance(given, dict):
+            return given
+        agent = _fields(given.get("agent"))
+        default, own = _fields(agent.get("sampling")), _fields(given.get("sampling", {}))
+        return given if not default or own is _NONE else {**given, "sampling": {**default, **own}}
+
+
+_NONE: dict[str, Any] = {}
+
+
+def _fields(given: Any) -> dict[str, Any]:  # noqa: ANN401 - not validated yet
+    """The fields that were given; `_NONE` for what has no fields."""
+    if isinstance(given, BaseModel):
+        return {name: getattr(given, name) for name in given.model_fields_set}
+    return given if isinstance(given, dict) else _NONE
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:
