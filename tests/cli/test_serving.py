@@ -4,6 +4,8 @@ import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 
 from bridle.cli.serving import OPEN_FILES, Stop, enough, long_running, run_until_signal
@@ -23,6 +25,31 @@ def test_a_signal_sets_stop_and_what_was_opened_is_closed():
     run_until_signal(serve)
 
     assert seen == ["stopped", "closed"]
+
+
+NEVER_ENDS = """
+import asyncio, os, signal
+from bridle.cli.serving import run_until_signal
+
+async def serve(stop):
+    os.kill(os.getpid(), signal.SIGTERM)
+    await stop.wait()
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+run_until_signal(serve, end_s=0.1)
+"""
+
+
+def test_a_process_that_does_not_close_in_time_is_ended():
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_ENDS], capture_output=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert b"not closed within 0.1 s of the signal" in ended.stderr
 
 
 def test_a_long_running_process_looks_for_garbage_less_often_and_as_before_afterwards():

@@ -17,7 +17,9 @@ async def echo(http: web.BaseRequest) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def listening(handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0, opened=None):
+async def listening(
+    handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0, opened=None, room=None
+):
     listener = Listener(
         handler,
         host="127.0.0.1",
@@ -25,6 +27,7 @@ async def listening(handler=echo, *, port=0, most=1 << 20, head_timeout_s=5.0, o
         max_body_bytes=most,
         head_timeout_s=head_timeout_s,
         listening=opened,
+        most=room,
     )
     async with listener:
         yield listener
@@ -73,6 +76,56 @@ async def test_half_a_head_is_closed_after_its_time():
         async with asyncio.timeout(15):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_connection_without_a_byte_is_closed_after_the_time_of_a_head():
+    async with listening(head_timeout_s=0.1) as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        async with asyncio.timeout(15):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_half_requests_cannot_keep_others_out():
+    async with listening(head_timeout_s=600, room=20) as listener:
+        served, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nok")
+        await served.readuntil(b"ok")
+        halves = [await asyncio.open_connection(*address(listener)) for _ in range(60)]
+        for _, half in halves:
+            half.write(b"POST / HTTP/1.1\r\nHost: x\r\n")
+        async with (
+            asyncio.timeout(15),
+            aiohttp.ClientSession() as client,
+            client.post(listener.url, data=b"in") as response,
+        ):
+            assert await response.read() == b"in"
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\non")
+            await served.readuntil(b"on")  # an idle connection went on, the oldest half went
+            assert await halves[0][0].read() == b""
+        for one in (writer, *(half for _, half in halves)):
+            one.close()
+
+
+async def test_a_request_that_is_served_keeps_its_place():
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: web.BaseRequest) -> web.StreamResponse:
+        arrived.set()
+        await go_on.wait()
+        return web.Response(body=b"done")
+
+    async with listening(wait, room=4) as listener:
+        reader, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(15):
+            await arrived.wait()
+            halves = [await asyncio.open_connection(*address(listener)) for _ in range(12)]
+            assert await halves[0][0].read() == b""
+            go_on.set()
+            await reader.readuntil(b"done")
+        for one in (writer, *(half for _, half in halves)):
+            one.close()
 
 
 async def test_an_idle_connection_stays_open_longer_than_half_a_head():

@@ -212,5 +212,5 @@ async def test_a_turn_that_does_not_begin_with_text_cannot_be_begun_by_the_clien
     question: Any = SimpleNamespace(request=request_, placement=Placement(PlacementKind.ROOT))
     fake: Any = Thinking()
     with pytest.raises(RequestError, match="beginning of an answer") as told:
-        await Prompts(fake).prompted(question, None)
+        await Prompts(fake, context_length=1000).prompted(question, None)
     assert told.value.status == 400

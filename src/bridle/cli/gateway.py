@@ -56,6 +56,12 @@ PromptOption = Annotated[
 
 CAPTURE = "capture.sqlite"
 
+END_S = 15.0
+"""Time that a gateway gets to stop before it is ended; what was committed is kept either way."""
+
+WORKERS_END_S = 30.0
+"""The same where it stops workers, which it kills after 20 s."""
+
 PORT = 8100
 """Of the model API, where nothing else is said."""
 
@@ -110,9 +116,12 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     check_folder(data, "--data")
     check_workers(data, workers)
     if workers == 1:
-        run_until_signal(lambda stop: _serve(loaded, data, fsync, json, stop))
+        run_until_signal(lambda stop: _serve(loaded, data, fsync, json, stop), end_s=END_S)
     else:
-        run_until_signal(lambda stop: _serve_workers(loaded, data, fsync, json, workers, stop))
+        run_until_signal(
+            lambda stop: _serve_workers(loaded, data, fsync, json, workers, stop),
+            end_s=WORKERS_END_S,
+        )
 
 
 async def _serve(config: FileConfig, data: Path, fsync: bool, as_json: bool, stop: Stop) -> None:

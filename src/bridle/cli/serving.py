@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import os
 import resource
 import signal
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -61,11 +64,20 @@ def enough(soft: int, hard: int) -> int:
     return max(soft, min(hard, OPEN_FILES))
 
 
-def run_until_signal(serve: Callable[[Stop], Awaitable[None]]) -> None:
+def run_until_signal(
+    serve: Callable[[Stop], Awaitable[None]], *, end_s: float | None = None
+) -> None:
     """Run `serve(stop)` on a fresh event loop; `stop` is set when the process is asked to end.
 
-    What `serve` opened it closes after `stop`. Its errors escape as they are.
+    What `serve` opened it closes after `stop`. Its errors escape as they are. A process that has
+    not ended `end_s` after `stop` is ended with status 1, whatever it does; `None` = it is waited
+    for.
     """
+
+    def overdue() -> None:
+        sys.stderr.write(f"not closed within {end_s:g} s of the signal; ending\n")
+        sys.stderr.flush()
+        os._exit(1)
 
     async def guarded() -> None:
         stop = Stop()
@@ -73,6 +85,10 @@ def run_until_signal(serve: Callable[[Stop], Awaitable[None]]) -> None:
 
         def asked() -> None:
             stop.set()
+            if end_s is not None:
+                timer = threading.Timer(end_s, overdue)
+                timer.daemon = True
+                timer.start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 

@@ -97,6 +97,16 @@ class History(dict[bytes, tuple[Message, ...]]):
         self._found = self._place = None
         return self._longest(Begun.rest, body, key, salt)
 
+    def news(self, body: bytes) -> int:
+        """How many bytes of `body` stand behind the longest known beginning."""
+        known = [len(one.prefix) for one in self._begun if body.startswith(one.prefix)]
+        return len(body) - max(known, default=0)
+
+    def adopt(self, other: History) -> None:
+        """Take over what another one remembers, as the newest."""
+        self.update(other)
+        self._begun = [*other._begun, *self._begun][:KEPT]
+
     def _longest(
         self, cut: Callable[[Begun, bytes], bytes | None], body: bytes, key: str, salt: bytes
     ) -> tuple[Begun, bytes] | None:

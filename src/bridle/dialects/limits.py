@@ -9,7 +9,7 @@ from bridle.errors import RequestError
 MOST_NESTED: Final = 128
 """Levels of arrays and objects in one value: real schemas have 20, and the code behind recurses."""
 
-MOST_ITEMS: Final = 20_000
+MOST_ITEMS: Final = 10_000
 """Messages of one request: each costs tens of microseconds before its first token is counted."""
 
 

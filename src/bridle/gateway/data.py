@@ -6,13 +6,11 @@ broad `except` of the room's edge is here, at the top of a served request.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from bridle.aio import Turnstile
 from bridle.dialects import DIALECTS, recognise
@@ -21,6 +19,8 @@ from bridle.dialects.routes import caller
 from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, RequestError
 from bridle.gateway import faults
+from bridle.gateway.admission import Admission, Taken
+from bridle.gateway.call import Call
 from bridle.gateway.exchange import Exchanges
 from bridle.gateway.faults import trace_of
 from bridle.gateway.keys import presented_keys
@@ -30,7 +30,7 @@ from bridle.gateway.relay import Relay, json_response, refusal
 from bridle.gateway.responses import Responses
 from bridle.gateway.routing import Target, asked
 from bridle.gateway.settings import GatewaySettings
-from bridle.types import Dialect
+from bridle.types import Dialect, ModelRequest
 
 log = structlog.get_logger()
 
@@ -68,10 +68,10 @@ class DataPlane:
         self._exchanges = exchanges
         self._relay = relay
         self._info = info
-        self._settings = settings
         self._metrics = metrics
         self._restore = restore
         self._responses = responses
+        self._admission = Admission(settings, exchanges.check_length)
         self._turnstile = Turnstile(BEGUN_PER_ROUND)
 
     async def handle(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
@@ -135,10 +135,15 @@ class DataPlane:
     async def _count(
         self, http: web.BaseRequest, session: Session, route: Route, wire: WireFormat
     ) -> web.StreamResponse:
-        body = await self._body(http)
-        request = wire.parse(route, body, session.messages)
-        request = self._responses.whole(session, route, body, request)
-        tokens = await self._exchanges.count(session, wire, request)
+        with self._admission.of(session) as taken:
+            body = await self._admission.body(http, taken)
+            try:
+                request = await self._admission.read(session, wire, route, body)
+                request = self._responses.whole(session, route, body, request)
+                tokens = await self._exchanges.count(session, wire, request)
+            except BridleError:
+                self._admission.refused(session, body)
+                raise
         return json_response(wire.token_count(tokens))
 
     async def _generate(
@@ -149,46 +154,38 @@ class DataPlane:
         route: Route,
         wire: WireFormat,
     ) -> web.StreamResponse:
+        with self._admission.of(session) as taken:
+            call, request = await self._admitted(http, session, headers, route, wire, taken)
+            return await self._relay.answer(http, session, call, request, route, wire)
+
+    async def _admitted(
+        self,
+        http: web.BaseRequest,
+        session: Session,
+        headers: dict[str, str],
+        route: Route,
+        wire: WireFormat,
+        taken: Taken,
+    ) -> tuple[Call, ModelRequest]:
+        """The call that answers the request, begun or joined."""
         session.requests += 1
+        body = b""
         try:
-            body = await self._body(http)
+            body = await self._admission.body(http, taken)
             if wire.dialect is Dialect.OPENAI_RESPONSES:
                 body = self._responses.resolved(session, body)
-            request = wire.parse(route, body, session.messages)
+            request = await self._admission.read(session, wire, route, body)
             if session.sealed:  # sealed while the body arrived
                 raise faults.session_ended()
             request = self._responses.whole(session, route, body, request)
             harness = session.record.metadata.get("harness")
             said = asked(headers, request, harness, session.kind_rules)
-            call = await self._exchanges.admit(session, wire, request, said)
+            return await self._exchanges.admit(session, wire, request, said), request
         except BridleError as error:
+            self._admission.refused(session, body)
             refusal = faults.request_error(error)
             session.told_error(str(refusal), refusal.code)
             raise
-        return await self._relay.answer(http, session, call, request, route, wire)
-
-    async def _body(self, http: web.BaseRequest) -> bytes:
-        """The whole body, within the limits of size and time."""
-        length, most = http.content_length, self._settings.max_body_bytes
-        if length is not None and length > most:
-            raise _too_large(most)
-        try:
-            if http.content.is_eof():  # it is here
-                return await http.read()
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                return await http.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise _too_large(most) from None
-        except TimeoutError:
-            raise RequestError("the request's body did not arrive in time", status=408) from None
-        except (web.RequestPayloadError, HttpProcessingError, ValueError) as error:
-            raise RequestError(f"the request's body cannot be read: {error}") from error
-
-
-def _too_large(most: int) -> RequestError:
-    return RequestError(
-        f"the request is larger than {most} bytes", status=413, code="request_too_large"
-    )
 
 
 def _upgrade_refused() -> web.Response:

@@ -133,6 +133,10 @@ class Exchanges:
         call.task.add_done_callback(lambda _: self._over(session, call))
         return call
 
+    def check_length(self, request: ModelRequest) -> None:
+        """Refuse a request that is far too long for its model. `RequestError`."""
+        self.models.find(request.model, Kind.AGENT).prompts.check_length(request)
+
     async def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
         """How many prompt tokens `request` would be sampled under; nothing is sampled."""
         served = self.models.find(request.model, Kind.AGENT)

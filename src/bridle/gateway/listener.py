@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -36,13 +37,16 @@ HEADER_BYTES: Final = 64 * 1024
 
 BACKLOG: Final = 4096
 
+MANY_CONNECTIONS: Final = 1 << 16
+"""Connections at a time where the system sets no limit."""
+
 MAX_PORT: Final = 65535
 
 
 class _Connection(RequestHandler):
-    """One client connection, with a deadline for the head of each request."""
+    """One client connection, with a deadline for the head of each request, the first included."""
 
-    __slots__ = ("_deadline", "_head_timeout_s", "_names_agent")
+    __slots__ = ("_deadline", "_head_timeout_s", "_names_agent", "was_served")
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(manager, **settings)
@@ -50,13 +54,28 @@ class _Connection(RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._names_agent = False
         """Whether the head that is being read has a `User-Agent` already."""
+        self.was_served = False
+        """Whether it has sent a whole head."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being served."""
+        return self._current_request is None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has come; it gets the time of a head to send its first byte."""
+        super().connection_made(transport)
+        self._begin_deadline()
+
+    def _begin_deadline(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._head_timeout_s, self.force_close)
+        self._names_agent = False
 
     def data_received(self, data: bytes) -> None:
         """Start the clock at a request's first byte."""
         if self._deadline is None and self._current_request is None:
-            loop = asyncio.get_running_loop()
-            self._deadline = loop.call_later(self._head_timeout_s, self.force_close)
-            self._names_agent = False
+            self._begin_deadline()
         waiter = self._waiter
         if waiter is not None and not waiter.done():  # the next request's head is being read
             data = self._with_one_agent(data)
@@ -75,6 +94,7 @@ class _Connection(RequestHandler):
 
     def head_arrived(self) -> None:
         """A request is whole but for its body."""
+        self.was_served = True
         self._end_deadline()
 
     def _end_deadline(self) -> None:
@@ -89,10 +109,38 @@ class _Connection(RequestHandler):
 
 
 class _Server(web.Server):
-    """Makes `_Connection`s."""
+    """Makes `_Connection`s, as many as there is room for.
+
+    When there is no more, those that wait without a request are closed: first who never sent a
+    whole head, then who was idle, the oldest first. So half requests cannot keep others out.
+    """
+
+    def __init__(self, handler: Handler, *, most: int | None, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
+        super().__init__(handler, **settings)
+        self._most = most
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """Make room, then count it in."""
+        if len(self._connections) >= (self._most or most_connections()):
+            self._make_room()
+        super().connection_made(handler, transport)
+
+    def _make_room(self) -> None:
+        """Close an eighth of all that wait, so that looking for them is rare."""
+        held = [one for one in self._connections if isinstance(one, _Connection)]
+        waiting = [one for one in held if one.is_waiting]
+        waiting.sort(key=lambda one: one.was_served)  # stable: the oldest first
+        for one in waiting[: 1 + len(waiting) // 8]:
+            one.force_close()
+
+
+def most_connections() -> int:
+    """Half of the files that the process may have open: a model call has a second one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MANY_CONNECTIONS if soft == resource.RLIM_INFINITY else max(soft // 2, 16)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -118,8 +166,13 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         max_body_bytes: int,
         head_timeout_s: float,
         listening: socket.socket | None = None,
+        most: int | None = None,
     ) -> None:
-        """`listening` is a socket that listens at `host` already: `port` is then not used."""
+        """`listening` is a socket that listens at `host` already: `port` is then not used.
+
+        `most` connections are held at a time; `None` = `most_connections()`.
+        """
+        self._most = most
         self._handler = handler
         self._host = host
         self._port = port
@@ -133,6 +186,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
     async def __aenter__(self) -> Self:
         server = _Server(
             self._handler,
+            most=self._most,
             request_factory=self._request,
             handler_cancellation=True,
             access_log=None,

@@ -99,7 +99,7 @@ class Models:
             engine=engine,
             info=info,
             renderer=renderer,
-            prompts=Prompts(renderer, pictures=info.pictures),
+            prompts=Prompts(renderer, context_length=info.context_length, pictures=info.pictures),
             sampler=sampler,
             plan=_plan(spec, own=own),
             model=spec.model,
@@ -168,7 +168,9 @@ def make_policy(
     template = None
     if by_engine and info.token_in and isinstance(engine, Templating):
         template = EngineTemplate(engine, renderer)
-    prompts = Prompts(renderer, template, pictures=info.pictures)
+    prompts = Prompts(
+        renderer, template, context_length=info.context_length, pictures=info.pictures
+    )
     return Served(None, engine, info, renderer, prompts, sampler)
 
 

@@ -7,14 +7,18 @@ text as it is, but for tool calls.
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from bridle.capture.records import no_ids
 from bridle.engines.base import GenerateRequest
-from bridle.errors import RequestError
+from bridle.errors import ContextOverflowError, RequestError
+from bridle.gateway import faults
 from bridle.gateway.call import Call, Question
 from bridle.gateway.constraints import takes_calls
 from bridle.gateway.images import Shown, pictures
@@ -23,12 +27,25 @@ from bridle.gateway.sampling import Sample
 from bridle.gateway.templates import EngineTemplate
 from bridle.prompting.canonical import messages_after
 from bridle.prompting.messages import chat_tools, server_messages
+from bridle.prompting.pieces import Allowance, within
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import PromptRenderer
-from bridle.types import FinishReason, Message, ModelRequest, Reply, Sampling
+from bridle.types import FinishReason, Message, ModelRequest, Reply, Sampling, TextPart
 
 if TYPE_CHECKING:
     from bridle.types import Ids
+
+T = TypeVar("T")
+
+LONG_CHARS: Final = 1 << 16
+"""Characters from which messages are rendered in a thread: on the loop they would hold up all other
+calls for some 30 ms."""
+
+MANY: Final = 500
+"""Messages from which they are rendered in a thread."""
+
+THREADS: Final = 2
+"""Renderings in threads at a time: each takes up to 80 MB."""
 
 PROMPT_TAIL = 64
 """Last prompt ids that a parser may need (whether reasoning is open where the reply begins)."""
@@ -42,10 +59,13 @@ class Prompts:
         renderer: PromptRenderer,
         template: EngineTemplate | None = None,
         *,
+        context_length: int,
         pictures: bool = False,
     ) -> None:
         """`template` renders the roots; `None` = `renderer` does. `pictures`: see `EngineInfo`."""
         self._renderer = renderer
+        self._context_length = context_length
+        self._threads = asyncio.Semaphore(THREADS)
         self._template = template
         self._pictures = pictures
 
@@ -60,7 +80,7 @@ class Prompts:
         """
         request, placement = question.request, question.placement
         if shown is not None:
-            return self._among_images(question, parent, shown)
+            return await self._among_images(question, parent, shown)
         messages = request.messages if request.prefill is None else request.messages[:-1]
         reason = placement.reason
         if parent is not None and parent.finish is FinishReason.ABORT:
@@ -73,28 +93,62 @@ class Prompts:
                     return Prompted(before.extend(output_ids, no_ids()), parent, None)
                 reason = "prefill"
             else:
-                suffix = self._suffix(question, parent, messages)
+                suffix = await self._suffix(question, parent, messages)
                 if suffix is not None:
                     extended = before.extend(output_ids, suffix)
                     return Prompted(self._prefilled(extended, request), parent, None)
                 reason = "unbridged"
         return await self._root(messages, request, reason or "first")
 
-    def _suffix(
+    def check_length(self, request: ModelRequest) -> None:
+        """Refuse a request whose characters are more than the context's tokens can stand for.
+
+        `RequestError`, the provider's own for a prompt that is too long.
+        """
+        least = characters(request.messages, request.tools_span)
+        least = math.ceil(least / self._renderer.chars_per_token)
+        if least > self._context_length:
+            raise faults.overflow(least, self._context_length)
+
+    async def _within_context(
+        self, messages: Sequence[Message], tools: bytes | None, render: Callable[[], T]
+    ) -> T:
+        """What `render` makes of these; in a thread where they are long, and only until they are
+        too long for the context, which is a `RequestError`.
+        """
+        if len(messages) <= MANY and characters(messages, tools) <= LONG_CHARS:
+            return render()
+        allowance = Allowance(self._context_length)
+
+        def rendered() -> T:
+            with within(allowance):
+                return render()
+
+        try:
+            async with self._threads:
+                return await asyncio.to_thread(rendered)
+        except ContextOverflowError as error:
+            raise faults.overflow(error.prompt_tokens, error.context_length) from None
+        finally:
+            allowance.stopped = True
+
+    async def _suffix(
         self, question: Question, parent: Call, messages: tuple[Message, ...]
     ) -> Ids | None:
         """What the new ones of `messages` add to the parent; `None` = they cannot extend it."""
         request, (before, output_ids) = question.request, parent.sampled()
-        return self._renderer.extend(
-            before,
-            output_ids,
-            parent.finish,
-            messages_after(messages, question.placement.new_from),
-            request.tools,
-            thinking=request.thinking,
-        )
+        new = messages_after(messages, question.placement.new_from)
 
-    def _among_images(self, question: Question, parent: Call | None, shown: Shown) -> Prompted:
+        def extended() -> Ids | None:
+            return self._renderer.extend(
+                before, output_ids, parent.finish, new, request.tools, thinking=request.thinking
+            )
+
+        return await self._within_context(new, None, extended)
+
+    async def _among_images(
+        self, question: Question, parent: Call | None, shown: Shown
+    ) -> Prompted:
         """A prompt with images: the parent's extended where the engine takes both, else a root."""
         root = Prompted(PromptIds.root(shown.ids), None, "image", shown=shown, parted=shown.parted)
         placement = question.placement
@@ -107,7 +161,7 @@ class Prompts:
         before, output_ids = parent.sampled()
         images, parted, suffix = parent.images, 0, None
         if len(images) == len(shown.images):
-            suffix = self._suffix(question, parent, question.request.messages)
+            suffix = await self._suffix(question, parent, question.request.messages)
         else:
             images, parted = shown.images, shown.parted
             sofar = np.concatenate([before.array(), output_ids])
@@ -128,7 +182,11 @@ class Prompts:
             told = await self._template.prompt(messages, request)
             rendered_by = "renderer" if told is None else "engine"
         if self._template is None or told is None:
-            ids = self._renderer.render(messages, request.tools, thinking=request.thinking)
+            ids = await self._within_context(
+                messages,
+                request.tools_span,
+                lambda: self._renderer.render(messages, request.tools, thinking=request.thinking),
+            )
         else:
             ids, parted = told
         prompt = self._prefilled(PromptIds.root(ids), request)
@@ -198,6 +256,16 @@ class Prompts:
         texts = [self._renderer.decode(ids[i : i + 1]) for i in range(len(ids))]
         told = tuple(zip(texts, sampled.logprobs.tolist(), strict=True))
         return replace(reply, token_logprobs=told)
+
+
+def characters(messages: Sequence[Message], tools: bytes | None) -> int:
+    """Characters of messages and a tool list that a prompt shows; images have none."""
+    found = len(tools or b"")
+    for message in messages:
+        found += len(message.reasoning or "")
+        found += sum(len(part.text) for part in message.content if isinstance(part, TextPart))
+        found += sum(len(call.arguments) for call in message.tool_calls)
+    return found
 
 
 def engine_request(call: Call, prompted: Prompted, effective: Sampling) -> GenerateRequest:

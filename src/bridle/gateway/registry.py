@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -74,6 +74,20 @@ class SessionFacts:
     sealed: bool
 
 
+@dataclass(slots=True)
+class InHand:
+    """What a session's requests take of the gateway at the moment."""
+
+    requests: int = 0
+    """Those that are being read or answered."""
+    size: int = 0
+    """Bytes of their bodies."""
+    refused: int = 0
+    """Bytes of bodies that were read and refused, since the session's memos were last emptied."""
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a long body is parsed."""
+
+
 class Session:
     """One session: its conversation, its calls, its counters. Lives on the gateway's loop.
 
@@ -109,6 +123,7 @@ class Session:
         """False until the facts of an old session are read from the store."""
         self.restored = True
         """False until an old session's exchanges are read back."""
+        self.in_hand = InHand()
         self.sealed = False
         self.ended: asyncio.Event | None = None
         """Set when what a seal waits for is over; `None` = not sealed by this process."""

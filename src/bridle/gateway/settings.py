@@ -42,8 +42,9 @@ class GatewaySettings(Settings):
     """Who renders a prompt that extends none: Bridle's `renderer`, the same on every engine, or the
     `engine` by its own chat template, asked once per such prompt. Extensions are rendered here in
     either case, from the tokens as sampled."""
-    max_body_bytes: int = Field(default=1 << 30, gt=0)
-    """Larger requests are refused with 413."""
+    max_body_bytes: int = Field(default=32 << 20, gt=0)
+    """Larger requests, as decoded, are refused with 413. 32 MiB is Anthropic's own limit; raise it
+    for harnesses that send many images."""
     head_timeout_s: float = Field(default=20, gt=0)
     """How long a begun request may take to its last header line."""
     body_timeout_s: float = Field(default=60, gt=0)

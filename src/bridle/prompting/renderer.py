@@ -60,6 +60,8 @@ class PromptRenderer(Protocol):
     """Ids are below it."""
     tokenizer: Any
     """The transformers fast tokenizer."""
+    chars_per_token: float
+    """The most characters that one token can stand for; infinite = no bound is known."""
     source: str
     """Where the tokenizer came from: a folder, or `builtin`."""
 
@@ -204,6 +206,7 @@ class TokenRenderer:
         """Name of the family that renders; `None` = the template does."""
         self.source = source
         self._tokens = tokenizer
+        self.chars_per_token = tokenizer.chars_per_token
         self._template = template
         self._thinking = thinking
         self._history: History = history

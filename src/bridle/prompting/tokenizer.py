@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridle.errors import RenderError, boundary
+from bridle.prompting.pieces import chars_per_token, takes_pieces, tokenised
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -64,6 +67,10 @@ HELD_CHARS = 200
 scaffold whose tokens a renderer looks at."""
 
 
+_HELD: ContextVar[list[str] | None] = ContextVar("held", default=None)
+"""Where the long texts of a rendering go; `None` = they are tokenised."""
+
+
 class PromptTokenizer:
     """A fast tokenizer with escaping, in the shape that the `renderers` package asks for.
 
@@ -89,7 +96,7 @@ class PromptTokenizer:
         names = sorted(self.added, key=len, reverse=True)
         self._to_escape = re.compile("|".join(map(re.escape, [MARK, _MARK_ASCII, *names])))
         spaced = [
-            (r"\s*" if added[self.added[name]].lstrip else "")
+            (r"(?:(?<!\s)\s*)?" if added[self.added[name]].lstrip else "")
             + re.escape(name)
             + (r"\s*" if added[self.added[name]].rstrip else "")
             for name in names
@@ -103,7 +110,11 @@ class PromptTokenizer:
         self._long: OrderedDict[str, Ids] = OrderedDict()
         self._long_chars = 0
         self._long_kept_chars = long_kept_chars
-        self._held: list[str] | None = None
+        self._long_lock = threading.Lock()
+        names_apart = self._to_part or re.compile(r"(?!)")
+        self._apart = names_apart if takes_pieces(backend) else None
+        self.chars_per_token = chars_per_token(backend)
+        """The most characters that one token can stand for; infinite = no bound is known."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the tokenizer has
         if name == "__call__":
@@ -150,38 +161,44 @@ class PromptTokenizer:
                 if len(self._short) < SHORT_KEPT:
                     self._short[text] = short
             return list(short)
-        if self._held is not None and len(text) >= HELD_CHARS:
-            self._held.append(text)
-            return [-len(self._held)]
+        held = _HELD.get()
+        if held is not None and len(text) >= HELD_CHARS:
+            held.append(text)
+            return [-len(held)]
         if len(text) < LONG:
             return self._encode(text)
-        known = self._long.get(text)
-        if known is not None:
-            self._long.move_to_end(text)
-            remembered: list[int] = known.tolist()
-            return remembered
+        with self._long_lock:
+            known = self._long.get(text)
+            if known is not None:
+                self._long.move_to_end(text)
+                remembered: list[int] = known.tolist()
+                return remembered
         ids = self._encode(text)
-        self._long[text] = np.array(ids, dtype=np.int32)
-        self._long_chars += len(text)
-        while self._long_chars > self._long_kept_chars:
-            self._long_chars -= len(self._long.popitem(last=False)[0])
+        with self._long_lock:
+            if text not in self._long:
+                self._long[text] = np.array(ids, dtype=np.int32)
+                self._long_chars += len(text)
+            while self._long_chars > self._long_kept_chars:
+                self._long_chars -= len(self._long.popitem(last=False)[0])
         return ids
 
     @contextmanager
     def holding(self) -> Iterator[list[str]]:
-        """Meanwhile `encode` gives for the n-th long text, which the list then holds, `[-n]`.
-
-        Not for two threads at once.
+        """Meanwhile, in this thread, `encode` gives for the n-th long text, which the list then
+        holds, `[-n]`.
         """
-        held = self._held = []
+        held: list[str] = []
+        token = _HELD.set(held)
         try:
             yield held
         finally:
-            self._held = None
+            _HELD.reset(token)
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if add_special_tokens:
+            return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
         if MARK not in text and _MARK_ASCII not in text:
-            return _ids(self._backend, text, add_special_tokens=add_special_tokens)
+            return tokenised(self._backend, text, added=self._apart)
         ids: list[int] = []
         for piece in self._to_split.split(text) if self._to_split else [text]:
             known = self.added.get(piece, self.added.get(piece.strip()))
@@ -189,7 +206,7 @@ class PromptTokenizer:
                 ids.append(known)
             elif piece:
                 plain = _TO_UNESCAPE.sub(lambda found: _UNESCAPED[found.group()], piece)
-                ids += _ids(self._bare, plain, add_special_tokens=False)
+                ids += tokenised(self._bare, plain, added=self._apart)
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
@@ -205,11 +222,6 @@ class PromptTokenizer:
             known = self._backend.token_to_id(tokens)
             return self.unk_token_id if known is None else known
         return [self.convert_tokens_to_ids(token) for token in tokens]
-
-
-def _ids(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Ids of a text; without offsets, which nobody asks for, in two thirds of the time."""
-    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:

@@ -1,0 +1,161 @@
+"""What a request may cost before it is known what it asks: its bytes, its share, its length.
+
+A body is read up to `max_body_bytes` as decoded, whatever its encoding. A session has a share of
+requests and bytes in hand, and all sessions together have one. A body whose new part is long is
+parsed in a thread, with a memory of its own that the session takes over when the request is
+accepted, so that no event loop stands still and nothing stays of what was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Self
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from bridle.dialects.base import Route, WireFormat
+from bridle.dialects.history import History
+from bridle.errors import RequestError
+from bridle.gateway.faults import RETRY_AFTER_S
+from bridle.gateway.registry import Session
+from bridle.gateway.settings import GatewaySettings
+from bridle.prompting.canonical import AtomMemo, canonical
+from bridle.types import ModelRequest
+
+REQUESTS: Final = 512
+"""Requests of one session at a time: each holds a connection and, when sampled, one more."""
+
+SESSION_BODIES: Final = 4
+"""Times the largest body that one session may have in hand."""
+
+GATEWAY_BODIES: Final = 16
+"""Times the largest body that all sessions together may have in hand."""
+
+LONG_BYTES: Final = 1 << 18
+"""New bytes from which a body is parsed in a thread: on the loop they would take some 10 ms."""
+
+THREADS: Final = 2
+"""Long bodies that are parsed at a time, of different sessions."""
+
+REFUSED_BYTES: Final = 1 << 24
+"""Bytes of refused requests after which a session forgets what it has read."""
+
+
+class Taken:
+    """A request's part of its session's share, while entered. `RequestError` beyond the share."""
+
+    __slots__ = ("_admission", "_session", "_size")
+
+    def __init__(self, admission: Admission, session: Session) -> None:
+        self._admission = admission
+        self._session = session
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        """Take a place among the session's requests."""
+        if self._session.in_hand.requests >= REQUESTS:
+            raise _too_many(f"this session has {REQUESTS} requests at the moment", 429)
+        self._session.in_hand.requests += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give back what was taken."""
+        self._session.in_hand.requests -= 1
+        self._session.in_hand.size -= self._size
+        self._admission.bytes_in_hand -= self._size
+
+    def grow(self, size: int) -> None:
+        """Take so many bytes more."""
+        most = self._admission.max_body_bytes
+        if self._session.in_hand.size + size > SESSION_BODIES * most:
+            raise _too_many("this session has too many large requests at the moment", 429)
+        if self._admission.bytes_in_hand + size > GATEWAY_BODIES * most:
+            raise _too_many("there are too many large requests at the moment", 503)
+        self._size += size
+        self._session.in_hand.size += size
+        self._admission.bytes_in_hand += size
+
+
+class Admission:
+    """Takes requests in."""
+
+    def __init__(self, settings: GatewaySettings, check: Callable[[ModelRequest], None]) -> None:
+        """`check` refuses a request that is too long for its model, by its characters."""
+        self.max_body_bytes = settings.max_body_bytes
+        self.bytes_in_hand = 0
+        self._timeout_s = settings.body_timeout_s
+        self._check = check
+        self._threads = asyncio.Semaphore(THREADS)
+
+    def of(self, session: Session) -> Taken:
+        """A part of the session's share, to be entered."""
+        return Taken(self, session)
+
+    async def body(self, http: web.BaseRequest, taken: Taken) -> bytes:
+        """The whole body, decoded, within the limits of size and time. `RequestError`."""
+        if (http.content_length or 0) > self.max_body_bytes:
+            raise self._too_large()
+        try:
+            if http.content.is_eof():  # it is here
+                body = await http.read()
+                taken.grow(len(body))
+                return body
+            async with asyncio.timeout(self._timeout_s):
+                return await self._arriving(http, taken)
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except TimeoutError:
+            raise RequestError("the request's body did not arrive in time", status=408) from None
+        except (web.RequestPayloadError, HttpProcessingError, ValueError) as error:
+            raise RequestError(f"the request's body cannot be read: {error}") from error
+
+    async def _arriving(self, http: web.BaseRequest, taken: Taken) -> bytes:
+        chunks, size = [], 0
+        async for chunk in http.content.iter_any():
+            size += len(chunk)
+            if size > self.max_body_bytes:
+                raise self._too_large()
+            taken.grow(len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            f"the request is larger than {self.max_body_bytes} bytes",
+            status=413,
+            code="request_too_large",
+        )
+
+    async def read(
+        self, session: Session, wire: WireFormat, route: Route, body: bytes
+    ) -> ModelRequest:
+        """Parse a body. `RequestError` for what is wrong with it, or when it is far too long."""
+        if len(body) <= LONG_BYTES or session.messages.news(body) <= LONG_BYTES:
+            return wire.parse(route, body, session.messages)
+        messages, atoms = History(), AtomMemo()
+
+        def parse() -> ModelRequest:
+            request = wire.parse(route, body, messages)
+            self._check(request)
+            canonical(request, atoms)
+            return request
+
+        async with session.in_hand.reading, self._threads:
+            request = await asyncio.to_thread(parse)
+        session.messages.adopt(messages)
+        session.atoms.update(atoms)
+        return request
+
+    def refused(self, session: Session, body: bytes) -> None:
+        """Note that nothing came of a body that was read: what is refused is not remembered."""
+        session.in_hand.refused += len(body)
+        if session.in_hand.refused > REFUSED_BYTES:
+            session.in_hand.refused = 0
+            session.messages, session.atoms = History(), AtomMemo()
+
+
+def _too_many(message: str, status: int) -> RequestError:
+    code = "rate_limit" if status == 429 else "overloaded"
+    return RequestError(message, status=status, code=code, retry_after_s=RETRY_AFTER_S)

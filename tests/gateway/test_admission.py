@@ -1,0 +1,233 @@
+"""What a request may cost before it is known what it asks."""
+
+import asyncio
+import gzip
+import tracemalloc
+import zlib
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from tests.gateway.house import House, house, renderer, scripted, user
+from tests.gateway.test_data import request
+
+from bridle.errors import RequestError
+from bridle.gateway.admission import (
+    GATEWAY_BODIES,
+    LONG_BYTES,
+    REFUSED_BYTES,
+    REQUESTS,
+    SESSION_BODIES,
+    Admission,
+)
+from bridle.gateway.registry import InHand
+from bridle.gateway.settings import GatewaySettings
+from bridle.types import Message, Role, TextPart
+
+ROUTES = {
+    "chat": ("/v1/chat/completions", lambda text: {"messages": [user(text)]}),
+    "responses": ("/v1/responses", lambda text: {"input": text}),
+    "messages": ("/v1/messages", lambda text: {"max_tokens": 9, "messages": [user(text)]}),
+    "google": (
+        "/v1beta/models/m:generateContent",
+        lambda text: {"contents": [{"parts": [{"text": text}]}]},
+    ),
+}
+TOO_LONG = ("context length", "context window", "prompt is too long", "input token count")
+
+
+async def send(home: House, name: str, text: str) -> tuple[int, Any]:
+    """Status and error of one request with this text."""
+    caller = await home.session()
+    path, body = ROUTES[name]
+    raw = orjson.dumps({"model": "m", **body(text)})
+    status, _, reply = await request(home, "POST", path, key=caller.handle.key, body=raw)
+    return status, orjson.loads(reply).get("error")
+
+
+def memos(home: House, session_id: str) -> tuple[int, int]:
+    """How many messages and beginnings a session remembers."""
+    session = home.gateway._registry.get(session_id)
+    assert session is not None
+    return len(session.messages), len(session.messages._begun)
+
+
+@pytest.mark.parametrize("name", list(ROUTES))
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+async def test_a_bomb_is_decoded_up_to_the_limit_and_refused(name, encoding, compress):
+    path, body = ROUTES[name]
+    bomb = compress(orjson.dumps({"model": "m", **body("a" * (12 << 20))}))
+    async with house({"content": "a"}, max_body_bytes=1 << 20) as home:
+        caller = await home.session()
+        headers = {**caller.headers, "Content-Encoding": encoding}
+        tracemalloc.start()
+        try:
+            url = home.gateway.url + path
+            async with home.client.post(url, data=bomb, headers=headers) as response:
+                status, reply = response.status, await response.json()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert status == 413
+    assert "1048576 bytes" in reply["error"]["message"]
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd"])
+async def test_an_encoding_that_cannot_be_read_is_a_400(encoding):
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        headers = {**caller.headers, "Content-Encoding": encoding}
+        async with home.client.post(caller.url, data=b"x" * 100, headers=headers) as response:
+            assert response.status == 400
+
+
+@pytest.mark.parametrize("name", list(ROUTES))
+async def test_more_characters_than_the_context_holds_are_refused_before_tokenising(name):
+    engine = scripted({"content": "a"}, context_length=1000)
+    async with house(engine=engine) as home:
+        status, error = await send(home, name, "a" * (LONG_BYTES + 1000))
+    assert status == 400
+    assert any(words in error["message"] for words in TOO_LONG), error
+    longest = renderer().chars_per_token
+    assert str(-int(-(LONG_BYTES + 1000) // longest)) in error["message"]  # the least, not a count
+
+
+@pytest.mark.parametrize("name", list(ROUTES))
+async def test_a_prompt_that_is_too_long_by_its_tokens_is_given_up_on_the_way(name):
+    engine = scripted({"content": "a"}, context_length=20_000)
+    async with house(engine=engine) as home:
+        text = "some words in a row, " * 15_000
+        status, error = await send(home, name, text)
+    assert status == 400
+    assert any(words in error["message"] for words in TOO_LONG), error
+
+
+async def test_a_word_without_end_is_refused_as_what_it_is():
+    engine = scripted({"content": "a"}, context_length=1_000_000)
+    async with house(engine=engine) as home:
+        status, error = await send(home, "chat", "a" * 700_000)
+    assert status == 400
+    assert "without a break between words" in error["message"]
+
+
+async def test_a_long_prompt_is_sampled_under_the_ids_of_the_whole():
+    text = "def f(x):\n    return we're {x: 'é'} 12345\n" * 9000
+    async with house(
+        {"content": "a"}, engine=scripted({"content": "a"}, context_length=1 << 20)
+    ) as home:
+        caller = await home.session()
+        await caller.ask([user(text)])
+        await caller.ask([user(text), {"role": "assistant", "content": "a"}, user("on " * 90_000)])
+        first, second = caller.exchanges
+    asked = (Message(Role.USER, (TextPart(text),)),)
+    whole = renderer().render(asked, (), thinking=None)
+    assert first.suffix_ids.tolist() == whole.tolist()
+    assert second.parent_id == first.exchange_id
+
+
+async def test_others_are_answered_while_a_long_prompt_is_made():
+    engine = scripted({"content": "a"}, context_length=1 << 20)
+    async with house(engine=engine) as home:
+        caller, other = await home.session(), await home.session()
+        answered = 0
+        async with asyncio.TaskGroup() as group:
+            words = "some words in a row, " * 24_000
+            long = group.create_task(caller.ask([user(words)]))
+            while not long.done():
+                async with home.client.get(home.gateway.url + "/health") as response:
+                    assert response.status == 200
+                await other.ask([user(f"go {answered}")])
+                answered += 1
+    assert answered > 2
+
+
+async def test_what_is_refused_leaves_nothing_in_its_session():
+    engine = scripted({"content": "a"}, context_length=1000)
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        for number in range(3):
+            status, _ = await caller.post(
+                {"model": "m", "messages": [user(f"{number}" + "a" * 2 * LONG_BYTES)]}
+            )
+            assert status == 400
+        assert memos(home, caller.session_id) == (0, 0)
+        text = "a" * (LONG_BYTES // 2)
+        for number in range(REFUSED_BYTES // len(text) + 1):
+            await caller.post({"model": "m", "n": 2, "messages": [user(f"{number}{text}")]})
+        assert memos(home, caller.session_id)[0] <= 1
+
+
+async def test_a_history_that_was_long_once_is_read_once():
+    engine = scripted({"content": "a"}, context_length=1 << 20)
+    async with house(engine=engine) as home:
+        caller = await home.session()
+        messages = [user("some words in a row, " * 15_000)]
+        answer = await caller.ask(messages)
+        session = home.gateway._registry.get(caller.session_id)
+        assert session is not None
+        again = orjson.dumps({"model": "m", "messages": [*messages, answer, user("on")]})
+        assert session.messages.news(again) < 1000
+
+
+def taking(settings: GatewaySettings) -> tuple[Admission, Any]:
+    return Admission(settings, lambda _: None), SimpleNamespace(in_hand=InHand())
+
+
+def test_a_session_has_a_share_of_requests():
+    admission, session = taking(GatewaySettings())
+    taken = [admission.of(session).__enter__() for _ in range(REQUESTS)]
+    with pytest.raises(RequestError) as refused, admission.of(session):
+        pass
+    assert (refused.value.status, refused.value.code) == (429, "rate_limit")
+    taken[0].__exit__()
+    with admission.of(session):
+        assert session.in_hand.requests == REQUESTS
+
+
+def test_a_session_has_a_share_of_bytes_and_all_have_one():
+    admission, session = taking(GatewaySettings(max_body_bytes=100))
+    with admission.of(session) as taken:
+        taken.grow(100 * SESSION_BODIES)
+        with pytest.raises(RequestError) as refused:
+            taken.grow(1)
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit")
+    assert admission.bytes_in_hand == session.in_hand.size == 0
+    for _ in range(GATEWAY_BODIES // SESSION_BODIES):
+        each: Any = SimpleNamespace(in_hand=InHand())
+        admission.of(each).__enter__().grow(100 * SESSION_BODIES)
+    with admission.of(session) as taken, pytest.raises(RequestError) as refused:
+        taken.grow(1)
+    assert (refused.value.status, refused.value.code) == (503, "overloaded")
+
+
+async def test_what_a_request_took_is_given_back_when_it_is_over():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("go")])
+        await caller.post(b"no json")
+        session = home.gateway._registry.get(caller.session_id)
+        assert session is not None
+        await caller.until(lambda: session.in_hand.requests == 0)
+        assert session.in_hand.size == 0
+
+
+async def test_a_bystander_is_served_while_a_body_drips():
+    async with house({"content": "a"}, body_timeout_s=30) as home:
+        slow, other = await home.session(), await home.session()
+
+        async def drip():
+            yield b'{"model": "m", '
+            await asyncio.Event().wait()
+
+        async def send_slowly():
+            await home.client.post(slow.url, data=drip(), headers=slow.headers)
+
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(send_slowly())
+            await slow.until(lambda: slow.facts.calls == 1)
+            await other.ask([user("go")])
+            sending.cancel()
