@@ -22,6 +22,9 @@ from bridle.errors import RuntimeFailure
 from bridle.runtimes.cgroups import MOUNT, PREFIX, remove_empty
 from bridle.runtimes.docker_client import remove_left_behind
 
+SPARSE = "dd bs=1M count=0 status=none of="
+"""Makes a file that is nothing but a hole of `seek` MiB."""
+
 TOPS = ("/", "/usr", "/etc", "/usr/bin", "/root", "/var/tmp")
 """Folders of the machine, at the same path."""
 
@@ -126,6 +129,26 @@ async def test_one_file_larger_than_the_disk_is_cut_at_once(place):
     runtime = await place(storage_mb=10)
     result = await runtime.exec("head -c 500000000 /dev/zero > file; stat -c %s file")
     assert int(result.stdout) <= 10 << 20
+
+
+async def test_a_sparse_file_is_not_copied_out_and_costs_no_room(place, tmp_path):
+    runtime = await place()
+    await runtime.exec(f"{SPARSE}sparse seek=3072; echo 42 > answer.txt")
+    taken = tmp_path / "taken"
+    with pytest.raises(RuntimeFailure, match="a session may hand out 256 MiB of files"):
+        await runtime.download("sparse", taken)
+    assert not taken.exists()
+    await runtime.download("answer.txt", taken)
+    assert taken.read_text() == "42\n"
+
+
+async def test_a_session_hands_out_so_much_in_all(place, tmp_path):
+    runtime = await place()
+    await runtime.exec(f"{SPARSE}big seek=200; {SPARSE}small seek=50")
+    await runtime.download("big", tmp_path / "big")
+    with pytest.raises(RuntimeFailure, match="a session may hand out 256 MiB of files"):
+        await runtime.download("big", tmp_path / "again")
+    await runtime.download("small", tmp_path / "small")
 
 
 # ---- files

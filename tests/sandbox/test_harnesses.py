@@ -28,6 +28,7 @@ async def test_it_brings_its_interpreter_along(name, backend, tmp_path):
     async with a_node(tmp_path, *turns(name, "echo done > out.txt", "cat out.txt")) as node:
         result = await node.run(made)
     assert (result.status, result.error, result.reward) == ("COMPLETED", None, 1.0)
+    assert result.metadata["limits"] in {"kernel", "watched"}
     assert result.trajectory.metadata["stats"]["exchanges"] == 3
 
 

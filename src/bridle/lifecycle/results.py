@@ -39,7 +39,7 @@ class SessionResult:
     """Name -> path relative to the run folder."""
     metadata: JSON
     """The task's own metadata; under `evaluation` the evaluator's, under `left_out` the files that
-    were not kept, with the reason."""
+    were not kept, with the reason, under `limits` who kept the runtime's limits."""
     node_id: str | None = None
     """Which node computed it; `None` = the only one there is."""
 
@@ -93,7 +93,8 @@ def result_of(
     """The result of a session from its records; `trajectory` has its outcome already."""
     kept = session.metadata
     ended = outcome.metadata if outcome is not None else {}
-    more: JSON = {name: ended[name] for name in ("evaluation", "left_out") if name in ended}
+    ours = ("evaluation", "left_out", "limits")
+    more: JSON = {name: ended[name] for name in ours if name in ended}
     return SessionResult(
         session_id=session.session_id,
         task_id=session.task_id or "",

@@ -100,6 +100,8 @@ class Session:
         self._timing: dict[str, float] = {}
         self._files: dict[str, str] = {}
         self._left_out: dict[str, str] = {}
+        self._limits: str | None = None
+        """`Contained.limits` of a runtime that has it."""
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> SessionResult:
@@ -169,6 +171,7 @@ class Session:
             self.go(_S.INITIALIZING)
             opened = await open_session(self, stack)
         if not isinstance(opened, Ending):
+            self._limits = getattr(opened.runtime, "limits", None)
             self.go(_S.READY)
         return opened
 
@@ -246,6 +249,8 @@ class Session:
         }
         if self._left_out:
             metadata["left_out"] = self._left_out
+        if self._limits is not None:
+            metadata["limits"] = self._limits
         if evaluation is not None and evaluation.metadata:
             metadata["evaluation"] = evaluation.metadata
         return Outcome(

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
@@ -50,7 +51,6 @@ HOME = "/home/agent"
 OWN = ("work", "home", "tmp", "overlay")
 """Folders of the session below its scratch folder."""
 ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
-PROCESSES = 1024
 CALL_S = 120.0
 START_S = 1800.0
 """An image may have to be fetched and unpacked."""
@@ -147,17 +147,18 @@ class ApptainerRuntime(Contained):
             words.append("--nv")
         return words
 
+    @property
+    def limits(self) -> Literal["kernel", "watched"]:
+        return "watched"
+
     async def _watch(self, up: _Up) -> None:
         """End the instance when it is over a limit."""
-        spec = self._spec
-        memory = None if spec.memory_mb is None else spec.memory_mb << 20
-        storage = None if spec.storage_mb is None else spec.storage_mb << 20
         up.reached = await first_reached(
             Watched(
-                members=lambda: members_of(pid_namespace(up.pid) or "none"),
+                members=lambda: _members(up.pid),
                 folders=tuple(self._scratch / name for name in OWN),
-                bounds=Bounds(None, memory, spec.max_processes or PROCESSES),
-                storage_bytes=storage,
+                bounds=Bounds(None, self._memory_bytes, self._spec.max_processes),
+                storage_bytes=self._storage_bytes,
             )
         )
         _end(up.pid)
@@ -219,6 +220,12 @@ class ApptainerRuntime(Contained):
             message = f"the instance of session {self._session_id} was ended from outside"
             raise RuntimeFailure(message)
         return result
+
+
+def _members(pid: int) -> list[int]:
+    """Processes of an instance; none where it shares the machine's process numbers."""
+    space = pid_namespace(pid)
+    return [] if space in {None, pid_namespace(os.getpid())} else members_of(str(space))
 
 
 def program() -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
+import platform
 import shutil
 import signal
 import subprocess
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
@@ -33,18 +34,19 @@ from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
-from bridle.runtimes.namespaces import enter, is_privileged, listen_inside
+from bridle.runtimes.namespaces import begin, enter, listen_inside
 from bridle.runtimes.owner import owner_mark
 from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse_workdir
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.seccomp import MACHINES, filter_program
 from bridle.runtimes.view import ENVIRONMENT, HOME, OWN, make_folders, view
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
 HOLD = "echo ready; exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
 """Process 1: it collects what others leave, and nothing inside can end it."""
 
-ENTER = 'ulimit -c 0 -n {files}{size} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
+ENTER = 'ulimit {limits} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
 """How a command begins inside: its limits, its folder."""
 
 START_S = 30.0
@@ -52,8 +54,6 @@ STOP_S = 30.0
 LAST_S = 0.5
 FILES = 4096
 """Open files of one process."""
-PROCESSES = 1024
-"""Processes and threads of a sandbox, where its task does not say."""
 
 
 @dataclass(slots=True)
@@ -100,10 +100,12 @@ class BubblewrapRuntime(Contained):
         self._usable = True
         await self._hold()
 
+    @property
+    def limits(self) -> Literal["kernel", "watched"]:
+        return "watched" if self._cgroup is None else "kernel"
+
     def _bounds(self) -> Bounds:
-        spec = self._spec
-        memory = None if spec.memory_mb is None else spec.memory_mb << 20
-        return Bounds(spec.cpus, memory, spec.max_processes or PROCESSES)
+        return Bounds(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
 
     async def _hold(self) -> _Held:
         """The namespaces, made now if they are not there."""
@@ -126,9 +128,8 @@ class BubblewrapRuntime(Contained):
             try:
                 if self._spec.network == "gateway_only":
                     await self._open_the_way(held)
-                if self._cgroup is None or self._spec.storage_mb is not None:
-                    nursery = await held.resources.enter_async_context(Nursery(raise_nothing))
-                    nursery.start(self._watch(held), name="sandbox-watch")
+                nursery = await held.resources.enter_async_context(Nursery(raise_nothing))
+                nursery.start(self._watch(held), name="sandbox-watch")
             except BaseException:
                 await run_shielded(self._let_go(held), timeout_s=STOP_S)
                 raise
@@ -141,20 +142,15 @@ class BubblewrapRuntime(Contained):
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """Start process 1; returns when it is up. Blocks for some 10 ms."""
-        arguments, told = os.memfd_create("bridle-bwrap"), os.pipe()
+        seen = view(self._spec, self._scratch, self._mounts, self._top)
+        arguments = _in_memory(b"".join(f"{word}\0".encode() for word in seen))
+        profile, told = _in_memory(filter_program()), os.pipe()
         try:
-            os.write(
-                arguments,
-                b"".join(
-                    f"{word}\0".encode()
-                    for word in view(self._spec, self._scratch, self._mounts, self._top)
-                ),
-            )
-            os.lseek(arguments, 0, os.SEEK_SET)
-            words = ["--args", str(arguments), "--info-fd", str(told[1]), "--"]
+            words = ["--args", str(arguments), "--seccomp", str(profile)]
+            words += ["--info-fd", str(told[1]), "--"]
             process = subprocess.Popen(
-                [*self._doors(), "bwrap", *words, "/bin/bash", "-c", HOLD],
-                pass_fds=[arguments, told[1]],
+                [*begin(self._doors()), "bwrap", *words, "/bin/bash", "-c", HOLD],
+                pass_fds=[arguments, profile, told[1]],
                 env={**ENVIRONMENT, SESSION_MARK: self._session_id},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -171,22 +167,18 @@ class BubblewrapRuntime(Contained):
             return process, int(json.loads(facts)["child-pid"])
         finally:
             os.close(arguments)
+            os.close(profile)
 
     def _doors(self) -> list[str]:
-        """The beginning of a command line that puts what follows into the control group."""
-        if self._cgroup is None or not self._cgroup.doors:
-            return []
-        steps = [f"echo $$ > {shlex.quote(door)}" for door in self._cgroup.doors]
-        return ["/bin/sh", "-c", "; ".join([*steps, 'exec "$@"']), "sh"]
+        return [] if self._cgroup is None else self._cgroup.doors
 
     async def _watch(self, held: _Held) -> None:
         """End the sandbox when it is over a limit that only we see."""
-        storage = self._spec.storage_mb
         watched = Watched(
             members=lambda: members_of(pid_namespace(held.pid) or "none"),
             folders=tuple(self._scratch / name for name in OWN),
             bounds=self._bounds() if self._cgroup is None else Bounds(),
-            storage_bytes=None if storage is None else storage << 20,
+            storage_bytes=self._storage_bytes,
         )
         held.reached = await first_reached(watched)
         _kill(held)
@@ -233,12 +225,13 @@ class BubblewrapRuntime(Contained):
     async def _run(self, inside: Command) -> ExecResult:
         """Run a command whose folder and program are those of the sandbox."""
         held = await self._hold()
-        storage = self._spec.storage_mb
-        begin = ENTER.format(files=FILES, size="" if storage is None else f" -f {storage << 10}")
+        limits = f"-c 0 -n {FILES} -f {self._storage_bytes >> 10}"
+        if self._cgroup is None:
+            limits += f" -d {2 * self._memory_bytes >> 10}"
+        begins = TAKE + ENTER.format(limits=limits)
         if inside.cwd == self.workdir:
-            begin = f'mkdir -p -- "$1" 2>/dev/null; {begin}'
-        begin = TAKE + begin
-        entering = [*self._doors(), *enter(held.pid), "/bin/bash", "-c", begin, "bash", inside.cwd]
+            begins = f'mkdir -p -- "$1" 2>/dev/null; {begins}'
+        entering = [*enter(held.pid, self._doors()), "/bin/bash", "-c", begins, "bash", inside.cwd]
         marks = self._marks()
         result = await run_process(
             replace(
@@ -262,14 +255,24 @@ class BubblewrapRuntime(Contained):
 
 def what_is_missing() -> str | None:
     """What this machine lacks for the runtime, with what to do; `None` = nothing."""
-    needed = ["bwrap", "bash", "tar"] + (["nsenter"] if is_privileged() else [])
-    missing = [name for name in needed if shutil.which(name) is None]
+    if platform.machine() not in MACHINES:
+        known = ", ".join(MACHINES)
+        return f"the bubblewrap runtime has a system call filter for {known} only"
+    missing = [name for name in ("bwrap", "bash", "tar") if shutil.which(name) is None]
     if missing:
         return (
             f"the bubblewrap runtime needs {', '.join(missing)}: install the packages bubblewrap "
-            "(0.8 or later), util-linux and tar"
+            "(0.8 or later) and tar"
         )
     return None
+
+
+def _in_memory(content: bytes) -> int:
+    """Give a descriptor of a file in memory, at its beginning."""
+    descriptor = os.memfd_create("bridle-bwrap")
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:

@@ -42,7 +42,13 @@ from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import is_privileged, listen_inside
 from bridle.runtimes.owner import owner_mark
-from bridle.runtimes.place import Contained, raise_nothing, refuse_workdir, with_signal
+from bridle.runtimes.place import (
+    FRAME_BYTES,
+    Contained,
+    raise_nothing,
+    refuse_workdir,
+    with_signal,
+)
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON
@@ -63,10 +69,11 @@ while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); d
 
 NETWORK = "bridle-gateway-only"
 HOME = "/home/agent"
-PROCESSES = 1024
 FILES = 4096
 STOP_S = 120.0
 LOOK_S = 2.0
+PATIENCE = 20.0
+"""The daemon is not asked for more than this share of the time: 1 / (1 + PATIENCE)."""
 HERE_S = 5.0
 EXIT_SEEN_TRIES = 50
 """Looks, 0.1 s apart, for the end of a container that starts no commands any more; one at its
@@ -133,16 +140,13 @@ class DockerRuntime(Contained):
         words += ["--label", f"{OWNER_LABEL}={owner_mark()}", "--env", SESSION_MARK]
         words += ["--security-opt", "no-new-privileges"]
         words += [f"--cap-drop={power}" for power in DROPPED]
-        words += ["--pids-limit", str(spec.max_processes or PROCESSES), "--entrypoint", ""]
+        words += ["--pids-limit", str(spec.max_processes), "--entrypoint", ""]
         words += ["--ulimit", f"nofile={FILES}:{FILES}", "--ulimit", "core=0:0"]
         words += ["--network", await self._network()]
-        if spec.memory_mb is not None:
-            words += ["--memory", f"{spec.memory_mb}m", "--memory-swap", f"{spec.memory_mb}m"]
+        words += ["--memory", f"{spec.memory_mb}m", "--memory-swap", f"{spec.memory_mb}m"]
         if spec.cpus is not None:
             words += ["--cpus", str(spec.cpus)]
-        if spec.storage_mb is not None:
-            size = spec.storage_mb << 20
-            words += ["--ulimit", f"fsize={size}:{size}"]
+        words += ["--ulimit", f"fsize={self._storage_bytes}:{self._storage_bytes}"]
         if spec.gpus is not None:
             words += ["--gpus", str(spec.gpus)]
         if "user" in spec.kwargs:
@@ -187,9 +191,8 @@ class DockerRuntime(Contained):
             try:
                 if self._spec.network != "none":
                     await self._open_the_way(up)
-                if self._spec.storage_mb is not None:
-                    nursery = await up.resources.enter_async_context(Nursery(raise_nothing))
-                    nursery.start(self._watch(up, self._spec.storage_mb << 20), name="disk-watch")
+                nursery = await up.resources.enter_async_context(Nursery(raise_nothing))
+                nursery.start(self._watch(up), name="disk-watch")
             except BaseException:
                 await run_shielded(up.resources.aclose(), timeout_s=STOP_S)
                 raise
@@ -219,11 +222,14 @@ class DockerRuntime(Contained):
             message = "the daemon is not on this machine: give it 'open' networks"
             raise RuntimeFailure(message) from None
 
-    async def _watch(self, up: _Up, most: int) -> None:
+    async def _watch(self, up: _Up) -> None:
         """End the container when what it wrote takes too much room."""
         words = ["inspect", "--size", "--format", "{{.SizeRw}}", self._id]
-        while int(await docker(words)) <= most:  # noqa: ASYNC110 - the daemon tells no event of it
-            await asyncio.sleep(LOOK_S)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while int(await docker(words)) <= self._storage_bytes:
+            await asyncio.sleep(max(LOOK_S, PATIENCE * (loop.time() - began)))
+            began = loop.time()
         up.reached = "storage"
         await docker(["kill", self._id])
 
@@ -320,8 +326,6 @@ class DockerRuntime(Contained):
                 return "memory"
             message = f"the container of session {self._session_id} was ended from outside"
             raise RuntimeFailure(message)
-        if self._spec.memory_mb is None:
-            return None
         counters = "cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control"
         said = await docker(["exec", self._id, "/bin/bash", "-c", f"{counters} 2>/dev/null; true"])
         counts = [line.split()[1] for line in said.splitlines() if line.startswith("oom_kill ")]
@@ -349,7 +353,8 @@ class DockerRuntime(Contained):
         await docker(["cp", "-", f"{self._id}:{folder}"], stdin=archive)
 
     async def _get(self, path: PurePosixPath, archive: Path) -> None:
-        await docker(["cp", f"{self._id}:{path}", "-"], stdout=archive)
+        room = self._download_room + FRAME_BYTES
+        await docker(["cp", f"{self._id}:{path}", "-"], stdout=archive, stdout_limit=room)
 
     # ---- addresses
 

@@ -1,6 +1,6 @@
 """Variables on their way into a sandbox, past the programs of this machine that lead there.
 
-`nsenter`, a shell or the `docker` command run outside, as us. A task's `LD_PRELOAD`, `PATH` or
+What enters a sandbox and the `docker` command run outside, as us. A task's `LD_PRELOAD`, `PATH` or
 `DOCKER_HOST` is for what runs inside, so outside every variable travels under another name, and the
 bash that begins a command inside gives them theirs.
 """

@@ -15,20 +15,35 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Final, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import pack, pack_bytes, unpack
+from bridle.runtimes.archive import contents_size, pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 
+PACK = """
+ulimit -f "$3" || exit
+case $(tar --version 2>&1) in *GNU*) holes=-S ;; esac
+exec tar $holes -cf - -C "$1" -- "$2"
+"""
+"""Makes an archive of at most `$3` KiB; where `tar` can, holes of a file take no room in it."""
 EXTRACT = 'umask 022; mkdir -p -- "$1" && exec tar --no-same-owner -p -U -xf - -C "$1"'
 CHANGED = 1
 """Exit code of a `tar` that saw files change while it read them."""
 GATEWAY_PORT = 4000
+
+LIMITS: Final = {"memory_mb": 4 << 10, "storage_mb": 10 << 10, "max_processes": 512}
+"""Fields of a `RuntimeSpec` where the task does not say."""
+DOWNLOAD_BYTES: Final = 256 << 20
+"""Size of all files that a session may hand out, kept files and evaluators' files together."""
+TOO_MUCH: Final = f"a session may hand out {DOWNLOAD_BYTES >> 20} MiB of files"
+FRAME_BYTES: Final = 1 << 20
+"""Headers of an archive beside its contents; what needs more is cut."""
 
 
 class Place(ABC):
@@ -111,7 +126,12 @@ class Contained(Place):
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
-        super().__init__(spec, session_id, scratch, mounts)
+        given = {name: getattr(spec, name) or limit for name, limit in LIMITS.items()}
+        super().__init__(spec.model_copy(update=given), session_id, scratch, mounts)
+        self._memory_bytes = given["memory_mb"] << 20
+        self._storage_bytes = given["storage_mb"] << 20
+        self._download_room = DOWNLOAD_BYTES
+        """Bytes that may still be copied out."""
         self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
         self._lock = asyncio.Lock()
         self._address = ("127.0.0.1", GATEWAY_PORT)
@@ -119,6 +139,11 @@ class Contained(Place):
         self._target: tuple[str, int] | None = None
         """Where it is, as seen here."""
         self._forwarder: Forwarder | None = None
+
+    @property
+    def limits(self) -> Literal["kernel", "watched"]:
+        """Whether control groups keep the limits on memory and processes, or only a watch does."""
+        return "kernel"
 
     # ---- files
 
@@ -140,11 +165,23 @@ class Contained(Place):
             await self._put(pack_bytes(content, path.name, mode), path.parent)
 
     async def download(self, source: str, target: Path) -> None:
-        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
+        """As `base.Runtime.download`; what comes out is taken apart as `archive` says.
+
+        `RuntimeFailure` if more than `DOWNLOAD_BYTES`, with holes, would come out in one session.
+        """
         path = PurePosixPath(self.workdir, source)
         with boundary(RuntimeFailure, f"cannot download {source}"), self._aside() as aside:
             archive = Path(aside, "out.tar")
-            await self._get(path, archive)
+            try:
+                await self._get(path, archive)
+            except RuntimeFailure as error:
+                if size_of(archive) >= self._download_room:
+                    raise RuntimeFailure(TOO_MUCH) from error
+                raise
+            size = await asyncio.to_thread(contents_size, archive)
+            if size > self._download_room:
+                raise RuntimeFailure(TOO_MUCH)
+            self._download_room -= size
             await asyncio.to_thread(unpack, archive, path.name, target)
 
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
@@ -156,7 +193,8 @@ class Contained(Place):
 
     async def _get(self, path: PurePosixPath, archive: Path) -> None:
         """Make an archive of a file or folder inside."""
-        argv = ["tar", "-cf", "-", "-C", str(path.parent), "--", path.name]
+        room = str((self._download_room + FRAME_BYTES) >> 10)
+        argv = ["bash", "-c", PACK, "bash", str(path.parent), path.name, room]
         result = await self._run(Command(argv=argv, env={}, cwd="/", stdout=archive))
         if not result.ok and result.exit_code != CHANGED:
             raise RuntimeFailure(result.stderr.decode(errors="replace").strip())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,8 @@ class Command:
     """`None` = closed (reads end at once); a path is a file that is read."""
     stdout: Path | None = None
     """A file that gets stdout instead of memory and log."""
+    stdout_limit: int | None = None
+    """Bytes of that file after which the process gets SIGXFSZ."""
     timeout_s: float | None = None
     output_limit: int = 1 << 20
     log: Path | None = None
@@ -123,7 +126,7 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
             stdin = files.enter_context(command.stdin.open("rb"))
         if command.stdout is not None:
             stdout = files.enter_context(command.stdout.open("wb"))
-        return subprocess.Popen(
+        child = subprocess.Popen(
             list(command.argv),
             cwd=command.cwd,
             env=dict(command.env),
@@ -133,6 +136,12 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
             bufsize=0,
             start_new_session=True,
         )
+    if command.stdout_limit is not None:
+        with suppress(ProcessLookupError):  # it has ended already
+            most = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[1]
+            limits = (command.stdout_limit, most)
+            resource.prlimit(child.pid, resource.RLIMIT_FSIZE, limits)
+    return child
 
 
 def _not_run(command: Command, code: int, why: str, logs: _Logs) -> ExecResult:

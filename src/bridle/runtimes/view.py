@@ -32,6 +32,11 @@ ETC = (
     *("fonts", "java-17-openjdk", "perl", "python3", "python3.11", "python3.12", "python3.13"),
 )
 """What of the machine's `/etc` is seen inside: nothing that is secret or names the machine."""
+MASKED = (
+    *("interrupts", "kcore", "key-users", "keys", "latency_stats", "sched_debug"),
+    *("timer_list", "timer_stats"),
+)
+"""Files of `/proc` that tell of the whole machine; Docker masks most of them."""
 NOT_FROM_IMAGE = frozenset({"proc", "dev", "sys", "run", "tmp", "work", "home", "root", "mnt"})
 """Folders at the top of an image that a sandbox has of its own, or does not get."""
 
@@ -68,7 +73,7 @@ def make_folders(scratch: Path) -> None:
 def view(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top: str) -> list[str]:
     """The options of `bwrap` for a session; `top` is where its work folder is seen."""
     words = ["--unshare-user", "--unshare-all", "--disable-userns", "--as-pid-1"]
-    words += ["--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox"]
+    words += ["--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--clearenv"]
     if spec.network == "open":
         words.append("--share-net")
@@ -79,6 +84,8 @@ def view(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top: str) ->
         words += _bound(image, sorted({entry.name for entry in image.iterdir()} - NOT_FROM_IMAGE))
     # Read-only: where the caller is root, the kernel's own switches would be its to turn.
     words += ["--proc", "/proc", "--remount-ro", "/proc"]
+    for path in (Path("/proc", name) for name in MASKED):
+        words += ["--ro-bind", "/dev/null", str(path)] if path.exists() else []
     words += ["--dev", "/dev", "--size", MEMORY_FILES, "--perms", "1777", "--tmpfs", "/dev/shm"]  # noqa: S108 - the sandbox's own
     words += ["--remount-ro", "/dev", "--size", MEMORY_FILES, "--tmpfs", "/run"]
     words += ["--bind", str(scratch / "tmp"), "/tmp"]  # noqa: S108 - the sandbox's own

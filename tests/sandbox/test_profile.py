@@ -1,0 +1,136 @@
+"""The profile of a sandbox: system calls, powers, keys, as every command inside meets them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bridle.runtimes.cgroups import MOUNT, PREFIX
+from bridle.runtimes.docker_client import docker
+from bridle.runtimes.owner import owner_mark
+from bridle.runtimes.seccomp import refused
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
+
+STATUS = "grep -E '^(NoNewPrivs|Seccomp|Cap(Inh|Prm|Eff|Bnd|Amb)):' /proc/self/status"
+CALLS = """
+for my $call (@ARGV) {
+    my ($name, @words) = split /,/, $call;
+    my $done = syscall(shift(@words), map { int } @words);
+    print "$name ", $done < 0 ? $! + 0 : 0, "\\n";
+}
+"""
+"""Perl, which every Debian has: does system calls and prints their errors."""
+NO_KEYS = "test ! -s /proc/keys"
+
+ROUND = """
+import asyncio, json, sys
+from pathlib import Path
+from bridle.config import RuntimeSpec
+from bridle.runtimes import make_runtime
+async def main(folder, command):
+    runtime = make_runtime(RuntimeSpec(backend="bubblewrap"), "profile", Path(folder))
+    try:
+        await runtime.start()
+        done = await runtime.exec(command, timeout_s=60)
+    finally:
+        await runtime.stop()
+    said = [done.stdout.decode(), done.stderr.decode(), done.exit_code]
+    print(json.dumps(said))
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""A program that starts a sandbox for one command."""
+
+
+@pytest.fixture(params=["as we are", "without sys_admin"])
+def inside(request, tmp_path):
+    """Run a command in a bubblewrap sandbox, which is started with our powers or with fewer."""
+
+    def run(command):
+        words = [sys.executable, "-c", ROUND, str(tmp_path / "scratch"), command]
+        (tmp_path / "scratch").mkdir(exist_ok=True)
+        if request.param == "without sys_admin" and os.geteuid() == 0:
+            words = ["setpriv", "--inh-caps", "-sys_admin", "--bounding-set", "-sys_admin", *words]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
+        assert done.returncode == 0, done.stderr
+        out, err, code = json.loads(done.stdout)
+        return out + err, code
+
+    return run
+
+
+def perl(calls):
+    words = " ".join(f"'{','.join(map(str, call))}'" for call in calls)
+    return f"perl -e '{CALLS}' {words}"
+
+
+def test_every_refused_system_call_fails_and_threads_still_start(inside):
+    kinds = [(f"namespace{bit}", 56, 1 << bit | 17, 0, 0, 0, 0) for bit in (17, 28)]
+    calls = [(name, number, 0, 0, 0, 0, 0) for name, number in refused("x86_64").items()]
+    others = [("vsock", 41, 40, 1, 0), ("newer", 500), ("getpid", 39), ("clone3", 435, 0, 0)]
+    said, _ = inside(perl([*calls, *kinds, *others]))
+    seen = dict(line.split() for line in said.splitlines())
+    names = [*refused("x86_64"), "namespace17", "namespace28", "vsock"]
+    assert {name: seen.get(name) for name in names} == dict.fromkeys(names, "1")
+    assert (seen["newer"], seen["clone3"], seen["getpid"]) == ("38", "38", "0")
+
+
+def test_no_command_has_powers_or_gets_new_ones(inside):
+    said, _ = inside(f"{STATUS}; cat /proc/1/status | {STATUS.removesuffix(' /proc/self/status')}")
+    lines = said.splitlines()
+    nothing = "0" * 16
+    powers = [f"Cap{kind}:\t{nothing}" for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")]
+    expected = [*powers, "NoNewPrivs:\t1", "Seccomp:\t2"]
+    assert lines == expected * 2  # of a command, and of process 1
+
+
+def test_no_key_of_the_host_is_seen(inside):
+    assert inside(f"cat /proc/keys 2>/dev/null; {NO_KEYS} && echo none") == ("none\n", 0)
+
+
+def test_programs_of_another_architecture_are_ended(inside, tmp_path):
+    program = bytes.fromhex(  # ELF for i386 that calls exit(0)
+        "7f454c46010101000000000000000000020003000100000054800408340000000000000000000000"
+        "34002000010000000000000001000000000000000080040800800408600000006000000005000000"
+        "00100000b801000000bb00000000cd80"
+    )
+    text = "".join(f"\\x{byte:02x}" for byte in program)
+    said, code = inside(f"printf '{text}' > p; chmod +x p; ./p; echo $?")
+    assert "159" in said.splitlines()  # 128 + SIGSYS
+    assert code == 0
+    own = tmp_path / "p"
+    own.write_bytes(program)
+    own.chmod(0o755)
+    assert subprocess.run([own], check=False).returncode == 0
+
+
+async def test_a_task_without_limits_gets_4_gib_512_processes_and_10_gib_of_disk(place, backend):
+    runtime = await place()
+    file_kib = int((await runtime.exec("ulimit -f")).stdout)
+    assert file_kib == 10 << 20
+    if backend == "docker":
+        words = ["inspect", "--format", "{{.HostConfig.Memory}} {{.HostConfig.PidsLimit}}"]
+        containers = (await docker(["ps", "-q", "--filter", "label=bridle.session"])).split()
+        found = [await docker([*words, one]) for one in containers]
+        assert f"{4 << 30} 512" in found
+        return
+    if runtime.limits == "watched":
+        assert int((await runtime.exec("ulimit -d")).stdout) == 8 << 20
+        return
+    groups = [*MOUNT.rglob(f"{PREFIX}{owner_mark()}-scratch-0")]
+    limits = [path for group in groups for path in group.glob("*.max")]
+    limits += [path for group in groups for path in group.glob("memory.limit_in_bytes")]
+    kept = {path.name: path.read_text().strip() for path in limits}
+    assert kept["pids.max"] == "512"
+    assert str(4 << 30) in {kept.get("memory.max"), kept.get("memory.limit_in_bytes")}
+
+
+async def test_containers_keep_docker_s_filter_and_get_no_new_powers(place, backend):
+    runtime = await place()
+    said = (await runtime.exec(STATUS)).stdout.decode()
+    assert "NoNewPrivs:\t1\nSeccomp:\t2\n" in said
+    assert backend == "docker" or "CapBnd:\t0000000000000000" in said
+    done = await runtime.exec("unshare -U true")
+    assert not done.ok
