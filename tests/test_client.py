@@ -36,6 +36,21 @@ def task(task_id, samples=1):
     )
 
 
+async def test_a_full_quota_is_waited_out(tmp_path):
+    async with a_client(tmp_path, max_queued_samples=1) as client:
+        await client.pause()
+        await client.submit(task("a"))
+        async with asyncio.TaskGroup() as group:
+            submitting = group.create_task(client.submit(task("b")))
+
+            async def refused():
+                return b'status="429"' in await client.service.metrics.render(client.service)
+
+            await until(refused)
+            await client.resume()
+        assert submitting.result() is True
+
+
 async def taken(groups, count):
     """The first `count` groups."""
     found = []

@@ -334,7 +334,7 @@ class AsyncClient:
         query: Mapping[str, Any] | None = None,
         accept: str = "json",
     ) -> bytes:
-        """Send until there is an answer; what can pass (no connection, 503) is waited out."""
+        """Send until there is an answer; no connection, a full quota and 503 are waited out."""
         data = None if body is None else orjson.dumps(body)
         accepted = {"accept": f"application/{accept}" if accept != "json" else "*/*"}
         deadline, wait_s = time.monotonic() + self._patience_s, 0.1
@@ -348,7 +348,7 @@ class AsyncClient:
                 if answer.ok:
                     return told
                 fault = _refused(answer.status, told)
-                if answer.status != 503:
+                if answer.status not in (429, 503):
                     raise fault
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 fault = ServerError(f"{self.url} cannot be reached: {error}", code="unreachable")

@@ -19,5 +19,7 @@ async def test_a_server_and_a_task_are_shown_in_counts(tmp_path, say):
         assert "0 of 4 slots in use, paused; policy version 0" in said.out
         said = await asyncio.to_thread(say, "status", "a", "--json", "--server", with_token(url))
         assert [one["session_id"] for one in said.json["sessions"]] == ["a.0", "a.1"]
+        said = await asyncio.to_thread(say, "status", "a", "--server", with_token(url))
+        assert ("owner" in said.out, " o " in said.out) == (True, True)
         said = await asyncio.to_thread(say, "status", "nobody", "--server", with_token(url))
         assert (said.code, "no task 'nobody'" in said.err) == (3, True)

@@ -120,10 +120,14 @@ async def test_an_answer_comes_as_it_is_accepted(tmp_path, accept, status):
 
 
 async def test_a_quota_and_a_conflict_have_their_own_status(tmp_path):
-    async with an_app(tmp_path, max_sessions_per_token=2) as http:
+    async with an_app(tmp_path, max_queued_samples=2) as http:
         await http.service.pause()
         assert (await http.post("/v1/tasks", json={"tasks": [body(samples=2)]})).status_code == 200
         told = await http.post("/v1/tasks", json={"tasks": [body("u")]})
         assert (told.status_code, told.json()["error"]["code"]) == (429, "quota")
+        assert told.headers["retry-after"] == "5"
+        assert "2 samples queued (max_queued_samples)" in told.json()["detail"]
+        never = await http.post("/v1/tasks", json={"tasks": [body("v", samples=3)]})
+        assert (never.status_code, never.json()["error"]["code"]) == (422, "invalid")
         told = await http.post("/v1/tasks", json={"tasks": [body(samples=1)]})
         assert (told.status_code, told.json()["error"]["code"]) == (409, "conflict")

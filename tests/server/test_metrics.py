@@ -1,7 +1,7 @@
 """What `GET /metrics` of a server tells, read as Prometheus reads it."""
 
 from prometheus_client.parser import text_string_to_metric_families
-from tests.server.house import FakeWorkers, an_app, body, ended, failure, until
+from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
 from bridle.errors import NodeLostError, StateError
 from bridle.server.auth import Role, Token
@@ -64,6 +64,23 @@ async def test_what_there_is_now_is_told_by_state_and_by_node(tmp_path):
     assert (told["bridle_server_paused",], told["bridle_server_policy_version",]) == (1, 7)
     assert told["bridle_node_up", "node=fake"] == told["bridle_node_slots", "node=fake"] == 1
     assert told["bridle_sessions_open", "node=fake"] == 0
+
+
+async def test_queue_and_running_sessions_are_told_by_owner(tmp_path):
+    workers = FakeWorkers(2, held=True)
+    async with an_app(tmp_path, workers) as http:
+        await http.service.submit([submission("a", 5)], owner="a")
+        await http.service.submit([submission("b", 4)], owner="b", tenant=True)
+        await until(lambda: len(workers.living) == 2)
+        told = await numbers(http)
+        status = (await http.get("/v1/status")).json()
+    waiting = {owner: told["bridle_server_owner_waiting", f"owner={owner}"] for owner in "ab"}
+    running = {owner: told["bridle_server_owner_running", f"owner={owner}"] for owner in "ab"}
+    assert sum(waiting.values()) == 7
+    assert sum(running.values()) == 2
+    assert status["owners"] == {
+        owner: {"waiting": waiting[owner], "running": running[owner]} for owner in "ab"
+    }
 
 
 async def test_a_database_that_is_gone_is_a_number_and_not_a_failed_scrape(tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from tests.server.house import (
 )
 
 from bridle.config import Task
+from bridle.server.claiming import Room
 from bridle.server.database import Database
-from bridle.server.state import Room, State
+from bridle.server.state import State
 
 
 class Clock:

@@ -17,8 +17,9 @@ from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Installing, SessionChanged
+from bridle.server.claiming import Room
 from bridle.server.database import Database
-from bridle.server.state import Room, State
+from bridle.server.state import State
 from bridle.types import SessionStatus
 
 

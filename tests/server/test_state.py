@@ -5,9 +5,11 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.server.house import database_of, submission
 
+from bridle.errors import ConfigError
+from bridle.server.claiming import Room
 from bridle.server.database import Database
 from bridle.server.rows import Ended
-from bridle.server.state import ConflictError, QuotaError, Room, State
+from bridle.server.state import ConflictError, QuotaError, State
 from bridle.server.states import SessionState, TaskState
 from bridle.server.views import Views
 from bridle.types import Cause
@@ -51,13 +53,17 @@ async def test_the_same_body_is_accepted_once_and_another_one_refused(tmp_path):
         assert names == ["a", "b", "c"]  # a batch is accepted whole or not at all
 
 
-async def test_a_token_has_so_many_unfinished_sessions_and_no_more(tmp_path):
+async def test_an_owner_has_so_many_samples_queued_and_no_more(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", samples=3), quota=4)
-        with pytest.raises(QuotaError, match="has 3 sessions that have not ended, and may have 4"):
+        with pytest.raises(QuotaError, match=r"4 samples queued .* has 3; 2 more do not fit"):
             await submit(state, submission("b", samples=2), quota=4)
+        with pytest.raises(ConfigError, match="5 samples at once"):
+            await submit(state, submission("b", samples=5), quota=4)
         await submit(state, submission("a", samples=3), quota=4)  # nothing new
-        await submit(state, submission("b", samples=2), owner="other", quota=4)
+        await submit(state, submission("c", samples=2), owner="other", quota=4)
+        await claim(state, 2)  # one of each owner's has started
+        await submit(state, submission("b", samples=2), quota=4)
 
 
 async def test_sessions_are_claimed_by_priority_and_then_in_order(tmp_path):

@@ -10,6 +10,7 @@ from tests.server.house import FakeWorkers, an_app, body, ended, served, submiss
 
 from bridle.server.app import make_app
 from bridle.server.auth import Role, Token
+from bridle.server.schemas import OwnerSettings
 
 ALICE, BOB, ADMIN = "the-token-of-alice", "the-token-of-bob", "the-token-of-admin"
 TOKENS = (
@@ -190,6 +191,20 @@ async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
         assert (await bob.get("/v1/groups")).json()["groups"] == []
         assert (await admin.post("/v1/groups/ack", json={"cursor": cursor})).json() == {"acked": 1}
         assert (await alice.get("/v1/groups")).json()["groups"] == []
+
+
+async def test_a_full_quota_is_one_owners_own(tmp_path):
+    owners = {"alice": OwnerSettings(max_queued_samples=5)}
+    async with tenants(tmp_path, max_queued_samples=2, owners=owners) as (_, alice, bob, admin):
+        await admin.post("/v1/pause")
+        await submit(alice, body("t", 5))
+        refused = await alice.post("/v1/tasks", json={"tasks": [body("u")]})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        await submit(bob, body("t", 2))
+        assert (await bob.post("/v1/tasks", json={"tasks": [body("u")]})).status_code == 429
+        await admin.post("/v1/resume")
+        await wait(alice, "t")
+        await submit(alice, body("u"))
 
 
 async def test_a_batch_cancels_the_owners_tasks_alone(tmp_path):

@@ -74,8 +74,8 @@ async def test_counts_and_paces(tmp_path):
         assert counts.sessions == {"ERROR": 1, "RUNNING": 1}
         assert (counts.waiting, counts.unacked) == (1, 1)
         assert counts.callbacks == {"pending": 2}
-        assert await state.views.inflight_groups() == 1
-        assert await state.views.unacked_groups() == 1
+        assert await state.views.inflight_groups() == {"o": 1}
+        assert await state.views.unacked_groups() == {"o": 1}
         assert await state.views.started_groups() == 2
         running = await state.views.running_since(1)
         assert [row["session_id"] for row in running] == [two.session_id]

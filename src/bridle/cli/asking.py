@@ -20,7 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 SERVER = "http://127.0.0.1:8080"
 
-COLUMNS = ("task", "state", "#ended", "#usable", "#of", "#priority", "why")
+COLUMNS = ("task", "owner", "state", "#ended", "#usable", "#of", "#priority", "why")
 """Of a table of tasks."""
 
 
@@ -34,7 +34,7 @@ def client(server: str, token: str | None, *, patience_s: float = 1.0) -> Client
 def row(task: dict[str, object]) -> list[object]:
     """A task in a table."""
     names = (
-        *("task_id", "state", "ended_sessions", "usable_sessions", "total_sessions", "priority"),
-        "stopped",
+        *("task_id", "owner", "state", "ended_sessions", "usable_sessions", "total_sessions"),
+        *("priority", "stopped"),
     )
     return [task[name] for name in names]

@@ -43,6 +43,8 @@ def _show_server(told: JSON, *, json: bool) -> None:
     rows = [[name, state, count] for name in groups for state, count in told[name].items()]
     rows.append(["sessions", "waiting", told["sessions_waiting"]])
     rows.append(["groups", "not acknowledged", told["groups_unacked"]])
+    for owner, counts in told.get("owners", {}).items():
+        rows += [[f"owner {owner or 'nobody'}", what, count] for what, count in counts.items()]
     console.print(table("rollout server", ("what", "state", "#count"), rows))
     paused = ", paused" if told["paused"] else ""
     version = told["policy"]["version"]

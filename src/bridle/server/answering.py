@@ -267,14 +267,18 @@ FAILURES: Final[tuple[tuple[type[BridleError], int, str], ...]] = (
 """Error -> status and code; the first that fits."""
 
 
+RETRY_AFTER_S: Final = {429: "5", 503: "1"}
+"""Refusals that pass."""
+
+
 def _refused(error: Exception) -> Response:
     if isinstance(error, Refusal):
         return reply(error.body, error.status)
     for kind, status, code in FAILURES:
         if isinstance(error, kind):
             response = reply(error_json(code, str(error)), status)
-            if status == 503:
-                response.headers["retry-after"] = "1"
+            if status in RETRY_AFTER_S:
+                response.headers["retry-after"] = RETRY_AFTER_S[status]
             return response
     reference = secrets.token_hex(4)
     log.error("request_failed", trace=trace_of(error), reference=reference)

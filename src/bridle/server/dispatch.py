@@ -4,14 +4,15 @@ Event-driven: a submit, an end, a new policy version wake it; the only timer is 
 which wait to be run again. A run's task in this process owns it from its lease to its final row;
 while the database cannot be used, it waits with the result in hand.
 
-Held back are new groups, never the rest of a group that has begun: `max_inflight_groups`,
-`max_unacked_groups` and `max_version_lag` say how many may be started (`ServiceSettings`).
+Held back are new groups, never the rest of a group that has begun: `max_inflight_groups` and
+`max_unacked_groups` of each owner, and `max_version_lag` of all (`ServiceSettings`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -25,12 +26,13 @@ from bridle.config import Task
 from bridle.errors import BridleError, ConfigError, NodeLostError, StoreError, boundary
 from bridle.gateway.faults import trace_of
 from bridle.lifecycle.results import SessionResult
+from bridle.server.claiming import Room
 from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles
 from bridle.server.metrics import Metrics
 from bridle.server.rows import Claim, Closed, Ended, run_id
 from bridle.server.schemas import ServiceSettings
-from bridle.server.state import Room, State
+from bridle.server.state import State
 from bridle.server.telling import Pulse
 from bridle.server.views import Views
 from bridle.server.workers import Workers
@@ -133,7 +135,7 @@ class Dispatcher:
             nursery.start(self._one(claim), name=claim.run_id)
 
     async def _claim(self, slots: int) -> list[Claim]:
-        room = Room(slots, await self._new_groups())
+        room = await self._room(slots)
         now = time.time()
         return await self._state.claim(
             room, owner=self._owner, now=now, lease_s=self._settings.lease_s
@@ -143,21 +145,22 @@ class Dispatcher:
         due = await self._state.next_due()
         return None if due is None else max(0.05, due - time.time())
 
-    async def _new_groups(self) -> int | None:
-        """How many groups may be started now; `None` = any number."""
-        settings, rooms = self._settings, list[int]()
+    async def _room(self, slots: int) -> Room:
+        """Room for so many sessions, and for as many new groups as the settings allow now."""
+        settings, groups = self._settings, None
+        limits = list[tuple[int, Counter[str]]]()
         if settings.max_inflight_groups is not None:
-            rooms.append(settings.max_inflight_groups - await self._views.inflight_groups())
+            limits.append((settings.max_inflight_groups, await self._views.inflight_groups()))
         if settings.max_unacked_groups is not None:
             unstored = (one for one in self.running if one.run_id not in self._computing)
-            ending = len({one.task_id for one in unstored})  # ended for all that we know
-            unacked = await self._views.unacked_groups()
-            rooms.append(settings.max_unacked_groups - unacked - ending)
+            ending = {(one.owner, one.task_id) for one in unstored}  # ended for all that we know
+            unacked = await self._views.unacked_groups() + Counter(owner for owner, _ in ending)
+            limits.append((settings.max_unacked_groups, unacked))
         if settings.max_version_lag is not None and settings.groups_per_version is not None:
             version = await self._state.number("policy_version")
             ever = settings.groups_per_version * (version + 1 + settings.max_version_lag)
-            rooms.append(ever - await self._views.started_groups())
-        return max(0, min(rooms)) if rooms else None
+            groups = max(0, ever - await self._views.started_groups())
+        return Room(slots, groups, limits)
 
     # ---- ending
 

@@ -134,6 +134,12 @@ def _server(service: Service, told: JSON | None) -> Iterator[Metric]:
     yield gauge("policy_version", "Version under which sessions start.", told["policy"]["version"])
     yield gauge("sessions_waiting", "Sessions still to be started.", told["sessions_waiting"])
     yield gauge("groups_unacked", "Groups that ended and nobody acked.", told["groups_unacked"])
+    for what in ("waiting", "running"):
+        text = f"Sessions {what}, by the owner of their task."
+        family = GaugeMetricFamily(f"bridle_server_owner_{what}", text, labels=("owner",))
+        for owner, counts in told["owners"].items():
+            family.add_metric([owner], counts[what])
+        yield family
     for name, text, states in (
         ("tasks", "Tasks by state.", TaskState),
         ("sessions", "Started sessions by state.", SessionState),

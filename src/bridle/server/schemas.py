@@ -82,14 +82,24 @@ class CancelBody(Settings):
     task_ids: tuple[Name, ...] = Field(min_length=1, max_length=BATCH)
 
 
+class OwnerSettings(Settings):
+    """One owner's part of the server."""
+
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Its share of the run slots is its weight over that of all owners with waiting sessions."""
+    max_queued_samples: int | None = Field(default=None, ge=1)
+    """Instead of the server's."""
+
+
 class ServiceSettings(Settings):
     """How the service paces itself, and how long it waits."""
 
     max_inflight_groups: int | None = Field(default=None, ge=1)
-    """Groups that are started and have not ended; `None` = as many as there are slots."""
+    """Groups of one owner that are started and have not ended; `None` = as many as there are
+    slots."""
     max_unacked_groups: int | None = Field(default=None, ge=1)
-    """No further group starts while this many ended ones wait for their ack; `None` = any number.
-    For a trainer that acks."""
+    """No further group of an owner starts while this many ended ones wait for their ack; `None` =
+    any number. For a trainer that acks."""
     groups_per_version: int | None = Field(default=None, ge=1)
     """Groups that the trainer uses up per policy version; needed by `max_version_lag`."""
     max_version_lag: int | None = Field(default=None, ge=0)
@@ -99,8 +109,10 @@ class ServiceSettings(Settings):
     on_stale: Literal["keep", "cancel"] = "keep"
     """What becomes of a running session that is more than `max_version_lag` versions behind:
     it ends as it does, or it is cancelled."""
-    max_sessions_per_token: int | None = Field(default=None, ge=1)
-    """Sessions not yet ended that one token may have; `None` = any number."""
+    max_queued_samples: int | None = Field(default=None, ge=1)
+    """Samples that are accepted and not started yet, of one owner; `None` = any number."""
+    owners: dict[str, OwnerSettings] = Field(default_factory=dict)
+    """What differs for an owner, by the name of its tokens."""
     lease_s: float = Field(default=60, gt=0)
     """How long a run counts as living after its server was last heard of."""
     drain_s: float = Field(default=30, ge=0)
@@ -117,6 +129,11 @@ class ServiceSettings(Settings):
     sessions, results and callbacks stay in the database."""
     keep_unacked_days: float | None = Field(default=None, gt=0)
     """Groups that nobody acknowledges count as acknowledged after this; `None` = never."""
+
+    def quota_of(self, owner: str) -> int | None:
+        """Samples that an owner may have queued; `None` = any number."""
+        own = self.owners.get(owner, OwnerSettings()).max_queued_samples
+        return self.max_queued_samples if own is None else own
 
 
 def error_json(code: str, message: str, *, param: str | None = None, **more: object) -> JSON:

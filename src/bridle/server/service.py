@@ -30,6 +30,7 @@ from bridle.server.neighbours import Neighbours
 from bridle.server.retention import Retention
 from bridle.server.rows import Closed, run_id, task_key
 from bridle.server.schemas import ServiceSettings, Submission
+from bridle.server.shares import Shares
 from bridle.server.state import State
 from bridle.server.telling import Broadcast, Pulse
 from bridle.server.views import Views
@@ -55,7 +56,8 @@ class Service:
         owner: str = "server",
     ) -> None:
         self.settings = settings or ServiceSettings()
-        self.state = State(database)
+        weights = {name: one.weight for name, one in self.settings.owners.items()}
+        self.state = State(database, Shares(weights))
         self.views = Views(database)
         self.files = files
         self.workers = workers
@@ -111,9 +113,12 @@ class Service:
         self, submissions: Sequence[Submission], *, owner: str, tenant: bool = False
     ) -> list[bool]:
         """Accept tasks that were checked; as `State.submit`."""
-        quota = self.settings.max_sessions_per_token
         fresh = await self.state.submit(
-            submissions, owner=owner, tenant=tenant, now=time.time(), quota=quota
+            submissions,
+            owner=owner,
+            tenant=tenant,
+            now=time.time(),
+            quota=self.settings.quota_of(owner),
         )
         if any(fresh):
             self.dispatcher.wake.beat()
@@ -158,11 +163,12 @@ class Service:
         await self.state.bar(task_id, owner=owner, tenant=tenant, now=time.time())
 
     async def status(self, tenant: str | None = None) -> JSON:
-        """How much there is of what, in counts: of one `tenant`, or of all owners."""
+        """How much there is of what, in counts: of one `tenant`, or of all and each owner."""
         counts = await self.views.of(tenant).counts()
         running = [one for one in self.dispatcher.running if tenant in (None, one.owner)]
         version = await self.state.number("policy_version")
-        return {
+        owners = {} if tenant is not None else {"owners": await self.views.owners()}
+        return owners | {
             "tasks": counts.tasks,
             "sessions": counts.sessions,
             "sessions_waiting": counts.waiting,

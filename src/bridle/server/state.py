@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import RowMapping, delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from bridle.errors import BridleError
-from bridle.server import closing
+from bridle.errors import BridleError, ConfigError
+from bridle.server import claiming, closing
 from bridle.server import tables as t
+from bridle.server.claiming import Room
 from bridle.server.database import Database
-from bridle.server.rows import Claim, Closed, Ended, session_id, task_key
+from bridle.server.rows import Claim, Closed, Ended, task_key
 from bridle.server.schemas import Submission
+from bridle.server.shares import Shares
 from bridle.server.states import (
     DELIVERIES,
-    SESSIONS,
-    TASKS,
     DeliveryState,
     Kept,
     SessionState,
@@ -39,24 +38,16 @@ class ConflictError(BridleError):
 
 
 class QuotaError(BridleError):
-    """A token has as many unfinished sessions as it may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How much may be started."""
-
-    slots: int
-    """Sessions."""
-    groups: int | None = None
-    """Groups that are not started yet; `None` = any number."""
+    """An owner has as many samples queued as it may have."""
 
 
 class State:
     """Writes. Every method is one transaction and raises `StateError` if it could not be."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, shares: Shares | None = None) -> None:
+        """`shares` divide slots among owners; `None` = evenly."""
         self._database = database
+        self._shares = shares or Shares()
 
     # ---- tasks come in
 
@@ -73,7 +64,8 @@ class State:
 
         A `tenant` has ids of his own; owners who are none share theirs. One whose id is taken by
         the same body is as good as accepted. Raises `ConflictError` if by another body,
-        `QuotaError` if `owner` would have more than `quota` sessions not ended.
+        `QuotaError` if `owner` would have more than `quota` samples queued, `ConfigError` if these
+        alone are more.
         """
         rows = [_row(one, owner, now, tenant=tenant) for one in submissions]
         try:
@@ -126,8 +118,10 @@ class State:
     # ---- sessions go out
 
     async def claim(self, room: Room, *, owner: str, now: float, lease_s: float) -> list[Claim]:
-        """Lease up to `room.slots` sessions to `owner`: those to be run again, then new ones, by
-        priority and then in the order in which their tasks came.
+        """Lease up to `room.slots` sessions to the server `owner`.
+
+        The slots are divided among the tasks' owners. Of each, sessions to be run again come first,
+        then new ones, by priority and then in the order in which their tasks came.
         """
         async with self._database.write() as connection:
             version = await _number(connection, "policy_version")
@@ -138,9 +132,7 @@ class State:
                 "started_at": now,
                 "version_started": version,
             }
-            claims = await _claim_again(connection, room.slots, lease, now)
-            left = Room(room.slots - len(claims), room.groups)
-            return claims + await _claim_new(connection, left, lease, now)
+            return await claiming.claim(connection, room, lease, self._shares, now=now)
 
     async def next_due(self) -> float | None:
         """When the first session that waits to be run again may be; `None` = none waits."""
@@ -172,8 +164,8 @@ class State:
                 .with_for_update(skip_locked=True)
             )
             rows = (await connection.execute(query)).mappings().all()
-            await _update_all(connection, rows, leased_by=owner, leased_until=now + lease_s)
-        return [_claim(row) for row in rows]
+            await claiming.update_all(connection, rows, leased_by=owner, leased_until=now + lease_s)
+        return [claiming.claim_of(row) for row in rows]
 
     # ---- sessions come back
 
@@ -347,117 +339,12 @@ async def _number(connection: AsyncConnection, name: str) -> int:
 
 async def _check_quota(connection: AsyncConnection, owner: str, quota: int, wanted: int) -> None:
     tasks = t.tasks.c
-    query = select(func.coalesce(func.sum(tasks.target - tasks.ended), 0)).where(
-        tasks.owner == owner, tasks.done_seq.is_(None)
+    query = select(func.coalesce(func.sum(tasks.target - tasks.expanded), 0)).where(
+        tasks.open == 1, tasks.owner == owner
     )
     has = (await connection.execute(query)).scalar_one()
+    limit = f"owner {owner!r} may have {quota} samples queued (max_queued_samples)"
+    if wanted > quota:
+        raise ConfigError(f"tasks: {wanted} samples at once; {limit}")
     if has + wanted > quota:
-        raise QuotaError(
-            f"token {owner!r} has {has} sessions that have not ended, and may have {quota}"
-        )
-
-
-async def _claim_again(
-    connection: AsyncConnection, slots: int, lease: dict[str, Any], now: float
-) -> list[Claim]:
-    s = t.sessions.c
-    query = (
-        select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
-        .join(t.tasks)
-        .where(s.state == SessionState.QUEUED, s.not_before <= now)
-        .order_by(s.priority.desc(), s.task_seq, s.sample_index)
-        .limit(slots)
-        .with_for_update(skip_locked=True)
-    )
-    rows = (await connection.execute(query)).mappings().all()
-    step(SESSIONS, SessionState.QUEUED, lease["state"])
-    await _update_all(connection, rows, **lease)
-    return [_claim(row) for row in rows]
-
-
-async def _claim_new(
-    connection: AsyncConnection, room: Room, lease: dict[str, Any], now: float
-) -> list[Claim]:
-    """Expand tasks into sessions that run at once."""
-    if room.slots <= 0:
-        return []
-    tasks = t.tasks.c
-    query = select(t.tasks).where(tasks.open == 1)
-    if room.groups == 0:
-        query = query.where(tasks.state == TaskState.RUNNING)
-    query = query.order_by(tasks.priority.desc(), tasks.seq).limit(room.slots)
-    found = await connection.execute(query.with_for_update(skip_locked=True))
-    slots, groups, claims = room.slots, room.groups, list[Claim]()
-    for task in found.mappings().all():
-        if slots == 0 or (groups is not None and task["state"] == TaskState.QUEUED and not groups):
-            continue
-        if groups is not None and task["state"] == TaskState.QUEUED:
-            groups -= 1
-        count = min(slots, task["target"] - task["expanded"])
-        slots -= count
-        claims += await _expand(connection, task, count, lease, now)
-    return claims
-
-
-async def _expand(
-    connection: AsyncConnection, task: RowMapping, count: int, lease: dict[str, Any], now: float
-) -> list[Claim]:
-    begin = task["expanded"]
-    claims = [
-        Claim(
-            session_id(task["task_id"], index),
-            task["task_id"],
-            index,
-            1,
-            task["spec"],
-            owner=task["owner"],
-        )
-        for index in range(begin, begin + count)
-    ]
-    rows = [
-        {
-            "session_id": claim.session_id,
-            "task_seq": task["seq"],
-            "owner": task["owner"],
-            "sample_index": claim.sample_index,
-            "priority": task["priority"],
-            "attempt": 1,
-            "not_before": 0.0,
-            "usable": 0,
-            **lease,
-        }
-        for claim in claims
-    ]
-    await connection.execute(insert(t.sessions), rows)
-    await connection.execute(
-        update(t.tasks)
-        .where(t.tasks.c.seq == task["seq"])
-        .values(
-            state=step(TASKS, TaskState(task["state"]), TaskState.RUNNING),
-            expanded=begin + count,
-            open=int(begin + count < task["target"]),
-            started_at=task["started_at"] or now,
-        )
-    )
-    return claims
-
-
-async def _update_all(
-    connection: AsyncConnection, rows: Sequence[RowMapping], **values: object
-) -> None:
-    ids = [row["session_id"] for row in rows]
-    if ids:
-        query = update(t.sessions).where(t.sessions.c.session_id.in_(ids))
-        await connection.execute(query.values(**values))
-
-
-def _claim(row: RowMapping) -> Claim:
-    return Claim(
-        row["session_id"],
-        row["task_id"],
-        row["sample_index"],
-        row["attempt"],
-        row["spec"],
-        closing.failed_on(row),
-        row["owner"],
-    )
+        raise QuotaError(f"{limit} and has {has}; {wanted} more do not fit")

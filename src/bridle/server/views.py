@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -177,17 +178,33 @@ class Views:
                 totals = [totals[0] + int(waiting), totals[1] + int(left)]
         return Counts(found["tasks"], found["sessions"], totals[0], totals[1], found["callbacks"])
 
-    async def inflight_groups(self) -> int:
-        """Groups that are started and have not ended."""
-        tasks = t.tasks.c
-        states = (TaskState.RUNNING, TaskState.ENDING)
-        return await self._number(select(func.count()).where(tasks.state.in_(states))) or 0
+    async def owners(self) -> dict[str, dict[str, int]]:
+        """By owner: samples that are `waiting` to be started, and sessions that are `running`."""
+        tasks, s = t.tasks.c, t.sessions.c
+        waits = func.sum(tasks.target - tasks.expanded)
+        query = union_all(
+            select(literal("waiting"), tasks.owner, waits)
+            .where(tasks.open == 1)
+            .group_by(tasks.owner),
+            select(literal("running"), s.owner, func.count())
+            .where(s.state == SessionState.RUNNING)
+            .group_by(s.owner),
+        )
+        found: dict[str, dict[str, int]] = {}
+        async with self._database.read() as connection:
+            for what, owner, count in await connection.execute(query):
+                found.setdefault(owner, {"waiting": 0, "running": 0})[what] = int(count)
+        return found
 
-    async def unacked_groups(self) -> int:
-        """Groups that have ended and wait for their ack."""
+    async def inflight_groups(self) -> Counter[str]:
+        """Groups of each owner that are started and have not ended."""
+        states = (TaskState.RUNNING, TaskState.ENDING)
+        return await self._by_owner(t.tasks.c.state.in_(states))
+
+    async def unacked_groups(self) -> Counter[str]:
+        """Groups of each owner that have ended and wait for their ack."""
         tasks = t.tasks.c
-        query = select(func.count()).where(tasks.acked_at.is_(None), tasks.done_seq.is_not(None))
-        return await self._number(query) or 0
+        return await self._by_owner(tasks.acked_at.is_(None) & tasks.done_seq.is_not(None))
 
     async def started_groups(self) -> int:
         query = select(func.count()).where(t.tasks.c.started_at.is_not(None))
@@ -281,6 +298,12 @@ class Views:
         return await self._number(query) or 0
 
     # ---- small things
+
+    async def _by_owner(self, condition: ColumnElement[bool]) -> Counter[str]:
+        owner = t.tasks.c.owner
+        query = select(owner, func.count()).where(condition).group_by(owner)
+        async with self._database.read() as connection:
+            return Counter(dict((await connection.execute(query)).all()))
 
     async def _number(self, query: Select[int | None]) -> int | None:
         async with self._database.read() as connection:
