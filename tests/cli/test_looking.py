@@ -43,7 +43,12 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     config = load_config(
         None,
         engines=[f"scripted:{script(tmp_path)}"],
-        server={"port": 0, "data": tmp_path / "data", "tokens": tmp_path / "tokens.toml"},
+        server={
+            "port": 0,
+            "data": tmp_path / "data",
+            "tokens": tmp_path / "tokens.toml",
+            "permits": {"runtimes": ("local",)},
+        },
         executor=executor_flags(None, concurrency=2),
     )
     async with (

@@ -39,6 +39,31 @@ async def test_it_is_told_how_the_harness_ended(tmp_path):
     assert found.reward == 7.0
 
 
+@pytest.mark.sandbox
+async def test_in_a_sandbox_it_scores_the_same_and_reaches_nothing_else(tmp_path):
+    marker = tmp_path / "marker"
+    evil = f"""
+def of_file(session):
+    open({str(marker)!r}, "w").close()
+"""
+    async with evaluation(tmp_path) as context:
+        await context.runtime.write("answer.txt", b"0.25")
+        found = await evaluator("of_file", files=["answer.txt"], sandbox=True).evaluate(context)
+        assert found.reward == 0.25
+        await context.runtime.write("tests/evaluators/scoring.py", evil.encode())
+        for package in ("tests", "tests/evaluators"):
+            await context.runtime.write(f"{package}/__init__.py", b"")
+        spec = context.task.evaluator.model_copy(update={"env": {"PYTHONPATH": "."}})
+        task = context.task.model_copy(update={"evaluator": spec})
+        attacked = replace(context, task=task)
+        with pytest.raises(EvaluatorError, match="marker"):
+            await evaluator("of_file", files=["tests"], sandbox=True).evaluate(attacked)
+        assert not marker.exists()
+        with pytest.raises(EvaluatorError):
+            await evaluator("of_file", files=["tests"]).evaluate(attacked)
+        assert marker.exists(), "outside, the task's own code ran"
+
+
 @pytest.mark.parametrize(
     ("name", "config", "why"),
     [

@@ -12,6 +12,7 @@ from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.gateway.metrics import Metrics as GatewayMetrics
 from bridle.lifecycle.results import SessionResult
+from bridle.runtimes import RUNTIMES
 from bridle.server.addresses import Addresses
 from bridle.server.answering import Served
 from bridle.server.app import make_app
@@ -254,7 +255,7 @@ def with_token(url):
 
 def served(service, *, permits=None, tokens=(TOKEN,), callbacks=("127.0.0.0/8",)):
     """What an application is made of."""
-    permits = permits or Permits(local=True)
+    permits = permits or Permits(runtimes=tuple(RUNTIMES))
     return Served(service, permits, Auth(tokens), Addresses(callbacks))
 
 

@@ -6,6 +6,7 @@ from tests.server.house import an_app, body
 from bridle.errors import EngineError, StateError, StoreError
 from bridle.server import answering
 from bridle.server.auth import Role, Token
+from bridle.server.permits import Permits
 
 READER = Token(name="submitter", token="a-reader-of-sixteen", roles=(Role.READ,))
 SUBMITTER = Token(name="submitter", token="a-submitter-of-sixteen", roles=(Role.SUBMIT,))
@@ -16,7 +17,8 @@ def bearer(token):
 
 
 async def test_a_request_needs_a_token_and_the_token_its_role(tmp_path):
-    async with an_app(tmp_path, tokens=[READER, SUBMITTER]) as http:
+    permits = Permits(runtimes=("local",))
+    async with an_app(tmp_path, tokens=[READER, SUBMITTER], permits=permits) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/status")).status_code == 401
         assert (await http.get("/v1/status", headers=bearer(READER))).status_code == 200

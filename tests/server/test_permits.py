@@ -1,7 +1,18 @@
-import pytest
+import importlib
+import re
+from typing import get_args, get_origin
 
-from bridle.config import Task
-from bridle.server.permits import Permits, names_files
+import pytest
+from pydantic import BaseModel
+
+from bridle.config import RuntimeSpec, Settings, Task
+from bridle.errors import ConfigError
+from bridle.evaluators import EVALUATORS
+from bridle.harnesses import CHECKS, HARNESSES
+from bridle.runtimes import RUNTIMES, apptainer, docker, remote
+from bridle.runtimes.bubblewrap import refuse_what_bubblewrap_cannot
+from bridle.server.permits import INSIDE, RULES, SETTINGS, Permits, names_files
+from bridle.server.schemas import Terms
 
 BASE = {
     "task_id": "t",
@@ -62,11 +73,34 @@ def runtime(**fields):
                 }
             },
         ),
+        (
+            "agent.settings.modules[0]",
+            {"agent": {"harness": "function", "settings": {"modules": ["runs"]}}},
+        ),
+        (
+            "agent.settings.solution",
+            {"agent": {"harness": "oracle", "settings": {"solution": "/"}}},
+        ),
+        ("agent.settings.new", {"agent": {"harness": "codex", "settings": {"new": "/etc"}}}),
+        ("runtime.kwargs.new", runtime(kwargs={"new": "/etc"})),
+        ("runtime.kwargs.binds", runtime(backend="bubblewrap", kwargs={"binds": ["."]})),
+        ("runtime.image", runtime(image="--volume=/:/host")),
+        ("runtime.image", runtime(backend="apptainer", image="docker-archive:/srv/x.tar")),
         ("agent.skills_path", {"agent": {"harness": "codex", "skills_path": "skills"}}),
         ("task_dir", {"task_dir": "/srv/tasks"}),
         ("builder.strategy", {"builder": {"strategy": "mine:build"}}),
         ("evaluator.strategy", {"evaluator": {"strategy": "mine:Evaluator"}}),
         ("evaluator.config.tests", {"evaluator": {"strategy": "harbor"}}),
+        (
+            "evaluator.config.python",
+            {
+                "evaluator": {
+                    "strategy": "bridle.evaluators.swebench:SwebenchEvaluator",
+                    "config": {"instance": {}, "python": "/bin/sh"},
+                }
+            },
+        ),
+        ("evaluator.config.new", {"evaluator": {"strategy": "command", "config": {"new": 1}}}),
         (
             "evaluator.config.function",
             {
@@ -110,7 +144,7 @@ def test_a_plain_task_is_permitted():
 
 
 def test_listed_imports_pass_and_their_neighbours_do_not():
-    permits = Permits(import_paths=("mine", "other.module:Class"))
+    listed = ("mine", "other.module:Class")
     for name, ok in (
         ("mine:A", True),
         ("mine.deep:A", True),
@@ -118,7 +152,137 @@ def test_listed_imports_pass_and_their_neighbours_do_not():
         ("other.module:Class", True),
         ("other.module:Else", False),
     ):
-        assert (refused(permits, agent={"import_path": name}) == {}) is ok, name
+        trusted = Permits(trusted=listed)
+        assert (refused(trusted, agent={"import_path": name}) == {}) is ok, name
+        agent = {"harness": "function", "function": name}
+        assert (refused(Permits(import_paths=listed), agent=agent) == {}) is ok, name
+
+
+def test_what_may_be_copied_into_a_sandbox_may_not_run_beside_the_server():
+    permits = Permits(import_paths=("mine",))
+    for change in (
+        {"agent": {"import_path": "mine:Harness"}},
+        {"evaluator": {"strategy": "mine:Evaluator"}},
+        {"builder": {"strategy": "mine:build"}},
+        runtime(backend="mine:Runtime"),
+    ):
+        (reason,) = refused(permits, **change).values()
+        assert "permits.trusted: none" in reason
+
+
+def scored(*functions, sandbox=None):
+    """A composite evaluator of scoring functions."""
+    own = {} if sandbox is None else {"sandbox": sandbox}
+    parts = [{"strategy": "function", "config": {"function": name, **own}} for name in functions]
+    return {"evaluator": {"strategy": "composite", "config": {"parts": parts}}}
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_a_scoring_function_runs_in_a_sandbox_unless_it_is_trusted(asked):
+    permits = Permits(import_paths=("mine",), trusted=("mine.own:score",))
+    task = Task.model_validate(BASE | scored("mine:score", "mine.own:score", sandbox=asked))
+    assert list(permits.refused(task)) == []
+    parts = permits.crossed(task).evaluator.config["parts"]
+    assert [part["config"]["sandbox"] for part in parts] == [True, bool(asked)]
+    alone = task.evaluator.model_copy(
+        update={
+            "strategy": "bridle.evaluators.function:FunctionEvaluator",
+            "config": {"function": "mine:score", "sandbox": False},
+        }
+    )
+    crossed = permits.crossed(task.model_copy(update={"evaluator": alone}))
+    assert crossed.evaluator.config["sandbox"] is True
+
+
+@pytest.mark.parametrize(
+    "evaluator",
+    [
+        {"strategy": "function", "config": {"function": "mine:score"}},
+        {"strategy": "mine:Evaluator"},
+        scored("other:score", "mine:score")["evaluator"],
+    ],
+)
+def test_no_variable_reaches_an_evaluator_on_the_server_s_machine(evaluator):
+    """`PYTHONPATH=.` there, beside the files of the task, was code on the server."""
+    env = {"evaluator": evaluator | {"env": {"PYTHONPATH": "."}}}
+    trusting = Permits(trusted=("mine",), import_paths=("other",))
+    assert list(refused(trusting, **env)) == ["evaluator.env.PYTHONPATH"]
+
+
+def test_variables_of_an_evaluator_that_runs_in_a_sandbox_pass():
+    env = {"env": {"PYTHONPATH": "."}}
+    command = {"strategy": "command", "config": {"command": "true"}}
+    inside = Permits(import_paths=("mine",))
+    assert refused(inside, evaluator=command | env) == {}
+    assert refused(inside, evaluator=scored("mine:score")["evaluator"] | env) == {}
+
+
+# ---- every field is listed
+
+
+def leaves(model, prefix=""):
+    """The patterns of all fields of a model, and of the models in it."""
+    for name, field in model.model_fields.items():
+        inner = model_in(field.annotation)
+        if inner is None:
+            yield prefix + name
+        else:
+            many = "[]" if get_origin(field.annotation) is tuple else ""
+            yield from leaves(inner, f"{prefix}{name}{many}.")
+
+
+def model_in(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(model_in, get_args(annotation))), None)
+
+
+def test_every_field_of_a_task_is_listed_as_inside_or_has_a_rule():
+    """A new field is refused at submission until `INSIDE` or `RULES` of `permits` names it."""
+    listed = [*INSIDE, *RULES]
+    assert sorted(leaves(Task)) == sorted(listed)
+    assert set(Terms.model_fields) == {
+        *("dispatch_priority", "callback_url", "early_stop_min_usable_sessions", "max_refills"),
+        *("min_completed_fraction", "max_attempts", "retry_backoff_s"),
+    }, "of these only callback_url leaves the server: `addresses` judges it"
+
+
+def settings_of(path):
+    """The settings class in the module of a harness or evaluator."""
+    module, _, name = path.partition(":")
+    found = [
+        one
+        for one in vars(importlib.import_module(module)).values()
+        if isinstance(one, type) and issubclass(one, Settings) and one.__module__ == module
+    ]
+    return max(
+        found, key=lambda one: (one.__name__ == f"{name}Settings", "Settings" in one.__name__)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [("agent.settings", HARNESSES | CHECKS), ("evaluator.config", EVALUATORS)],
+)
+def test_every_setting_of_a_harness_and_an_evaluator_is_listed(kind, table):
+    assert set(SETTINGS[kind]) == set(table)
+    for name, path in table.items():
+        listed = {word.partition(":")[0] for word in SETTINGS[kind][name].split()}
+        assert listed == set(settings_of(path).model_fields), name
+
+
+def test_every_kwarg_of_a_runtime_is_listed():
+    kwargs = {
+        name: {word.partition(":")[0] for word in words.split()}
+        for name, words in SETTINGS["runtime.kwargs"].items()
+    }
+    assert set(kwargs) == set(RUNTIMES)
+    assert kwargs["docker"] == docker.KWARGS
+    assert kwargs["apptainer"] == apptainer.KWARGS
+    assert kwargs["remote"] == set(remote.RemoteSettings.model_fields)
+    with pytest.raises(ConfigError) as refusal:
+        refuse_what_bubblewrap_cannot(RuntimeSpec(kwargs={"new": 1}))
+    assert set(re.findall(r"'(\w+)' \(a", str(refusal.value))) == kwargs["bubblewrap"]
 
 
 def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):

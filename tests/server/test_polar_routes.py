@@ -163,7 +163,7 @@ async def test_an_event_with_line_separators_is_one_line(tmp_path):
     async with (
         a_service(tmp_path) as service,
         serving(served(service), host="127.0.0.1", port=0) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, headers=KNOWN) as http,
         http.stream("GET", "/events") as events,
     ):
         lines = events.aiter_lines()

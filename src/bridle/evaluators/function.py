@@ -1,8 +1,8 @@
 """The `function` evaluator: a Python function says what the session was worth.
 
 `config.function` is `package.module:name`, found where the operator's Python finds modules; code of
-a task's own folder is never imported. It runs outside every sandbox, in a process of its own that
-is ended at its timeout, and gets one object:
+a task's own folder is never imported. It runs in a process of its own that is ended at its timeout:
+outside every sandbox, or, with `config.sandbox`, in one of its own. It gets one object:
 
     {"session_id", "task_id", "instruction", "metadata",      the task
      "exit_code", "stdout", "stderr",                         how the harness ended
@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Self, TypeGuard
+from typing import TYPE_CHECKING, Self, TypeGuard
 
 import orjson
 from pydantic import Field, field_validator
@@ -30,8 +30,12 @@ from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
 from bridle.evaluators.command import TAIL_CHARS
+from bridle.evaluators.confined import confined
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.runtimes.base import ExecResult
 
 RUNNER = Path(__file__).with_name("function_runner.py")
 
@@ -44,6 +48,10 @@ class FunctionSettings(Settings):
     files: tuple[str, ...] = ()
     """What of the work folder is copied out for it; what is not there is left."""
     timeout_s: float = Field(default=60, gt=0)
+    sandbox: bool = False
+    """Run it in a sandbox without network, which sees its package and `files` and no other file of
+    this machine's users; needs `bwrap`. A server does so unless its operator trusts the function
+    (`permits.trusted`)."""
 
     @field_validator("files")
     @classmethod
@@ -72,22 +80,49 @@ class FunctionEvaluator:
         settings = self._settings
         with tempfile.TemporaryDirectory(prefix="bridle-function-") as folder:
             await _copied(context, settings.files, Path(folder))
-            session = _session(context, folder if settings.files else None)
-            result = await run_process(
-                Command(
-                    argv=[sys.executable, "-P", str(RUNNER), settings.function],
-                    cwd=folder,
-                    env={**_environment(), **context.task.evaluator.env},
-                    stdin=await asyncio.to_thread(orjson.dumps, session),
-                    timeout_s=settings.timeout_s,
-                    error_log=context.logs / "evaluator.log",
-                )
-            )
+            called = self._confined if settings.sandbox else self._called
+            result = await called(context, Path(folder))
         if not result.ok:
             said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
             how = f"did not end within {settings.timeout_s:g} s" if result.timed_out else "failed"
             raise EvaluatorError(f"function {settings.function} {how}: {said}")
         return evaluation_of(result.stdout, settings.function)
+
+    async def _called(self, context: EvaluationContext, folder: Path) -> ExecResult:
+        """Call the function on this machine."""
+        return await run_process(
+            Command(
+                argv=[sys.executable, *self._arguments()],
+                cwd=str(folder),
+                env={**_environment(), **context.task.evaluator.env},
+                stdin=await asyncio.to_thread(self._input, context, str(folder)),
+                timeout_s=self._settings.timeout_s,
+                error_log=context.logs / "evaluator.log",
+            )
+        )
+
+    async def _confined(self, context: EvaluationContext, folder: Path) -> ExecResult:
+        """Call the function in a sandbox of its own."""
+        function = self._settings.function
+        try:
+            async with confined(function.partition(":")[0], RUNNER) as place:
+                inside = place.runtime.workdir
+                await place.runtime.upload(folder, inside)
+                return await place.python(
+                    self._arguments(),
+                    env=context.task.evaluator.env,
+                    stdin=await asyncio.to_thread(self._input, context, inside),
+                    timeout_s=self._settings.timeout_s,
+                    error_log=context.logs / "evaluator.log",
+                )
+        except RuntimeFailure as error:
+            raise EvaluatorError(f"function {function}: its sandbox: {error}") from error
+
+    def _arguments(self) -> list[str]:
+        return ["-P", str(RUNNER), self._settings.function]
+
+    def _input(self, context: EvaluationContext, folder: str) -> bytes:
+        return orjson.dumps(_session(context, folder if self._settings.files else None))
 
 
 def evaluation_of(text: bytes, who: str) -> Evaluation:

@@ -1,33 +1,132 @@
-"""What those who submit tasks may name on the server's machine: only what its operator lists.
+"""The fields of a submitted task that cross into the server's machine: each one is listed here.
 
-A task can name code to import, files to upload, folders to mount, and a runtime that contains
-nothing. Each of these is refused with the field's name unless it is permitted here.
+A field that is not listed is refused with its name. A field of `INSIDE` reaches the sandbox, the
+gateway and the result, and no process, file or import of the machine. Every other field names
+something there: its rule says what the operator must have listed for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from bridle.config import Action, Settings, Task
+from bridle.config import Settings, Task
+from bridle.evaluators import EVALUATORS
+from bridle.harnesses import CHECKS, HARNESSES
 from bridle.runtimes import RUNTIMES, chosen
+from bridle.trajectory.builders import BUILDERS
 from bridle.types import JSON
 
-FOLDERS = ("bubblewrap", "apptainer")
-"""Runtimes whose image is a folder or a file of the machine."""
-NOT_LISTED = "is not in a folder that the operator lists"
+TaskT = TypeVar("TaskT", bound=Task)
+
+NOT_LISTED = "is not in a folder that the operator lists (permits.host_paths)"
+PULLED: Final = ("docker://", "oras://", "library://", "shub://")
+"""What an image of Apptainer's may begin with that is no path of the machine."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SAMPLING: Final = _names("""
+    temperature.mode temperature.value top_p.mode top_p.value top_k.mode top_k.value
+    presence_penalty.mode presence_penalty.value frequency_penalty.mode frequency_penalty.value
+    repetition_penalty.mode repetition_penalty.value min_p.mode min_p.value logit_bias.mode
+    logit_bias.value seed.mode seed.value max_output_tokens constraints orphans on_rewrite reasoning
+    """)
+"""Fields of a sampling policy, a task's or a harness's."""
+
+INSIDE: Final = _names("""
+    task_id instruction num_samples train rejected rejected_reward metadata
+    runtime.network runtime.cpus runtime.memory_mb runtime.storage_mb runtime.max_processes
+    runtime.gpus runtime.resources runtime.env runtime.workdir
+    runtime.prepare[].type runtime.prepare[].target runtime.prepare[].command
+    runtime.prepare[].cwd runtime.prepare[].env runtime.prepare[].max_attempts
+    runtime.prepare[].retry_backoff_seconds
+    runtime.eval_prepare[].type runtime.eval_prepare[].target runtime.eval_prepare[].command
+    runtime.eval_prepare[].cwd runtime.eval_prepare[].env runtime.eval_prepare[].max_attempts
+    runtime.eval_prepare[].retry_backoff_seconds
+    agent.harness agent.version agent.model_name agent.command agent.env
+    agent.kind_rules[].name agent.kind_rules[].kind agent.kind_rules[].system_contains
+    agent.kind_rules[].last_user_contains agent.kind_rules[].model agent.kind_rules[].user_agent
+    agent.mcp_servers[].name agent.mcp_servers[].transport agent.mcp_servers[].command
+    agent.mcp_servers[].args agent.mcp_servers[].env agent.mcp_servers[].url
+    agent.mcp_servers[].headers
+    builder.config
+    evaluator.refresh_runtime evaluator.after_budget
+    limits.max_turns limits.max_tokens limits.max_seconds limits.max_calls_in_flight
+    budgets.init_s budgets.agent_s budgets.build_s budgets.evaluate_s budgets.teardown_s
+    artifacts.keep artifacts.paths artifacts.patch artifacts.max_mb
+    """) | {f"{place}.{name}" for place in ("sampling", "agent.sampling") for name in SAMPLING}
+"""Fields without a rule; `[]` stands for each entry of a list."""
+
+SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
+    "agent.settings": {
+        "aider": "edit_format files auto_commits config",
+        "claude_agent_sdk": "instructions max_turns config",
+        "claude_code": "bare max_turns config args",
+        "cline": "api config args",
+        "codex": "multi_agent config args",
+        "command": "",
+        "copilot": "api config args",
+        "empty": "",
+        "function": "python:host_path modules:modules",
+        "gemini_cli": "max_turns config args",
+        "google_adk": "stream instructions max_turns",
+        "hermes": "api toolsets config",
+        "mini_swe_agent": "api config model_attempts",
+        "openai_agents": "api stream instructions max_turns",
+        "openclaw": "api thinking live_state config args",
+        "opencode": "api config args",
+        "openhands": "api native_tool_calling max_turns llm",
+        "oracle": "solution:host_path script target",
+        "pi": "api thinking tools context_files max_output_tokens",
+        "qwen_code": "api tool_search config args",
+    },
+    "evaluator.config": {
+        "command": "command cwd timeout_s reward_file failure_codes",
+        "composite": "parts:parts otherwise",
+        "function": "function:copied files timeout_s sandbox",
+        "harbor": "tests:task_path timeout_s weights",
+        "judge": "rubric model on_failure mode coefficient low high attempts timeout_s max_chars "
+        "max_tokens",
+        "session_completed": "reward",
+        "swebench": "instance repo python:host_path timeout_s",
+        "test_on_output": "command fail_to_pass pass_to_pass repo base include exclude junit "
+        "test_patch partial timeout_s",
+    },
+    "runtime.kwargs": {
+        "apptainer": "binds:host_paths",
+        "bubblewrap": "binds:host_paths folders",
+        "docker": "build:host_path user",
+        "local": "",
+        "remote": "deployment gateway python",
+    },
+}
+"""The fields of each harness's, evaluator's and runtime's own, with a rule's name after a colon."""
+
+DEFAULTS: Final = {"harbor": {"tests": "tests"}}
+"""Paths that an evaluator reads where its config names none."""
+
+Refused: TypeAlias = Iterator[tuple[str, str]]
 
 
 class Permits(Settings):
     """What tasks that come over HTTP may name."""
 
     runtimes: tuple[str, ...] | None = None
-    """Runtimes by name; `None` = every one that comes with Bridle, `local` only where the server
-    listens on loopback."""
+    """Runtimes by name; `None` = every one that comes with Bridle, `local` only for admins and
+    where the server listens on loopback."""
     import_paths: tuple[str, ...] = ()
-    """`package.module:Class` or `package.module` prefixes that may be imported."""
+    """`package.module:function` or `package.module` prefixes of agents (`agent.function`, with its
+    `modules`) and scoring functions; their code is copied into sandboxes."""
+    trusted: tuple[str, ...] = ()
+    """The same for what runs on the server's machine, with the server's rights: scoring functions,
+    and classes of runtimes, harnesses, builders and evaluators."""
     host_paths: tuple[Path, ...] = ()
     """Folders of the server's machine that tasks may name files and folders in."""
     remotes: tuple[JSON, ...] = ()
@@ -43,92 +142,223 @@ class Permits(Settings):
     local: bool = Field(default=False, exclude=True)
     """Whether `local` is among the default runtimes; set by who knows where the server listens."""
 
-    def refused(self, task: Task) -> Iterator[tuple[str, str]]:
+    def refused(self, task: Task) -> Refused:
         """Every field of a task that is not permitted, with the reason."""
-        yield from self._runtime(task)
-        agent = task.agent
-        if agent.import_path is not None:
-            yield from self._import("agent.import_path", agent.import_path)
-        if agent.function is not None:
-            yield from self._function("agent.function", agent.function, task)
-        if agent.harness == "function" and agent.settings.get("python") is not None:
-            yield from self._path("agent.settings.python", str(agent.settings["python"]), task)
-        if agent.skills_path is not None:
-            yield from self._path("agent.skills_path", agent.skills_path, task)
-        if task.task_dir is not None:
-            yield from self._path("task_dir", task.task_dir, task)
-        yield from self._import("builder.strategy", task.builder.strategy)
-        yield from self._evaluator(
-            "evaluator", task.evaluator.strategy, task.evaluator.config, task
-        )
+        judge = _Judge(self, task)
+        for pattern, field, value in _fields(task, "", ""):
+            if pattern in INSIDE or value is None:
+                continue
+            rule = RULES.get(pattern)
+            if rule is None:
+                yield field, "is not among the fields that a submitted task may have"
+            else:
+                yield from rule(judge, field, value)
 
-    def _runtime(self, task: Task) -> Iterator[tuple[str, str]]:
-        runtime = task.runtime
-        backend = chosen(runtime).backend
-        yield from self._backend("runtime.backend", backend)
-        image = runtime.image or ""
-        if image and backend in FOLDERS and "://" not in image:
-            yield from self._path("runtime.image", image, task)
-        for stage in ("prepare", "eval_prepare"):
-            actions: tuple[Action, ...] = getattr(runtime, stage)
-            for place, action in enumerate(actions):
-                if action.source is not None:
-                    yield from self._path(f"runtime.{stage}[{place}].source", action.source, task)
-        if backend == "remote" and not any(_fits(runtime.kwargs, one) for one in self.remotes):
-            yield "runtime.kwargs", "is no host of runtime 'remote' that the operator lists"
-        for name in ("binds", "build"):
-            given = runtime.kwargs.get(name, ())
-            for path in [given] if isinstance(given, str) else given:
-                yield from self._path(f"runtime.kwargs.{name}", str(path), task)
+    def crossed(self, task: TaskT) -> TaskT:
+        """The task as it runs: scoring functions that are not trusted get a sandbox."""
+        spec = task.evaluator
+        config = self._confined(_short(spec.strategy, EVALUATORS), spec.config)
+        return task.model_copy(update={"evaluator": spec.model_copy(update={"config": config})})
 
-    def _backend(self, field: str, backend: str) -> Iterator[tuple[str, str]]:
-        if ":" in backend:
-            yield from self._import(field, backend)
+    def _confined(self, strategy: str, config: JSON) -> JSON:
+        if strategy == "function":
+            own = _is_listed(str(config.get("function", "")), self.trusted)
+            return config | {"sandbox": not own or bool(config.get("sandbox"))}
+        if strategy == "composite" and isinstance(config.get("parts"), list | tuple):
+            parts = [
+                part | {"config": self._confined(*_part(part))} if isinstance(part, dict) else part
+                for part in config["parts"]
+            ]
+            return config | {"parts": parts}
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """The rules, for one task; each gives the fields that it refuses."""
+
+    permits: Permits
+    task: Task
+
+    def backend(self, field: str, _: str) -> Refused:
+        given = chosen(self.task.runtime).backend
+        if _short(given, RUNTIMES) not in RUNTIMES:
+            yield from self.trusted(field, given)
             return
-        known = sorted(RUNTIMES) if self.runtimes is None else sorted(self.runtimes)
-        if self.runtimes is None and not self.local:
+        given, listed = _short(given, RUNTIMES), self.permits.runtimes
+        known = sorted(RUNTIMES if listed is None else listed)
+        if listed is None and not self.permits.local:
             known.remove("local")
-        if backend in RUNTIMES and backend not in known:
-            yield field, f"runtime {backend!r} is not permitted; permitted: {', '.join(known)}"
+        if given not in known:
+            yield field, f"runtime {given!r} is not permitted; permitted: {', '.join(known)}"
 
-    def _import(self, field: str, name: str) -> Iterator[tuple[str, str]]:
-        """Refuse a dotted path that is not listed; a short name passes."""
-        module = name.partition(":")[0]
-        listed = any(
-            path in (name, module) or module.startswith(f"{path}.") for path in self.import_paths
-        )
-        if ":" in name and not listed:
-            yield field, f"{name!r} may not be imported; the operator lists what may"
+    def image(self, field: str, given: str) -> Refused:
+        backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
+        if backend == "docker" and given.startswith("-"):
+            yield field, f"{given!r} is no name of an image"
+        if backend == "bubblewrap" or (backend == "apptainer" and not given.startswith(PULLED)):
+            yield from self.host_path(field, given)
 
-    def _function(self, field: str, name: str, task: Task) -> Iterator[tuple[str, str]]:
-        if ".py:" in name:
-            yield from self._path(field, name.rpartition(":")[0], task)
+    def kwargs(self, field: str, given: JSON) -> Refused:
+        backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
+        if backend == "remote" and not any(_fits(given, one) for one in self.permits.remotes):
+            yield field, "is no host of runtime 'remote' that the operator lists (permits.remotes)"
+        yield from self.own(field, "runtime.kwargs", backend, given)
+
+    def settings(self, field: str, given: JSON) -> Refused:
+        agent = self.task.agent
+        name = _short(agent.harness or agent.import_path or "", HARNESSES | CHECKS)
+        yield from self.own(field, "agent.settings", name, given)
+
+    def config(self, field: str, given: JSON) -> Refused:
+        yield from self.evaluator(field, self.task.evaluator.strategy, given)
+
+    def evaluator(self, field: str, strategy: str, config: JSON) -> Refused:
+        name = _short(strategy, EVALUATORS)
+        whole = DEFAULTS.get(name, {}) | config
+        yield from self.own(field, "evaluator.config", name, whole)
+
+    def own(self, field: str, kind: str, name: str, given: JSON) -> Refused:
+        """The fields of one harness, evaluator or runtime; code of the operator's has its own."""
+        if name not in SETTINGS[kind]:
+            return
+        known = dict(word.partition(":")[::2] for word in SETTINGS[kind][name].split())
+        for key, value in given.items():
+            if key not in known:
+                shown = ", ".join(sorted(known)) or "none"
+                yield f"{field}.{key}", f"{name!r} takes no such field; it takes: {shown}"
+            elif known[key] and value is not None:
+                yield from getattr(self, known[key])(f"{field}.{key}", value)
+
+    def parts(self, field: str, given: object) -> Refused:
+        for place, part in enumerate(given if isinstance(given, list | tuple) else ()):
+            if isinstance(part, dict):
+                at = f"{field}[{place}]"
+                strategy, config = _part(part)
+                yield from self.trusted_class(f"{at}.strategy", strategy, EVALUATORS)
+                yield from self.evaluator(f"{at}.config", strategy, config)
+
+    def scorer_env(self, field: str, given: Mapping[str, str]) -> Refused:
+        evaluator = self.task.evaluator
+        host = next(self.on_host(evaluator.strategy, evaluator.config), None)
+        if given and host is not None:
+            why = f"{host!r} runs on the server's machine, where a task sets no variable"
+            yield f"{field}.{min(given)}", why
+
+    def on_host(self, strategy: str, config: JSON) -> Iterator[str]:
+        """The evaluators that run outside of every sandbox."""
+        name = _short(strategy, EVALUATORS)
+        function = str(config.get("function", ""))
+        if name not in EVALUATORS:
+            yield strategy
+        elif name == "function" and _is_listed(function, self.permits.trusted):
+            yield function
+        elif name == "composite":
+            parts = config.get("parts")
+            for part in parts if isinstance(parts, list | tuple) else ():
+                if isinstance(part, dict):
+                    yield from self.on_host(*_part(part))
+
+    def strategy(self, field: str, given: str) -> Refused:
+        yield from self.trusted_class(field, given, EVALUATORS)
+
+    def builder(self, field: str, given: str) -> Refused:
+        yield from self.trusted_class(field, given, BUILDERS)
+
+    def harness(self, field: str, given: str) -> Refused:
+        yield from self.trusted_class(field, given, HARNESSES | CHECKS)
+
+    def trusted_class(self, field: str, given: str, table: Mapping[str, str]) -> Refused:
+        """Refuse a dotted path that is neither Bridle's own nor listed; a short name passes."""
+        if _short(given, table) not in table:
+            yield from self.trusted(field, given)
+
+    def trusted(self, field: str, given: str) -> Refused:
+        if ":" in given and not _is_listed(given, self.permits.trusted):
+            shown = ", ".join(self.permits.trusted) or "none"
+            yield field, f"{given!r} may not run on this machine; permits.trusted: {shown}"
+
+    def copied(self, field: str, given: object) -> Refused:
+        listed = (*self.permits.import_paths, *self.permits.trusted)
+        if not _is_listed(str(given), listed):
+            shown = ", ".join(listed) or "none"
+            yield field, f"{given!r} may not be imported; permits.import_paths: {shown}"
+
+    def function(self, field: str, given: str) -> Refused:
+        if ".py:" in given:
+            yield from self.task_path(field, given.rpartition(":")[0])
         else:
-            yield from self._import(field, name)
+            yield from self.copied(field, given)
 
-    def _path(self, field: str, given: str, task: Task) -> Iterator[tuple[str, str]]:
-        path = Path(task.task_dir or ".", given).resolve()
-        if not any(path.is_relative_to(folder.resolve()) for folder in self.host_paths):
+    def modules(self, field: str, given: object) -> Refused:
+        for place, name in enumerate(given if isinstance(given, list | tuple) else [given]):
+            yield from self.copied(f"{field}[{place}]", name)
+
+    def task_path(self, field: str, given: object) -> Refused:
+        """A path that may be relative to the task's folder."""
+        path = Path(self.task.task_dir or ".", str(given)).resolve()
+        if not any(path.is_relative_to(folder.resolve()) for folder in self.permits.host_paths):
             yield field, f"{given!r} {NOT_LISTED}"
 
-    def _evaluator(
-        self, field: str, strategy: str, config: Mapping[str, object], task: Task
-    ) -> Iterator[tuple[str, str]]:
-        yield from self._import(f"{field}.strategy", strategy)
-        if strategy == "harbor":
-            tests = str(config.get("tests", "tests"))
-            yield from self._path(f"{field}.config.tests", tests, task)
-        if strategy == "function":
-            yield from self._import(f"{field}.config.function", str(config.get("function", "")))
-        if strategy == "swebench" and config.get("python") is not None:
-            yield from self._path(f"{field}.config.python", str(config["python"]), task)
-        parts = config.get("parts")
-        if strategy == "composite" and isinstance(parts, list | tuple):
-            for place, part in enumerate(parts):
-                if isinstance(part, dict):
-                    inner: JSON = part.get("config") or {}
-                    name = f"{field}.config.parts[{place}]"
-                    yield from self._evaluator(name, str(part.get("strategy")), inner, task)
+    def host_path(self, field: str, given: object) -> Refused:
+        """A path that a program of the machine gets as it is."""
+        path = str(given)
+        if not path.startswith("/") or {":", ","} & set(path):
+            yield field, f"{path!r} must be an absolute path, without ':' and ','"
+        else:
+            yield from self.task_path(field, path)
+
+    def host_paths(self, field: str, given: object) -> Refused:
+        for path in given if isinstance(given, list | tuple) else [given]:
+            yield from self.host_path(field, path)
+
+
+RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
+    "runtime.backend": _Judge.backend,
+    "runtime.image": _Judge.image,
+    "runtime.prepare[].source": _Judge.task_path,
+    "runtime.eval_prepare[].source": _Judge.task_path,
+    "runtime.kwargs": _Judge.kwargs,
+    "agent.import_path": _Judge.harness,
+    "agent.function": _Judge.function,
+    "agent.settings": _Judge.settings,
+    "agent.skills_path": _Judge.task_path,
+    "builder.strategy": _Judge.builder,
+    "evaluator.strategy": _Judge.strategy,
+    "evaluator.config": _Judge.config,
+    "evaluator.env": _Judge.scorer_env,
+    "task_dir": _Judge.task_path,
+}
+"""Fields that name something of the server's machine."""
+
+
+def _fields(model: BaseModel, pattern: str, field: str) -> Iterator[tuple[str, str, Any]]:
+    """Every field that holds a value and no further model: its pattern, its name and its value."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _fields(value, f"{pattern}{name}.", f"{field}{name}.")
+        elif isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value):
+            for place, one in enumerate(value):
+                yield from _fields(one, f"{pattern}{name}[].", f"{field}{name}[{place}].")
+        elif value != ():
+            yield f"{pattern}{name}", f"{field}{name}", value
+
+
+def _short(name: str, table: Mapping[str, str]) -> str:
+    """The short name of what comes with Bridle, also where it is given as a path."""
+    return next((short for short, path in table.items() if path == name), name)
+
+
+def _part(part: JSON) -> tuple[str, JSON]:
+    config = part.get("config")
+    return str(part.get("strategy")), config if isinstance(config, dict) else {}
+
+
+def _is_listed(name: str, listed: tuple[str, ...]) -> bool:
+    """Whether a dotted path, or the module that it lies in, is listed or inside what is."""
+    module = name.partition(":")[0]
+    return any(path in (name, module) or module.startswith(f"{path}.") for path in listed)
 
 
 def _fits(given: object, listed: object) -> bool:

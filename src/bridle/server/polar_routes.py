@@ -60,10 +60,16 @@ def routes(served: Served) -> list[Route]:
     ]
 
 
-def check(asked: Asked, submission: Submission) -> None:
-    """Refuse with 422 what is not permitted, or names what is not there."""
+def check(asked: Asked, submission: Submission) -> Submission:
+    """The submission as it is to run. 422 for what is not permitted, or names what is not there.
+
+    By default `local`, which contains nothing, is for admins alone.
+    """
+    permits = asked.served.permits
+    if not asked.caller.may(Role.ADMIN):
+        permits = permits.model_copy(update={"local": False})
     task, _ = submission.split()
-    for param, message in asked.served.permits.refused(task):
+    for param, message in permits.refused(task):
         raise Refusal(422, "not_permitted", f"{param}: {message}", param=param)
     if submission.callback_url is not None:
         try:
@@ -75,6 +81,7 @@ def check(asked: Asked, submission: Submission) -> None:
         asked.service.check(task)
     except ConfigError as error:
         raise Refusal(422, "invalid", str(error), param=_param(str(error))) from None
+    return permits.crossed(submission)
 
 
 def _param(message: str) -> str | None:
@@ -115,7 +122,7 @@ async def submit_task(asked: Asked) -> Response:
         submission = wanted.submission()
     except ValidationError as error:
         raise invalid(error) from None
-    check(asked, submission)
+    submission = check(asked, submission)
     await asked.service.submit([submission], owner=asked.caller.name, tenant=is_tenant(asked))
     return reply({"task_id": submission.task_id, "status": "running"})
 

@@ -112,15 +112,14 @@ async def submit_batch(asked: Asked) -> Response:
     if len(set(ids)) < len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)
         raise Refusal(422, "invalid", f"task_id {twice!r} is there twice", param="tasks")
+    checked = []
     for place, one in enumerate(batch.tasks):
         try:
-            check(asked, one)
+            checked.append(check(asked, one))
         except Refusal as refusal:
             refusal.body["error"] |= {"task_id": one.task_id, "index": place}
             raise
-    fresh = await asked.service.submit(
-        batch.tasks, owner=asked.caller.name, tenant=is_tenant(asked)
-    )
+    fresh = await asked.service.submit(checked, owner=asked.caller.name, tenant=is_tenant(asked))
     told = [{"task_id": name, "new": new} for name, new in zip(ids, fresh, strict=True)]
     return reply({"tasks": told})
 

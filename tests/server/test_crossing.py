@@ -1,0 +1,102 @@
+"""Attacks of a submitter who has a token and one permitted import path."""
+
+import pytest
+from tests.cli.test_serve import tasks, whole_config
+from tests.server.house import KNOWN, TOKEN, an_app, body
+
+from bridle.cli.serve import server_of
+from bridle.client import AsyncClient
+from bridle.server.auth import Role, Token
+from bridle.server.permits import Permits
+
+TENANT = Token(name="tenant", token="the-token-of-a-tenant", roles=(Role.SUBMIT, Role.READ))
+SCORING = "tests.evaluators.scoring"
+POLAR = {"task_id": "t", "instruction": "x", "agent": {"harness": "codex"}}
+
+
+@pytest.mark.parametrize(
+    ("param", "change"),
+    [
+        (
+            "agent.settings.modules[0]",
+            {
+                "agent": {
+                    "harness": "function",
+                    "function": f"{SCORING}:of_file",
+                    "settings": {"modules": ["runs"]},
+                }
+            },
+        ),
+        (
+            "agent.settings.solution",
+            {"agent": {"harness": "oracle", "settings": {"solution": "/var/lib/bridle"}}},
+        ),
+        (
+            "evaluator.env.PYTHONPATH",
+            {
+                "evaluator": {
+                    "strategy": "function",
+                    "config": {"function": f"{SCORING}:of_everything"},
+                    "env": {"PYTHONPATH": "."},
+                }
+            },
+        ),
+    ],
+)
+async def test_what_would_reach_the_server_s_machine_is_refused_by_name(tmp_path, param, change):
+    """The data folder as a `module` or a `solution`; a variable for a function on the host."""
+    permits = Permits(local=True, import_paths=(SCORING,), trusted=(f"{SCORING}:of_everything",))
+    async with an_app(tmp_path, permits=permits) as http:
+        for path, sent in (
+            ("/v1/tasks", {"tasks": [body() | change]}),
+            ("/rollout/task/submit", {**POLAR, **change}),
+        ):
+            told = await http.post(path, json=sent)
+            error = told.json()["error"]
+            assert (told.status_code, error["param"]) == (422, param), error
+
+
+async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
+    own = {"authorization": f"Bearer {TENANT.token}"}
+    for runtimes, status in ((None, 422), (("local",), 200)):
+        permits = Permits(local=True, runtimes=runtimes)
+        folder = tmp_path / str(status)
+        folder.mkdir()
+        async with an_app(folder, permits=permits, tokens=[TENANT, TOKEN]) as http:
+            name = f"t{status}"
+            told = await http.post("/v1/tasks", json={"tasks": [body(name)]}, headers=own)
+            assert told.status_code == status
+            told = await http.post("/v1/tasks", json={"tasks": [body(f"a-{name}")]}, headers=KNOWN)
+            assert told.status_code == 200
+
+
+@pytest.mark.sandbox
+@pytest.mark.timeout(120)
+async def test_files_of_a_session_are_no_code_of_the_server(tmp_path):
+    """`PYTHONPATH=.` beside the files that a scoring function asked for ran them on the host."""
+    marker = tmp_path / "marker"
+    planted = f"""
+mkdir -p tests/evaluators
+touch tests/__init__.py tests/evaluators/__init__.py
+cat > tests/evaluators/scoring.py <<'END'
+def of_file(session):
+    open({str(marker)!r}, "w").close()
+    return 1.0
+END
+"""
+    task = {
+        **tasks(1, samples=1)[0],
+        "runtime": {"backend": "local", "prepare": [{"type": "exec", "command": planted}]},
+        "evaluator": {
+            "strategy": "function",
+            "config": {"function": f"{SCORING}:of_file", "files": ["tests"], "sandbox": False},
+            "env": {"PYTHONPATH": "."},
+        },
+    }
+    config = whole_config(tmp_path, permits={"import_paths": (SCORING,)})
+    async with server_of(config) as opened, AsyncClient(opened.url) as client:
+        assert await client.submit(task)
+        await client.wait("task-0", timeout_s=90)
+        session = await client.session("task-0.0")
+    assert str(marker) in session["error"], "the function was called, inside"
+    assert not marker.exists()
