@@ -104,7 +104,8 @@ class AsyncClient:
         `$BRIDLE_SERVER_TOKEN`, else that of this user's own server at this URL.
         """
         self.url, own = split_token(url.rstrip("/"))
-        self._token = own or token or os.environ.get(TOKEN_ENV)
+        self.token = own or token or os.environ.get(TOKEN_ENV)
+        """What is sent; `None` = nothing, as long as no server of this user's is found."""
         self._patience_s = patience_s
         self._http: aiohttp.ClientSession | None = None
 
@@ -359,9 +360,9 @@ class AsyncClient:
 
     def _known(self) -> dict[str, str]:
         """The header with the token; a server of this user's may have started by now."""
-        if self._token is None and (found := found_token(self.url)) is not None:
-            self.url, self._token = found
-        return {} if self._token is None else {"authorization": f"Bearer {self._token}"}
+        if self.token is None and (found := found_token(self.url)) is not None:
+            self.url, self.token = found
+        return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -389,6 +390,11 @@ class Client:
     def url(self) -> str:
         """Of the server, without a token."""
         return self._client.url
+
+    @property
+    def token(self) -> str | None:
+        """As of `AsyncClient`."""
+        return self._client.token
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,6 +1,7 @@
 """`bridle serve --dashboard`: pages under /ui, behind the server's tokens."""
 
 import asyncio
+import urllib.error
 from typing import Any
 
 import httpx
@@ -96,17 +97,21 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert api.status_code == 401, "the cookie opens the dashboard and nothing else"
 
 
-def test_a_dashboard_of_a_server_is_served_by_itself_too(tmp_path, say):
+def test_a_dashboard_of_a_server_by_itself_asks_for_the_server_s_token(tmp_path, say):
     from tests.cli.test_dashboard import fetch, serving
 
     with a_server(tmp_path, "--dashboard") as url, serving(url) as looking:
         with Client(url) as client:
             client.submit_many(tasks(1))
             client.wait("task-0", timeout_s=60)
-        status, page = fetch(looking)
-        _, session = fetch(f"{looking}/session/task-0.0")
-        token = (tmp_path / "data" / "server.token").read_text().strip()
-        own, _ = fetch(f"{url}/ui/", Authorization=f"Bearer {token}")
+        known = (tmp_path / "data" / "server.token").read_text().strip()
+        bearer = {"Authorization": f"Bearer {known}"}
+        for closed in (looking, f"{looking}/session/task-0.0"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                fetch(closed)
+        status, page = fetch(looking, **bearer)
+        _, session = fetch(f"{looking}/session/task-0.0", **bearer)
+        own, _ = fetch(f"{url}/ui/", **bearer)
 
     assert status == own == 200
     assert "slots in use" in page

@@ -1,4 +1,5 @@
 import importlib
+import itertools
 import re
 from typing import get_args, get_origin
 
@@ -64,15 +65,6 @@ def runtime(**fields):
         ("agent.import_path", {"agent": {"import_path": "mine:Harness"}}),
         ("agent.function", {"agent": {"harness": "function", "function": "os:system"}}),
         ("agent.function", {"agent": {"harness": "function", "function": "/srv/a.py:run"}}),
-        (
-            "agent.settings.python",
-            {
-                "agent": {
-                    "harness": "function",
-                    "settings": {"python": "/bin/sh"},
-                }
-            },
-        ),
         (
             "agent.settings.modules[0]",
             {"agent": {"harness": "function", "settings": {"modules": ["runs"]}}},
@@ -173,17 +165,22 @@ def test_what_may_be_copied_into_a_sandbox_may_not_run_beside_the_server():
 def scored(*functions, sandbox=None):
     """A composite evaluator of scoring functions."""
     own = {} if sandbox is None else {"sandbox": sandbox}
-    parts = [{"strategy": "function", "config": {"function": name, **own}} for name in functions]
+    kinds = itertools.cycle(("function", EVALUATORS["function"]))
+    parts = [
+        {"strategy": kind, "config": {"function": name, **own}}
+        for kind, name in zip(kinds, functions, strict=False)
+    ]
     return {"evaluator": {"strategy": "composite", "config": {"parts": parts}}}
 
 
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_a_scoring_function_runs_in_a_sandbox_unless_it_is_trusted(asked):
     permits = Permits(import_paths=("mine",), trusted=("mine.own:score",))
-    task = Task.model_validate(BASE | scored("mine:score", "mine.own:score", sandbox=asked))
+    functions = ("mine:score", "mine:other", "mine.own:score")
+    task = Task.model_validate(BASE | scored(*functions, sandbox=asked))
     assert list(permits.refused(task)) == []
     parts = permits.crossed(task).evaluator.config["parts"]
-    assert [part["config"]["sandbox"] for part in parts] == [True, bool(asked)]
+    assert [part["config"]["sandbox"] for part in parts] == [True, True, bool(asked)]
     alone = task.evaluator.model_copy(
         update={
             "strategy": "bridle.evaluators.function:FunctionEvaluator",

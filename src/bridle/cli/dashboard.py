@@ -48,12 +48,12 @@ def dashboard(
 ) -> None:
     """Show runs, sessions, exchanges and tokens in a browser, until Ctrl-C; changes nothing.
 
-    A server is asked with the token in BRIDLE_SERVER_TOKEN, or its own where it is yours. Off
-    loopback a browser must know the token in BRIDLE_DASHBOARD_TOKEN.
+    A server is asked with the token in BRIDLE_SERVER_TOKEN, or its own where it is yours; a browser
+    must know it too. Off loopback a browser must know the token in BRIDLE_DASHBOARD_TOKEN.
     """
-    guard = guard_of(host, os.environ.get(TOKEN_ENV))
     allowed = tuple(allow_host or ())
-    with _source(target) as source:
+    with _source(target) as (source, token):
+        guard = guard_of(host, os.environ.get(TOKEN_ENV) or token)
         run_until_signal(lambda stop: _serve(source, guard, host, port, allowed, stop, json=json))
 
 
@@ -72,7 +72,8 @@ def guard_of(host: str, token: str | None) -> Guard | None:
 
 
 @contextmanager
-def _source(target: str) -> Iterator[Source]:
+def _source(target: str) -> Iterator[tuple[Source, str | None]]:
+    """What is shown, and the token with which it is read, if any."""
     from bridle.dashboard.folder import Folder
 
     if target.startswith(("http://", "https://")):
@@ -81,14 +82,14 @@ def _source(target: str) -> Iterator[Source]:
 
         with Client(target, patience_s=1.0) as client:
             client.status()
-            yield Served(client, client.url)
+            yield Served(client, client.url), client.token
         return
     path = Path(target)
     if not path.exists():
         raise ConfigError(f"there is no {target}")
     folder = Folder(path)
     try:
-        yield folder
+        yield folder, None
     finally:
         folder.close()
 

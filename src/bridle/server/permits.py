@@ -74,7 +74,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "command": "",
         "copilot": "api config args",
         "empty": "",
-        "function": "python:host_path modules:modules",
+        "function": "python modules:modules",
         "gemini_cli": "max_turns config args",
         "google_adk": "stream instructions max_turns",
         "hermes": "api toolsets config",
@@ -157,14 +157,15 @@ class Permits(Settings):
     def crossed(self, task: TaskT) -> TaskT:
         """The task as it runs: scoring functions that are not trusted get a sandbox."""
         spec = task.evaluator
-        config = self._confined(_short(spec.strategy, EVALUATORS), spec.config)
+        config = self._confined(spec.strategy, spec.config)
         return task.model_copy(update={"evaluator": spec.model_copy(update={"config": config})})
 
     def _confined(self, strategy: str, config: JSON) -> JSON:
-        if strategy == "function":
+        name = _short(strategy, EVALUATORS)
+        if name == "function":
             own = _is_listed(str(config.get("function", "")), self.trusted)
             return config | {"sandbox": not own or bool(config.get("sandbox"))}
-        if strategy == "composite" and isinstance(config.get("parts"), list | tuple):
+        if name == "composite" and isinstance(config.get("parts"), list | tuple):
             parts = [
                 part | {"config": self._confined(*_part(part))} if isinstance(part, dict) else part
                 for part in config["parts"]
