@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from tests.capture.made import MadeSession
 from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, write
 
 from bridle.dashboard import app as pages
@@ -207,6 +208,19 @@ def test_a_tree_shows_kinds_branches_and_what_does_not_train(tmp_path):
     assert 'class="root d0"' in page
     assert 'class="d1"' in page
     assert "still runs, or its process was killed" in page
+
+
+def test_rejected_replies_are_marked_on_the_session_and_shared_out_for_the_run(tmp_path):
+    made = MadeSession("votes")
+    first = made.call(None, output=6, extra={"question": "q"})
+    made.call(None, new=first.suffix_ids, output=6, extra={"question": "q"})
+    made.end()
+    asyncio.run(write(tmp_path, made))
+    with client(tmp_path) as browser:
+        session, overview = browser.get("/session/votes").text, browser.get("/").text
+
+    assert session.count('<span class="why">rejected</span>') == 2  # the call and its trace
+    assert re.search(r"rejected replies <b>50\.0 %</b>.*COMPLETED sessions", overview)
 
 
 def test_mounted_under_a_path_all_links_stay_under_it(run):

@@ -99,6 +99,43 @@ async def test_what_a_provider_s_tool_did_is_shown_to_the_model(path, body, show
         assert "unknown" not in caller.exchanges[0].extra
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "audio": {"id": "a1"}}, user("on")]},
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 50,
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "compaction", "content": None, "encrypted_content": "x"}
+                        ],
+                    },
+                    user("on"),
+                ],
+            },
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "compaction", "encrypted_content": "gAAA"}, user("on")]},
+        ),
+    ],
+)
+async def test_context_that_only_another_provider_can_read_is_refused(path, body):
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        status, told = await send(caller, path, body)
+        assert status == 400
+        assert "send" in told["error"]["message"]
+        assert caller.exchanges == []
+
+
 async def test_a_file_of_the_provider_s_is_refused_by_its_block():
     async with house({"content": "a"}) as home:
         caller = await home.session()

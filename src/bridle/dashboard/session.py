@@ -41,6 +41,8 @@ class Row:
     """0 = the main line of a conversation."""
     fate: str
     """`trained`, or why its tokens do not train."""
+    rejected: bool
+    """Whether the harness read it and did not go on from it."""
     new: int
     """Ids of its prompt that no earlier exchange brought."""
     speakers: str
@@ -117,7 +119,14 @@ class Session:
     def marks(self) -> Marks:
         """What becomes of each exchange's tokens."""
         train = [Kind(kind) for kind in self.trajectory.metadata.get("train") or ()]
-        return mark(self.graph, self.capture.exchanges, self.capture.deliveries, train)
+        masks = self.capture.session.metadata.get("rejected") == "mask"
+        return mark(
+            self.graph,
+            self.capture.exchanges,
+            self.capture.deliveries,
+            train,
+            mask_rejected=masks,
+        )
 
     @cached_property
     def transcript(self) -> Transcript:
@@ -156,6 +165,7 @@ class Session:
             exchange=exchange,
             depth=depth,
             fate=reason.key,
+            rejected=exchange.exchange_id in self.marks.rejected,
             new=node.prompt_length - node.kept,
             speakers=speakers(exchange, self.transcript),
             said=excerpt(exchange, self.transcript, EXCERPT),

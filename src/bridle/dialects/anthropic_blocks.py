@@ -92,7 +92,7 @@ def _part(block: JSON, path: str) -> Iterator[Part]:
             yield TextPart("\n".join(filter(None, found)) + "\n")
             yield from _parts(block.get("content"), member(path, "content"))
         case "compaction":
-            yield from _parts(block.get("content"), member(path, "content"))
+            yield from _summary(block, path)
         case "container_upload":
             message = "container_upload: files are not kept here; send their content"
             raise RequestError(message, param=path)
@@ -100,6 +100,13 @@ def _part(block: JSON, path: str) -> Iterator[Part]:
             yield block_text(block)
         case _:
             yield block_part(block)
+
+
+def _summary(block: JSON, path: str) -> Iterator[Part]:
+    if not block.get("content") and block.get("encrypted_content"):
+        message = f"{path}: the compaction block's content is encrypted; send it as text"
+        raise RequestError(message, param=path)
+    yield from _parts(block.get("content"), member(path, "content"))
 
 
 def _from_source(block: JSON, path: str, media_type: str) -> Iterator[Part]:

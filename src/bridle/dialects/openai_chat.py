@@ -255,6 +255,9 @@ def _read_assistant(
     refusal = text_at(value, "refusal", path)
     if refusal and not content:
         content = (TextPart(refusal),)
+    if value.get("audio") is not None:
+        message = f"'{path}.audio' names audio that the provider keeps: send its text as content."
+        raise RequestError(message, param=f"{path}.audio")
     key = "reasoning_content" if value.get("reasoning_content") is not None else "reasoning"
     # `reasoning` is an object with some gateways; it is evidence only, so it may be anything.
     told = value.get(key) if isinstance(value.get(key), str) else None

@@ -158,7 +158,9 @@ def _read_reasoning(item: JSON, path: str) -> Message:
 def _read_compaction(item: JSON, path: str) -> Message:
     summary = _summary_in(text_at(item, "encrypted_content", path))
     if summary is None:
-        return Message(Role.USER, (block_part(item),))
+        message = f"'{path}' is a compaction item of another provider, whose content cannot be read"
+        hint = "send the conversation, or a summary as text."
+        raise RequestError(f"{message}: {hint}", param=path)
     return Message(Role.USER, (TextPart(_SUMMARY + summary),), issued_ids=_ids(item, path))
 
 
