@@ -59,6 +59,42 @@ CODE: Turns = [
 ]
 
 
+EDITOR = "str_replace_based_edit_tool"
+CODING: Turns = [
+    {
+        "reasoning": "A file first.",
+        "content": "I write it.",
+        "tool_calls": [call(EDITOR, command="create", path="a.py", file_text="print(717710)\n")],
+    },
+    {
+        "tool_calls": [
+            call("bash", command="python3 -V && cat a.py"),
+            call(EDITOR, command="view", path="a.py"),
+        ]
+    },
+    {"reasoning": "Hm.", "tool_calls": [call("bash", command="cat missing.py")]},
+    {
+        "content": "Not there.",
+        "tool_calls": [
+            call(EDITOR, command="str_replace", path="a.py", old_str="717710", new_str="1009650")
+        ],
+    },
+    TOTAL,
+]
+CLICKS: Turns = [
+    {"reasoning": "Look.", "tool_calls": [call("computer", action="screenshot")]},
+    *(
+        {
+            "content": f"{x}.",
+            "tool_calls": [call("computer", action="left_click", coordinate=[x, 9])],
+        }
+        for x in range(5)
+    ),
+    {"tool_calls": [call("bash", command="echo done")]},
+    TOTAL,
+]
+
+
 def fields(**texts: str) -> dict[str, str]:
     """A reply in the text protocol of DSPy."""
     parts = [f"[[ ## {name} ## ]]\n{text}\n\n" for name, text in texts.items()]
@@ -92,6 +128,8 @@ class Facts:
     """Assistant turns shown, over all calls."""
     forks: Mapping[str, int] = field(default_factory=dict)
     """Reason of a root after the first of its conversation -> how many."""
+    habits: Mapping[str, int] = field(default_factory=dict)
+    """What the program did to its history at forks -> how often."""
     excluded: Mapping[str, int] = field(default_factory=dict)
     """Sampled tokens that do not train, by reason."""
 
@@ -105,6 +143,8 @@ class Loop:
     """Name of the lock of its environment; `npm` for JavaScript."""
     arguments: tuple[str, ...] = ()
     script: Script = field(default_factory=lambda: plain(*WHOLE))
+    sees: bool = False
+    """Whether the model takes images."""
     harness: str | None = None
     """The harness of its session, where packaged kind rules are for it."""
     says: str = "717710"
@@ -120,12 +160,30 @@ class Loop:
         return " ".join([stem.replace("_", "-"), f"({language})", *self.arguments])
 
 
+CHANGED = {"history_changed": 1}
+NEW_SYSTEM = {"system_changed": 1}
 OWN_PROMPT = "Each agent has a system prompt and tools of its own."
 ONE_QUESTION = Facts(calls=4, verbatim=6, shown=6)
 BOTH = (("py", "agents"), ("mjs", "npm"))
 LOOPS: Sequence[Loop] = (
     Loop("anthropic_tool_runner.py", says="1009650", facts=ONE_QUESTION),
     Loop("anthropic_tool_runner.mjs", "npm", says="1009650", facts=ONE_QUESTION),
+    Loop(
+        "anthropic_quickstart.py",
+        arguments=("coding",),
+        script=plain(*CODING),
+        says="1009650",
+        facts=Facts(calls=5, verbatim=10, shown=10),
+    ),
+    Loop(
+        "anthropic_quickstart.py",
+        arguments=("computer",),
+        script=plain(*CLICKS),
+        sees=True,
+        says="1009650",
+        facts=Facts(calls=8, verbatim=8, shown=28, forks={"image": 7}, habits={"masked": 2}),
+        note="Prompts with images are rendered whole; it removes old screenshots, two at a time.",
+    ),
     Loop("openai_run_tools.mjs", "npm"),
     Loop("google_genai_chat.py"),
     *(
@@ -139,14 +197,16 @@ LOOPS: Sequence[Loop] = (
             {"when": {"tools_include": "population"}, "turns": list(WHOLE)},
             {"turns": [{"content": '{"specialist": "cities"}'}]},
         ],
-        facts=Facts(calls=8, conversations=2, verbatim=15, shown=19, forks={"history_changed": 1}),
+        facts=Facts(
+            calls=8, conversations=2, verbatim=15, shown=19, forks=CHANGED, habits=NEW_SYSTEM
+        ),
         note="The router asks about the whole history under another system prompt.",
     ),
     Loop(
         "langgraph_supervisor_team.py",
         script=team([{"tool_calls": [call("transfer_to_counter")]}, TOTAL], [*COUNT, TOTAL], 1),
         says="1009650",
-        facts=Facts(verbatim=7, shown=13, forks={"history_changed": 1}),
+        facts=Facts(verbatim=7, shown=13, forks=CHANGED, habits=NEW_SYSTEM),
         note=OWN_PROMPT,
     ),
     *(
@@ -164,7 +224,7 @@ LOOPS: Sequence[Loop] = (
             lock,
             arguments=(api, "handoff"),
             script=team([{"tool_calls": [call("transfer_to_counter")]}], WHOLE, 1),
-            facts=Facts(calls=7, shown=21, forks={"history_changed": 1}),
+            facts=Facts(calls=7, shown=21, forks=CHANGED, habits=NEW_SYSTEM),
             note=OWN_PROMPT,
         )
         for kind, lock in BOTH
@@ -225,7 +285,8 @@ LOOPS: Sequence[Loop] = (
             conversations=2,
             verbatim=3,
             shown=6,
-            forks={"history_changed": 1},
+            forks=CHANGED,
+            habits=NEW_SYSTEM,
             excluded={"kind": 15},
         ),
         note="Its system prompt changes after the first reply; a side call names the conversation.",
@@ -246,12 +307,14 @@ def section() -> str:
     """The section of docs/harnesses.md about these programs."""
     lines = [
         "## Agent loops\n",
-        "Programs on provider SDKs and agent frameworks, in their locked versions, that answer two",
-        "questions with two tools. `make test-agents` asserts each row on a real run. **verbatim**",
-        "counts the assistant turns that stood in a prompt as the very ids that were sampled, of",
-        "all that were shown. In every row no sampled token is lost or counted twice.\n",
-        "| program | calls | conversations | verbatim / shown | forks | excluded tokens | note |",
-        "|---|---|---|---|---|---|---|",
+        "Programs on provider SDKs and agent frameworks, in their locked versions, that answer",
+        "two questions with two tools; the loops of Anthropic's quickstarts work with its own bash,",
+        "editor and computer tools. `make test-agents` asserts each row on a real run.",
+        "**verbatim** counts the assistant turns that stood in a prompt as the very ids that were",
+        "sampled, of all that were shown; **habits** says how a program changed its history where",
+        "it forks. In every row no sampled token is lost or counted twice.\n",
+        "| program | calls | conversations | verbatim / shown | forks | habits | excluded | note |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for loop in LOOPS:
         facts = loop.facts
@@ -261,6 +324,7 @@ def section() -> str:
             facts.conversations,
             f"{facts.verbatim} / {facts.shown}",
             _counts(facts.forks),
+            _counts(facts.habits),
             _counts(facts.excluded),
             loop.note,
         ]

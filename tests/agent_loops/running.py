@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.agent_loops.loops import Facts, Loop
 from tests.gateway.house import house, scripted
+from tests.gateway.test_images import Sighted
 
 from bridle.harnesses.bundles import bundles_dir, ensure
 from bridle.harnesses.installers import NODE, PYTHON, node_recipe, python_recipe
@@ -52,6 +53,7 @@ class Run:
             forks=dict(roots),
             verbatim=self.stats["turns_verbatim"],
             shown=self.stats["turns_shown"],
+            habits=self.stats["habits"],
             excluded=self.stats["tokens_excluded"],
         )
 
@@ -63,12 +65,12 @@ class Run:
         )
 
 
-async def run_program(
-    argv: Sequence[str], home: Path, conversations: list[dict[str, Any]], harness: str | None = None
-) -> Run:
+async def run_program(argv: Sequence[str], home: Path, loop: Loop) -> Run:
     """Run `argv` to its end with the URLs and the key of a new session in its environment."""
-    async with house(engine=scripted(conversations=conversations)) as place:
-        caller = await place.session(metadata={"harness": harness})
+    turns = loop.script[0]["turns"]
+    engine = Sighted(*turns) if loop.sees else scripted(conversations=loop.script)
+    async with house(engine=engine) as place:
+        caller = await place.session(metadata={"harness": loop.harness})
         urls = caller.handle.base_urls
         environment = {
             "PATH": os.environ["PATH"],

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]
 async def test_agent_loop_leaves_the_documented_facts(loop, tmp_path):
     shutil.copytree(PROGRAMS, tmp_path / "programs")
     argv = await command(loop, tmp_path / "programs")
-    run = await run_program(argv, tmp_path, loop.script, loop.harness)
+    run = await run_program(argv, tmp_path, loop)
     assert (run.code, loop.says in run.output) == (0, True), run.output
     assert run.facts() == loop.facts, run.table()
     stats = run.stats
