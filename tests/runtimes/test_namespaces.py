@@ -2,13 +2,14 @@
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.namespaces import enter, is_privileged, listen_inside
+from bridle.runtimes.namespaces import begin, enter, is_privileged, listen_inside
 
 HOLD = "echo up; exec sleep 60"
 
@@ -46,8 +47,36 @@ def sandbox():
         process.kill()
 
 
+KEY = "bridle-probe"
+WITH_A_KEY = f"""
+import ctypes, os, platform, sys
+add, control = {{"x86_64": (248, 250), "aarch64": (217, 219)}}[platform.machine()]
+call = ctypes.CDLL(None, use_errno=True).syscall
+assert call(control, 1, None) > 0  # a session keyring
+key = call(add, b"user", b"{KEY}", b"secret", 6, -3)
+assert key > 0
+assert call(control, 5, key, 0x3F000000) == 0  # for those who possess it alone
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Runs a command whose session keyring holds a key."""
+
+
+def keys_of(*command):
+    words = [sys.executable, "-c", WITH_A_KEY, *command, "/bin/cat", "/proc/keys"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.sandbox
+def test_what_is_begun_does_not_possess_our_keys():
+    assert KEY in keys_of()
+    assert KEY not in keys_of(*begin())
+
+
 @pytest.mark.sandbox
 class TestEntering:
+    def test_a_command_does_not_possess_our_keys(self, sandbox):
+        assert KEY not in keys_of(*enter(sandbox))
+
     def run(self, sandbox, script, **options):
         command = [*enter(sandbox), "/bin/bash", "-c", script]
         return subprocess.run(command, capture_output=True, text=True, check=False, **options)

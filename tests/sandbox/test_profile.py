@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,7 @@ from bridle.runtimes.seccomp import refused
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
 
+ROOT = Path(__file__).resolve().parents[2]
 STATUS = "grep -E '^(NoNewPrivs|Seccomp|Cap(Inh|Prm|Eff|Bnd|Amb)):' /proc/self/status"
 CALLS = """
 for my $call (@ARGV) {
@@ -44,21 +48,41 @@ asyncio.run(main(*sys.argv[1:]))
 """A program that starts a sandbox for one command."""
 
 
-@pytest.fixture(params=["as we are", "without sys_admin"])
+AS_USER = """
+set -e
+mount --bind "$1" "$3/python"
+mount --bind "$2" "$3/packages"
+mount --bind src "$3/src"
+cd / && export HOME=/nonexistent PYTHONPATH="$3/packages:$3/src" PYTHONDONTWRITEBYTECODE=1
+exec setpriv --reuid 1234 --regid 1234 --clear-groups --inh-caps -all "$3/python/$4" "${@:5}"
+"""
+"""Runs Python as a user who may not see where this checkout and its interpreter lie."""
+
+
+@pytest.fixture(params=["as we are", "ordinary user"])
 def inside(request, tmp_path):
-    """Run a command in a bubblewrap sandbox, which is started with our powers or with fewer."""
+    """Run a command in a sandbox that is started by us or, where we are root, by another user."""
+    with tempfile.TemporaryDirectory(prefix="bridle-profile-") as made:
+        place = Path(made)
+        for name in ("python", "packages", "src", "scratch"):
+            (place / name).mkdir()
+        words = [sys.executable]
+        if request.param == "ordinary user" and os.geteuid() == 0:
+            place.chmod(0o755)
+            os.chown(place / "scratch", 1234, 1234)
+            program = f"bin/python3.{sys.version_info.minor}"
+            packages = sysconfig.get_path("purelib")
+            words = ["unshare", "-m", "bash", "-c", AS_USER, "bash"]
+            words += [sys.base_prefix, packages, made, program]
 
-    def run(command):
-        words = [sys.executable, "-c", ROUND, str(tmp_path / "scratch"), command]
-        (tmp_path / "scratch").mkdir(exist_ok=True)
-        if request.param == "without sys_admin" and os.geteuid() == 0:
-            words = ["setpriv", "--inh-caps", "-sys_admin", "--bounding-set", "-sys_admin", *words]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
-        assert done.returncode == 0, done.stderr
-        out, err, code = json.loads(done.stdout)
-        return out + err, code
+        def run(command):
+            whole = [*words, "-c", ROUND, str(place / "scratch"), command]
+            done = subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            out, err, code = json.loads(done.stdout)
+            return out + err, code
 
-    return run
+        yield run
 
 
 def perl(calls):
