@@ -308,7 +308,7 @@ def section() -> str:
     lines = [
         "## Agent loops\n",
         "Programs on provider SDKs and agent frameworks, in their locked versions, that answer",
-        "two questions with two tools; the loops of Anthropic's quickstarts work with its own bash,",
+        "two questions with two tools; the loops of Anthropic's quickstarts work with its bash,",
         "editor and computer tools. `make test-agents` asserts each row on a real run.",
         "**verbatim** counts the assistant turns that stood in a prompt as the very ids that were",
         "sampled, of all that were shown; **habits** says how a program changed its history where",
