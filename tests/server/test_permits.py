@@ -77,6 +77,8 @@ def runtime(**fields):
         ("runtime.kwargs.new", runtime(kwargs={"new": "/etc"})),
         ("runtime.kwargs.binds", runtime(backend="bubblewrap", kwargs={"binds": ["."]})),
         ("runtime.image", runtime(image="--volume=/:/host")),
+        ("runtime.network", runtime(backend="bubblewrap", network="open")),
+        ("runtime.network", runtime(backend="apptainer", image="docker://x", network="open")),
         ("runtime.image", runtime(backend="apptainer", image="docker-archive:/srv/x.tar")),
         ("agent.skills_path", {"agent": {"harness": "codex", "skills_path": "skills"}}),
         ("task_dir", {"task_dir": "/srv/tasks"}),
@@ -133,6 +135,12 @@ def test_what_the_operator_does_not_list_is_refused_by_its_fields_name(field, ch
 
 def test_a_plain_task_is_permitted():
     assert refused(Permits()) == {}
+
+
+def test_an_open_network_that_is_the_machine_s_own_is_the_operator_s_to_permit():
+    assert refused(Permits(), **runtime(network="open")) == {}, "a container's is its own"
+    own = runtime(backend="bubblewrap", network="open")
+    assert refused(Permits(host_network=True), **own) == {}
 
 
 def test_listed_imports_pass_and_their_neighbours_do_not():

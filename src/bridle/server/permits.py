@@ -27,6 +27,9 @@ NOT_LISTED = "is not in a folder that the operator lists (permits.host_paths)"
 PULLED: Final = ("docker://", "oras://", "library://", "shub://")
 """What an image of Apptainer's may begin with that is no path of the machine."""
 
+SHARES_NETWORK: Final = ("apptainer", "bubblewrap")
+"""Runtimes whose network `open` is the machine's, loopback included."""
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -42,7 +45,7 @@ SAMPLING: Final = _names("""
 
 INSIDE: Final = _names("""
     task_id instruction num_samples train rejected rejected_reward metadata
-    runtime.network runtime.cpus runtime.memory_mb runtime.storage_mb runtime.max_processes
+    runtime.cpus runtime.memory_mb runtime.storage_mb runtime.max_processes
     runtime.gpus runtime.resources runtime.env runtime.workdir
     runtime.prepare[].type runtime.prepare[].target runtime.prepare[].command
     runtime.prepare[].cwd runtime.prepare[].env runtime.prepare[].max_attempts
@@ -134,7 +137,8 @@ class Permits(Settings):
     the place of a value permits any. Such a host is reached with the server's own rights, so none
     is permitted that is not listed."""
     host_network: bool = False
-    """Whether `network: host` is taken; such a runtime's network is `open`."""
+    """Whether the machine's own network is given: Polar's `network: host`, which is `open`, and
+    `open` in runtimes that have no other."""
     callbacks: tuple[str, ...] = ()
     """Addresses that callbacks may go to: host names, `*.example.org`, IP networks. Private,
     loopback and link-local ones only if their network (`127.0.0.0/8`) or name is listed; an empty
@@ -199,6 +203,12 @@ class _Judge:
             yield field, f"{given!r} is no name of an image"
         if backend == "bubblewrap" or (backend == "apptainer" and not given.startswith(PULLED)):
             yield from self.host_path(field, given)
+
+    def network(self, field: str, given: str) -> Refused:
+        backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
+        if given == "open" and backend in SHARES_NETWORK and not self.permits.host_network:
+            why = f"'open' is the machine's own network in {backend!r}"
+            yield field, f"{why}; the operator can permit it (permits.host_network)"
 
     def kwargs(self, field: str, given: JSON) -> Refused:
         backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
@@ -319,6 +329,7 @@ RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
     "runtime.image": _Judge.image,
     "runtime.prepare[].source": _Judge.task_path,
     "runtime.eval_prepare[].source": _Judge.task_path,
+    "runtime.network": _Judge.network,
     "runtime.kwargs": _Judge.kwargs,
     "agent.import_path": _Judge.harness,
     "agent.function": _Judge.function,
