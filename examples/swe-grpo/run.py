@@ -47,13 +47,9 @@ def overrides(settings: dict, harness: str) -> dict:
 
 
 def read_tasks(settings: dict, harness: str) -> list[Task]:
-    """The tasks of the set, graded in a fresh runtime if the run says so."""
+    """The tasks of the set; they are graded in fresh runtimes."""
     tasks = load_tasks(Path(settings["tasks"]["path"]), overrides=overrides(settings, harness))
-    refresh = {"refresh_runtime": settings["rollouts"]["refresh_runtime"]}
-    return [
-        task.model_copy(update={"evaluator": task.evaluator.model_copy(update=refresh)})
-        for task in tasks[: settings["tasks"]["count"]]
-    ]
+    return tasks[: settings["tasks"]["count"]]
 
 
 def write_tasks(tasks: list[Task], folder: Path) -> Path:

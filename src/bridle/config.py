@@ -246,8 +246,9 @@ class EvaluatorSpec(Settings):
     strategy: str = "session_completed"
     config: JSON = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
-    refresh_runtime: bool = False
-    """Score in a fresh runtime, which is made ready while the harness runs."""
+    trusted: bool = False
+    """Score where the agent ran, with what it left there; the result says so. By default a session
+    is scored in a fresh runtime, into which only what is scored crosses as a copy."""
     after_budget: bool = False
     """Score a session too that ran out of its time or of a limit; else its reward is unknown."""
 

@@ -42,7 +42,7 @@ def test_a_row_that_brings_its_script_is_graded_by_the_package(tmp_path):
         "org/image:1",
         "/testbed",
     )
-    assert (task.evaluator.strategy, task.evaluator.refresh_runtime) == ("swebench", True)
+    assert (task.evaluator.strategy, task.evaluator.trusted) == ("swebench", False)
     instance = task.evaluator.config["instance"]
     assert instance["eval_script"] == "pytest -rA"
     assert "patch" not in instance

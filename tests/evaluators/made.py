@@ -1,12 +1,13 @@
-"""What the tests of this room share: a context over a real local runtime."""
+"""What the tests of this room share: a context over real local runtimes."""
 
 import secrets
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
 from bridle.evaluators.base import EvaluationContext
+from bridle.lifecycle.places import SessionPlaces
 from bridle.runtimes.base import ExecResult
 from bridle.runtimes.local import LocalRuntime
 from bridle.trajectory.sample import Trace, Trajectory
@@ -15,23 +16,43 @@ ENDED_WELL = ExecResult(0, None, False, b"", b"", False, 1.0)
 
 
 @asynccontextmanager
-async def evaluation(folder, *, env=None, harness=ENDED_WELL):
-    """An `EvaluationContext` in `folder`; its runtime is started and stopped."""
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    runtime = LocalRuntime(RuntimeSpec(), f"s-{secrets.token_hex(8)}", scratch)
-    await runtime.start()
-    task = Task(
-        task_id="t-1",
-        instruction="do it",
-        agent=AgentSpec(harness="command", command="true"),
-        evaluator=EvaluatorSpec(env=env or {}),
-    )
-    trajectory = Trajectory("s-1", "RUNNING", (), None, None, {})
-    try:
-        yield EvaluationContext(task, "s-1", runtime, harness, trajectory, folder / "logs", folder)
-    finally:
-        await runtime.stop()
+async def evaluation(folder, *, env=None, harness=ENDED_WELL, trusted=False, prepare=None):
+    """An `EvaluationContext` of a session that ran in `context.places.agents`.
+
+    `prepare` is a shell line that was done there, and is in each fresh runtime.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def started(resources):
+            scratch = folder / f"scratch-{secrets.token_hex(4)}"
+            scratch.mkdir()
+            runtime = LocalRuntime(RuntimeSpec(), f"s-{secrets.token_hex(8)}", scratch)
+            resources.push_async_callback(runtime.stop)
+            await runtime.start()
+            if prepare is not None:
+                assert (await runtime.exec(prepare)).ok
+            return runtime
+
+        async def nothing(_runtime):
+            pass
+
+        task = Task(
+            task_id="t-1",
+            instruction="do it",
+            agent=AgentSpec(harness="command", command="true"),
+            evaluator=EvaluatorSpec(env=env or {}),
+        )
+        places = SessionPlaces(
+            agents=await started(stack),
+            make=started,
+            prepare=nothing,
+            stop=lambda runtime: runtime.stop(),
+            folder=folder / "left",
+            resources=stack,
+            trusted=trusted,
+        )
+        trajectory = Trajectory("s-1", "RUNNING", (), None, None, {})
+        yield EvaluationContext(task, "s-1", places, harness, trajectory, folder / "logs", folder)
 
 
 def trace(*messages):

@@ -46,14 +46,14 @@ async def test_a_reward_file_gives_the_reward_and_more(tmp_path):
 
 async def test_a_harness_cannot_leave_its_own_reward(tmp_path):
     async with evaluation(tmp_path) as context:
-        await context.runtime.write("reward.txt", b"1.0")
+        await context.places.agents.write("reward.txt", b"1.0")
         with pytest.raises(EvaluatorError, match=r"left no reward\.txt"):
             await evaluator("true", reward_file="reward.txt").evaluate(context)
 
 
 async def test_the_specs_environment_and_folder_reach_the_command(tmp_path):
     async with evaluation(tmp_path, env={"WANTED": "7"}) as context:
-        await context.runtime.write("sub/answer", b"7\n")
+        await context.places.agents.write("sub/answer", b"7\n")
         found = await evaluator('test "$(cat answer)" = "$WANTED"', cwd="sub").evaluate(context)
     assert found.reward == 1.0
 

@@ -5,6 +5,7 @@ import pytest
 from tests.evaluators.made import evaluation
 
 from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.base import Unscorable
 from bridle.evaluators.function import FunctionEvaluator
 
 SCORING = "tests.evaluators.scoring:"
@@ -16,7 +17,7 @@ def evaluator(name, **config):
 
 async def test_a_function_scores_what_was_copied_out_for_it(tmp_path):
     async with evaluation(tmp_path) as context:
-        await context.runtime.write("answer.txt", b"0.25")
+        await context.places.agents.write("answer.txt", b"0.25")
         found = await evaluator("of_file", files=["answer.txt", "gone"]).evaluate(context)
     assert found.reward == 0.25
     assert (tmp_path / "logs" / "evaluator.log").read_text() == "looking at t-1\n"
@@ -47,12 +48,12 @@ def of_file(session):
     open({str(marker)!r}, "w").close()
 """
     async with evaluation(tmp_path) as context:
-        await context.runtime.write("answer.txt", b"0.25")
+        await context.places.agents.write("answer.txt", b"0.25")
         found = await evaluator("of_file", files=["answer.txt"], sandbox=True).evaluate(context)
         assert found.reward == 0.25
-        await context.runtime.write("tests/evaluators/scoring.py", evil.encode())
+        await context.places.agents.write("tests/evaluators/scoring.py", evil.encode())
         for package in ("tests", "tests/evaluators"):
-            await context.runtime.write(f"{package}/__init__.py", b"")
+            await context.places.agents.write(f"{package}/__init__.py", b"")
         spec = context.task.evaluator.model_copy(update={"env": {"PYTHONPATH": "."}})
         task = context.task.model_copy(update={"evaluator": spec})
         attacked = replace(context, task=task)
@@ -92,8 +93,8 @@ async def test_what_is_no_reward_is_refused(tmp_path, returned):
 
 async def test_what_cannot_leave_the_runtime_is_named(tmp_path):
     async with evaluation(tmp_path) as context:
-        await context.runtime.exec("ln -s /etc/hostname answer.txt")
-        with pytest.raises(EvaluatorError, match=r"answer\.txt cannot be copied out"):
+        await context.places.agents.exec("ln -s /etc/hostname answer.txt")
+        with pytest.raises(Unscorable, match=r"answer\.txt cannot be copied out"):
             await evaluator("of_file", files=["answer.txt"]).evaluate(context)
 
 

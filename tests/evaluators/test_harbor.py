@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tests.evaluators.made import evaluation
 
 from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.base import Unscorable
 from bridle.evaluators.harbor import HarborEvaluator, parse_json, parse_text
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -23,7 +24,7 @@ async def found(folder, line, *, before=(), **config):
     written(folder, line)
     async with evaluation(folder, env={"WANTED": "7"}) as context:
         for command in before:
-            assert (await context.runtime.exec(command)).ok
+            assert (await context.places.agents.exec(command)).ok
         return await HarborEvaluator.from_config(config).evaluate(context)
 
 
@@ -93,9 +94,9 @@ async def test_a_link_in_the_reward_s_place_is_removed_not_followed(tmp_path):
     assert list((tmp_path / "host").iterdir()) == []
 
 
-async def test_folders_that_cannot_be_emptied_are_the_evaluator_s_failure(tmp_path):
+async def test_folders_that_cannot_be_emptied_are_the_agent_s_failure(tmp_path):
     left = 'mkdir -p "$HOME/.harbor"; echo x > "$HOME/.harbor/logs"'
-    with pytest.raises(EvaluatorError, match="cannot empty"):
+    with pytest.raises(Unscorable, match="cannot empty"):
         await found(tmp_path, "true", before=(left,))
 
 

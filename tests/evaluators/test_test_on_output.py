@@ -1,14 +1,11 @@
-import secrets
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from tests.evaluators.made import evaluation
 
-from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.base import Unscorable
 from bridle.evaluators.test_on_output import TestOnOutput, filtered, from_junit, from_summary
-from bridle.runtimes.local import LocalRuntime
 
 BEGIN = (
     "git init -q . && git config user.name a && git config user.email a@b && echo 1 > code.txt"
@@ -22,24 +19,16 @@ fail=0
 check() { if eval "$2"; then echo "PASSED $1"; else echo "FAILED $1 - no"; fail=1; fi; }
 check t::new 'grep -q 2 code.txt'
 check t::old 'grep -q strict tests/rule.txt'
+echo '===== 2 tests in 0.01s ====='
 exit $fail"""
 
 
 @asynccontextmanager
-async def two_runtimes(folder, work):
+async def two_runtimes(folder, work, begin=BEGIN):
     """A context whose fresh runtime is untouched and whose session did `work`."""
-    scratch = folder / "session"
-    scratch.mkdir()
-    session = LocalRuntime(RuntimeSpec(), f"s-{secrets.token_hex(8)}", scratch)
-    await session.start()
-    try:
-        async with evaluation(folder) as context:
-            for runtime in (session, context.runtime):
-                assert (await runtime.exec(BEGIN)).ok
-            assert (await session.exec(work)).ok
-            yield replace(context, session_runtime=session)
-    finally:
-        await session.stop()
+    async with evaluation(folder, prepare=begin) as context:
+        assert (await context.places.agents.exec(work)).ok
+        yield context
 
 
 async def found(folder, work, **config):
@@ -104,7 +93,7 @@ async def test_a_junit_file_tells_the_results(tmp_path):
         ({"command": "kill -9 $$"}, "the tests ended by 9"),
         ({"command": "sleep 60", "timeout_s": 0.1}, "the tests did not end in time"),
         ({"command": "true", "junit": "gone.xml"}, r"the tests left no \./gone\.xml"),
-        ({"base": "no-such-commit"}, "git diff: .*no-such-commit"),
+        ({"base": "no-such-commit"}, r"git .*bad revision .no-such-commit"),
         ({"include": ["code.txt"], "base": "HEAD~0", "work": "true"}, None),
     ],
 )
@@ -117,21 +106,42 @@ async def test_what_says_nothing_about_the_session_is_no_reward(tmp_path, config
         await found(tmp_path, work, **config)
 
 
-async def test_a_patch_that_does_not_fit_is_the_evaluator_s_failure(tmp_path):
-    async with two_runtimes(tmp_path, "echo 2 > code.txt") as context:
-        tree = await context.runtime.exec("git rev-parse HEAD^{tree}")
-        await context.runtime.exec("echo 9 > code.txt")
-        config = {"command": RUN, "fail_to_pass": ["t"], "base": tree.stdout.decode().strip()}
-        with pytest.raises(EvaluatorError, match="cannot be applied in a fresh runtime"):
+async def test_a_patch_that_does_not_fit_is_the_agent_s_failure(tmp_path):
+    # The deletions below `tests` are dropped; the link in its place then does not fit.
+    work = "echo 2 > code.txt; rm -r tests; ln -s elsewhere tests"
+    with pytest.raises(Unscorable, match="cannot be applied in a fresh runtime"):
+        await found(tmp_path, work, exclude=["tests/*"])
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "git config diff.noprefix true",
+        "git config diff.mnemonicPrefix true",
+        "git config core.worktree /nowhere",
+        "git config core.bare true",
+        "rm -rf .git; git init -q .",
+        "rm -rf .git; ln -s /nowhere .git",
+        "git config diff.external false; git config core.fsmonitor 'echo >&2'",
+        "echo '* filter=x' > .gitattributes; git config filter.x.clean 'sed s/strict/lax/'",
+        "printf '#!/bin/sh\nexit 1\n' > .git/hooks/post-index-change; chmod +x .git/hooks/*",
+        "mkfifo pipe; mkdir shut; echo 1 > shut/x; chmod 000 shut/x shut",
+    ],
+)
+async def test_the_agent_s_repository_has_no_say_in_the_patch(tmp_path, left):
+    work = f"echo 2 > code.txt; echo lax > tests/rule.txt; echo x > tests/helper.txt; {left}"
+    evaluated = await found(tmp_path, work, exclude=["tests/*"])
+    assert evaluated.reward == 1.0
+    assert evaluated.metadata["dropped"] == ["tests/helper.txt", "tests/rule.txt"]
+    assert {"code.txt"} <= set(evaluated.metadata["changed"])
+
+
+async def test_a_repository_that_is_gone_is_the_agent_s_failure(tmp_path):
+    begin = f"mkdir sub; cd sub; {BEGIN}"
+    async with two_runtimes(tmp_path, "rm -rf sub; ln -s /nowhere sub", begin) as context:
+        config = {"command": RUN, "fail_to_pass": ["t::new"], "repo": "sub"}
+        with pytest.raises(Unscorable, match="the repository is not there"):
             await TestOnOutput.from_config(config).evaluate(context)
-
-
-async def test_without_a_fresh_runtime_it_refuses(tmp_path):
-    async with evaluation(tmp_path) as context:
-        with pytest.raises(EvaluatorError, match=r"needs evaluator\.refresh_runtime = true"):
-            await TestOnOutput.from_config({"command": "true", "fail_to_pass": ["t"]}).evaluate(
-                context
-            )
 
 
 def test_a_task_without_a_test_that_must_pass_is_refused():
@@ -146,10 +156,27 @@ def test_a_file_in_a_patch_is_one_part_whatever_its_lines_say():
     assert (patch.text, patch.kept, patch.dropped) == (one, ("x y",), ("t/z",))
 
 
+HEAD = "=========== short test summary info ==========="
+END = "======= 1 failed, 2 passed in 0.10s ======="
+
+
 def test_only_the_last_summary_counts():
-    head = "=========== short test summary info ==========="
-    said = f"PASSED a::z\n{head}\nPASSED a::x\n{head}\nFAILED a::x - why - not\nXFAIL a::y\nother"
+    said = f"PASSED a::z\n{HEAD}\nPASSED a::z\n{HEAD}\nFAILED a::x - why - not\nXFAIL a::y\n{END}"
     assert from_summary(said) == {"a::x": "failed", "a::y": "xfail"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"{HEAD}\nPASSED a::x\n",
+        f"PASSED a::x\n{END}",
+        f"{HEAD}\nFAILED a::x\n{END}\n{HEAD}\nPASSED a::x\n{END}",
+        f"{HEAD}\nPASSED a::x\n{END}\n{HEAD}\nFAILED a::x\n{END}",
+        f"{HEAD}\nPASSED a::x\nERROR a::x - at teardown\n{END}",
+    ],
+)
+def test_a_test_counts_only_in_a_whole_report_that_never_calls_it_failed(said):
+    assert from_summary(said).get("a::x") != "passed"
 
 
 @pytest.mark.parametrize("text", [b"no xml", b"<!DOCTYPE a [<!ENTITY b 'c'>]><a/>"])

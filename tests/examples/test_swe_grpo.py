@@ -52,7 +52,7 @@ def test_a_dry_run_writes_all_that_the_programs_read(run, arguments, tmp_path, h
     tasks = load_tasks(folder / "tasks.jsonl")
     assert [task.agent.harness for task in tasks] == [harness] * 2
     assert {task.budgets.agent_s for task in tasks} == {2400}
-    assert all(task.evaluator.refresh_runtime for task in tasks)
+    assert not any(task.evaluator.trusted for task in tasks)
     assert {task.evaluator.strategy for task in tasks} == {"swebench"}
     command = shlex.split((folder / "command.sh").read_text())
     assert any("bridle.bridges" in word for word in command)

@@ -108,7 +108,7 @@ FAULTS: dict[str, Fault] = {
         "ERROR",
         Cause.EVALUATOR,
         changes={
-            "evaluator": checked(refresh_runtime=True),
+            "evaluator": checked(),
             "eval_prepare": failing("exit 9"),
         },
     ),

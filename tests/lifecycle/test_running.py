@@ -116,23 +116,50 @@ async def test_a_full_log_disk_is_infrastructure(tmp_path):
     assert "cannot write a log" in result.error
 
 
-async def test_a_fresh_runtime_is_prepared_and_has_nothing_of_the_harness(tmp_path):
+async def test_an_evaluator_s_runtime_is_prepared_and_has_the_agent_s_work_alone(tmp_path):
     runtime = RuntimeSpec(
         prepare=(Action(type="exec", command="touch given"),),
         eval_prepare=(Action(type="exec", command="touch more"),),
     )
-    spec = checked("test -e given -a -e more -a ! -e out.txt", refresh_runtime=True)
+    spec = checked('test -e given -a -e more -a -e out.txt -a -z "$(ls -A $HOME)"')
     async with a_node(tmp_path) as node:
-        result = await node.run(task(runtime=runtime, evaluator=spec))
+        result = await node.run(task(f"{AGENT}; touch $HOME/mine", runtime=runtime, evaluator=spec))
         assert list(node.scratch.folder.glob("*/*")) == []
     assert (result.status, result.reward) == ("COMPLETED", 1.0)
+    assert result.metadata["evaluation"]["place"] == "apart"
+
+
+async def test_a_trusted_evaluation_looks_where_the_agent_ran_and_the_result_says_so(tmp_path):
+    spec = checked("test -e $HOME/mine", trusted=True)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(f"{AGENT}; touch $HOME/mine", evaluator=spec))
+    assert (result.status, result.reward) == ("COMPLETED", 1.0)
+    assert result.metadata["evaluation"]["place"] == "trusted"
+
+
+async def test_what_an_agent_left_unreadable_is_reward_0_and_not_no_reward(tmp_path):
+    left = "mkdir -p out; echo 1 > out/z; chmod 000 out/z; mkfifo pipe"
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(f"{AGENT}; {left}", evaluator=checked("grep -q no out/*")))
+    assert (result.status, result.reward) == ("COMPLETED", 0.0)
+    assert result.metadata["evaluation"]["stayed"] == [
+        "pipe: neither a regular file nor a folder nor a link"
+    ]
+
+
+async def test_more_than_a_copy_may_hold_is_reward_0(tmp_path):
+    deep = "for i in $(seq 120); do mkdir d && cd d || exit; done"
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(f"{AGENT}; {deep}", evaluator=checked("true")))
+    assert (result.status, result.reward) == ("COMPLETED", 0.0)
+    assert "deeper than 100 folders" in result.metadata["evaluation"]["unscorable"]
 
 
 async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_path):
     flag = tmp_path / "second"
     once = f"test ! -e {flag} && touch {flag}"
     runtime = RuntimeSpec(prepare=(Action(type="exec", command=once),))
-    spec = checked("true", refresh_runtime=True)
+    spec = checked("true")
     async with a_node(tmp_path) as node:
         result = await node.run(task(runtime=runtime, evaluator=spec))
     assert (result.status, result.cause) == ("ERROR", Cause.EVALUATOR)
@@ -140,7 +167,7 @@ async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_p
 
 async def test_a_fresh_runtime_that_nobody_needs_is_ended(tmp_path):
     runtime = RuntimeSpec(prepare=(Action(type="exec", command="mkdir $HOME/x && sleep 0.5"),))
-    spec = checked("true", refresh_runtime=True)
+    spec = checked("true")
     async with a_node(tmp_path) as node:
         result = await node.run(task("exit 1", runtime=runtime, evaluator=spec))
         assert nothing_lives(result.session_id)

@@ -22,6 +22,12 @@ class Folder(Contained):
     kind = "folder"
     home = "/home/agent"
 
+    async def start(self):
+        self._usable = True
+
+    async def kill(self):
+        pass
+
     async def _run(self, inside):
         self._must_be_usable()
         (self._scratch / "aside").mkdir(exist_ok=True)

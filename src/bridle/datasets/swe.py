@@ -46,7 +46,6 @@ def swe_task(row: Mapping[str, Any], where: str) -> JSON:
         "evaluator": {
             "strategy": "swebench" if by_package else "test_on_output",
             "config": config,
-            "refresh_runtime": True,
         },
         "metadata": {name: row[name] for name in ("repo", "version", "base_commit") if name in row},
     }

@@ -5,15 +5,16 @@ An evaluator's own failure is an exception (classified as `EvaluatorError`), nev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
 from bridle.config import Settings, Task, explain
+from bridle.errors import EvaluatorError
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
@@ -33,14 +34,58 @@ OpenModel: TypeAlias = Callable[[], AbstractAsyncContextManager[ModelAccess]]
 """Opens such a session; its key is dead when the block is left."""
 
 
+OURS: Final = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+"""What checkers find in their environment: Python looks for modules neither in a home nor beside
+the work. `EvaluatorSpec.env` stands over it."""
+
+
+OBEYED: Final = frozenset(
+    {"GNUmakefile", "makefile", "BSDmakefile", "sitecustomize.py", "usercustomize.py"}
+    | {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"}
+)
+"""Names that `make`, `python` and `pytest` look for by themselves, before what a checker names."""
+
+
+class Unscorable(EvaluatorError):
+    """The agent left what cannot be scored. That is its own doing: the reward is 0."""
+
+
+class Places(Protocol):
+    """Where a session can be scored."""
+
+    async def left(self) -> Path:
+        """Host folder with a copy of the work folder as the agent left it.
+
+        Its links may point anywhere: follow none. Raises `Unscorable` for more than a copy may
+        hold.
+        """
+
+    def fresh(self) -> AbstractAsyncContextManager[Runtime]:
+        """A runtime with the steps of `prepare` and `eval_prepare`, and nothing of the agent's."""
+
+    def with_work(
+        self, ours: Sequence[str] = (), only: Sequence[str] | None = None
+    ) -> AbstractAsyncContextManager[Runtime]:
+        """A fresh runtime whose work folder is the agent's; where the task says `trusted`, the
+        agent's own.
+
+        `ours` and what is not below one of `only` (paths in the work folder; `None` = all) is not
+        taken from the agent but stays as the task's own steps made it.
+        """
+
+    def whole(self) -> AbstractAsyncContextManager[Runtime]:
+        """A runtime with all files of the agent's and no process of it; where the task says
+        `trusted`, the agent's own.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationContext:
     """What an evaluator may look at."""
 
     task: Task
     session_id: str
-    runtime: Runtime
-    """The session's runtime with no process left in it, or a fresh one (`refresh_runtime`)."""
+    places: Places
     harness: ExecResult | None
     """How the harness ended; `None` = it was not started."""
     trajectory: Trajectory
@@ -48,9 +93,6 @@ class EvaluationContext:
     """Host folder for what the evaluator wants kept."""
     task_dir: Path
     """Folder of the task file, for relative paths."""
-    session_runtime: Runtime | None = None
-    """Where the harness ran, if `runtime` is a fresh one (what it left can be taken from here);
-    `None` = `runtime` itself."""
     open_model: OpenModel | None = None
     """For evaluators that ask a model; `None` = there is no gateway."""
 
@@ -68,7 +110,7 @@ class Evaluator(Protocol):
     """Scores sessions. Built from `EvaluatorSpec.config` by `EvaluatorClass.from_config`."""
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """Score one session; may run commands in `context.runtime`."""
+        """Score one session; commands run in one of `context.places`."""
 
 
 class EvaluatorClass(Protocol):

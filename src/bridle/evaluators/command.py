@@ -1,7 +1,8 @@
-"""The `command` evaluator: a command in the runtime says what the session was worth.
+"""The `command` evaluator: a command says what the session was worth.
 
-Exit code 0 is reward 1.0, any other is 0.0; or, with `reward_file`, the command writes a number or
-`{"reward": ..., ...}` there. The file is removed first, so a harness cannot leave its own. What
+It runs in a fresh runtime, in a copy of the work folder. Exit code 0 is reward 1.0, any other is
+0.0; or, with `reward_file`, the command writes a number or `{"reward": ..., ...}` there. What lay
+in the file's place stays behind, and it is read when no process is left that could change it. What
 says nothing about the session is the evaluator's failure, not a reward: exit codes 126 and 127 (the
 checker could not be run), a signal, a timeout, an unreadable reward. Checkers belong in
 `runtime.eval_prepare`, which uploads them when the harness is dead.
@@ -20,11 +21,18 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
-from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
-from bridle.runtimes.base import ExecResult
+from bridle.evaluators.base import (
+    OURS,
+    Evaluation,
+    EvaluationContext,
+    Unscorable,
+    parse_config,
+)
+from bridle.runtimes.base import ExecResult, Runtime
 from bridle.types import JSON
 
 TAIL_CHARS = 2000
+CLEAR = 'rm -rf -- "$1" && [ ! -e "$1" ] && [ ! -L "$1" ]'
 
 
 class CommandSettings(Settings):
@@ -36,6 +44,9 @@ class CommandSettings(Settings):
     """Relative to the work folder."""
     timeout_s: float | None = Field(default=None, gt=0)
     """`None` = the task's evaluate budget."""
+    files: tuple[str, ...] | None = None
+    """What of the work folder is taken from the agent; the rest is as the task's prepare steps make
+    it. `None` = all."""
     reward_file: str | None = None
     """Relative to the work folder; `None` = the exit code decides."""
     failure_codes: tuple[int, ...] = (126, 127)
@@ -44,6 +55,8 @@ class CommandSettings(Settings):
 
 class CommandEvaluator:
     """Implements `base.Evaluator`."""
+
+    prewarm = True
 
     def __init__(self, settings: CommandSettings) -> None:
         self._settings = settings
@@ -56,21 +69,29 @@ class CommandEvaluator:
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the command; its output goes to `evaluator.log`. Raises `EvaluatorError`."""
         settings = self._settings
-        if settings.reward_file is not None:
-            await context.runtime.exec(["rm", "-rf", "--", settings.reward_file])
-        result = await context.runtime.exec(
-            settings.command,
-            env=context.task.evaluator.env,
-            cwd=settings.cwd,
-            timeout_s=settings.timeout_s,
-            log=context.logs / "evaluator.log",
-        )
-        self._refuse_unusable(result)
-        said = {"exit_code": result.exit_code, "output": _tail(result)}
-        if settings.reward_file is None:
-            return Evaluation(1.0 if result.exit_code == 0 else 0.0, metadata=said)
-        reward, more = await self._read_reward(context, settings.reward_file)
+        ours = () if settings.reward_file is None else (settings.reward_file,)
+        async with context.places.with_work(ours, settings.files) as runtime:
+            if settings.reward_file is not None:
+                await self._clear(runtime, settings.reward_file)
+            result = await runtime.exec(
+                settings.command,
+                env={**OURS, **context.task.evaluator.env},
+                cwd=settings.cwd,
+                timeout_s=settings.timeout_s,
+                log=context.logs / "evaluator.log",
+            )
+            self._refuse_unusable(result)
+            said = {"exit_code": result.exit_code, "output": _tail(result)}
+            if settings.reward_file is None:
+                return Evaluation(1.0 if result.exit_code == 0 else 0.0, metadata=said)
+            reward, more = await self._read_reward(runtime, settings.reward_file)
         return Evaluation(reward, metadata={**more, **said})
+
+    async def _clear(self, runtime: Runtime, name: str) -> None:
+        """Remove what stands in the reward's place (in a trusted place, that of the agent)."""
+        cleared = await runtime.exec(["bash", "-c", CLEAR, "bash", name])
+        if not cleared.ok:
+            raise Unscorable(f"{name} cannot be removed: {_tail(cleared)}")
 
     def _refuse_unusable(self, result: ExecResult) -> None:
         if result.timed_out:
@@ -83,11 +104,12 @@ class CommandEvaluator:
             return
         raise EvaluatorError(f"evaluator command {how}: {_tail(result)}")
 
-    async def _read_reward(self, context: EvaluationContext, name: str) -> tuple[float, JSON]:
+    async def _read_reward(self, runtime: Runtime, name: str) -> tuple[float, JSON]:
+        await runtime.kill()
         with tempfile.TemporaryDirectory(prefix="bridle-reward-") as folder:
             copy = Path(folder, "reward")
             try:
-                await context.runtime.download(name, copy)
+                await runtime.download(name, copy)
                 text = await asyncio.to_thread(copy.read_text)
             except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
                 raise EvaluatorError(f"evaluator command left no {name}: {error}") from error

@@ -69,6 +69,7 @@ class CompositeEvaluator:
     def __init__(self, settings: CompositeSettings, parts: list[_Opened]) -> None:
         self._otherwise = settings.otherwise
         self._parts = parts
+        self.prewarm = any(getattr(one.evaluator, "prewarm", False) for one in parts)
 
     @classmethod
     def from_config(cls, config: JSON) -> Self:
@@ -93,7 +94,7 @@ class CompositeEvaluator:
             try:
                 found[one.name] = await one.evaluator.evaluate(context)
             except EvaluatorError as error:
-                raise EvaluatorError(f"part {one.name!r}: {error}") from error
+                raise type(error)(f"part {one.name!r}: {error}") from error
             if one.part.gate is not None and found[one.name].reward < one.part.gate:
                 metadata = {"parts": _told(found), "gate": one.name}
                 return Evaluation(self._otherwise, metadata=metadata)

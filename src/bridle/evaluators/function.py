@@ -28,10 +28,11 @@ from pydantic import Field, field_validator
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
-from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.base import Evaluation, EvaluationContext, Unscorable, parse_config
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.confined import confined
 from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.snapshot import copy_out
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ class FunctionEvaluator:
         """Call the function; what it prints goes to `evaluator.log`. Raises `EvaluatorError`."""
         settings = self._settings
         with tempfile.TemporaryDirectory(prefix="bridle-function-") as folder:
-            await _copied(context, settings.files, Path(folder))
+            if settings.files:
+                left = await context.places.left()
+                await asyncio.to_thread(_copied, left, settings.files, Path(folder))
             called = self._confined if settings.sandbox else self._called
             result = await called(context, Path(folder))
         if not result.ok:
@@ -148,15 +151,15 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-async def _copied(context: EvaluationContext, files: tuple[str, ...], folder: Path) -> None:
+def _copied(left: Path, files: tuple[str, ...], folder: Path) -> None:
+    """Copy what is there. `Unscorable` where an agent's link leads out of its work folder."""
     for name in files:
-        there = await context.runtime.exec(["test", "-e", name])
-        if not there.ok:
+        if not os.path.lexists(left / name):
             continue
         try:
-            await context.runtime.download(name, folder / name)
-        except RuntimeFailure as error:
-            raise EvaluatorError(f"{name} cannot be copied out: {error}") from error
+            copy_out(left / name, folder / name, left)
+        except (RuntimeFailure, OSError) as error:
+            raise Unscorable(f"{name} cannot be copied out: {error}") from error
 
 
 def _session(context: EvaluationContext, folder: str | None) -> JSON:

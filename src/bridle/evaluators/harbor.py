@@ -1,10 +1,10 @@
 """The `harbor` evaluator: a Harbor task's own tests say what the session was worth.
 
-The tests are put into the runtime when no process of the harness lives, into a folder that is
-emptied first, as is the one where the reward is looked for: a harness can leave neither. Then
-`test.sh` runs in the work folder; its exit code means nothing, its reward file everything
-(`harbor.verifier.verifier`, package harbor 0.25): `reward.json` (a number, or names with numbers)
-before `reward.txt` (a number). No reward, or one that is none, is the evaluator's failure.
+The tests run in a copy of all that the agent left, with a home that is empty. They are put into a
+folder that is emptied first, as is the one where the reward is looked for: a harness can leave
+neither. Then `test.sh` runs in the work folder; its exit code means nothing, its reward file
+everything (`harbor.verifier.verifier`, package harbor 0.25): `reward.json` (a number, or names with
+numbers) before `reward.txt` (a number). No reward, or one that is none, is the evaluator's failure.
 
 In a runtime that contains, the folders are Harbor's own, `/tests` and `/logs/verifier`. Elsewhere
 they lie in the session's home; the script finds them by `TESTS_DIR` and `LOGS_DIR`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import tempfile
 from pathlib import Path
 from typing import Self
@@ -23,12 +24,19 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
-from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.base import (
+    OURS,
+    Evaluation,
+    EvaluationContext,
+    Unscorable,
+    parse_config,
+)
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import Runtime
 from bridle.types import JSON
 
 EMPTY = """for at in "$@"; do
+  [ -L "$at" ] || chmod -R u+rwX -- "$at" 2>/dev/null
   rm -rf -- "$at" 2>/dev/null; mkdir -p -- "$at"
   if [ -L "$at" ] || [ ! -d "$at" ] || [ -n "$(ls -A -- "$at")" ]; then
     echo "cannot empty $at" >&2; exit 1
@@ -62,20 +70,31 @@ class HarborEvaluator:
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the tests; what they said goes to `evaluator.log`. Raises `EvaluatorError`."""
-        runtime = context.runtime
-        root = "" if runtime.contains else f"{runtime.home}/.harbor"
-        tests, logs = f"{root}/tests", f"{root}/logs"
-        verifier = f"{logs}/verifier"
         source = context.task_dir / self._settings.tests
         if not (source / "test.sh").is_file():
             raise EvaluatorError(f"{source / 'test.sh'}: no such file")
-        emptied = await runtime.exec(["bash", "-c", EMPTY, "bash", tests, verifier])
+        async with context.places.whole() as runtime:
+            return await self._tested(context, runtime, source)
+
+    async def _tested(
+        self, context: EvaluationContext, runtime: Runtime, source: Path
+    ) -> Evaluation:
+        root = "" if runtime.contains else f"{runtime.home}/.harbor"
+        tests, logs = f"{root}/tests", f"{root}/logs"
+        verifier, home = f"{logs}/verifier", f"{runtime.home}/.{secrets.token_hex(8)}"
+        emptied = await runtime.exec(["bash", "-c", EMPTY, "bash", tests, verifier, home])
         if not emptied.ok:
-            raise EvaluatorError(emptied.stderr.decode(errors="replace").strip())
+            raise Unscorable(emptied.stderr.decode(errors="replace").strip())
         await runtime.upload(source, tests)
         result = await runtime.exec(
             ["bash", "-c", 'chmod +x -- "$1"; exec "$1"', "bash", f"{tests}/test.sh"],
-            env={"TESTS_DIR": tests, "LOGS_DIR": logs, **context.task.evaluator.env},
+            env={
+                **OURS,
+                "HOME": home,
+                "TESTS_DIR": tests,
+                "LOGS_DIR": logs,
+                **context.task.evaluator.env,
+            },
             timeout_s=self._settings.timeout_s,
             log=context.logs / "evaluator.log",
         )
@@ -83,6 +102,7 @@ class HarborEvaluator:
         if result.timed_out:
             message = f"the tests did not end within {self._settings.timeout_s} s: {said}"
             raise EvaluatorError(message)
+        await runtime.kill()
         rewards = await _rewards(runtime, verifier, said)
         metadata: JSON = {"rewards": rewards, "exit_code": result.exit_code, "output": said}
         return Evaluation(self._one_of(rewards), metadata=metadata)

@@ -5,8 +5,8 @@ in a process of their own, with this Python or with the one that `config.python`
 calls a failure of the environment is the evaluator's failure; a log without results is otherwise
 what the package says it is, an instance that is not resolved.
 
-With `refresh_runtime` the agent's patch is applied in a fresh runtime; without it the script runs
-where the agent worked. A session that changed nothing is worth 0.0, as the package counts it.
+The agent's patch is applied in a fresh runtime, and the script runs there. A session that changed
+nothing is worth 0.0, as the package counts it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class SwebenchSettings(Settings):
 class SwebenchEvaluator:
     """Implements `base.Evaluator`."""
 
+    prewarm = True
+
     def __init__(self, settings: SwebenchSettings) -> None:
         self._settings = settings
 
@@ -59,25 +61,24 @@ class SwebenchEvaluator:
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the instance's script and have its log read. Raises `EvaluatorError`."""
-        settings, runtime = self._settings, context.runtime
-        worked = context.session_runtime or runtime
+        settings = self._settings
         base = str(settings.instance.get("base_commit") or "HEAD")
-        patch = await take_patch(worked, settings.repo, base)
-        if not patch.strip():
-            return Evaluation(0.0, metadata={"resolved": False, "changed": False})
-        spec = await self._package("script", {})
-        if worked is not runtime:
+        async with context.places.fresh() as runtime:
+            patch = await take_patch(context, runtime, settings.repo, base)
+            if not patch.strip():
+                return Evaluation(0.0, metadata={"resolved": False, "changed": False})
+            spec = await self._package("script", {})
             await apply_patch(runtime, settings.repo, patch)
-        script = f"{runtime.home}/.swebench.sh"
-        await runtime.write(script, str(spec["script"]).encode())
-        result = await runtime.exec(
-            f'bash "{script}" 2>&1',
-            cwd=settings.repo,
-            env=context.task.evaluator.env,
-            timeout_s=settings.timeout_s,
-            output_limit=LOG_LIMIT,
-            log=context.logs / "evaluator.log",
-        )
+            script = f"{runtime.home}/.swebench.sh"
+            await runtime.write(script, str(spec["script"]).encode())
+            result = await runtime.exec(
+                f'bash "{script}" 2>&1',
+                cwd=settings.repo,
+                env=context.task.evaluator.env,
+                timeout_s=settings.timeout_s,
+                output_limit=LOG_LIMIT,
+                log=context.logs / "evaluator.log",
+            )
         if result.timed_out or result.truncated:
             how = (
                 "did not end in time" if result.timed_out else f"wrote more than {LOG_LIMIT} bytes"

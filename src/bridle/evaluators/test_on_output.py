@@ -2,15 +2,16 @@
 
 The difference between the session's work folder and its beginning is taken as a patch, filtered by
 path (so that an agent's changes to tests, or its own helpers, stay out), and applied in a fresh
-runtime, where nothing else of the session exists; `evaluator.refresh_runtime` must be on. Then the
-tests run there: those of `fail_to_pass` must pass, those of `pass_to_pass` must still pass.
+runtime, where nothing else of the session exists. Then the tests run there: those of `fail_to_pass`
+must pass, those of `pass_to_pass` must still pass.
 
-Where a session began is the commit that the fresh runtime has checked out; it is compared by its
-tree, so two runtimes whose prepare steps made the same files agree. `eval_prepare` steps (hidden
-tests) are done in the fresh runtime before the patch is applied.
+The difference is made in the fresh runtime, by its repository's git and settings, on a copy of the
+agent's files without any `.git`. A session began with the commit that the fresh runtime has checked
+out. `eval_prepare` steps (hidden tests) are done in it first.
 
-Results are read from a JUnit file, or from the summary that `pytest -rA` prints last. A run that
-ends with an error and names no failed test is the evaluator's failure.
+Results are read from a JUnit file, or from the summary that `pytest -rA` prints last. A test counts
+if the runner reports it as passed, never as anything else, and ends its report. A run that ends
+with an error and names no failed test is the evaluator's failure.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 from xml.etree import ElementTree as ET
 
@@ -29,15 +30,28 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
-from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.base import (
+    OBEYED,
+    Evaluation,
+    EvaluationContext,
+    Unscorable,
+    parse_config,
+)
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import ExecResult, Runtime
+from bridle.runtimes.snapshot import replace_tree
 from bridle.types import JSON
 
 GIT = ("git", "-c", "safe.directory=*", "-c", "core.quotePath=false", "-c", "core.fsmonitor=")
-DIFF = ("--cached", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
+DIFF = (
+    *("--cached", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"),
+    *("--src-prefix=a/", "--dst-prefix=b/"),
+)
 PATCH_LIMIT = 32 << 20
 """Bytes; a larger patch is no work of an agent's."""
+HEADING = re.compile(r"(?m)^=+ short test summary info =+$")
+ENDED = re.compile(r"(?m)^=* ?\d+ .*\bin \d+\.\d+s\b.*$")
+"""The last line of pytest's report."""
 SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*?)(?: - .*)?$")
 
 
@@ -78,6 +92,7 @@ class TestOnOutput:
     """Implements `base.Evaluator`."""
 
     __test__ = False
+    prewarm = True
 
     def __init__(self, settings: TestOnOutputSettings) -> None:
         self._settings = settings
@@ -92,25 +107,25 @@ class TestOnOutput:
 
         Raises `EvaluatorError`.
         """
-        settings, fresh = self._settings, context.runtime
-        if context.session_runtime is None:
-            raise EvaluatorError("test_on_output needs evaluator.refresh_runtime = true")
-        base = settings.base or await _git(fresh, settings.repo, "rev-parse", "HEAD^{tree}")
-        taken = await take_patch(context.session_runtime, settings.repo, base)
-        patch = filtered(taken, settings.include, settings.exclude)
-        if patch.text:
-            await apply_patch(fresh, settings.repo, patch.text)
-        if settings.test_patch:
-            await apply_patch(fresh, settings.repo, settings.test_patch)
-        result = await fresh.exec(
-            settings.command,
-            cwd=settings.repo,
-            env=context.task.evaluator.env,
-            timeout_s=settings.timeout_s,
-            output_limit=PATCH_LIMIT,
-            log=context.logs / "evaluator.log",
-        )
-        statuses = await self._statuses(fresh, result)
+        settings = self._settings
+        async with context.places.fresh() as fresh:
+            base = settings.base or await _git(fresh, settings.repo, "rev-parse", "HEAD^{tree}")
+            taken = await take_patch(context, fresh, settings.repo, base)
+            patch = filtered(taken, settings.include, settings.exclude)
+            if patch.text:
+                await apply_patch(fresh, settings.repo, patch.text)
+            if settings.test_patch:
+                await _apply(fresh, settings.repo, settings.test_patch)
+            result = await fresh.exec(
+                settings.command,
+                cwd=settings.repo,
+                env=context.task.evaluator.env,
+                timeout_s=settings.timeout_s,
+                output_limit=PATCH_LIMIT,
+                log=context.logs / "evaluator.log",
+            )
+            await fresh.kill()
+            statuses = await self._statuses(fresh, result)
         wanted = (*settings.fail_to_pass, *settings.pass_to_pass)
         passed = [name for name in wanted if statuses.get(name) == "passed"]
         missed = [name for name in wanted if statuses.get(name) != "passed"]
@@ -142,13 +157,36 @@ class TestOnOutput:
         return statuses
 
 
-async def take_patch(runtime: Runtime, repo: str, base: str) -> str:
-    """All that differs from the tree `base`, with new files, but for those that git ignores.
+async def take_patch(context: EvaluationContext, fresh: Runtime, repo: str, base: str) -> str:
+    """All that the agent's repository differs in from the tree `base` of the fresh one, new files
+    too, but for those that git ignores.
 
     Raises `EvaluatorError`.
     """
-    await _git(runtime, repo, "add", "--all", ":/")
-    return await _git(runtime, repo, "diff", *DIFF, base, "--", ":/", strip=False)
+    left = await context.places.left() / repo
+    aside = f"{fresh.home}/.left"
+    with tempfile.TemporaryDirectory(prefix="bridle-left-") as folder:
+        files = Path(folder, "files")
+        await asyncio.to_thread(_without_git, left, files)
+        await fresh.upload(files, aside)
+    own = (await _git(fresh, repo, "rev-parse", "--absolute-git-dir"),)
+    words = ("--git-dir", *own, "--work-tree", aside)
+    await _git(fresh, aside, *words, "add", "--all", ".")
+    patch = await _git(fresh, aside, *words, "diff", *DIFF, base, "--", strip=False)
+    await _git(fresh, repo, "reset", "--quiet")
+    await fresh.exec(["rm", "-rf", "--", aside])
+    return patch
+
+
+def _without_git(left: Path, files: Path) -> None:
+    if left.is_symlink() or not left.is_dir():
+        raise Unscorable("the repository is not there")
+    replace_tree(left, files, keep=_is_git)
+
+
+def _is_git(path: PurePosixPath, *, is_folder: bool) -> bool:
+    del is_folder
+    return path.name == ".git"
 
 
 async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> str:
@@ -162,10 +200,13 @@ async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> 
 
 
 def filtered(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> Patch:
-    """The files of a patch whose paths are included and not excluded."""
+    """The files of a patch whose paths are included and not excluded; never what test runners obey
+    unasked, such as a `conftest.py`.
+    """
     kept, dropped, texts = [], [], []
     for path, text in _files(diff):
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        wanted = wanted and path.rpartition("/")[2] not in OBEYED
         if wanted and not any(fnmatchcase(path, pattern) for pattern in exclude):
             kept.append(path)
             texts.append(text)
@@ -183,7 +224,14 @@ def _files(diff: str) -> Iterator[tuple[str, str]]:
 
 
 async def apply_patch(runtime: Runtime, repo: str, patch: str) -> None:
-    """Apply a patch to a repository. `EvaluatorError` if it does not fit."""
+    """Apply an agent's patch to a repository. `Unscorable` if it does not fit."""
+    try:
+        await _apply(runtime, repo, patch)
+    except EvaluatorError as error:
+        raise Unscorable(str(error)) from error
+
+
+async def _apply(runtime: Runtime, repo: str, patch: str) -> None:
     result = await runtime.exec(
         [*GIT, "apply", "--whitespace=nowarn", "-"],
         cwd=repo,
@@ -205,10 +253,29 @@ async def _read(runtime: Runtime, path: str) -> bytes:
 
 
 def from_summary(said: str) -> dict[str, str]:
-    """Test -> status, of the last summary that `pytest -rA` prints."""
-    *_, summary = re.split(r"(?m)^=+ short test summary info =+$", said)
-    found = (SUMMARY.match(line) for line in summary.splitlines())
-    return {match[2]: match[1].lower() for match in found if match is not None}
+    """Test -> status, of the last summary that `pytest -rA` prints, if it is a whole one.
+
+    A test that another summary calls anything but passed has that status: code under test can print
+    a summary of its own, before or after the runner's.
+    """
+    *earlier, last = re.split(HEADING, said)
+    if not earlier or not re.search(ENDED, last):
+        return {}
+    statuses = _summary(last)
+    for summary in earlier[1:]:
+        for name, status in _summary(summary).items():
+            if status != "passed" and name in statuses:
+                statuses[name] = status
+    return statuses
+
+
+def _summary(text: str) -> dict[str, str]:
+    found = (SUMMARY.match(line) for line in text.splitlines())
+    statuses: dict[str, str] = {}
+    for match in found:
+        if match is not None and statuses.get(match[2], "passed") == "passed":
+            statuses[match[2]] = match[1].lower()
+    return statuses
 
 
 def from_junit(text: bytes) -> dict[str, str]:
@@ -219,9 +286,11 @@ def from_junit(text: bytes) -> dict[str, str]:
         root = ET.fromstring(text)  # noqa: S314 - entities are refused above
     except ET.ParseError as error:
         raise EvaluatorError(f"the JUnit file cannot be read: {error}") from error
-    statuses = {}
+    statuses: dict[str, str] = {}
     for case in root.iter("testcase"):
         ends = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         kind = {"failure": "failed"}.get(ends[0], ends[0]) if ends else "passed"
-        statuses["::".join(filter(None, (case.get("classname"), case.get("name"))))] = kind
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        if statuses.get(name, "passed") == "passed":
+            statuses[name] = kind
     return statuses

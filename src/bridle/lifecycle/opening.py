@@ -92,6 +92,13 @@ def owned_runtime(session: Session, stack: AsyncExitStack, bundle: Path | None) 
     return runtime
 
 
+async def fresh_runtime(session: Session, stack: AsyncExitStack) -> Runtime:
+    """A started runtime, prepared as the agent's was and without a harness; `stack` stops it."""
+    runtime = owned_runtime(session, stack, None)
+    await start(session, runtime)
+    return runtime
+
+
 async def start(session: Session, runtime: Runtime) -> None:
     """Start a runtime and do the task's prepare steps in it."""
     await runtime.start()

@@ -10,9 +10,9 @@ from bridle.errors import BridleError, RuntimeFailure, boundary
 from bridle.harnesses.base import needs_model
 from bridle.lifecycle.ending import Ending, failed, judge, out_of_time, without_a_model
 from bridle.lifecycle.limits import limit_outstayed
-from bridle.lifecycle.opening import Opened, owned_runtime, start
+from bridle.lifecycle.opening import Opened, fresh_runtime
 from bridle.lifecycle.preparing import Prewarmed
-from bridle.runtimes.base import ExecResult, Runtime
+from bridle.runtimes.base import ExecResult
 from bridle.types import Cause
 
 if TYPE_CHECKING:
@@ -78,15 +78,10 @@ async def _exec(session: Session, opened: Opened) -> ExecResult | BridleError:
 
 
 def prewarm(session: Session, group: asyncio.TaskGroup, stack: AsyncExitStack) -> Prewarmed | None:
-    """A fresh runtime to score in, made ready while the harness runs; `None` = not asked for."""
-    if not session.task.evaluator.refresh_runtime:
+    """A fresh runtime to score in, made ready while the harness runs; `None` = not needed."""
+    wanted = getattr(session.plan.evaluator, "prewarm", False)
+    if session.task.evaluator.trusted or not wanted:
         return None
-
-    async def make(its_own: AsyncExitStack) -> Runtime:
-        runtime = owned_runtime(session, its_own, None)
-        await start(session, runtime)
-        return runtime
-
-    fresh = Prewarmed(group, make)
+    fresh = Prewarmed(group, lambda its_own: fresh_runtime(session, its_own))
     stack.push_async_callback(fresh.aclose)
     return fresh

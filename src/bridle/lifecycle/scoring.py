@@ -10,16 +10,18 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bridle.aio import run_shielded
 from bridle.capture.records import Outcome
 from bridle.config import FieldPolicy, SamplingPolicy
 from bridle.errors import BridleError, EvaluatorError, StoreError, boundary
-from bridle.evaluators.base import Evaluation, EvaluationContext, ModelAccess
+from bridle.evaluators.base import Evaluation, EvaluationContext, ModelAccess, Unscorable
 from bridle.lifecycle.ending import Ending, failed
-from bridle.lifecycle.opening import Opened
+from bridle.lifecycle.opening import Opened, fresh_runtime
+from bridle.lifecycle.places import SessionPlaces
 from bridle.lifecycle.preparing import Prewarmed, prepare
 from bridle.lifecycle.results import trajectory_of
 from bridle.trajectory.sample import Trajectory
@@ -66,26 +68,45 @@ async def evaluate(
 async def _evaluate(
     session: Session, opened: Opened, fresh: Prewarmed | None, trajectory: Trajectory
 ) -> Evaluation:
-    runtime = opened.runtime if fresh is None else await fresh.get()
-    actions, log = session.task.runtime.eval_prepare, session.log("eval_prepare")
-    await prepare(runtime, actions, stage="eval_prepare", base=session.base, log=log)
-    evaluation = await session.plan.evaluator.evaluate(
-        EvaluationContext(
+    async with AsyncExitStack() as resources:
+        places = _places(session, opened, fresh, resources)
+        context = EvaluationContext(
             task=session.task,
             session_id=session.session_id,
-            runtime=runtime,
+            places=places,
             harness=session.harness_result,
             trajectory=trajectory,
             logs=session.folder,
             task_dir=session.base,
-            session_runtime=None if fresh is None else opened.runtime,
             open_model=lambda: _model_of(session),
         )
-    )
+        try:
+            evaluation = await session.plan.evaluator.evaluate(context)
+        except Unscorable as error:
+            evaluation = Evaluation(0.0, metadata={"unscorable": str(error)})
     rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))
     if not all(math.isfinite(reward) for reward in rewards):
         raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
-    return evaluation
+    return replace(evaluation, metadata={**evaluation.metadata, **places.facts()})
+
+
+def _places(
+    session: Session, opened: Opened, fresh: Prewarmed | None, resources: AsyncExitStack
+) -> SessionPlaces:
+    actions, log = session.task.runtime.eval_prepare, session.log("eval_prepare")
+    return SessionPlaces(
+        agents=opened.runtime,
+        make=lambda stack: fresh_runtime(session, stack),
+        prepare=lambda runtime: prepare(
+            runtime, actions, stage="eval_prepare", base=session.base, log=log
+        ),
+        stop=session.stop,
+        folder=session.node.scratch.session(session.session_id),
+        resources=resources,
+        targets=[action.target for action in actions if action.target],
+        trusted=session.task.evaluator.trusted,
+        prewarmed=None if fresh is None else fresh.get,
+    )
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Self
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
@@ -44,6 +44,7 @@ from bridle.runtimes.place import (
 )
 from bridle.runtimes.proc import KILL_S, POLL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.snapshot import Keep
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
 PROGRAMS = ("apptainer", "singularity")
@@ -194,6 +195,24 @@ class ApptainerRuntime(Contained):
             await run_shielded(asyncio.to_thread(remove_folders, folders), timeout_s=STOP_S)
 
     # ---- commands
+
+    async def copied(self, scratch: Path) -> Self:
+        """As `base.Runtime.copied`."""
+        return await self._copied_here(scratch, OWN)
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """As `base.Runtime.snapshot`."""
+        return await self._snapshot_here(self._work, folder)
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """As `base.Runtime.put_work`."""
+        return await self._put_here(self._work, folder, keep)
+
+    @property
+    def _work(self) -> Path:
+        """The work folder, as this machine has it."""
+        top = self.workdir if PurePosixPath(self._spec.workdir or "").is_absolute() else "/work"
+        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(top)
 
     async def _run(self, inside: Command) -> ExecResult:
         up = await self._running()

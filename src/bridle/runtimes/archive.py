@@ -52,17 +52,19 @@ def contents_size(archive: Path) -> int:
         raise RuntimeFailure(message) from error
 
 
-def unpack(archive: Path, name: str, target: Path) -> None:
+def unpack(archive: Path, name: str, target: Path, *, any_link: bool = False) -> None:
     """Take the entry `name` of `archive` out as `target`; a folder is merged into an existing one.
 
-    The folder that `archive` lies in is used on the way. Raises `RuntimeFailure` when `name` is not
-    there or may not leave; `OSError` escapes.
+    With `any_link`, symbolic links come out wherever they point to: for a copy that goes into
+    another sandbox and that nobody here reads by following links. The folder that `archive` lies in
+    is used on the way. Raises `RuntimeFailure` when `name` is not there or may not leave; `OSError`
+    escapes.
     """
     aside = archive.parent / "unpacked"
     aside.mkdir()
     try:
         with tarfile.open(archive, "r:") as tar:
-            tar.extractall(aside, filter=_harmless)  # noqa: S202 - the filter leaves out what leads elsewhere
+            tar.extractall(aside, filter=_any_link if any_link else _harmless)  # noqa: S202 - the filters leave out what leads elsewhere
     except tarfile.TarError as error:
         message = f"what came out is no whole archive: {error}"
         raise RuntimeFailure(message) from error
@@ -90,3 +92,7 @@ def _harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
         return tarfile.data_filter(entry, folder)
     except tarfile.FilterError:
         return None
+
+
+def _any_link(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    return entry.replace(deep=False) if entry.issym() else _harmless(entry, folder)

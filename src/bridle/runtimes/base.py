@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bridle.config import RuntimeSpec
+from bridle.runtimes.snapshot import Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,28 @@ class Runtime(Protocol):
 
     async def download(self, source: str, target: Path) -> None:
         """Copy a file or folder out to the host."""
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """Copy the work folder to the host folder `folder`, which is made: all regular files,
+        folders and links, wherever these point to.
+
+        No program of the place takes part. Returns the paths that stayed behind, each with its
+        reason; raises `snapshot.TooMuch` where there is more than a copy may hold.
+        """
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """Make the work folder hold what the host folder `folder` holds, and nothing else.
+
+        Paths that `keep` names stay as they are. Returns the paths that were not taken over, each
+        with its reason.
+        """
+
+    async def copied(self, scratch: Path) -> Runtime:
+        """A started runtime like this one with a copy of all its files and none of its processes.
+
+        `scratch` is a host folder of its own; whoever asks stops it. All processes here are ended
+        first. Raises `RuntimeFailure` where that cannot be done.
+        """
 
     def inside(self, path: Path) -> str:
         """Where a mounted host path is seen inside."""

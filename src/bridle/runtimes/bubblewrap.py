@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Self
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
@@ -40,6 +40,7 @@ from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.seccomp import MACHINES, filter_program
+from bridle.runtimes.snapshot import Keep
 from bridle.runtimes.view import ENVIRONMENT, HOME, OWN, make_folders, view
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
@@ -219,6 +220,25 @@ class BubblewrapRuntime(Contained):
         if self._cgroup is not None:
             self._cgroup.remove()
         remove_folders(self._scratch / name for name in (*OWN, "etc", "aside"))
+
+    # ---- files
+
+    async def copied(self, scratch: Path) -> Self:
+        """As `base.Runtime.copied`."""
+        return await self._copied_here(scratch, OWN)
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """As `base.Runtime.snapshot`."""
+        return await self._snapshot_here(self._work, folder)
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """As `base.Runtime.put_work`."""
+        return await self._put_here(self._work, folder, keep)
+
+    @property
+    def _work(self) -> Path:
+        """The work folder, as this machine has it."""
+        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(self._top)
 
     # ---- commands
 

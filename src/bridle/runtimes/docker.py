@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Self
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
@@ -108,6 +109,8 @@ class DockerRuntime(Contained):
         self._container: str | None = None
         self._up: _Up | None = None
         self._kills = 0
+        self.made_of: str | None = None
+        """An image of its own, to be removed with it."""
 
     # ---- start and end
 
@@ -262,6 +265,8 @@ class DockerRuntime(Contained):
         container, self._container = self._container, None
         if container is not None:
             await docker(["rm", "--force", "--volumes", container])
+        if self.made_of is not None:
+            await docker(["image", "rm", "--force", self.made_of])
         await asyncio.to_thread(remove_folders, [self._scratch / "aside"])
 
     # ---- commands
@@ -345,6 +350,20 @@ class DockerRuntime(Contained):
         return True
 
     # ---- files
+
+    async def copied(self, scratch: Path) -> Self:
+        """As `base.Runtime.copied`: of an image that is made of the container and goes with it."""
+        await self.kill()
+        image = await docker(["commit", "--pause=false", self._id])
+        spec = self._spec.model_copy(update={"image": image, "workdir": self.workdir})
+        copy = type(self)(spec, self._session_id, scratch, self._mounts)
+        copy.made_of = image
+        try:
+            await copy.start()
+        except BaseException:
+            await run_shielded(copy.stop(), timeout_s=STOP_S)
+            raise
+        return copy
 
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
         made = await self._run(Command(["mkdir", "-p", "--", str(folder)], env={}, cwd="/"))

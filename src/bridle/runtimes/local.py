@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
@@ -25,6 +25,7 @@ from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.place import Place
 from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.snapshot import Keep, copy_out
 
 KILL_GRACE_S = 1.0
 STOP_S = 30.0
@@ -109,9 +110,19 @@ class LocalRuntime(Place):
         """
         self._must_be_usable()
         with boundary(RuntimeFailure, f"cannot download {source}"):
-            await asyncio.to_thread(
-                _copy_out, Path(self.workdir, source), target, self._scratch.resolve()
-            )
+            await asyncio.to_thread(copy_out, Path(self.workdir, source), target, self._scratch)
+
+    async def copied(self, scratch: Path) -> Self:
+        """As `base.Runtime.copied`."""
+        return await self._copied_here(scratch, ("work", "home", "tmp"))
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """As `base.Runtime.snapshot`."""
+        return await self._snapshot_here(Path(self.workdir), folder)
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """As `base.Runtime.put_work`."""
+        return await self._put_here(Path(self.workdir), folder, keep)
 
     def inside(self, path: Path) -> str:
         """The path itself: nothing is hidden here."""
@@ -183,32 +194,3 @@ def _write(target: Path, content: bytes, mode: int) -> None:
     aside.write_bytes(content)
     aside.chmod(mode)
     aside.replace(target)
-
-
-def _copy_out(source: Path, target: Path, allowed: Path) -> None:
-    real = source.resolve(strict=True)
-    if not real.is_relative_to(allowed):
-        message = f"{source} lies outside the session's own folder"
-        raise RuntimeFailure(message)
-    target.parent.mkdir(parents=True, exist_ok=True)
-
-    def strange(folder: str, names: list[str]) -> set[str]:
-        paths = {name: Path(folder, name) for name in names}
-        return {name for name, path in paths.items() if not _may_leave(path, allowed)}
-
-    if real.is_dir():
-        shutil.copytree(real, target, symlinks=False, dirs_exist_ok=True, ignore=strange)
-    elif _may_leave(real, allowed):
-        shutil.copyfile(real, target)
-    else:
-        message = f"{source} is not a regular file"
-        raise RuntimeFailure(message)
-
-
-def _may_leave(path: Path, allowed: Path) -> bool:
-    """A regular file or folder; a link only to a regular file of the same session."""
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        real = path.resolve()
-        return real.is_relative_to(allowed) and real.is_file()
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)

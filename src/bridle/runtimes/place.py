@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Final, Literal
+from typing import Final, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from bridle.config import RuntimeSpec
@@ -25,6 +25,7 @@ from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
+from bridle.runtimes.snapshot import Keep, put_by_archive, replace_tree
 
 PACK = """
 ulimit -f "$3" || exit
@@ -90,6 +91,36 @@ class Place(ABC):
                 error_log=error_log,
             )
         )
+
+    async def _copied_here(self, scratch: Path, folders: Sequence[str]) -> Self:
+        """`base.Runtime.copied` where all files lie in `folders` of the scratch folder."""
+        await self.kill()
+        copy = type(self)(self._spec, self._session_id, scratch, self._mounts)
+        with boundary(RuntimeFailure, f"cannot copy session {self._session_id}"):
+            for name in folders:
+                if (self._scratch / name).is_dir():
+                    await asyncio.to_thread(replace_tree, self._scratch / name, scratch / name)
+        await copy.start()
+        return copy
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Make it."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End every process inside."""
+
+    async def _snapshot_here(self, work: Path, folder: Path) -> tuple[str, ...]:
+        """`base.Runtime.snapshot` where the work folder is `work`, of this machine."""
+        with boundary(RuntimeFailure, "cannot copy the work folder"):
+            return await asyncio.to_thread(replace_tree, work, folder)
+
+    async def _put_here(self, work: Path, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """`base.Runtime.put_work` where the work folder is `work`, of this machine."""
+        self._must_be_usable()
+        with boundary(RuntimeFailure, "cannot fill the work folder"):
+            return await asyncio.to_thread(replace_tree, folder, work, keep=keep)
 
     @abstractmethod
     async def _run(self, inside: Command) -> ExecResult:
@@ -183,6 +214,20 @@ class Contained(Place):
                 raise RuntimeFailure(TOO_MUCH)
             self._download_room -= size
             await asyncio.to_thread(unpack, archive, path.name, target)
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """As `base.Runtime.snapshot`."""
+        path = PurePosixPath(self.workdir)
+        with boundary(RuntimeFailure, "cannot copy the work folder"), self._aside() as aside:
+            archive = Path(aside, "out.tar")
+            await self._get(path, archive)
+            await asyncio.to_thread(unpack, archive, path.name, folder, any_link=True)
+        return ()
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """As `base.Runtime.put_work`."""
+        with boundary(RuntimeFailure, "cannot fill the work folder"):
+            return await put_by_archive(self, folder, keep)
 
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
         """Take an archive out in a folder inside, which is made."""

@@ -28,10 +28,11 @@ from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes import remote_runner
 from bridle.runtimes.archive import pack, pack_bytes, unpack
-from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.rex import RexHost
+from bridle.runtimes.snapshot import Keep, put_by_archive
 from bridle.types import JSON
 
 SHARED = ("local", "remote")
@@ -241,6 +242,24 @@ class RemoteRuntime:
 
     async def download(self, source: str, target: Path) -> None:
         """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
+        await self._copy_out(source, target)
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        """As `base.Runtime.snapshot`; the runner of that machine reads the files."""
+        await self._copy_out(".", folder, any_link=True)
+        return ()
+
+    async def copied(self, scratch: Path) -> Runtime:
+        """Raises `RuntimeFailure`: such a host makes no copies of itself."""
+        del scratch
+        message = "runtime 'remote' cannot be copied: evaluator.trusted = true scores in it"
+        raise RuntimeFailure(message)
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        """As `base.Runtime.put_work`."""
+        return await put_by_archive(self, folder, keep)
+
+    async def _copy_out(self, source: str, target: Path, *, any_link: bool = False) -> None:
         self._must_be_usable()
         path, there = PurePosixPath(self.workdir, source), self._next("out")
         with boundary(RuntimeFailure, f"cannot download {source}"):
@@ -252,7 +271,7 @@ class RemoteRuntime:
                 for piece in range(pieces):
                     text = await self._host.read(f"{there}/tar.{piece}")
                     await asyncio.to_thread(_append, archive, base64.b64decode(text))
-                await asyncio.to_thread(unpack, archive, path.name, target)
+                await asyncio.to_thread(unpack, archive, path.name, target, any_link=any_link)
 
     # ---- addresses
 

@@ -66,6 +66,13 @@ class PolarAgent(AgentSpec):
     """Command line of harness `shell`."""
 
 
+class PolarEvaluator(EvaluatorSpec):
+    """Its `EvaluatorSpec`."""
+
+    refresh_runtime: bool = True
+    """Without effect: what is scored here is scored apart from the agent in any case."""
+
+
 class PolarTask(Terms):
     """Its `TaskRequest`; `sampling`, `limits`, `budgets` and `train` are ours."""
 
@@ -76,7 +83,7 @@ class PolarTask(Terms):
     runtime: PolarRuntime | None = None
     agent: PolarAgent
     builder: BuilderSpec = BuilderSpec(strategy="per_request")
-    evaluator: EvaluatorSpec | None = None
+    evaluator: PolarEvaluator | None = None
     metadata: JSON = Field(default_factory=dict)
     sampling: SamplingPolicy = SamplingPolicy()
     limits: Limits = Limits()
@@ -107,7 +114,8 @@ class PolarTask(Terms):
             fields["runtime"] = self._runtime(self.runtime)
         if self.evaluator is not None:
             strategy = EVALUATORS.get(self.evaluator.strategy, self.evaluator.strategy)
-            fields["evaluator"] = self.evaluator.model_copy(update={"strategy": strategy})
+            given = self.evaluator.model_dump(exclude_unset=True, exclude={"refresh_runtime"})
+            fields["evaluator"] = EvaluatorSpec.model_validate({**given, "strategy": strategy})
         return Submission.model_validate(fields)
 
     def _agent(self) -> JSON:

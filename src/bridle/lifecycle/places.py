@@ -1,0 +1,171 @@
+"""Where a session is scored: apart from its agent, or in its own place if the task trusts it.
+
+What an agent left crosses as a copy that `bridle.runtimes.snapshot` made. Files that a program
+obeys without being asked never cross; nor does anything in the place of what the checker brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from bridle.errors import RuntimeFailure
+from bridle.evaluators.base import OBEYED, Unscorable
+from bridle.runtimes.base import Runtime
+from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.snapshot import Keep, TooMuch
+from bridle.types import JSON
+
+GIT_OBEYS: Final = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})
+"""Entries of a `.git` folder that make git run programs, or look for these entries elsewhere."""
+
+NAMED: Final = 50
+"""Paths that a result names."""
+
+Make = Callable[[AsyncExitStack], Awaitable[Runtime]]
+
+
+@dataclass(slots=True)
+class SessionPlaces:
+    """Implements `evaluators.base.Places` for one session; `resources` own what it opens."""
+
+    agents: Runtime
+    """The agent's own."""
+    make: Make
+    """Starts a fresh runtime, with the task's prepare steps done."""
+    prepare: Callable[[Runtime], Awaitable[None]]
+    """Does the steps of `eval_prepare`."""
+    stop: Callable[[Runtime], Awaitable[None]]
+    folder: Path
+    """Host folder for the copy of what the agent left."""
+    resources: AsyncExitStack
+    targets: Sequence[str] = ()
+    """What `eval_prepare` brings, relative to the work folder."""
+    trusted: bool = False
+    prewarmed: Callable[[], Awaitable[Runtime]] | None = None
+    """Gives a fresh runtime that was made ahead."""
+    stayed: list[str] = field(default_factory=list)
+    """Paths of the agent's that did not cross, each with its reason."""
+    used: set[str] = field(default_factory=set)
+    """`apart` and `trusted`, as far as they were asked for."""
+    _left: Path | None = None
+
+    async def left(self) -> Path:
+        """As `evaluators.base.Places.left`."""
+        if self._left is None:
+            work = self.folder / "work"
+            self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
+            await self.agents.kill()
+            try:
+                self.stayed += await self.agents.snapshot(work)
+            except TooMuch as error:
+                raise Unscorable(f"the work folder cannot be copied: {error}") from error
+            except RuntimeFailure as error:
+                if not self.trusted:
+                    raise
+                raise Unscorable(str(error)) from error
+            self._left = work
+        return self._left
+
+    @asynccontextmanager
+    async def fresh(self) -> AsyncIterator[Runtime]:
+        """As `evaluators.base.Places.fresh`."""
+        async with self._opened() as runtime:
+            await self.prepare(runtime)
+            yield runtime
+
+    @asynccontextmanager
+    async def with_work(
+        self, ours: Sequence[str] = (), only: Sequence[str] | None = None
+    ) -> AsyncIterator[Runtime]:
+        """As `evaluators.base.Places.with_work`."""
+        if self.trusted:
+            self.used.add("trusted")
+            await self.prepare(self.agents)
+            yield self.agents
+            return
+        work = await self.left()
+        async with self._opened() as runtime:
+            self._note(await runtime.put_work(work, kept((*self.targets, *ours), only)))
+            await self.prepare(runtime)
+            yield runtime
+
+    @asynccontextmanager
+    async def whole(self) -> AsyncIterator[Runtime]:
+        """As `evaluators.base.Places.whole`."""
+        self.used.add("trusted" if self.trusted else "apart")
+        async with AsyncExitStack() as stack:
+            runtime = self.agents
+            if not self.trusted:
+                self.folder.mkdir(exist_ok=True)
+                scratch = Path(tempfile.mkdtemp(dir=self.folder))
+                self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
+                try:
+                    runtime = await self.agents.copied(scratch)
+                except TooMuch as error:
+                    raise Unscorable(f"the session cannot be copied: {error}") from error
+                stack.push_async_callback(self.stop, runtime)
+            await self.prepare(runtime)
+            yield runtime
+
+    def facts(self) -> JSON:
+        """What the result says of it: `place`, and `stayed`, the paths that did not cross."""
+        facts: JSON = (
+            {"place": "trusted" if "trusted" in self.used else "apart"} if self.used else {}
+        )
+        if self.stayed:
+            facts["stayed"] = self.stayed[:NAMED]
+        return facts
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[Runtime]:
+        self.used.add("apart")
+        async with AsyncExitStack() as stack:
+            ready, self.prewarmed = self.prewarmed, None
+            yield await (self.make(stack) if ready is None else ready())
+
+    def _note(self, stayed: Sequence[str]) -> None:
+        """Note what did not cross, but for git's own files, of which every repository has some."""
+        self.stayed += [path for path in stayed if "/.git/" not in f"/{path}"]
+
+
+def kept(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:
+    """What a fresh work folder has of its own: `ours`, what programs obey unasked, and all that is
+    not below one of `only`.
+    """
+    own, wanted = _inside(ours), _inside(only or ())
+    above = {parent for path in (*own, *wanted) for parent in path.parents if parent.parts}
+
+    def keep(path: PurePosixPath, *, is_folder: bool) -> bool:
+        if ".git" in path.parts and _git_obeys(path, is_folder=is_folder):
+            return True
+        if path.name in OBEYED or (path in above and not is_folder):
+            return True
+        if only is not None and path not in above and not _below(path, wanted):
+            return True
+        return _below(path, own)
+
+    return keep
+
+
+def _inside(paths: Sequence[str]) -> list[PurePosixPath]:
+    found = [PurePosixPath(path) for path in paths]
+    return [path for path in found if path.parts and not path.is_absolute()]
+
+
+def _below(path: PurePosixPath, tops: Sequence[PurePosixPath]) -> bool:
+    return any(path == one or one in path.parents for one in tops)
+
+
+def _git_obeys(path: PurePosixPath, *, is_folder: bool) -> bool:
+    """Whether an entry at or below `.git` decides what git does; a module's counts as its own."""
+    *_, last = (at for at, part in enumerate(path.parts) if part == ".git")
+    below = path.parts[last + 1 :]
+    if not below:
+        return not is_folder
+    return below[0] in GIT_OBEYS or (below[0] == "modules" and bool(GIT_OBEYS & set(below)))

@@ -1,0 +1,238 @@
+"""Copies of what a session left, made by this process: entry by entry, links never followed.
+
+No program of the session's place takes part, so nothing that an agent left there has a say in what
+is copied. The session must have no process: a tree that changes meanwhile is copied as found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from bridle.errors import RuntimeFailure
+
+
+class Keep(Protocol):
+    """Says what a copy leaves as its target has it."""
+
+    def __call__(self, path: PurePosixPath, *, is_folder: bool) -> bool:
+        """Whether to keep `path`, which is relative to the top."""
+
+
+OF_THE_ENTRY = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}
+    | {errno.EEXIST, errno.EISDIR}
+)
+"""Errors that come of one entry; any other is the machine's."""
+
+
+EMPTY = 'shopt -s dotglob nullglob; for at in *; do rm -rf -- "$at" || exit; done'
+"""Empties the folder that it is run in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much one copy may hold."""
+
+    entries: int = 200_000
+    depth: int = 100
+    bytes: int = 8 << 30
+    """As the disk holds them: holes are free."""
+
+
+class TooMuch(RuntimeFailure):
+    """A tree is over the bounds of a copy; the text says which."""
+
+
+def replace_tree(
+    source: Path, target: Path, *, keep: Keep | None = None, bounds: Bounds | None = None
+) -> tuple[str, ...]:
+    """Make the folder `target` hold what the folder `source` holds, and nothing else.
+
+    Paths that `keep` names stay as `target` has them and are not taken from `source`. Regular
+    files, folders and links are copied, with modes and times; their owner may read all of them, and
+    write to the folders. Returns the paths that stayed behind, each with its reason. Raises
+    `TooMuch`; `OSError` of the machine (a full disk) escapes.
+    """
+    copier = _Copier(keep or _nothing, bounds or Bounds())
+    target.mkdir(parents=True, exist_ok=True)
+    copier.clear(target, PurePosixPath())
+    copier.copy(source, target, PurePosixPath())
+    return tuple(copier.left)
+
+
+def _nothing(path: PurePosixPath, *, is_folder: bool) -> bool:
+    del path, is_folder
+    return False
+
+
+class _Ended(Protocol):
+    @property
+    def ok(self) -> bool: ...
+
+    @property
+    def stderr(self) -> bytes: ...
+
+
+class _Filled(Protocol):
+    """What `put_by_archive` needs of a runtime."""
+
+    async def exec(self, command: str) -> _Ended: ...
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]: ...
+
+    async def upload(self, source: Path, target: str) -> None: ...
+
+
+async def put_by_archive(runtime: _Filled, folder: Path, keep: Keep) -> tuple[str, ...]:
+    """Do what `Runtime.put_work` says where the work folder is no folder of this machine."""
+    with tempfile.TemporaryDirectory(prefix="bridle-work-") as aside:
+        whole = Path(aside, "work")
+        await runtime.snapshot(whole)
+        left = await asyncio.to_thread(replace_tree, folder, whole, keep=keep)
+        emptied = await runtime.exec(EMPTY)
+        if not emptied.ok:
+            raise RuntimeFailure(emptied.stderr.decode(errors="replace").strip())
+        await runtime.upload(whole, ".")
+    return left
+
+
+def copy_out(source: Path, target: Path, allowed: Path) -> None:
+    """Copy a file or folder of the folder `allowed`; links to files that lie there become files.
+
+    Entries that are neither regular files nor folders stay behind. Raises `RuntimeFailure` if
+    `source` is such an entry or lies elsewhere; `OSError` escapes.
+    """
+    allowed = allowed.resolve()
+    real = source.resolve(strict=True)
+    if not real.is_relative_to(allowed):
+        message = f"{source} lies outside the session's own folder"
+        raise RuntimeFailure(message)
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def strange(folder: str, names: list[str]) -> set[str]:
+        paths = {name: Path(folder, name) for name in names}
+        return {name for name, path in paths.items() if not _may_leave(path, allowed)}
+
+    if real.is_dir():
+        shutil.copytree(real, target, symlinks=False, dirs_exist_ok=True, ignore=strange)
+    elif _may_leave(real, allowed):
+        _copy_file(str(real), target, real.stat())
+    else:
+        message = f"{source} is not a regular file"
+        raise RuntimeFailure(message)
+
+
+def _may_leave(path: Path, allowed: Path) -> bool:
+    """A regular file or folder; a link only to a regular file of the same session."""
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        real = path.resolve()
+        return real.is_relative_to(allowed) and real.is_file()
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+class _Copier:
+    def __init__(self, keep: Keep, bounds: Bounds) -> None:
+        self.left: list[str] = []
+        self._keep = keep
+        self._bounds = bounds
+        self._entries = self._bytes = 0
+
+    def clear(self, folder: Path, at: PurePosixPath) -> None:
+        """Empty a folder of ours, except for what is kept and the folders that it lies in."""
+        for entry in list(os.scandir(folder)):
+            path, is_folder = at / entry.name, entry.is_dir(follow_symlinks=False)
+            if self._keep(path, is_folder=is_folder):
+                continue
+            if not is_folder:
+                Path(entry.path).unlink()
+                continue
+            self.clear(Path(entry.path), path)
+            with suppress(OSError):  # something in it is kept
+                Path(entry.path).rmdir()
+
+    def copy(self, source: Path, target: Path, at: PurePosixPath) -> None:
+        """Copy a folder's entries, those of folders below it too."""
+        if len(at.parts) > self._bounds.depth:
+            raise TooMuch(f"{at.parts[0]} is deeper than {self._bounds.depth} folders")
+        with os.scandir(_readable(source)) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            self._entries += 1
+            if self._entries > self._bounds.entries:
+                raise TooMuch(f"there are more than {self._bounds.entries} files")
+            path = at / entry.name
+            try:
+                self._copy_one(entry, target / entry.name, path)
+            except OSError as error:
+                if error.errno not in OF_THE_ENTRY:
+                    raise
+                self.left.append(f"{path}: {error.strerror}")
+
+    def _copy_one(self, entry: os.DirEntry[str], target: Path, path: PurePosixPath) -> None:
+        facts = entry.stat(follow_symlinks=False)
+        kind, mode = stat.S_IFMT(facts.st_mode), stat.S_IMODE(facts.st_mode) & 0o777
+        if self._keep(path, is_folder=kind == stat.S_IFDIR):
+            self.left.append(f"{path}: the checker's own is used")
+        elif kind == stat.S_IFDIR:
+            target.mkdir(exist_ok=True)
+            self.copy(Path(entry.path), target, path)
+            target.chmod(mode | 0o700)
+        elif kind == stat.S_IFLNK:
+            target.symlink_to(Path(entry.path).readlink())
+        elif kind == stat.S_IFREG:
+            self._bytes += min(facts.st_size, facts.st_blocks * 512)
+            if self._bytes > self._bounds.bytes:
+                raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
+            _copy_file(entry.path, target, facts)
+            target.chmod(mode | 0o400)
+            os.utime(target, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        else:
+            self.left.append(f"{path}: neither a regular file nor a folder nor a link")
+
+
+def _readable(folder: Path) -> Path:
+    """The folder, with its owner's right to read it."""
+    mode = folder.lstat().st_mode
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder))
+    if mode & 0o500 != 0o500:
+        folder.chmod(stat.S_IMODE(mode) | 0o500)
+    return folder
+
+
+def _copy_file(source: str, target: Path, facts: os.stat_result) -> None:
+    """Copy a file's contents; holes stay holes."""
+    if not facts.st_mode & 0o400:
+        Path(source).chmod(0o600)
+    reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(reading, "rb") as given, target.open("wb") as made:
+        if facts.st_blocks * 512 >= facts.st_size:
+            shutil.copyfileobj(given, made, 1 << 20)
+            return
+        os.ftruncate(made.fileno(), facts.st_size)
+        end = 0
+        while (start := _next_data(reading, end)) is not None:
+            end = os.lseek(reading, start, os.SEEK_HOLE)
+            os.lseek(reading, start, os.SEEK_SET)
+            os.lseek(made.fileno(), start, os.SEEK_SET)
+            while start < end:
+                start += os.sendfile(made.fileno(), reading, None, end - start)
+
+
+def _next_data(file: int, start: int) -> int | None:
+    try:
+        return os.lseek(file, start, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole is left
+            return None
+        raise

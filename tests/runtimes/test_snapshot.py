@@ -1,0 +1,94 @@
+import os
+
+import pytest
+
+from bridle.errors import RuntimeFailure
+from bridle.runtimes.snapshot import Bounds, TooMuch, copy_out, replace_tree
+
+
+@pytest.fixture
+def source(tmp_path):
+    made = tmp_path / "source"
+    (made / "a" / "b").mkdir(parents=True)
+    (made / "a" / "b" / "file").write_text("text")
+    (made / "a" / "link").symlink_to("/etc/hostname")
+    return made
+
+
+def test_a_copy_has_the_same_files_modes_times_and_links_and_nothing_else(source, tmp_path):
+    file, target = source / "a" / "b" / "file", tmp_path / "target"
+    file.chmod(0o751)
+    os.utime(file, ns=(1, 2_000_000_000))
+    (target / "old" / "deep").mkdir(parents=True)
+    assert replace_tree(source, target) == ()
+    copy = target / "a" / "b" / "file"
+    assert (copy.read_text(), copy.stat().st_mode & 0o7777) == ("text", 0o751)
+    assert copy.stat().st_mtime_ns == 2_000_000_000
+    assert (target / "a" / "link").readlink().as_posix() == "/etc/hostname"
+    assert [entry.name for entry in target.iterdir()] == ["a"]
+
+
+def test_what_is_shut_is_copied_and_what_is_no_file_stays_behind(source, tmp_path):
+    os.mkfifo(source / "a" / "pipe")
+    (source / "a" / "b" / "file").chmod(0)
+    (source / "a" / "b").chmod(0)
+    stayed = replace_tree(source, tmp_path / "target")
+    assert stayed == ("a/pipe: neither a regular file nor a folder nor a link",)
+    assert (tmp_path / "target" / "a" / "b" / "file").read_text() == "text"
+
+
+def test_what_is_kept_is_the_target_s_own(source, tmp_path):
+    target = tmp_path / "target"
+    (target / "a").mkdir(parents=True)
+    (target / "a" / "mine").write_text("mine")
+    (target / "a" / "gone").write_text("gone")
+    (source / "a" / "mine").symlink_to("/etc")
+    stayed = replace_tree(source, target, keep=lambda path, *, is_folder: path.name == "mine")
+    assert stayed == ("a/mine: the checker's own is used",)
+    assert (target / "a" / "mine").read_text() == "mine"
+    assert not (target / "a" / "gone").exists()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "why"),
+    [
+        (Bounds(entries=3), "more than 3 files"),
+        (Bounds(depth=1), "a is deeper than 1 folders"),
+        (Bounds(bytes=1), "more than 0 MiB"),
+    ],
+)
+def test_a_copy_is_bounded(source, tmp_path, bounds, why):
+    with pytest.raises(TooMuch, match=why):
+        replace_tree(source, tmp_path / "target", bounds=bounds)
+
+
+def test_holes_stay_holes(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    with (source / "sparse").open("wb") as file:
+        file.seek(1 << 30)
+        file.write(b"end")
+        file.truncate(3 << 30)
+    replace_tree(source, tmp_path / "target", bounds=Bounds(bytes=1 << 20))
+    copy = tmp_path / "target" / "sparse"
+    assert copy.stat().st_size == 3 << 30
+    assert copy.stat().st_blocks * 512 < 1 << 20
+    with copy.open("rb") as file:
+        file.seek(1 << 30)
+        assert file.read(4) == b"end\0"
+
+
+def test_a_folder_that_is_a_link_is_not_entered(source, tmp_path):
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(NotADirectoryError):
+        replace_tree(tmp_path / "link", tmp_path / "target")
+
+
+def test_only_what_lies_in_the_folder_is_copied_out(source, tmp_path):
+    (source / "near").symlink_to("a/b/file")
+    copy_out(source / "near", tmp_path / "near", source)
+    assert (tmp_path / "near").read_text() == "text"
+    with pytest.raises(RuntimeFailure, match="lies outside"):
+        copy_out(source / "a" / "link", tmp_path / "far", source)
+    copy_out(source / "a", tmp_path / "folder", source)
+    assert sorted(entry.name for entry in (tmp_path / "folder").iterdir()) == ["b"]
