@@ -80,6 +80,7 @@ async def test_a_patch_has_all_that_changed_and_leaves_the_repository_as_it_is(t
     evaluator = {
         "strategy": "command",
         "config": {"command": "rm out.txt; git status --porcelain | diff - $HOME/before"},
+        "trusted": True,
     }
     async with a_node(tmp_path) as node:
         result = await node.run(task(command, artifacts=spec, runtime=runtime, evaluator=evaluator))
