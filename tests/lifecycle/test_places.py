@@ -69,6 +69,14 @@ async def test_a_whole_copy_has_the_home_and_no_process_of_the_agent(tmp_path):
             assert first == second
 
 
+@pytest.mark.parametrize("left", ['rmdir "$PWD"', 'rmdir "$PWD"; ln -s /etc "$PWD"'])
+async def test_a_work_folder_that_the_agent_deleted_is_an_empty_one(tmp_path, left):
+    async with evaluation(tmp_path) as context:
+        assert (await context.places.agents.exec(left)).ok
+        async with context.places.with_work() as runtime:
+            assert (await runtime.exec('test -z "$(ls -A)"')).ok
+
+
 async def test_too_much_to_copy_is_the_agent_s_failure(tmp_path):
     async with evaluation(tmp_path) as context:
         deep = "for i in $(seq 120); do mkdir d && cd d || exit; done"

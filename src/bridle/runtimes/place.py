@@ -25,7 +25,7 @@ from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
-from bridle.runtimes.snapshot import Keep, put_by_archive, replace_tree
+from bridle.runtimes.snapshot import Keep, copy_tree, put_by_archive, replace_tree
 
 PACK = """
 ulimit -f "$3" || exit
@@ -98,8 +98,7 @@ class Place(ABC):
         copy = type(self)(self._spec, self._session_id, scratch, self._mounts)
         with boundary(RuntimeFailure, f"cannot copy session {self._session_id}"):
             for name in folders:
-                if (self._scratch / name).is_dir():
-                    await asyncio.to_thread(replace_tree, self._scratch / name, scratch / name)
+                await asyncio.to_thread(copy_tree, self._scratch / name, scratch / name)
         await copy.start()
         return copy
 
@@ -114,7 +113,7 @@ class Place(ABC):
     async def _snapshot_here(self, work: Path, folder: Path) -> tuple[str, ...]:
         """`base.Runtime.snapshot` where the work folder is `work`, of this machine."""
         with boundary(RuntimeFailure, "cannot copy the work folder"):
-            return await asyncio.to_thread(replace_tree, work, folder)
+            return await asyncio.to_thread(copy_tree, work, folder)
 
     async def _put_here(self, work: Path, folder: Path, keep: Keep) -> tuple[str, ...]:
         """`base.Runtime.put_work` where the work folder is `work`, of this machine."""
