@@ -371,8 +371,8 @@ class DockerRuntime(Contained):
             raise RuntimeFailure(made.stderr.decode(errors="replace").strip())
         await docker(["cp", "-", f"{self._id}:{folder}"], stdin=archive)
 
-    async def _get(self, path: PurePosixPath, archive: Path) -> None:
-        room = self._download_room + FRAME_BYTES
+    async def _get(self, path: PurePosixPath, archive: Path, most: int) -> None:
+        room = most + FRAME_BYTES
         await docker(["cp", f"{self._id}:{path}", "-"], stdout=archive, stdout_limit=room)
 
     # ---- addresses

@@ -25,7 +25,7 @@ from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
-from bridle.runtimes.snapshot import Keep, copy_tree, put_by_archive, replace_tree
+from bridle.runtimes.snapshot import Bounds, Keep, TooMuch, copy_tree, put_by_archive, replace_tree
 
 PACK = """
 ulimit -f "$3" || exit
@@ -203,7 +203,7 @@ class Contained(Place):
         with boundary(RuntimeFailure, f"cannot download {source}"), self._aside() as aside:
             archive = Path(aside, "out.tar")
             try:
-                await self._get(path, archive)
+                await self._get(path, archive, self._download_room)
             except RuntimeFailure as error:
                 if size_of(archive) >= self._download_room:
                     raise RuntimeFailure(TOO_MUCH) from error
@@ -218,8 +218,13 @@ class Contained(Place):
         """As `base.Runtime.snapshot`."""
         path = PurePosixPath(self.workdir)
         with boundary(RuntimeFailure, "cannot copy the work folder"), self._aside() as aside:
-            archive = Path(aside, "out.tar")
-            await self._get(path, archive)
+            archive, most = Path(aside, "out.tar"), Bounds().bytes
+            try:
+                await self._get(path, archive, most)
+            except RuntimeFailure as error:
+                if size_of(archive) >= most:
+                    raise TooMuch(f"there are more than {most >> 20} MiB") from error
+                raise
             await asyncio.to_thread(unpack, archive, path.name, folder, any_link=True)
         return ()
 
@@ -235,9 +240,9 @@ class Contained(Place):
         if not result.ok:
             raise RuntimeFailure(result.stderr.decode(errors="replace").strip() or "tar failed")
 
-    async def _get(self, path: PurePosixPath, archive: Path) -> None:
-        """Make an archive of a file or folder inside."""
-        room = str((self._download_room + FRAME_BYTES) >> 10)
+    async def _get(self, path: PurePosixPath, archive: Path, most: int) -> None:
+        """Make an archive of a file or folder inside, of `most` bytes and its headers."""
+        room = str((most + FRAME_BYTES) >> 10)
         argv = ["bash", "-c", PACK, "bash", str(path.parent), path.name, room]
         result = await self._run(Command(argv=argv, env={}, cwd="/", stdout=archive))
         if not result.ok and result.exit_code != CHANGED:
