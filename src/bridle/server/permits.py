@@ -91,7 +91,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "qwen_code": "api tool_search config args",
     },
     "evaluator.config": {
-        "command": "command cwd timeout_s reward_file failure_codes",
+        "command": "command cwd files timeout_s reward_file failure_codes",
         "composite": "parts:parts otherwise",
         "function": "function:copied files timeout_s sandbox",
         "harbor": "tests:task_path timeout_s weights",
