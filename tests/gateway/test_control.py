@@ -1,6 +1,8 @@
 """The control routes: sessions, what was captured, policy, metrics, health."""
 
+import gc
 import stat
+import weakref
 from typing import Any
 
 import orjson
@@ -88,6 +90,61 @@ async def test_a_session_is_opened_used_read_and_ended_over_http():
         _, facts = await home.control("GET", "/sessions/one")
         assert facts["outcome"]["status"] == "COMPLETED"
         assert len((await home.control("GET", "/sessions/one/exchanges"))[1]["exchanges"]) == 2
+
+
+async def test_a_deleted_session_leaves_no_object_and_is_still_known_by_its_id():
+    async with house({"content": "hello"}) as home:
+        caller = await home.session("one")
+        await caller.ask([user("go")])
+        gone = weakref.ref(caller._session)
+        _, before = await home.control("DELETE", "/sessions/one")
+        gc.collect()
+        assert gone() is None
+        assert len(home.gateway._registry) == 0
+        _, facts = await home.control("GET", "/sessions/one")
+        assert facts.pop("outcome")["status"] == "COMPLETED"
+        assert facts == before
+        assert (await home.control("DELETE", "/sessions/one"))[1] == before
+        assert (await home.control("POST", "/sessions", {"session_id": "one"}))[0] == 409
+        assert len((await home.control("GET", "/sessions/one/exchanges"))[1]["exchanges"]) == 1
+        status, refused = await caller.post({"model": "m", "messages": [user("on")]})
+        assert (status, "has ended" in refused["error"]["message"]) == (401, True)
+
+
+async def test_opening_a_session_looks_at_no_other():
+    async with house({"content": "hello"}) as home:
+        for _ in range(5):
+            await home.session()
+        looked = 0
+        by_id = home.gateway._registry._by_id
+
+        class Counting(dict):
+            def values(self):
+                nonlocal looked
+                looked += 1
+                return super().values()
+
+        home.gateway._registry._by_id = Counting(by_id)
+        for body in ({}, {"session_id": "named"}):
+            assert (await home.control("POST", "/sessions", body))[0] == 200
+        assert looked == 0
+        assert len((await home.control("GET", "/sessions"))[1]["sessions"]) == 7
+        assert looked == 1
+
+
+async def test_sessions_are_listed_in_pages():
+    async with house({"content": "hello"}) as home:
+        for number in range(5):
+            await home.session(f"s{number}")
+        _, first = await home.control("GET", "/sessions?limit=2")
+        await home.control("DELETE", "/sessions/s1")
+        _, second = await home.control("GET", f"/sessions?limit=2&after={first['next']}")
+        _, third = await home.control("GET", f"/sessions?limit=2&after={second['next']}")
+        pages = [[one["session_id"] for one in page["sessions"]] for page in (first, second, third)]
+        assert pages == [["s0", "s1"], ["s2", "s3"], ["s4"]]
+        assert third["next"] is None
+        status, refused = await home.control("GET", "/sessions?limit=many")
+        assert (status, refused["error"]["message"]) == (400, "limit='many': give a whole number")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ class SqliteReader:
         self._connection = formats.open_for_reading(self.path)
         # One connection, so one thread at a time; sqlite3 objects are not to be shared.
         self._lock = threading.Lock()
-        self._numbers: dict[str, int] = {}
 
     def sessions(self) -> Sequence[SessionRecord]:
         """All sessions in the order they were opened."""
@@ -87,11 +86,6 @@ class SqliteReader:
                 for name in ("page_count", "freelist_count", "page_size")
             )
             return int((pages - free) * each)
-
-    def forget(self, session_id: str) -> None:
-        """Note that a session was removed."""
-        with self._reading():
-            self._numbers.pop(session_id, None)
 
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
         """A session's exchanges in commit order; empty if there are none or it is unknown.
@@ -169,13 +163,8 @@ class SqliteReader:
 
     def _session_rows(self, query: str, session_id: str) -> list[tuple[Any, ...]]:
         """Rows of `query` for a session; none where it is unknown."""
-        number = self._numbers.get(session_id)
-        if number is None:
-            found = self._rows("SELECT n FROM sessions WHERE session_id = ?", (session_id,))
-            if not found:
-                return []
-            number = self._numbers[session_id] = found[0][0]
-        return self._rows(query, (number,))
+        found = self._rows("SELECT n FROM sessions WHERE session_id = ?", (session_id,))
+        return self._rows(query, found[0]) if found else []
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         with self._lock:

@@ -131,7 +131,6 @@ class SqliteStore:
     async def forget(self, session_id: str) -> None:
         """Remove all of a session; the room in the file is used again, the file is not shorter."""
         await self._write(lambda writer: writer.forget(session_id), size=sys.maxsize)
-        self._reader.forget(session_id)
 
     async def flush(self) -> None:
         """Return when all that was given before is on the disk itself."""

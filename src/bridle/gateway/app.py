@@ -42,6 +42,7 @@ from bridle.gateway.registry import (
     Session,
     SessionFacts,
     SessionHandle,
+    facts_of,
     new_session_id,
     stored_settings,
 )
@@ -365,6 +366,10 @@ class Gateway:
 
     def facts(self, session_id: str) -> SessionFacts:
         """What has come of a session so far. `KeyError` if there is none of that id."""
+        if self._registry.get(session_id) is None:
+            deleted = facts_of(self._store.outcome(session_id))
+            if deleted is not None:
+                return deleted
         session = self._known(session_id)
         self._restorer.count(session)
         return session.facts()
@@ -405,6 +410,12 @@ class Gateway:
     def session_ids(self) -> list[str]:
         """All sessions, those of earlier processes on this store included, oldest first."""
         return [session.session_id for session in self._registry]
+
+    def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
+        """Ids of up to `limit` sessions behind `after`, and where the next ones follow."""
+        found = self._registry.page(after, limit + 1)
+        more = found[limit - 1].number if len(found) > limit else None
+        return [session.session_id for session in found[:limit]], more
 
     def _known(self, session_id: str) -> Session:
         session = self._registry.get(session_id)

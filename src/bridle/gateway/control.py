@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qs
@@ -21,7 +22,7 @@ import structlog
 from aiohttp import web
 from pydantic import Field, ValidationError
 
-from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture
+from bridle.capture.records import Delivery, Exchange, Outcome
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.credentials import kept_token
@@ -30,8 +31,8 @@ from bridle.engines.pool import EnginePool
 from bridle.errors import BridleError, ConfigError, EngineError, StoreError
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
-from bridle.gateway.registry import SessionFacts, SessionHandle
-from bridle.gateway.relay import JSON_TYPE
+from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
+from bridle.gateway.relay import JSON_TYPE, json_response
 from bridle.gateway.routing import Target
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import (
@@ -59,6 +60,9 @@ HEALTH_TIMEOUT_S: Final = 5.0
 BODY_TIMEOUT_S: Final = 20.0
 MAX_BODY_BYTES: Final = 1_000_000
 ModelT = TypeVar("ModelT", bound=Settings)
+PAGE: Final = 1000
+"""Most sessions of one page of the list."""
+
 ID: Final = "{id}"
 
 
@@ -90,8 +94,11 @@ class Sessions(Protocol):
 
     def facts(self, session_id: str) -> SessionFacts: ...
 
-    def session_ids(self) -> list[str]:
-        """All sessions, oldest first."""
+    def forget(self, session_id: str) -> bool:
+        """Drop an ended session from memory."""
+
+    def page(self, after: int, limit: int) -> tuple[list[str], int | None]:
+        """Ids of some sessions, oldest first, and where the next ones follow."""
 
 
 def control_token(settings: GatewaySettings) -> str:
@@ -247,13 +254,20 @@ class ControlPlane:
         await remove_replica(name, drain_s, self._engine)
         return await self._show_replicas(asked)
 
-    async def _list(self, _: Asked) -> web.StreamResponse:
-        ids = self._sessions.session_ids()
-        return _json({"sessions": [asdict(self._facts(session_id)) for session_id in ids]})
+    async def _list(self, asked: Asked) -> web.StreamResponse:
+        query = parse_qs(asked.query)
+        after, limit = _whole(query, "after", 0), _whole(query, "limit", PAGE)
+        ids, more = self._sessions.page(after, max(1, min(limit, PAGE)))
+        shown = []
+        for session_id in ids:
+            await asyncio.sleep(0)  # model calls go on between two sessions
+            with suppress(Refusal):  # deleted meanwhile
+                shown.append(asdict(self._facts(session_id)))
+        return _json({"sessions": shown, "next": more})
 
     async def _open(self, asked: Asked) -> web.StreamResponse:
         wanted = await _body(asked.http, OpenSession)
-        if wanted.session_id is not None and wanted.session_id in self._sessions.session_ids():
+        if wanted.session_id is not None and self._is_taken(wanted.session_id):
             raise Refusal(409, f"session {wanted.session_id!r} exists already")
         handle = await self._sessions.open_session(
             wanted.session_id,
@@ -264,6 +278,13 @@ class ControlPlane:
         )
         opened = {"session_id": handle.session_id, "key": handle.key, "base_url": handle.base_urls}
         return _json(opened)
+
+    def _is_taken(self, session_id: str) -> bool:
+        try:
+            self._sessions.facts(session_id)
+        except KeyError:
+            return False
+        return True
 
     def _facts(self, session_id: str) -> SessionFacts:
         try:
@@ -278,6 +299,9 @@ class ControlPlane:
 
     async def _delete(self, asked: Asked) -> web.StreamResponse:
         self._facts(asked.session_id)
+        outcome = self._store.outcome(asked.session_id)
+        if (deleted := facts_of(outcome)) is not None:
+            return _json(asdict(deleted))
         facts = await self._sessions.seal(asked.session_id)
         if self._store.outcome(asked.session_id) is None:
             outcome = Outcome(
@@ -285,26 +309,39 @@ class ControlPlane:
                 status=SessionStatus.COMPLETED.value,
                 ended_at=time.time(),
                 reward=None,
-                metadata={"ended_by": "DELETE"},
+                metadata={"ended_by": "DELETE", FACTS: asdict(facts)},
             )
             await self._store.close_session(outcome)
+            self._sessions.forget(asked.session_id)
         return _json(asdict(facts))
 
-    def _capture(self, session_id: str) -> SessionCapture:
-        self._facts(session_id)
-        return self._store.read(session_id)
-
     async def _exchanges(self, asked: Asked) -> web.StreamResponse:
-        capture = self._capture(asked.session_id)
-        return _json({"exchanges": exchanges_json(capture.exchanges, capture.deliveries)})
+        self._facts(asked.session_id)
+
+        def read() -> bytes:
+            capture = self._store.read(asked.session_id)
+            return encode({"exchanges": exchanges_json(capture.exchanges, capture.deliveries)})
+
+        return json_response(await asyncio.to_thread(read))
 
     async def _trajectory(self, asked: Asked) -> web.StreamResponse:
         wanted = parse_qs(asked.query).get("builder")
         builder = None if wanted is None else BuilderSpec(strategy=wanted[-1])
-        capture = self._capture(asked.session_id)
-        decode = decoder_of(capture.session.metadata)
-        trajectory = rebuild(capture, builder=builder, decode=decode)
-        return _json(trajectory_json(trajectory))
+        self._facts(asked.session_id)
+
+        def read() -> bytes:
+            capture = self._store.read(asked.session_id)
+            decode = decoder_of(capture.session.metadata)
+            return encode(trajectory_json(rebuild(capture, builder=builder, decode=decode)))
+
+        return json_response(await asyncio.to_thread(read))
+
+
+def _whole(query: Mapping[str, list[str]], name: str, default: int) -> int:
+    given = query.get(name, [str(default)])[-1]
+    if not given.isascii() or not given.isdigit():
+        raise Refusal(400, f"{name}={given!r}: give a whole number")
+    return int(given)
 
 
 def encode(value: object) -> bytes:

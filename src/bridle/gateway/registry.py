@@ -12,13 +12,15 @@ import hmac
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from bridle.capture.records import SessionRecord
+from bridle.capture.records import Outcome, SessionRecord
 from bridle.config import CallRule, Limits, SamplingPolicy, explain
 from bridle.dialects.history import History
 from bridle.dialects.kinds import KindRule
@@ -35,6 +37,12 @@ from bridle.prompting.lineage import Lineage
 from bridle.types import JSON
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+
+ENDED_KEYS: Final = 10_000
+"""Keys of deleted sessions that are still told what became of them; older ones are unknown."""
+
+FACTS: Final = "facts"
+"""Key of an outcome's metadata under which a deleted session's facts stand."""
 
 STORED_AS: Final = "gateway"
 """Key of a session record's metadata under which the gateway keeps what it needs after a crash."""
@@ -124,6 +132,8 @@ class Session:
         self.restored = True
         """False until an old session's exchanges are read back."""
         self.in_hand = InHand()
+        self.number = 0
+        """Its place in the order in which the gateway knew its sessions."""
         self.sealed = False
         self.ended: asyncio.Event | None = None
         """Set when what a seal waits for is over; `None` = not sealed by this process."""
@@ -210,6 +220,8 @@ class Registry:
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, tuple[bytes, Session]] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._opened = 0
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())
@@ -219,13 +231,24 @@ class Registry:
 
     def add(self, session: Session, digest: bytes) -> None:
         """Make a session known under the hash of its key."""
+        self._opened += 1
+        session.number = self._opened
         self._by_id[session.session_id] = session
         self._by_key[digest] = (digest, session)
 
     def remove(self, session: Session, digest: bytes) -> None:
-        """Forget a session that could not be opened."""
+        """Forget a session that could not be opened, or is over."""
         del self._by_id[session.session_id]
         del self._by_key[digest]
+        if session.sealed:
+            self._ended[digest] = None
+            if len(self._ended) > ENDED_KEYS:
+                self._ended.popitem(last=False)
+
+    def page(self, after: int, limit: int) -> list[Session]:
+        """Up to `limit` sessions with numbers above `after`, oldest first."""
+        rest = (session for session in self._by_id.values() if session.number > after)
+        return list(islice(rest, limit))
 
     def get(self, session_id: str) -> Session | None:
         """The session of that id, sealed or not; `None` if there is none."""
@@ -258,9 +281,11 @@ class Registry:
         if path_token is not None and path_token.startswith(PREFIX):
             keys = (path_token, *keys)
             path_token = None
-            if self._of_key(keys[0]) is None:
+            if self._of_key(keys[0]) is None and key_digest(keys[0]) not in self._ended:
                 raise faults.unauthorized()
         named = {session.session_id: session for key in keys if (session := self._of_key(key))}
+        if not named and any(key_digest(key) in self._ended for key in keys):
+            raise faults.session_ended()
         if len(named) != 1:
             raise faults.unauthorized()
         (session,) = named.values()
@@ -283,6 +308,12 @@ def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> 
         "sampling": sampling.model_dump(mode="json"),
         "limits": limits.model_dump(mode="json"),
     }
+
+
+def facts_of(outcome: Outcome | None) -> SessionFacts | None:
+    """The facts of a session that was deleted; `None` = it was not."""
+    kept = None if outcome is None else outcome.metadata.get(FACTS)
+    return None if kept is None else SessionFacts(**kept)
 
 
 _CALL_RULES: Final = TypeAdapter(tuple[CallRule, ...])

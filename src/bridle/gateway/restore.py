@@ -22,7 +22,7 @@ from bridle.gateway import faults, lineage
 from bridle.gateway.call import Answer, Asked, Call, Question, SpanList, Stage
 from bridle.gateway.live import Mark
 from bridle.gateway.models import Models
-from bridle.gateway.registry import STORED_AS, Registry, Session
+from bridle.gateway.registry import STORED_AS, Registry, Session, facts_of
 from bridle.gateway.responses import DELETED
 from bridle.gateway.tries import question_key
 from bridle.prompting.canonical import Atom, answer_atoms, canonical
@@ -48,13 +48,16 @@ def register_stored(registry: Registry, store: Store) -> None:
         kept = record.metadata.get(STORED_AS)
         if kept is None:
             continue
+        outcome = store.outcome(record.session_id)
+        if facts_of(outcome) is not None:
+            continue  # deleted: the store knows all that is asked of it
         session = Session(
             record,
             sampling=SamplingPolicy.model_validate(kept["sampling"]),
             limits=Limits.model_validate(kept["limits"]),
         )
         session.restored = session.counted = False
-        session.sealed = store.outcome(record.session_id) is not None
+        session.sealed = outcome is not None
         registry.add(session, bytes.fromhex(kept["key_sha256"]))
 
 

@@ -304,9 +304,19 @@ class Supervisor:
     # ---- sessions
 
     async def _list(self) -> Answer:
-        answers = await self._ask_all("GET", "/sessions")
-        sessions = [one for _, body in answers for one in orjson.loads(body).get("sessions", ())]
-        return _failure(answers) or (200, orjson.dumps({"sessions": sessions}))
+        """All sessions of all workers, asked page by page."""
+        sessions: list[JSON] = []
+        for worker in self.workers:
+            after: int | None = 0
+            while after is not None:
+                path = f"/sessions?after={after}" if after else "/sessions"
+                answer = await self._ask(worker, "GET", path)
+                if answer[0] != 200:
+                    return answer
+                page = orjson.loads(answer[1])
+                sessions += page["sessions"]
+                after = page.get("next")
+        return 200, orjson.dumps({"sessions": sessions, "next": None})
 
     async def _open(self, body: bytes) -> Answer:
         """Open a session on the worker with the fewest live ones."""
