@@ -159,6 +159,66 @@ def test_broken_markup_behind_a_name_is_a_call_with_the_markup_as_arguments(look
     assert [(c.name, c.arguments) for c in reply.tool_calls] == [("bash", rest)]
 
 
+def parsed_as(look_alike, name, text, **more):
+    tokenizer, family = look_alike(name)
+    asked = {"new_id": lambda: "id", "finish": FinishReason.STOP, "bare": name == "llama-3"}
+    return parse_reply(
+        family,
+        tokenizer,
+        tokenizer.encode(text),
+        tools=None,
+        prompt_tail=[],
+        stop_text=None,
+        **(asked | more),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("<parameter=n>\n3\n</parameter>\n<parameter=s>\nwords\n", "<parameter=s>\nwords"),
+        ("words\n", "words"),
+    ],
+)
+@pytest.mark.parametrize("end", ["</function>\n</tool_call>", "</tool_call>", "</function>", ""])
+def test_an_xml_call_with_an_open_parameter_keeps_its_raw_arguments(
+    look_alike, body, arguments, end
+):
+    reply = parsed_as(look_alike, "qwen3.5", f"<tool_call>\n<function=f>\n{body}{end}")
+    [call] = reply.tool_calls
+    assert (call.name, reply.content) == ("f", "")
+    assert call.arguments.endswith(arguments)
+    assert call.arguments == body.strip()
+
+
+def test_an_xml_call_that_the_end_of_the_turn_closes_is_a_call(look_alike):
+    body = "<parameter=n>\n3\n</parameter>"
+    text = f"<tool_call>\n<function=f>\n{body}\n</function>"
+    [call] = parsed_as(look_alike, "qwen3.5", text).tool_calls
+    assert (call.name, call.arguments) == ("f", body)
+    assert parsed_as(look_alike, "qwen3.5", text, finish=FinishReason.LENGTH).tool_calls == ()
+
+
+def test_markup_inside_a_closed_parameter_is_its_value(look_alike):
+    body = "<parameter=s>\na <parameter=x> b\n</parameter>\n"
+    reply = parsed_as(look_alike, "qwen3.5", f"<tool_call>\n<function=f>\n{body}</tool_call>")
+    assert json.loads(reply.tool_calls[0].arguments) == {"s": "a <parameter=x> b"}
+
+
+def test_a_broken_call_of_a_family_whose_calls_have_no_markup_is_a_call(look_alike):
+    text = '{"name": "f", "parameters": {"a": }}'
+    reply = parsed_as(look_alike, "llama-3", text)
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("f", '{"a": }')]
+    assert reply.content == ""
+    unwanted = parsed_as(look_alike, "llama-3", text, new_id=None)
+    assert (unwanted.content, unwanted.calls_as_text) == (text, 1)
+    two = '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}'
+    for other in (two, f"See: {text}", '{"name": "f"}; {}'):
+        assert parsed_as(look_alike, "llama-3", other).content == other
+    assert parsed_as(look_alike, "qwen3", text).content == text
+    assert parsed_as(look_alike, "llama-3", text, finish=FinishReason.LENGTH).content == text
+
+
 def test_a_call_that_was_cut_stays_in_the_text(parse):
     reply = parse('ok <tool_call>\n{"name": "ba', finish=FinishReason.LENGTH)
     assert reply.content == 'ok\n<tool_call>\n{"name": "ba'

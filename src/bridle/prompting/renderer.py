@@ -311,6 +311,7 @@ class TokenRenderer:
             finish=finish,
             stop_text=stop_text,
             new_id=None if calls_as_text else lambda: next(given, None) or self._new_call_id(),
+            bare=self.family == "llama-3",
         )
 
     def live(

@@ -37,7 +37,12 @@ _BROKEN = re.compile(
 """Name and arguments in the text of a JSON call that no JSON parser reads."""
 
 
-def parse_reply(
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=[^>]+>.*?</parameter>", re.DOTALL)
+"""An XML call, and one whole parameter of it."""
+
+
+def parse_reply(  # noqa: PLR0913 - one fact of the reply each
     family: Parser,
     tokenizer: PromptTokenizer,
     output_ids: list[int],
@@ -47,6 +52,7 @@ def parse_reply(
     finish: FinishReason,
     stop_text: str | None,
     new_id: Callable[[], str] | None,
+    bare: bool = False,
 ) -> Reply:
     """Parse one reply; never raises.
 
@@ -59,6 +65,7 @@ def parse_reply(
         finish: Why sampling ended.
         stop_text: The stop string that ended it; it and what follows is not shown.
         new_id: Makes the ids of calls; `None` = they stay in the text as they were sampled.
+        bare: A call of this family is a JSON object without any markup, and the whole reply.
     """
     stop_ids = set(family.get_stop_token_ids())
     end = next((i for i, id_ in enumerate(output_ids) if id_ in stop_ids), len(output_ids))
@@ -78,6 +85,8 @@ def parse_reply(
         if new_id is None or found is None
     ]
     content = _content(tokenizer, parsed.content, left, output_ids[:end]).lstrip()
+    if bare and ended and not read and (found := _bare_call(content)) is not None:
+        read, content = [found], content if new_id is None else ""
     reasoning = (parsed.reasoning_content or "").strip() or None
     if stop_text and stop_text not in content and reasoning:
         reasoning = _until(reasoning, stop_text) or None
@@ -154,6 +163,8 @@ def _read(call: ParsedCall, *, ended: bool) -> tuple[str, str] | None:
     status = call.status.value
     if status == "unclosed_block" and not ended:
         return None
+    if (opened := _open_xml(call.raw, read=bool(call.name))) is not None:
+        return opened
     if isinstance(call.name, str) and call.name:
         if status in _PARSED or status == "unclosed_block":
             return call.name, argument_text(call.raw, call.arguments)
@@ -163,6 +174,27 @@ def _read(call: ParsedCall, *, ended: bool) -> tuple[str, str] | None:
         return None
     broken = _BROKEN.match(call.raw.strip()) if status in _UNPARSED else None
     return None if broken is None else (broken[2], _broken_arguments(broken[3]))
+
+
+def _bare_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a reply that is one broken JSON call; `None` = it is text."""
+    broken = _BROKEN.fullmatch(text.strip())
+    if broken is None or not broken[3].endswith("}"):
+        return None
+    arguments = _broken_arguments(broken[3])
+    whole = broken[3].removesuffix("}").rstrip() == arguments
+    return (broken[2], arguments) if whole else None
+
+
+def _open_xml(raw: str, *, read: bool) -> tuple[str, str] | None:
+    """Name and raw arguments of an XML call that its parser did not `read`, or not whole."""
+    if (function := _FUNCTION.fullmatch(raw.strip())) is None:
+        return None
+    name, body = function[1], function[2].strip()
+    body = body.removesuffix("</function>").rstrip()
+    outside = _PARAMETER.sub("", body).strip()
+    opens = not read or "<parameter=" in outside or (outside and outside == body)
+    return (name, body) if opens else None
 
 
 def _broken_arguments(text: str) -> str:
