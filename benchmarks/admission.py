@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gzip
+import io
 import json
 import re
 import signal
@@ -55,7 +56,8 @@ class Attacked:
         url = f"{self.url}/v1/chat/completions"
         headers = {"Authorization": f"Bearer {key}", **headers}
         try:
-            async with self.client.post(url, data=body, headers=headers) as response:
+            data = io.BytesIO(body)  # sent in pieces
+            async with self.client.post(url, data=data, headers=headers) as response:
                 await response.read()
                 return response.status
         except aiohttp.ClientError:
