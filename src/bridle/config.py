@@ -26,7 +26,7 @@ class Settings(BaseModel):
 
 
 class FieldPolicy(Settings):
-    """What happens to one sampling field that the harness may also set."""
+    """The rule for one sampling field that the harness may also set."""
 
     mode: Literal["override", "default", "respect"] = "respect"
     """`override`: always ours; `default`: ours unless the harness asks; `respect`: as asked."""
@@ -35,7 +35,7 @@ class FieldPolicy(Settings):
 
 
 class SamplingPolicy(Settings):
-    """How a task samples, per field. The defaults give the full support that training needs."""
+    """Sampling rules of a task, per field; the defaults give the full support of training."""
 
     temperature: FieldPolicy = FieldPolicy(mode="override", value=1.0)
     top_p: FieldPolicy = FieldPolicy(mode="override", value=1.0)
@@ -51,17 +51,17 @@ class SamplingPolicy(Settings):
     max_output_tokens: int | None = None
     """Output budget of one call; `None` = what was asked for and what the context leaves."""
     constraints: Literal["enforce", "record"] = "enforce"
-    """What a schema for the answer, or a tool that must be called, does. `enforce`: the engine
+    """Effect of a schema for the answer, or of a tool that must be called. `enforce`: the engine
     samples under a grammar where it can, and such tokens train only with logprobs of the
     constrained distribution. `record`: samples are free and train; what the answer does not keep
     is recorded."""
     orphans: Literal["refuse", "serve"] = "refuse"
-    """What happens to a request with a tool result whose call stands nowhere before it: context
+    """Treatment of a request with a tool result whose call stands nowhere before it: context
     was lost on the way. `serve`: it is sampled, and its exchange says how many there were."""
     on_rewrite: Literal["extend", "fork"] = "extend"
-    """What a request does whose harness changed the form of the model's last turn, not its meaning
-    (`extra.drift` of the exchange names the change). `extend`: the sampled tokens stay; `fork`: the
-    turn is rendered as the harness shows it, under a new root."""
+    """Treatment of a request whose harness changed the form of the model's last turn, not its
+    meaning (`extra.drift` of the exchange names the change). `extend`: the sampled tokens stay;
+    `fork`: the turn is rendered as the harness shows it, under a new root."""
     reasoning: Literal["show", "hide"] = "show"
     """Whether the model's reasoning is sent to the harness. `hide` is for clients that refuse
     fields which their provider does not have (`reasoning_content` in Chat); the sampled tokens are
@@ -76,7 +76,7 @@ class SamplingPolicy(Settings):
 
 
 class ModelSpec(Settings):
-    """Who answers to one model name; an entry of the `[models]` table.
+    """The engine behind one model name; an entry of the `[models]` table.
 
     The entry's key is a model name or a glob (`claude-haiku-*`). A call is given to the entry with
     its exact name, else to the first whose glob fits, else to the first with its kind, else to the
@@ -130,7 +130,7 @@ AUTO = "auto"
 
 
 class RuntimeSpec(Settings):
-    """Where the harness lives."""
+    """The sandbox or machine that the harness runs in."""
 
     backend: str = AUTO
     """Short name or `package.module:Class`; `auto` = one that contains, where the machine can."""
@@ -150,8 +150,8 @@ class RuntimeSpec(Settings):
     """Processes and threads at once; `None` = the runtime's own limit."""
     gpus: int | None = Field(default=None, gt=0)
     resources: dict[str, float] = Field(default_factory=dict)
-    """What else its machine must offer, by name and amount, where there are many (executor `ray`);
-    those that run there share it."""
+    """Other resources that its machine must offer, by name and amount, where there are many
+    (executor `ray`); those that run there share it."""
     kwargs: JSON = Field(default_factory=dict)
 
 
@@ -165,7 +165,7 @@ class McpServer(Settings):
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     url: str | None = None
-    """As reached from inside the runtime; for `streamable-http` and `sse`."""
+    """Address that works inside the runtime; for `streamable-http` and `sse`."""
     headers: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -205,7 +205,7 @@ class CallRule(Settings):
 
 
 class AgentSpec(Settings):
-    """Which harness runs, and how. Exactly one of `harness` and `import_path`."""
+    """The harness of a task and its settings. Exactly one of `harness` and `import_path`."""
 
     harness: str | None = None
     import_path: str | None = None
@@ -220,9 +220,9 @@ class AgentSpec(Settings):
     """`package.module:name` or `file.py:name` (relative to the task file), for harness `function`;
     `bridle.harnesses.function.import_path` gives that of a function."""
     settings: JSON = Field(default_factory=dict)
-    """What this harness's page in `docs/guides/harnesses` names: `args`, `config`, `api`..."""
+    """Those on this harness's page in `docs/guides/harnesses`: `args`, `config`, `api`..."""
     kind_rules: tuple[CallRule, ...] = ()
-    """What this harness's calls are for, tried before the packaged rules (`reference/dialects`)."""
+    """Rules for the kinds of its calls, tried before the packaged rules (`reference/dialects`)."""
     sampling: SamplingPolicy = SamplingPolicy()
     """Defaults for this harness, e.g. `orphans` or `on_rewrite`; fields that the task's own
     `sampling` gives count instead."""
@@ -234,14 +234,14 @@ class AgentSpec(Settings):
 
 
 class BuilderSpec(Settings):
-    """How exchanges become traces."""
+    """The builder that makes traces of exchanges."""
 
     strategy: str = "prefix_merging"
     config: JSON = Field(default_factory=dict)
 
 
 class EvaluatorSpec(Settings):
-    """How a session is scored."""
+    """The evaluator of a session."""
 
     strategy: str = "session_completed"
     config: JSON = Field(default_factory=dict)
@@ -254,7 +254,7 @@ class EvaluatorSpec(Settings):
 
 
 class ArtifactsSpec(Settings):
-    """What of a session stays in the run folder beside its result."""
+    """Files of a session that stay in the run folder beside its result."""
 
     keep: Literal["always", "failed", "never"] | None = None
     """Of which sessions logs and files stay: all, those that did not complete, none; `None` = as
@@ -370,6 +370,6 @@ def builtin_tokenizer_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where bundles and made models are kept: `$BRIDLE_CACHE`, else `~/.cache/bridle`."""
+    """Return the folder of bundles and made models: `$BRIDLE_CACHE`, else `~/.cache/bridle`."""
     given = os.environ.get("BRIDLE_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "bridle"

@@ -41,7 +41,7 @@ _POSTS: dict[tuple[str, Dialect], Route] = {}
 
 
 def recognise(method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
-    """What a request asks for, and in which dialect; `None` = nothing that we know.
+    """Name the dialect and the action of a request; `None` = nothing that we know.
 
     `path` has its session prefix removed; any other prefix is accepted. `query` is the part after
     the question mark, `headers` have lower-case names.

@@ -1,4 +1,4 @@
-"""What Messages replies and errors are made of, streamed or whole.
+"""The parts of Messages replies and errors, streamed or whole.
 
 Error types and statuses are those of Anthropic's API documentation; Claude Code compacts on the
 words `prompt is too long`, and obeys `retry-after` on 429 and 529.

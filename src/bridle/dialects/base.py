@@ -43,7 +43,7 @@ def retry_headers(error: RequestError) -> dict[str, str]:
 
 
 class RouteKind(StrEnum):
-    """What a path asks for."""
+    """The action that a path asks for."""
 
     GENERATE = "generate"
     MODELS = "models"
@@ -52,7 +52,7 @@ class RouteKind(StrEnum):
     PROBE = "probe"
     """Reachability checks such as `HEAD /`; answered with an empty 200."""
     STORED = "stored"
-    """What is done with a reply kept by its id (`/v1/responses/{id}`); `Route.action` says what."""
+    """The action on a reply kept by its id (`/v1/responses/{id}`); `Route.action` says what."""
     UPGRADE = "upgrade"
     """A websocket upgrade; refused with 426, at which clients fall back to HTTP at once."""
     UNSUPPORTED = "unsupported"
@@ -80,7 +80,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What every form of one reply shares."""
+    """The fields that every form of one reply shares."""
 
     reply_id: str
     """Random id of ours (96 bits, hex) without the dialect's prefix; it encodes nothing."""
@@ -133,11 +133,11 @@ class StreamEncoder(ABC):
 
     @abstractmethod
     def close(self, reply: Reply, usage: Usage) -> tuple[bytes, bytes]:
-        """What remains before the last event, and the last event."""
+        """Return the rest before the last event, and the last event."""
 
     @abstractmethod
     def keepalive(self) -> bytes:
-        """What keeps this client waiting without meaning anything."""
+        """Bytes that keep this client waiting and mean nothing."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes | None:

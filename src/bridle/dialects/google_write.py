@@ -1,4 +1,4 @@
-"""What Google replies and errors are made of, streamed or whole.
+"""The parts of Google replies and errors, streamed or whole.
 
 Statuses are those of Google's API error model (google.rpc.Code); when to come back is told in a
 `RetryInfo` detail, which Gemini CLI reads, and in `Retry-After`.

@@ -26,7 +26,7 @@ SMALLEST = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How an earlier body began, and what was read there."""
+    """The beginning of an earlier body, and its parsed items."""
 
     salt: bytes
     """The dialect in the memo's keys."""
@@ -35,7 +35,7 @@ class Begun:
     prefix: bytes
     """The body up to the end of the array's last item."""
     start: int
-    """Where in it the first item begins."""
+    """Offset of its first item."""
     items: tuple[bytes, ...]
     digests: tuple[bytes, ...]
     lengths: tuple[int, ...]
@@ -46,7 +46,7 @@ class Begun:
     """The body's other fields; empty = not kept."""
 
     def grown(self, body: bytes) -> bytes | None:
-        """What stands in `body` between a comma behind these items and the same `tail`.
+        """Return the bytes of `body` between a comma behind these items and the same `tail`.
 
         If that is whole items, `body` is this one with more of them, and all else in it is known.
         `None` if it does not begin and end like this.
@@ -98,7 +98,7 @@ class History(dict[bytes, tuple[Message, ...]]):
         return self._longest(Begun.rest, body, key, salt)
 
     def news(self, body: bytes) -> int:
-        """How many bytes of `body` stand behind the longest known beginning."""
+        """Count the bytes of `body` behind the longest known beginning."""
         known = [len(one.prefix) for one in self._begun if body.startswith(one.prefix)]
         return len(body) - max(known, default=0)
 
@@ -141,7 +141,7 @@ class History(dict[bytes, tuple[Message, ...]]):
             self._place = body, start, end, kept
 
     def begun(self, items: Sequence[bytes]) -> Begun | None:
-        """What is known of the first of these items."""
+        """Return the record of the first of these items."""
         found, self._found = self._found, None
         if found is None or len(items) < len(found.items) or items[0] is not found.items[0]:
             return None

@@ -1,4 +1,4 @@
-"""What a call was for: agent, sub-agent, compaction or side, by headers and shapes.
+"""Kinds of call (agent, sub-agent, compaction, side), read from headers and shapes.
 
 Rules are tried in order and the first that applies decides; `agent` is the default, and having no
 tools is no rule by itself. A rule that reads contents counts for the harnesses that it was read
@@ -199,7 +199,7 @@ def _is_commit_message(headers: Headers, request: ModelRequest) -> bool:
 
 
 SEARCHERS = ("claude-cli/", "GeminiCLI")
-"""How the user agents begin of harnesses that search by a request of its own."""
+"""Beginnings of the user agents whose harnesses search by a request of its own."""
 
 
 def _is_search(headers: Headers, request: ModelRequest) -> bool:
@@ -234,7 +234,7 @@ USER_AGENTS: Mapping[str, frozenset[str]] = {
     "hermes": _of("hermes"),
     "aider": _of("aider"),
 }
-"""What stands in a user agent -> the harnesses that send it. Several speak as a bare SDK: they are
+"""Mark in a user agent -> the harnesses that send it. Several speak as a bare SDK: they are
 known by their session's harness only."""
 
 

@@ -1,4 +1,4 @@
-"""What is taken out of a request before the model sees it, by named and audited rules.
+"""Named and audited rules that take noise out of a request before the model sees it.
 
 Each rule says what it removes and why that means nothing to the model. What a rule removed stands
 in `ModelRequest.extra["removed"][rule]`, so that the exchange records it and `kinds` can read it;
@@ -42,7 +42,7 @@ RULES: dict[str, NoiseRule] = {rule.name: rule for rule in (BILLING, SERVER_TOOL
 
 
 def split_billing(texts: Sequence[str], rules: Collection[str]) -> tuple[int, dict[str, list[str]]]:
-    """How many leading system blocks to skip, and what that removed."""
+    """Count the leading system blocks to skip, and tell what that removes."""
     if BILLING.name in rules and texts and texts[0].startswith("x-anthropic-billing-header:"):
         return 1, {BILLING.name: [texts[0]]}
     return 0, {}

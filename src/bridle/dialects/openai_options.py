@@ -1,4 +1,4 @@
-"""What a Chat Completions request asks for beside messages and tools."""
+"""The options of a Chat Completions request beside messages and tools."""
 
 from __future__ import annotations
 

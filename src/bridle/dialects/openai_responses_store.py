@@ -1,4 +1,4 @@
-"""What clients of Responses are told of replies that were kept: items, pages, deletions.
+"""Answers of Responses about replies that were kept: items, pages, deletions.
 
 A kept reply is its own JSON, as it was given. The items of its request are listed as the API shows
 them: each with an id, messages with a list of parts.

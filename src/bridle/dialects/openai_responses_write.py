@@ -1,4 +1,4 @@
-"""What Responses replies are made of, streamed or whole.
+"""The parts of Responses replies, streamed or whole.
 
 A reply does not repeat the request's instructions and tools: replies are kept, and would grow with
 every turn. Reasoning is a summary where the request asks for one, else an item without text; its
@@ -22,7 +22,7 @@ _OWN_PREFIXES = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "com
 
 @dataclass(frozen=True, slots=True)
 class Dress:
-    """How one request wants its reply dressed."""
+    """The form of reply that one request asks for."""
 
     freeform: frozenset[str] = frozenset()
     """Names of freeform tools."""

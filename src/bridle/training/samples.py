@@ -85,7 +85,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one update computes, and what became of the rest."""
+    """The samples of one update, and counts of the rest."""
 
     samples: tuple[Sample, ...]
     version: int
@@ -143,7 +143,7 @@ def make_batch(
 
 
 def nothing_left(batch: Batch) -> str:
-    """Why a batch without tokens has none."""
+    """Explain a batch without tokens."""
     message = f"nothing to train on; left out: {batch.left_out}"
     if "stale" in batch.left_out:
         message += "; stale sessions were sampled more than max_lag updates ago: raise max_lag"
@@ -156,7 +156,7 @@ def nothing_left(batch: Batch) -> str:
 
 
 def trains(trace: Trace) -> int:
-    """How many tokens of a trace can be trained on: the very first id of a sequence cannot."""
+    """Count the tokens of a trace that can train: the very first id of a sequence cannot."""
     mask = trace.loss_mask if len(trace.prompt_ids) else trace.loss_mask[1:]
     return int(mask.sum())
 
@@ -205,7 +205,7 @@ def _turn_ends(trace: Trace) -> list[int]:
 
 
 def _returns(trace: Trace, reward: float | None, *, per_turn: bool) -> list[float]:
-    """What each turn is worth; without `per_turn`, the whole trace as one."""
+    """Return the worth of each turn; without `per_turn`, of the whole trace."""
     own = reward if trace.reward is None else trace.reward
     ends = _turn_ends(trace) if per_turn else [0]
     if trace.token_rewards is None or not ends:
@@ -215,7 +215,7 @@ def _returns(trace: Trace, reward: float | None, *, per_turn: bool) -> list[floa
 
 
 def _unfit(session: Trajectory, version: int, max_lag: int | None) -> str | None:
-    """Why a session does not train; `None` = it does."""
+    """Return the reason that a session does not train; `None` = it does."""
     if session.reward is None:
         return "unknown"
     if not _trained(session):
@@ -295,7 +295,7 @@ def check_sampling(session: Trajectory, temperature: float) -> None:
 
 
 def unfit_setting(field: str, value: float | JSON | None, temperature: float) -> str | None:
-    """Why samples under this value are not of the trained distribution; `None` = they are.
+    """Return the reason that samples under this value do not fit; `None` = they do.
 
     `field` is one of `SamplingPolicy`; `None` is the engine's default: temperature 1, full support.
     """
