@@ -47,9 +47,13 @@ class EngineError(BridleError):
         retryable: bool = False,
         status: int | None = None,
         retry_after_s: float | None = None,
+        kind: str = "engine_error",
     ) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.kind = kind
+        """`engine_cut` (a reply broke off), `engine_reset` (no connection, or one that ended before
+        a reply), `engine_silent`, `engine_500` (another 5xx than 503), or `engine_error`."""
         self.status = status
         """HTTP status that the engine answered with; `None` = no answer."""
         self.retry_after_s = retry_after_s
@@ -135,7 +139,7 @@ class RequestError(BridleError):
         self.code = code
         """`invalid_request_error`, `authentication_error`, `permission_error`, `not_found`,
         `thread_not_found`, `request_too_large`, `context_length_exceeded`, `rate_limit`,
-        `overloaded`, `engine_error`, `budget_exhausted`, `paused`."""
+        `overloaded`, a kind of `EngineError`, `budget_exhausted`, `paused`."""
         self.param = param
         """Path of the offending field, e.g. `messages[2].content`."""
         self.retry_after_s = retry_after_s
@@ -147,7 +151,7 @@ class RequestError(BridleError):
     @property
     def passes(self) -> bool:
         """Whether it is a failure on our side, after which the same request may succeed."""
-        return self.code in {"overloaded", "paused", "engine_error"}
+        return self.code in {"overloaded", "paused"} or self.code.startswith("engine_")
 
 
 class boundary:  # noqa: N801 - used as a function

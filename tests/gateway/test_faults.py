@@ -2,6 +2,7 @@
 
 import pytest
 
+from bridle.engines.base import CutError
 from bridle.errors import (
     BridleError,
     ContextOverflowError,
@@ -19,6 +20,9 @@ from bridle.gateway import faults
         (EngineError("secret", retryable=True, status=429), 429, "rate_limit"),
         (EngineError("secret", retryable=True), 503, "overloaded"),
         (EngineError("secret", status=500), 500, "engine_error"),
+        (EngineError("secret", retryable=True, kind="engine_reset"), 503, "engine_reset"),
+        (EngineError("secret", retryable=True, status=500, kind="engine_500"), 503, "engine_500"),
+        (CutError("secret"), 503, "engine_cut"),
         (ContextOverflowError(90, 80, 5), 400, "context_length_exceeded"),
         (StoreError("secret"), 500, "engine_error"),
         (BridleError("secret"), 500, "engine_error"),

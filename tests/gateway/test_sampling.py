@@ -264,6 +264,25 @@ async def test_a_call_refused_before_its_first_token_is_tried_twice_more(status)
     assert len(engine.requests) == 3
 
 
+async def test_aborts_that_a_call_did_not_cause_cost_it_nothing():
+    moved = chunk([], ABORT, moved=True)
+    engine = Pieces(*[[moved]] * 20, [chunk([1, 2], STOP)])
+    assert (await sampled(engine)).output_ids.tolist() == [1, 2]
+
+
+async def test_a_connection_that_is_reset_before_the_first_token_is_tried_again():
+    reset = EngineError("reset", retryable=True, kind="engine_reset")
+    assert (await sampled(Pieces([reset], [chunk([1], STOP)]))).output_ids.tolist() == [1]
+    with pytest.raises(EngineError, match="reset"):
+        await sampled(Pieces([reset], [reset], [reset]))
+
+
+async def test_a_call_whose_replies_all_break_off_has_that_kind_of_error():
+    with pytest.raises(EngineError) as failed:
+        await sampled(Pieces(*[[CutError("cut")]] * 3))
+    assert failed.value.kind == "engine_cut"
+
+
 async def test_an_engine_that_asks_for_a_longer_wait_is_not_tried_again():
     engine = Pieces([refused(retry_after_s=30)])
     with pytest.raises(EngineError) as caught:

@@ -26,6 +26,10 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "overloaded": (529, "overloaded_error"),
     "paused": (529, "overloaded_error"),
     "engine_error": (500, "api_error"),
+    "engine_cut": (500, "api_error"),
+    "engine_reset": (500, "api_error"),
+    "engine_silent": (500, "api_error"),
+    "engine_500": (500, "api_error"),
 }
 """Our code -> status and type as Anthropic says them."""
 

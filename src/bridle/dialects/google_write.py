@@ -27,6 +27,10 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "overloaded": (503, "UNAVAILABLE"),
     "paused": (503, "UNAVAILABLE"),
     "engine_error": (500, "INTERNAL"),
+    "engine_cut": (503, "UNAVAILABLE"),
+    "engine_reset": (503, "UNAVAILABLE"),
+    "engine_silent": (503, "UNAVAILABLE"),
+    "engine_500": (503, "UNAVAILABLE"),
 }
 """Our code -> status and name as Google says them. Its clients try every 429 again, so a budget
 that is used up is a refusal of permission."""

@@ -24,6 +24,10 @@ _SHAPES: dict[str, tuple[int, str, str | None]] = {
     "overloaded": (503, "server_error", "server_is_overloaded"),
     "paused": (503, "server_error", "server_is_overloaded"),
     "engine_error": (500, "server_error", "server_error"),
+    "engine_cut": (503, "server_error", "engine_cut"),
+    "engine_reset": (503, "server_error", "engine_reset"),
+    "engine_silent": (503, "server_error", "engine_silent"),
+    "engine_500": (503, "server_error", "engine_500"),
 }
 """Our code -> status, type and code as OpenAI says them."""
 

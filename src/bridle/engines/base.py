@@ -116,6 +116,9 @@ class GenerateChunk:
     """What this piece says, when the engine parses by itself; `None` = it does not."""
     extra: JSON = field(default_factory=dict)
     """Opaque per-call extras (expert ids, sampling masks)."""
+    moved: bool = False
+    """On the last chunk, with `ABORT`: whether the engine was made to end the call for a reason
+    that is not the call's own (a weight update, an engine that died)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,4 +265,4 @@ class CutError(EngineError):
     """The connection to the engine ended in the middle of a reply; what came so far stands."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, retryable=True)
+        super().__init__(message, retryable=True, kind="engine_cut")

@@ -199,11 +199,11 @@ class EngineClient:
     def _failure(self, path: str, error: Exception) -> EngineError:
         if isinstance(error, TimeoutError):
             message = f"{self._url(path)} was silent for {self._timeout_s:g} s"
-        else:
-            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            why = getattr(cause, "strerror", None) or str(error) or type(error).__name__
-            message = f"{self._url(path)} cannot be reached: {why}; is the engine running there?"
-        return EngineError(message, retryable=True)
+            return EngineError(message, retryable=True, kind="engine_silent")
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        why = getattr(cause, "strerror", None) or str(error) or type(error).__name__
+        message = f"{self._url(path)} cannot be reached: {why}; is the engine running there?"
+        return EngineError(message, retryable=True, kind="engine_reset")
 
 
 def failure(
@@ -216,6 +216,7 @@ def failure(
 ) -> EngineError:
     """The error that an answer other than the expected one means; `retry_after` is its header."""
     wait_s = None if retry_after is None else seconds(retry_after, time.time())
+    kind = "engine_500" if status >= 500 and status != 503 else "engine_error"
     if body.lstrip()[:1] == b"<":
         return EngineError(
             f"{url} answered {status} with a page, not JSON: is this the engine's address, and is "
@@ -223,6 +224,7 @@ def failure(
             retryable=status in RETRYABLE,
             status=status,
             retry_after_s=wait_s,
+            kind=kind,
         )
     message = _message(body)
     overflow = _OVERFLOW.search(message)
@@ -234,6 +236,7 @@ def failure(
         retryable=status in RETRYABLE,
         status=status,
         retry_after_s=wait_s,
+        kind=kind,
     )
 
 

@@ -5,6 +5,9 @@ to another replica; one that fails later ends as `FinishReason.ABORT` with the v
 tokens, and whoever called goes on from them with a new call. While no replica is to be had a call
 waits, within bounds; then it fails as a retryable `EngineError`.
 
+A failure is its call's alone until the replica's health says otherwise. Calls that a dead replica
+had are given out again; `pool_blame` finds the one that it died of.
+
 Replicas are asked for their health all the time. One that fails is looked at again with growing
 waits; a server that was gone is probed anew before it gets calls, because it may be another one.
 Replicas join and leave at run time. `hold` stops all sampling for a weight update.
@@ -29,6 +32,7 @@ from bridle.engines.base import (
     PauseMode,
     Versioned,
 )
+from bridle.engines.pool_blame import Blame
 from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_images import SeesByReplica
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
@@ -67,6 +71,7 @@ class EnginePool(SeesByReplica, TakesWeights):
             slack=self.settings.slack,
         )
         self._calls: dict[str, RoutedCall] = {}
+        self._blame = Blame(self.settings.attempts)
         self._held: PauseMode | None = None
         self._version = 0
         self._info: EngineInfo | None = None
@@ -183,6 +188,7 @@ class EnginePool(SeesByReplica, TakesWeights):
         if self.settings.keep_tokens and not request.stream and request.grammar is None:
             request = replace(request, stream=True)
         call = self._calls[request.request_id] = RoutedCall(request)
+        self._blame.begin(call)
         try:
             while (one := await self._admit(call)) is not None:
                 one.begin(call)
@@ -203,6 +209,7 @@ class EnginePool(SeesByReplica, TakesWeights):
                     break
             yield call.cut()
         finally:
+            self._blame.end(call)
             del self._calls[request.request_id]
 
     async def _admit(self, call: RoutedCall) -> Replica | None:
@@ -210,6 +217,7 @@ class EnginePool(SeesByReplica, TakesWeights):
 
         `EngineError` if none is to be had in time, or if all that live refuse the call.
         """
+        await self._blame.apart(call)
         waiting: float | None = None
         since = 0.0
         while not call.aborted:
@@ -218,6 +226,7 @@ class EnginePool(SeesByReplica, TakesWeights):
                 if ready:
                     one, how = self._choice.pick(call.request.session_id, ready)
                     self.routed[how] += 1
+                    self._blame.tries(one, call)
                     return one
                 if self._ready and call.refusal is not None:
                     raise call.refusal
@@ -253,17 +262,20 @@ class EnginePool(SeesByReplica, TakesWeights):
         if blames_call or isinstance(error, ContextOverflowError):
             raise error
         one.failures += 1
-        call.attempts += 1
-        if error.retryable and status is None:
-            self._lose(one, error)
-        elif status != BUSY:
+        if call.moved:
+            return
+        if status != BUSY and one.state is not ReplicaState.DOWN:
             await self._look(one, failures=1)
-        if one.state is ReplicaState.LIVE:
-            if not error.retryable:
-                raise error
+        if one.state is ReplicaState.DOWN:
+            spent = self._blame.died(one, call)
+        elif not error.retryable:
+            raise error
+        else:
             call.refused.add(one)
             call.refusal = error
-        if call.attempts >= self.settings.attempts and not call.given:
+            call.attempts += 1
+            spent = call.attempts >= self.settings.attempts
+        if spent and not call.given:
             raise error
 
     async def abort(self, request_id: str) -> None:
@@ -347,7 +359,7 @@ class EnginePool(SeesByReplica, TakesWeights):
             return False
         if one.state is ReplicaState.DOWN:
             log.info("replica_up", replica=one.name, version=one.version, policy=self._version)
-            one.gone = False
+            one.gone, one.suspect = False, None
             one.enter(ReplicaState.LIVE)
             self._refresh()
         return True
@@ -419,6 +431,7 @@ class EnginePool(SeesByReplica, TakesWeights):
     def forget(self, session_id: str) -> None:
         """A session has ended: nothing of it needs to stay together."""
         self._choice.forget(session_id)
+        self._blame.forget(session_id)
 
     def replicas(self) -> list[JSON]:
         return [one.status(self._choice.sessions(one)) for one in self._replicas.values()]

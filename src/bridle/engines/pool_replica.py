@@ -44,7 +44,8 @@ class RoutingSettings(Settings):
     hold_patience_s: float = Field(default=600, ge=0)
     """How long a call waits for the end of a weight update."""
     attempts: int = Field(default=5, ge=1)
-    """Replicas that may fail a call before it fails: a prompt that kills engines ends here."""
+    """Failures after which a call fails, and deaths of replicas around it: a prompt that kills
+    engines ends here."""
     health_every_s: float = Field(default=10, gt=0)
     """How often a replica that works is asked for its health."""
     health_timeout_s: float = Field(default=5, gt=0)
@@ -52,7 +53,7 @@ class RoutingSettings(Settings):
     """Failed health checks in a row after which a replica counts as dead; its calls move."""
     backoff_s: float = Field(default=0.5, gt=0)
     """Wait between looks at a dead replica; doubles."""
-    max_backoff_s: float = Field(default=30, gt=0)
+    max_backoff_s: float = Field(default=1, gt=0)
     start_timeout_s: float = Field(default=600, gt=0)
     """How long loading or probing one replica may take."""
     max_version_lag: int | None = Field(default=None, ge=0)
@@ -103,6 +104,8 @@ class Replica:
     """When its state last changed."""
     error: str | None = None
     """Why it failed last."""
+    suspect: RoutedCall | None = None
+    """The call that runs apart here, or that did when it died (`bridle.engines.pool_blame`)."""
     calls: int = 0
     failures: int = 0
     """Calls that it failed."""
@@ -126,7 +129,7 @@ class Replica:
         """A call is given to it."""
         self.calls += 1
         self.running[call.request.request_id] = call
-        call.version = self.version
+        call.version, call.moved = self.version, False
         self.idle.clear()
 
     def end(self, call: RoutedCall) -> None:
@@ -136,7 +139,9 @@ class Replica:
             self.idle.set()
 
     async def abort(self, request_id: str) -> None:
-        """Have a call ended by the engine, whatever state that is in."""
+        """Have a call ended by the engine, whatever state that is in; its caller did not ask."""
+        if (call := self.running.get(request_id)) is not None:
+            call.moved = True
         try:
             with boundary(EngineError, "ending a call"):
                 await self.engine.abort(request_id)
@@ -149,6 +154,9 @@ class Replica:
 
     async def hold(self, mode: PauseMode) -> None:
         """Return when it samples nothing; see `EnginePool.hold`."""
+        if mode == "abort":
+            for call in self.running.values():
+                call.moved = True
         if isinstance(self.engine, Pausable) and await self.engine.pause(mode):
             return
         if mode == "abort":
@@ -196,7 +204,11 @@ class RoutedCall:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a call that waits for a replica should look again."""
     attempts: int = 0
-    """Replicas that failed it."""
+    """Failures of its own: the replica lived on."""
+    deaths: int = 0
+    """Replicas that died while they had it, where it may be the reason."""
+    moved: bool = False
+    """Whether a replica was made to end it for a reason that is not its own."""
     refused: set[Replica] = field(default_factory=set)
     """Replicas that live and did not take it."""
     refusal: EngineError | None = None
@@ -229,6 +241,8 @@ class RoutedCall:
         self.cached = max(self.cached, chunk.cached_tokens)
         if chunk.finish_reason is None:
             return chunk
+        if self.moved:
+            chunk = replace(chunk, moved=chunk.finish_reason is FinishReason.ABORT)
         replica.prompt_tokens += len(self.request.prompt)
         replica.cached_tokens += self.cached
         if chunk.versions:
@@ -248,6 +262,7 @@ class RoutedCall:
             versions=tuple(self.spans),
             mixed_versions=self.mixed,
             cached_tokens=self.cached,
+            moved=self.moved,
         )
 
 

@@ -16,6 +16,14 @@ from bridle.prompting.pairing import Orphan
 RETRY_AFTER_S = 1.0
 """What a client is told to wait after a refusal that passes by itself."""
 
+FAILURES = {
+    "engine_cut": "the model's server broke off its reply",
+    "engine_reset": "the model's server cannot be reached",
+    "engine_silent": "the model's server did not answer in time",
+    "engine_500": "the model's server failed",
+}
+"""Texts by the kind of an `EngineError`."""
+
 REFUSED = frozenset({400, 413, 422})
 """Statuses by which an engine says that the request is at fault: sending it again changes nothing.
 Others below 500 (keys, paths) are faults of ours and told as failures."""
@@ -46,6 +54,10 @@ def _engine_failed(error: EngineError) -> RequestError:
         return _passing("the model is busy; try again later", 429, "rate_limit", error)
     if error.status in REFUSED:
         return RequestError("the model's server refused this request as invalid")
+    if error.kind in FAILURES:
+        if error.retryable:
+            return _passing(f"{FAILURES[error.kind]}; try again later", 503, error.kind, error)
+        return RequestError(FAILURES[error.kind], status=500, code=error.kind)
     if error.retryable:
         return _passing("the model is overloaded; try again later", 503, "overloaded", error)
     return RequestError("the model failed to answer", status=500, code="engine_error")

@@ -96,7 +96,9 @@ class Sofar:
     tries: int = 0
     fruitless: int = 0
     refused: int = 0
-    """Tries that the engine answered with an error status before the reply's first token."""
+    """Tries that failed with an error of the engine before the reply's first token."""
+    failure: str = "engine_error"
+    """Kind of the last error that ended a try."""
     told_prompt: bytes | None = None
     discarded: int = 0
     mixed: bool = False
@@ -127,8 +129,11 @@ class Sofar:
         self.ids.append(chunk.output_ids)
         self.logprobs.append(chunk.logprobs)
 
-    def end_try(self, told: tuple[VersionSpan, ...], version: int) -> None:
-        """Close one try: its spans count from its own first token; `version` if it told none."""
+    def end_try(self, told: tuple[VersionSpan, ...], version: int, *, moved: bool = False) -> None:
+        """Close one try: its spans count from its own first token; `version` if it told none.
+
+        One that was `moved` for no reason of its own is not counted as fruitless.
+        """
         start, self.tokens = self.tokens, sum(map(len, self.ids))
         spans = told or (VersionSpan(version, 0, self.tokens - start),)
         self.versions += [
@@ -136,7 +141,10 @@ class Sofar:
         ]
         self.extras.end_try(self.tokens)
         self.tries += 1
-        self.fruitless = 0 if self.tokens > start else self.fruitless + 1
+        if self.tokens > start:
+            self.fruitless = 0
+        elif not moved:
+            self.fruitless += 1
 
 
 class Sampler:
@@ -190,7 +198,8 @@ class Sampler:
             if request.begins_again:
                 sofar.begin_again()
             if sofar.fruitless >= FRUITLESS or sofar.tries >= MOST_TRIES:
-                raise EngineError("the engine gave the call up", retryable=True)
+                message = "the engine gave the call up"
+                raise EngineError(message, retryable=True, kind=sofar.failure)
             if sofar.fruitless:
                 await asyncio.sleep(BACKOFF_S * 2**sofar.fruitless)
 
@@ -222,10 +231,11 @@ class Sampler:
                 if not isinstance(error, CutError) and not (begun and error.retryable):
                     raise
                 sofar.end_try((), self._version())
+                sofar.failure = error.kind
                 return None
         if last is None or last.finish_reason is None:
             raise EngineError("the engine's reply has no end", retryable=True)
-        sofar.end_try(last.versions, self._version())
+        sofar.end_try(last.versions, self._version(), moved=last.moved)
         return None if last.finish_reason is FinishReason.ABORT else last
 
     def _chunks(
@@ -269,7 +279,8 @@ class Sampler:
 async def _wait_after(error: EngineError, sofar: Sofar, until: float) -> None:
     """Wait before a refused call is tried again; raises `error` if it is not to be."""
     sampled = sum(map(len, sofar.ids))
-    if sampled or not error.retryable or error.status is None or sofar.refused >= REFUSED_TRIES:
+    answered = error.status is not None or error.kind != "engine_error"
+    if sampled or not error.retryable or not answered or sofar.refused >= REFUSED_TRIES:
         raise error
     wait_s = error.retry_after_s
     if wait_s is None:

@@ -1,0 +1,130 @@
+"""A call that breaks its engine fails alone; the other calls of the engine are served."""
+
+import asyncio
+
+import pytest
+from tests.engines.fakes import Fake, call, chunk, lost, pooled, said, state, until
+
+from bridle.engines.base import CutError
+from bridle.engines.pool_replica import ReplicaState
+from bridle.errors import EngineError
+from bridle.types import FinishReason
+
+STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
+ALL = [0, 1, 2, 3]
+BYSTANDERS = 24
+
+
+class Poisonable(Fake):
+    """Ends calls of the session `poison` by `error`; if `dies`, its server dies of them too."""
+
+    def __init__(self, error, *, dies):
+        super().__init__()
+        self.error = error
+        self.dies = dies
+        self.deaths = 0
+        self.down = asyncio.Event()
+        self.poisoned = 0
+
+    async def generate(self, request):
+        """Calls run together: nobody ends before all bystanders have begun."""
+        self.asked.append(request)
+        if request.session_id == "poison":
+            self.poisoned += 1
+            await asyncio.sleep(0.002)
+            if self.dies:
+                self.deaths += 1
+                self.sick = lost()
+                self.down.set()
+                asyncio.get_running_loop().call_later(0.03, self._restarted)
+            raise self.error
+        down = self.down
+        for token in range(self.tokens):
+            await asyncio.sleep(0.002)
+            if down.is_set() or self.sick is not None:
+                raise lost()
+            if request.request_id in self.aborted:
+                yield chunk([], ABORT)
+                return
+            yield chunk([token], STOP if token == self.tokens - 1 else None)
+
+    def _restarted(self):
+        self.sick, self.down = None, asyncio.Event()
+
+
+async def outcome(pool, request):
+    """What `said` gives, or the error."""
+    try:
+        return await said(pool, request)
+    except EngineError as error:
+        return error
+
+
+async def beside(pool):
+    """The ends of one poisoned call and of its bystanders, all begun at once."""
+    async with asyncio.TaskGroup() as group:
+        bad = group.create_task(outcome(pool, call("bad", "poison")))
+        good = [
+            group.create_task(outcome(pool, call(f"good{number}", f"s{number}")))
+            for number in range(BYSTANDERS)
+        ]
+    return bad.result(), [task.result() for task in good]
+
+
+@pytest.mark.parametrize("error", [CutError("cut"), lost("reset")])
+async def test_a_reply_that_breaks_off_fails_its_call_and_costs_the_others_nothing(error):
+    fake = Poisonable(error, dies=False)
+    async with pooled(fake) as pool:
+        bad, good = await beside(pool)
+        assert bad is error
+        assert [(tokens, last.finish_reason) for tokens, last in good] == [(ALL, STOP)] * BYSTANDERS
+        assert (state(pool, "a"), pool.replicas()[0]["losses"]) == (ReplicaState.LIVE, 0)
+        assert len(fake.asked) == BYSTANDERS + fake.poisoned
+
+
+async def test_a_call_that_kills_its_engine_fails_alone_and_the_others_are_served():
+    fake = Poisonable(lost("reset"), dies=True)
+    async with pooled(fake, attempts=5) as pool:
+        bad, good = await beside(pool)
+        assert isinstance(bad, EngineError)
+        for tokens, last in good:  # the gateway continues those that had begun
+            assert last.finish_reason in {STOP, ABORT}
+            assert tokens == ALL[: len(tokens)]
+        assert fake.deaths == 5
+        await until(lambda: state(pool, "a") == ReplicaState.LIVE)
+
+
+async def test_a_session_whose_call_killed_engines_gets_one_try_for_its_next():
+    fake = Poisonable(lost("reset"), dies=True)
+    async with pooled(fake, attempts=5) as pool:
+        for deaths in (5, 6):
+            with pytest.raises(EngineError):
+                await said(pool, call("bad", "poison"))
+            assert fake.deaths == deaths
+        pool.forget("poison")
+        with pytest.raises(EngineError):
+            await said(pool, call("bad", "poison"))
+        assert fake.deaths == 11
+
+
+async def test_a_call_that_its_lost_engine_ended_says_that_it_is_not_to_blame():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(said(pool))
+            await until(lambda: a.asked)
+            a.sick = lost()
+        tokens, last = waiting.result()
+        assert (tokens, last.finish_reason, last.moved) == ([], ABORT, True)
+
+
+async def test_a_call_that_its_caller_ended_does_not_say_so():
+    a = Fake()
+    async with pooled(a) as pool:
+        a.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(said(pool))
+            await until(lambda: a.asked)
+            await pool.abort("r")
+        assert not waiting.result()[1].moved
