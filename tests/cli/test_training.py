@@ -70,3 +70,11 @@ async def test_a_task_that_samples_at_another_temperature_is_refused(tmp_path, o
     )
     with pytest.raises(error, match=said):
         await train_here(settings, [task])
+
+
+def test_the_token_of_a_server_is_in_no_file():
+    url = "http://x:the-token-of-a-server@host:8080"
+    settings = TrainSettings.model_validate({"model": "m", "tasks": "t", "server": url})
+    assert settings.server == url
+    assert settings.model_dump(mode="json")["server"] == "http://host:8080"
+    assert "the-token" not in settings.model_dump_json()

@@ -15,6 +15,7 @@ import transformers
 from examples.demo.lookups import lookups
 from examples.demo.policy import lookup_task
 from tests.cli.models import untrained
+from tests.server.house import with_token
 from tests.training.server import Death, a_server, tasks
 
 from bridle.cli.training import TrainSettings, train_here
@@ -70,7 +71,7 @@ async def test_a_training_has_its_sessions_on_a_server_and_goes_on_after_its_dea
     loop = {"groups_per_step": 2, "max_lag": 1, "checkpoint_every": 1}
 
     async def train(steps, tell=lambda _: None, *, resume=False):
-        wanted = {**settings, "server": client.url, "loop": {**loop, "steps": steps}}
+        wanted = {**settings, "server": with_token(client.url), "loop": {**loop, "steps": steps}}
         return await train_here(
             TrainSettings.model_validate(wanted), tasks(), resume=resume, tell=tell
         )

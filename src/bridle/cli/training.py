@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import Field, field_serializer
 
 from bridle.cli.training_place import Place, open_place
 from bridle.config import AgentSpec, Settings, Task
+from bridle.credentials import split_token
 from bridle.errors import ConfigError
 from bridle.lifecycle.manager import check
 from bridle.training.groups import LABEL
@@ -66,6 +67,11 @@ class TrainSettings(Settings):
     """Of the order of tasks."""
     grpo: GrpoSettings = GrpoSettings()
     loop: LoopSettings = LoopSettings()
+
+    @field_serializer("server")
+    def _without_token(self, url: str | None) -> str | None:
+        """Keep a token that is part of the URL out of files."""
+        return None if url is None else split_token(url)[0]
 
 
 def with_other_harnesses(
