@@ -49,11 +49,11 @@ def of_file(session):
 """
     async with evaluation(tmp_path) as context:
         await context.places.agents.write("answer.txt", b"0.25")
-        found = await evaluator("of_file", files=["answer.txt"], sandbox=True).evaluate(context)
-        assert found.reward == 0.25
         await context.places.agents.write("tests/evaluators/scoring.py", evil.encode())
         for package in ("tests", "tests/evaluators"):
             await context.places.agents.write(f"{package}/__init__.py", b"")
+        found = await evaluator("of_file", files=["answer.txt"], sandbox=True).evaluate(context)
+        assert found.reward == 0.25
         spec = context.task.evaluator.model_copy(update={"env": {"PYTHONPATH": "."}})
         task = context.task.model_copy(update={"evaluator": spec})
         attacked = replace(context, task=task)
