@@ -241,12 +241,17 @@ def test_a_stop_string_and_what_follows_is_not_shown(parse):
     assert (both.reasoning, both.content) == ("a", "b ")
 
 
-def test_nesting_that_no_parser_takes_is_text(parse):
-    deep = '<tool_call>\n{"name": "f", "arguments": ' + "[" * 3000 + "\n</tool_call>"
-    reply = parse(f"{deep}<|im_end|>")
-    assert (reply.content, reply.tool_calls) == (deep, ())
-    cut = parse(f"{deep}STOP<|im_end|>", stop_text="STOP")
-    assert cut.content == deep
+def test_nesting_that_no_parser_takes_loses_no_text(parse):
+    """Before Python 3.13 the JSON reader gives up, and the call is text; then it is malformed."""
+    nested = "[" * 3000
+    deep = '<tool_call>\n{"name": "f", "arguments": ' + nested + "\n</tool_call>"
+    for reply in (
+        parse(f"{deep}<|im_end|>"),
+        parse(f"{deep}STOP<|im_end|>", stop_text="STOP"),
+    ):
+        shown = reply.content or reply.tool_calls[0].arguments
+        assert nested in shown
+        assert "STOP" not in shown
 
 
 def test_text_arguments_come_back_as_the_text_that_they_stand_for(parse):
