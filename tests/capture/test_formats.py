@@ -38,6 +38,9 @@ def plain(value):
     return value
 
 
+LATER = ("min_p", "repetition_penalty", "logit_bias")
+
+
 def whole(capture, version):
     """All that a file of that version could hold of a session."""
     facts = json.loads(json.dumps(plain(capture)))
@@ -45,6 +48,9 @@ def whole(capture, version):
     if version < 3:
         joins = [delivery.pop("joined_by") for delivery in facts["deliveries"].values()]
         assert joins == [[]] * len(joins)
+    for exchange in facts["exchanges"]:  # the files are older than these, which format 3 can hold
+        later = [exchange["sampling"].pop(name) for name in LATER]
+        assert not any(later)
     return facts
 
 
