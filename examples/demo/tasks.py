@@ -302,6 +302,8 @@ def _task_toml(task: DemoTask) -> str:
     return (
         f'task_id = "{task.task_id}"\n'
         f"instruction = {json.dumps(task.instruction)}\n\n"
+        # Python takes cached bytecode for current when a file of one size changed within a second.
+        '[runtime.env]\nPYTHONDONTWRITEBYTECODE = "1"\n\n'
         "[[runtime.prepare]]\n"
         'type = "upload_dir"\nsource = "files"\ntarget = "."\n\n'
         "[[runtime.prepare]]\n"

@@ -178,6 +178,9 @@ def test_a_trace_says_what_it_is():
             "top_k": [-1],
             "presence_penalty": [None],
             "frequency_penalty": [None],
+            "min_p": [None],
+            "repetition_penalty": [None],
+            "logit_bias": [None],
         },
     }
     assert (two.metadata["kind"], two.metadata["policy_versions"]) == ("subagent", None)

@@ -1,5 +1,6 @@
 """The demo task set is real: every checker refuses the start and accepts the solution."""
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -13,8 +14,10 @@ from bridle.config import Task
 EXAMPLES = Path(__file__).parents[3] / "examples" / "demo-tasks"
 
 
-def run(command: str, cwd: Path) -> int:
-    done = subprocess.run(["bash", "-c", command], cwd=cwd, capture_output=True, check=False)
+def run(command: str, cwd: Path, env: dict[str, str]) -> int:
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=os.environ | env, capture_output=True, check=False
+    )
     return done.returncode
 
 
@@ -22,15 +25,15 @@ def run(command: str, cwd: Path) -> int:
 def test_a_checker_fails_before_and_passes_after_the_known_solution(task, tmp_path):
     home = write_task(task, tmp_path)
     spec = tomllib.loads((home / "task.toml").read_text())
-    setup = spec["runtime"]["prepare"][1]["command"]
+    setup, env = spec["runtime"]["prepare"][1]["command"], spec["runtime"]["env"]
     work = tmp_path / "work"
     shutil.copytree(home / "files", work)
-    assert run(setup, work) == 0
+    assert run(setup, work, env) == 0
     shutil.copy(home / "check.sh", work / ".check.sh")
 
-    before = run("bash .check.sh", work)
-    solved = run(f"bash {home}/solution.sh", work)
-    after = run("bash .check.sh", work)
+    before = run("bash .check.sh", work, env)
+    solved = run(f"bash {home}/solution.sh", work, env)
+    after = run("bash .check.sh", work, env)
 
     assert before != 0
     assert (solved, after) == (0, 0)
