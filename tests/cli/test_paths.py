@@ -42,6 +42,15 @@ def test_a_file_where_a_folder_is_wanted_is_named(say, here, verb):
     assert f"{FILE}/below: {FILE} is a file; name a folder" in said.err
 
 
+@pytest.mark.parametrize(("url", "why"), [("s3://b/p", "s3fs"), ("nowhere://b/p", "nowhere")])
+def test_storage_without_a_driver_is_refused_at_the_start(say, here, url, why):
+    said = say("serve", *SCRIPTED, "--port", 0, "--trajectories", url)
+
+    assert said.code == 2
+    assert f"--trajectories {url}: " in said.err
+    assert why in said.err
+
+
 @pytest.mark.parametrize("verb", ["gateway", "init"])
 def test_a_folder_that_the_system_refuses_is_named(say, here, verb):
     said = say(*WANT_A_FOLDER[verb], "/proc/refused")

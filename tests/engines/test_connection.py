@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from bridle.engines.connection import Connections, CutReplyError, Reply
+from bridle.engines.connection import MOST_BYTES, Connections, CutReplyError, Reply
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
@@ -46,12 +46,37 @@ def test_a_reply_whose_end_is_missing_is_never_whole(wire):
         b"HTTP/1.1\r\n\r\n",
         b"HTTP/1.1 200\r\nContent-Length: -4\r\n\r\n",
         b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n\r\n",
+        b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 70_000,
         b"HTTP/1.1 200\r\nX: " + b"x" * (1 << 17),
     ],
 )
 def test_what_is_no_http_reply_is_an_error(wire):
     with pytest.raises(ConnectionError, match="no HTTP reply"):
         Reply().feed(wire)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"HTTP/1.1 200\r\nContent-Length: %d\r\n\r\n" % (MOST_BYTES + 1),
+        b"HTTP/1.1 200\r\nContent-Length: %d\r\n\r\n" % 10**30,
+    ],
+)
+def test_a_reply_beyond_all_bounds_is_refused_before_it_is_read(wire):
+    with pytest.raises(ConnectionError, match="more than 512 MiB"):
+        Reply().feed(wire)
+
+
+def test_a_chunk_in_many_pieces_that_look_like_ends_is_read_once():
+    """Each byte is held once, and looked at as often however many pieces it came in."""
+    piece = b"x" * 1020 + b"\r\n\r\n"
+    reply = Reply()
+    reply.feed(b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % (4096 * 1024))
+    for _ in range(4096):
+        assert not reply.feed(piece)
+    assert reply.feed(b"\r\n0\r\n\r\n")
+    assert reply.body == piece * 4096
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tests.engines.fakes import Fake, call, chunk, lost, pooled, said, state, until
 
 from bridle.engines.base import CutError
-from bridle.engines.pool_replica import ReplicaState
+from bridle.engines.pool_replica import ReplicaState, RoutedCall
 from bridle.errors import EngineError
 from bridle.types import FinishReason
 
@@ -117,6 +117,23 @@ async def test_a_call_that_its_lost_engine_ended_says_that_it_is_not_to_blame():
             a.sick = lost()
         tokens, last = waiting.result()
         assert (tokens, last.finish_reason, last.moved) == ([], ABORT, True)
+
+
+async def test_a_suspect_that_waits_for_its_turn_can_be_aborted():
+    fake = Poisonable(lost("reset"), dies=True)
+    async with pooled(fake, attempts=3) as pool:
+        for _ in range(2):
+            assert isinstance(await outcome(pool, call("bad", "poison")), EngineError)
+        fake.sick, fake.dies = None, False
+        blame = pool._blame
+        other = RoutedCall(call("other"), deaths=2)
+        await blame.apart(other)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(outcome(pool, call("bad", "poison")))
+            await until(lambda: len(pool._calls) == 1)
+            await pool.abort("bad")
+        assert waiting.result()[1].finish_reason is ABORT
+        blame.end(other)
 
 
 async def test_a_call_that_its_caller_ended_does_not_say_so():

@@ -1,5 +1,6 @@
 import asyncio
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from bridle.executors.hosting import (
     node_name,
     recalled,
 )
+from bridle.folders import private_folder
 from bridle.gateway.weights import SetPolicy
 
 
@@ -198,6 +200,17 @@ async def test_a_run_without_an_end_is_closed_when_it_is_asked_for(tmp_path):
 
 def test_a_node_is_called_the_same_in_every_life_of_its_folder(tmp_path):
     assert node_name(tmp_path / "a") == node_name(tmp_path / "a") != node_name(tmp_path / "b")
+
+
+async def test_an_artifact_of_a_node_on_a_relative_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    async with a_node(Path("data")) as node:
+        folder = private_folder(node.folder.session_folder("s"))
+        (folder / "stdout.log").write_text("said")
+        path = artifact_path(node, "s", "stdout.log")
+        assert path is not None
+        assert path.read_text() == "said"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd"])

@@ -26,6 +26,32 @@ def test_only_plain_urls_are_taken(url):
         Addresses([]).check_url(url)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
+        *("2852039166", "0xa9.0xfe.0xa9.0xfe", "0251.0376.0251.0376", "[::ffff:169.254.169.254]"),
+        *("[::ffff:0:169.254.169.254]", "[::169.254.169.254]", "[64:ff9b::168.63.129.16]"),
+        *("[64:ff9b:1::169.254.169.254]", "[2002:a9fe:a9fe::]", "[fd00:ec2::254]"),
+        *("[fd20:ce::254]", "[fe80::5efe:169.254.169.254]", "[2001:db8::5efe:169.254.169.254]"),
+    ],
+)
+@pytest.mark.parametrize("listed", [(), ("0.0.0.0/0", "::/0")])
+def test_no_list_permits_where_clouds_keep_credentials(host, listed):
+    with pytest.raises(ForbiddenAddressError, match=r"credentials"):
+        Addresses(listed).check_url(f"http://{host}/latest")
+    bare = host.strip("[]")
+    if ":" in bare:
+        with pytest.raises(ForbiddenAddressError, match="credentials"):
+            Addresses(["trainer"]).check("trainer", ip_address(bare))
+
+
+def test_site_local_addresses_are_of_the_inside():
+    with pytest.raises(ForbiddenAddressError, match="not permitted"):
+        Addresses([]).check_url("http://[fec0::1]/x")
+    Addresses(["::1"]).check_url("http://[::1]/x")
+
+
 def test_an_empty_list_means_every_public_address():
     Addresses([]).check_url("https://example.com/x")
     Addresses([]).check("example.com", ip_address("93.184.215.14"))

@@ -18,6 +18,16 @@ def check_folder(path: Path, flag: str) -> Path:
     return path
 
 
+def check_storage(url: str, flag: str) -> None:
+    """Refuse a URL whose storage has no driver here: `ConfigError`. Opens no connection."""
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{flag} {url}: {error}") from error
+
+
 def check_file(path: Path, flag: str) -> Path:
     """Give back the file that `flag` names; `ConfigError` if it cannot be written."""
     if path.is_dir():

@@ -20,7 +20,7 @@ from bridle.cli.gateway import (
     TokenizerOption,
 )
 from bridle.cli.output import notes
-from bridle.cli.paths import check_folder
+from bridle.cli.paths import check_folder, check_storage
 from bridle.cli.serving import Stop, long_running, run_until_signal
 from bridle.folders import FolderLock, private_file
 
@@ -99,7 +99,9 @@ def serve(  # noqa: PLR0913 - one parameter per flag
 
 def _check_output(server: ServerSettings) -> None:
     check_folder(server.data, "--data")
-    if server.trajectories and "://" not in server.trajectories:
+    if server.trajectories and "://" in server.trajectories:
+        check_storage(server.trajectories, "--trajectories")
+    elif server.trajectories:
         check_folder(Path(server.trajectories), "--trajectories")
 
 

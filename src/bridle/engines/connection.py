@@ -23,6 +23,9 @@ CONNECT_S: Final = 10.0
 
 _HEAD_BYTES: Final = 1 << 16
 
+MOST_BYTES: Final = 512 << 20
+"""Bytes of one reply: a million tokens with their logprobs and expert ids are fewer."""
+
 
 class CutReplyError(ConnectionError):
     """The connection ended in the middle of a reply."""
@@ -43,6 +46,9 @@ class Reply:
         self._length = -1
         """Bytes of the body; -1 = until the connection ends."""
         self._chunked = False
+        self._rest = bytearray()
+        """Of a chunked reply: what is not yet a whole chunk."""
+        self._chunks: list[bytes] = []
 
     @property
     def body(self) -> bytes:
@@ -53,6 +59,7 @@ class Reply:
         """Take bytes; whether the reply is whole."""
         self._pieces.append(data)
         self._size += len(data)
+        self._bound(self._size)
         if not self.status and not self._read_head():
             return False
         if self._chunked:
@@ -62,6 +69,11 @@ class Reply:
     def ended(self) -> bool:
         """The connection has ended; whether the reply is whole."""
         return bool(self.status) and self._length < 0 and not self._chunked
+
+    @staticmethod
+    def _bound(size: int) -> None:
+        if size > MOST_BYTES:
+            raise ConnectionError(f"a reply of more than {MOST_BYTES >> 20} MiB")
 
     def _read_head(self) -> bool:
         text = self.body
@@ -93,6 +105,7 @@ class Reply:
         match name:
             case b"content-length" if value.isdigit():
                 self._length = int(value)
+                self._bound(self._length)
             case b"content-length":
                 raise ConnectionError("no HTTP reply")
             case b"retry-after":
@@ -106,27 +119,34 @@ class Reply:
 
     def _read_chunks(self) -> bool:
         """Whether the last chunk is there; then `body` is what the chunks hold."""
-        text = self.body
-        self._pieces = [text]
-        if not text.endswith(b"\r\n\r\n"):
-            return False
-        at, found = 0, list[bytes]()
-        while True:
-            end = text.find(b"\r\n", at)
-            if end < 0:
-                return False
+        rest = self._rest
+        for piece in self._pieces:
+            rest += piece
+        self._pieces.clear()
+        at = 0
+        while (end := rest.find(b"\r\n", at, at + _HEAD_BYTES)) >= 0:
+            told = rest[at:end].partition(b";")[0].strip()
+            if not told.isalnum():
+                raise ConnectionError("no HTTP reply")
             try:
-                size = int(text[at:end].partition(b";")[0], 16)
+                size = int(told, 16)
             except ValueError:
                 raise ConnectionError("no HTTP reply") from None
             if size == 0:
-                self._pieces = [b"".join(found)]
+                if rest.find(b"\r\n\r\n", end, end + _HEAD_BYTES) < 0:
+                    break  # its trailers are still to come
+                self._pieces = [b"".join(self._chunks)]
                 return True
-            at = end + 2
-            if at + size > len(text):
-                return False
-            found.append(text[at : at + size])
-            at += size + 2
+            begin = end + 2
+            if begin + size + 2 > len(rest):
+                break
+            self._chunks.append(bytes(rest[begin : begin + size]))
+            at = begin + size + 2
+        else:
+            if len(rest) - at > _HEAD_BYTES:
+                raise ConnectionError("no HTTP reply")
+        del rest[:at]
+        return False
 
 
 class _Connection(asyncio.Protocol):

@@ -25,6 +25,7 @@ from bridle.engines.base import RETRYABLE, CutError
 from bridle.engines.connection import (
     CONNECT_S,
     KEEPALIVE_S,
+    MOST_BYTES,
     Connections,
     CutReplyError,
     Reply,
@@ -276,7 +277,7 @@ def _cut(error: Exception) -> CutError:
 
 async def _events(response: aiohttp.ClientResponse, call: Call) -> AsyncGenerator[bytes, None]:
     """Data of each event; lines may be split anywhere and end in any of the allowed ways."""
-    rest, lines = b"", list[bytes]()
+    pieces, size, lines = list[bytes](), 0, list[bytes]()
     while True:
         try:
             async with call.waiting():
@@ -287,7 +288,14 @@ async def _events(response: aiohttp.ClientResponse, call: Call) -> AsyncGenerato
             raise _cut(error) from error
         if not piece:
             return
-        *whole, rest = (rest + piece).split(b"\n")
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise CutError(f"the engine's reply has more than {MOST_BYTES >> 20} MiB")
+        pieces.append(piece)
+        if b"\n" not in piece:  # a line may be long: its pieces are joined once
+            continue
+        *whole, rest = b"".join(pieces).split(b"\n")
+        pieces = [rest]
         for line in whole:
             text = line.removesuffix(b"\r")
             if text.startswith(b"data:"):

@@ -7,7 +7,6 @@ whose call used up its tries in this way is an offender: its next calls run apar
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall
@@ -21,9 +20,9 @@ class Blame:
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
-        self._place = asyncio.Lock()
         self._held: RoutedCall | None = None
         """The suspect that has the only place."""
+        self._waiting: set[RoutedCall] = set()
         self._at: Replica | None = None
         """The replica that runs it, or ran it last."""
         self._offenders: set[str | None] = set()
@@ -34,10 +33,17 @@ class Blame:
             call.deaths = max(SUSPECTED, self._attempts - 1)
 
     async def apart(self, call: RoutedCall) -> None:
-        """Wait until no other suspect runs, if the call is one; `end` gives the place up."""
-        if call.deaths >= SUSPECTED and self._held is not call:
-            await self._place.acquire()
-            self._held, self._at = call, None
+        """Wait until no other suspect runs, if the call is one and is not aborted meanwhile.
+
+        `end` gives the place up.
+        """
+        while call.deaths >= SUSPECTED and self._held is not call and not call.aborted:
+            if self._held is None:
+                self._held, self._at = call, None
+                return
+            self._waiting.add(call)
+            await call.changed.wait()
+            call.changed.clear()
 
     def tries(self, one: Replica, call: RoutedCall) -> None:
         """Note that a replica is about to run a call."""
@@ -61,10 +67,12 @@ class Blame:
 
     def end(self, call: RoutedCall) -> None:
         """Let the next suspect run, if the call was one that ran apart."""
+        self._waiting.discard(call)
         if self._held is call:
             self._survived()
             self._held = self._at = None
-            self._place.release()
+            for one in self._waiting:
+                one.changed.set()
 
     def forget(self, session_id: str) -> None:
         """Drop what is known of a session that has ended."""

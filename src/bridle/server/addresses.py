@@ -28,8 +28,28 @@ from bridle.errors import BridleError
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-NAT64: Final = ip_network("64:ff9b::/96")
-"""Addresses that a translator turns into IPv4 (RFC 6052)."""
+WRAPPERS: Final = tuple(
+    ip_network(one) for one in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48")
+)
+"""IPv6 networks whose addresses end in the IPv4 address that they stand for: the compatible form,
+SIIT (RFC 7915), and what NAT64 translates (RFC 6052, RFC 8215)."""
+
+ISATAP: Final = frozenset({0x00005EFE, 0x02005EFE})
+"""Third quarter of an IPv6 address that ends in an IPv4 one (RFC 5214)."""
+
+METADATA: Final = tuple(
+    ip_network(one)
+    for one in (
+        "169.254.0.0/16",  # AWS, Google, Azure, Oracle, DigitalOcean, and AWS's ECS and EKS
+        "100.100.100.200",  # Alibaba
+        "168.63.129.16",  # Azure's host
+        "192.0.0.192",  # Oracle
+        "fd00:ec2::/32",  # AWS
+        "fd20:ce::254",  # Google
+        "fe80::a9fe:a9fe",  # OpenStack
+    )
+)
+"""Where clouds hand a machine its credentials. No operator's list permits them."""
 
 
 class ForbiddenAddressError(BridleError):
@@ -74,9 +94,13 @@ class Addresses:
     def check(self, host: str, address: Address) -> None:
         """Whether `host`, which stands for `address`, may be called; `ForbiddenAddressError`."""
         real = _real(address)
+        if any(_within(real, network) for network in METADATA):
+            message = f"{host!r} is the address {address}, where clouds keep credentials"
+            raise ForbiddenAddressError(f"{message}; it is not permitted")
         if self._is_listed(host) or any(_within(real, network) for network in self._networks):
             return
-        if not real.is_global or real.is_multicast:
+        local = real.is_multicast or (isinstance(real, IPv6Address) and real.is_site_local)
+        if local or not real.is_global:
             raise ForbiddenAddressError(
                 f"{host!r} is the address {address} of the inside, which is not permitted"
             )
@@ -126,7 +150,9 @@ def _real(address: Address) -> Address:
             return address.ipv4_mapped
         if address.sixtofour is not None:
             return address.sixtofour
-        if address in NAT64:
+        is_own = address.is_loopback or address.is_unspecified
+        wraps = not is_own and any(address in network for network in WRAPPERS)
+        if wraps or int(address) >> 32 & 0xFFFFFFFF in ISATAP:
             return IPv4Address(int(address) & 0xFFFFFFFF)
     return address
 
