@@ -15,11 +15,16 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 
-async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-    """Run teardown `work` to its end even if the caller is cancelled, for at most `timeout_s`.
+async def run_shielded(
+    work: Coroutine[Any, Any, T],
+    *,
+    timeout_s: float | None,
+    on_cancel: Callable[[], None] = lambda: None,
+) -> T:
+    """Run `work` to its end even if the caller is cancelled, for at most `timeout_s`.
 
-    A cancellation that arrives meanwhile is raised again afterwards. Raises `TimeoutError` when the
-    work did not end in time (it is cancelled then).
+    A cancellation that arrives meanwhile calls `on_cancel` and is raised again afterwards.
+    Raises `TimeoutError` when the work did not end in time (it is cancelled then).
     """
 
     async def bounded() -> T:
@@ -34,6 +39,7 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         except asyncio.CancelledError as error:
             if not task.cancelled():  # else the error may be the task's own, raised below
                 cancelled = error
+                on_cancel()
         except BaseException:  # noqa: BLE001 - raised below, from task.result()
             break
     if cancelled is not None:

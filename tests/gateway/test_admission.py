@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import threading
 import tracemalloc
 import zlib
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from tests.gateway.house import House, house, renderer, scripted, user
 from tests.gateway.test_data import request
 
+from bridle.dialects.history import History
 from bridle.errors import RequestError
 from bridle.gateway.admission import (
     GATEWAY_BODIES,
@@ -231,3 +233,30 @@ async def test_a_bystander_is_served_while_a_body_drips():
             await slow.until(lambda: slow.facts.calls == 1)
             await other.ask([user("go")])
             sending.cancel()
+
+
+async def test_a_client_that_goes_leaves_its_place_when_its_body_is_parsed():
+    """Clients that sent long bodies and left had any number of them parsed at once."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def parse(*_: object) -> None:
+        begun.set()
+        go_on.wait(30)
+        raise RequestError("no request")
+
+    session: Any = SimpleNamespace(in_hand=InHand(), messages=History())
+    wire: Any = SimpleNamespace(parse=parse)
+    route: Any = None
+    admission = Admission(GatewaySettings(), lambda _: None)
+    async with asyncio.TaskGroup() as group:
+        body = b" " * (LONG_BYTES + 1)
+        reading = group.create_task(admission.read(session, wire, route, body))
+        assert await asyncio.to_thread(begun.wait, 30)
+        reading.cancel()
+        for _ in range(5):  # rounds of the loop, in which a cancelled task would end
+            await asyncio.sleep(0)
+        held = session.in_hand.reading.locked()
+        go_on.set()
+    assert held
+    assert reading.cancelled()
+    assert not session.in_hand.reading.locked()

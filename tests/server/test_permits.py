@@ -303,6 +303,14 @@ def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):
         assert (refused(permits, **task) == {}) is ok, given
 
 
+def test_a_module_is_no_file_because_its_name_holds_py(tmp_path):
+    """`runs.py:b./x:go` was judged as a file in a listed folder, and copied the package `runs`."""
+    permits = Permits(host_paths=(tmp_path,))
+    for given, ok in (("a.py:go", True), ("runs.py:b./x:go", False), ("a.py:b:go", False)):
+        task = {"task_dir": str(tmp_path), "agent": {"harness": "function", "function": given}}
+        assert (refused(permits, **task) == {}) is ok, given
+
+
 def test_a_remote_host_is_as_the_operator_lists_it():
     listed = {"deployment": {"type": "modal", "image": "*"}, "gateway": "http://us:1"}
     permits = Permits(remotes=(listed,))

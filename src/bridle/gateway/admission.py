@@ -15,6 +15,7 @@ from typing import Final, Self
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from bridle.aio import run_shielded
 from bridle.dialects.base import Route, WireFormat
 from bridle.dialects.history import History
 from bridle.errors import RequestError
@@ -143,7 +144,8 @@ class Admission:
             return request
 
         async with session.in_hand.reading, self._threads:
-            request = await asyncio.to_thread(parse)
+            # The thread keeps its place until it ends, also when its client has gone.
+            request = await run_shielded(asyncio.to_thread(parse), timeout_s=None)
         session.messages.adopt(messages)
         session.atoms.update(atoms)
         return request

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
+from bridle.aio import run_shielded
 from bridle.capture.records import no_ids
 from bridle.engines.base import GenerateRequest
 from bridle.errors import ContextOverflowError, RequestError
@@ -124,13 +125,15 @@ class Prompts:
             with within(allowance):
                 return render()
 
+        def stop() -> None:
+            allowance.stopped = True
+
         try:
-            async with self._threads:
-                return await asyncio.to_thread(rendered)
+            async with self._threads:  # which a thread holds until it ends
+                work = asyncio.to_thread(rendered)
+                return await run_shielded(work, timeout_s=None, on_cancel=stop)
         except ContextOverflowError as error:
             raise faults.overflow(error.prompt_tokens, error.context_length) from None
-        finally:
-            allowance.stopped = True
 
     async def _suffix(
         self, question: Question, parent: Call, messages: tuple[Message, ...]

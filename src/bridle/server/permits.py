@@ -296,8 +296,9 @@ class _Judge:
             yield field, f"{given!r} may not be imported; permits.import_paths: {shown}"
 
     def function(self, field: str, given: str) -> Refused:
-        if ".py:" in given:
-            yield from self.task_path(field, given.rpartition(":")[0])
+        module = given.rpartition(":")[0]
+        if module.endswith(".py"):
+            yield from self.task_path(field, module)
         else:
             yield from self.copied(field, given)
 
