@@ -203,9 +203,8 @@ def test_a_node_is_called_the_same_in_every_life_of_its_folder(tmp_path):
 
 
 async def test_an_artifact_of_a_node_on_a_relative_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    async with a_node(Path("data")) as node:
+    monkeypatch.chdir(tmp_path.parent)
+    async with a_node(Path(tmp_path.name)) as node:
         folder = private_folder(node.folder.session_folder("s"))
         (folder / "stdout.log").write_text("said")
         path = artifact_path(node, "s", "stdout.log")

@@ -103,7 +103,8 @@ def cases():
     for backend in ("bubblewrap", "docker"):
         for way in WAYS:
             if backend == "bubblewrap" or not CHECKERS[way.checker].programs:
-                yield pytest.param(backend, way, id=f"{backend}-{way.name}")
+                name = f"{backend}-{way.name}"
+                yield pytest.param(backend, way, id=name, marks=pytest.mark.drawn_with(name))
 
 
 @pytest.mark.parametrize(("backend", "way"), list(cases()))
@@ -118,7 +119,9 @@ async def test_a_forgery_gets_no_reward(backend, way, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["bubblewrap", "docker"])
-@pytest.mark.parametrize("name", sorted(CHECKERS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.drawn_with(name)) for name in sorted(CHECKERS)]
+)
 async def test_each_checker_rewards_the_work(backend, name, tmp_path):
     checker = CHECKERS[name]
     if backend == "docker" and checker.programs:
@@ -138,5 +141,6 @@ async def test_each_checker_rewards_the_work(backend, name, tmp_path):
         assert await scene.reward(agents, resources) == 1.0
 
 
+@pytest.mark.core
 def test_there_are_enough_ways():
     assert len({way.name for way in WAYS}) == len(WAYS) >= 40
