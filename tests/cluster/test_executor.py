@@ -10,10 +10,17 @@ from tests.cluster.machines import Served, an_engine, config_in, machines, runs_
 from tests.cluster.test_batch import bodies, taken
 
 from bridle.client import AsyncClient
+from bridle.credentials import found_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 ONE_LINE = ('kind = "local"', 'kind = "ray"')
+
+
+def admin_of(server):
+    """An HTTP client with the token that the server made for its own user."""
+    url, token = found_token(server.url)
+    return aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {token}"})
 
 
 async def come_to(server):
@@ -23,11 +30,11 @@ async def come_to(server):
         groups = await taken(client, 2)
         log = await client.artifact("t0.0", "stdout.log")
         capture = await client.artifact("t0.0", "capture.sqlite")
-    async with aiohttp.ClientSession() as http, http.get(f"{server.url}/metrics") as answer:
-        told = await answer.text()
+    async with admin_of(server) as http, http.get("/metrics") as answer:
+        metrics = await answer.text()
     assert log == b"" or log
     assert capture.startswith(b"SQLite format 3")
-    assert 'bridle_sampled_tokens_total{node="' in told
+    assert 'bridle_sampled_tokens_total{node="' in metrics
     return {
         one.session_id: (
             one.status,
@@ -58,7 +65,7 @@ async def test_the_same_config_runs_here_and_on_a_cluster_by_changing_one_line(t
 
 
 async def nodes_of(server):
-    async with aiohttp.ClientSession() as http, http.get(f"{server.url}/v1/nodes") as answer:
+    async with admin_of(server) as http, http.get("/v1/nodes") as answer:
         return (await answer.json())["nodes"]
 
 
@@ -80,8 +87,7 @@ async def an_engine_is_told_of(server, cluster, tmp_path):
 async def a_drained_node_leaves(server):
     """It gets no session any more, and its process ends."""
     [node] = await nodes_of(server)
-    address = f"{server.url}/v1/nodes/{node['node_id']}/drain"
-    async with aiohttp.ClientSession() as http, http.post(address) as answer:
+    async with admin_of(server) as http, http.post(f"/v1/nodes/{node['node_id']}/drain") as answer:
         assert answer.status == 200
     await until(lambda nodes: nodes == [], server)
 
