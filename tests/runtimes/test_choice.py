@@ -17,7 +17,7 @@ def machine(tmp_path, monkeypatch):
     _say_loudly.cache_clear()
 
     def make(bwrap):
-        for name in ("bash", "tar", "nsenter", *(() if bwrap is None else ("bwrap",))):
+        for name in ("bash", "tar", "perl", *(() if bwrap is None else ("bwrap",))):
             (tmp_path / name).write_text(f"#!/bin/sh\n{bwrap}\n")
             (tmp_path / name).chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))

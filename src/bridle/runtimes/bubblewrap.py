@@ -278,11 +278,11 @@ def what_is_missing() -> str | None:
     if platform.machine() not in MACHINES:
         known = ", ".join(MACHINES)
         return f"the bubblewrap runtime has a system call filter for {known} only"
-    missing = [name for name in ("bwrap", "bash", "tar") if shutil.which(name) is None]
+    missing = [name for name in ("bwrap", "bash", "tar", "perl") if shutil.which(name) is None]
     if missing:
         return (
             f"the bubblewrap runtime needs {', '.join(missing)}: install the packages bubblewrap "
-            "(0.8 or later) and tar"
+            "(0.8 or later), tar and perl"
         )
     return None
 
