@@ -3,6 +3,7 @@
 import io
 import os
 import tarfile
+from contextlib import suppress
 
 import pytest
 
@@ -71,6 +72,7 @@ def test_what_leads_elsewhere_stays_behind(tmp_path, stage):
         ("out/near", tarfile.SYMTYPE, "fine"),
         ("out/far", tarfile.SYMTYPE, str(tmp_path / "secret")),
         ("out/up", tarfile.SYMTYPE, "../../../secret"),
+        ("out/beside", tarfile.SYMTYPE, "../taken-by-another"),
         ("out/hard", tarfile.LNKTYPE, "../../secret"),
         ("out/pipe", tarfile.FIFOTYPE, ""),
         ("../outside", tarfile.REGTYPE, b"evil"),
@@ -82,6 +84,37 @@ def test_what_leads_elsewhere_stays_behind(tmp_path, stage):
     assert sorted(path.name for path in (tmp_path / "taken").iterdir()) == ["fine", "near"]
     assert not (tmp_path / "outside").exists()
     assert not (tmp_path / "stage" / "outside").exists()
+
+
+@pytest.mark.parametrize("any_link", [False, True])
+def test_no_chain_of_links_beyond_4096_bytes_leads_elsewhere(tmp_path, stage, any_link):
+    above = len(str(stage.resolve().parent / "unpacked" / "out"))
+    long, steps = "d" * ((4080 - above) // 16 - 1), "abcdefghijklmnop"
+    entries, folder = [("out", tarfile.DIRTYPE, "")], "out"
+    for step in steps:
+        entries += [(f"{folder}/{long}", tarfile.DIRTYPE, "")]
+        entries += [(f"{folder}/{step}", tarfile.SYMTYPE, long)]
+        folder += f"/{long}"
+    chain = f"{'/'.join(steps)}/{'l' * 254}"
+    entries += [(f"out/{chain}", tarfile.SYMTYPE, "../" * len(steps))]
+    entries += [("out/escape", tarfile.SYMTYPE, f"{chain}/../../../victim")]
+    entries += [("out/escape/owned", tarfile.REGTYPE, b"evil")]
+    packed(stage, *entries)
+    (tmp_path / "victim").mkdir()
+
+    with suppress(OSError):  # of paths that are too long to copy
+        unpack(stage, "out", tmp_path / "taken", any_link=any_link)
+
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_a_file_is_not_written_through_a_link_of_its_name(tmp_path, stage):
+    entries = [("out/a", tarfile.SYMTYPE, "b"), ("out/a", tarfile.REGTYPE, b"1")]
+    packed(stage, *entries, ("out/c", tarfile.LNKTYPE, "out/a"), ("out/d", tarfile.REGTYPE, b"1"))
+
+    unpack(stage, "out", tmp_path / "taken")
+
+    assert sorted(path.name for path in (tmp_path / "taken").iterdir()) == ["a", "d"]
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])

@@ -88,6 +88,12 @@ def _nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 def _harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
         return None
+    if not _is_direct(entry.name, folder) or (entry.issym() and not _stays(entry)):
+        return None
+    if entry.islnk() and not (
+        _is_direct(entry.linkname, folder) and Path(folder, entry.linkname).is_file()
+    ):
+        return None
     try:
         return tarfile.data_filter(entry, folder)
     except tarfile.FilterError:
@@ -95,4 +101,31 @@ def _harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 
 
 def _any_link(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
-    return entry.replace(deep=False) if entry.issym() else _harmless(entry, folder)
+    if not entry.issym():
+        return _harmless(entry, folder)
+    return entry.replace(deep=False) if _is_direct(entry.name, folder) else None
+
+
+def _is_direct(name: str, folder: str) -> bool:
+    """Whether a name leads from `folder` downwards, through no link.
+
+    Python's own filter resolves links, and before 3.11.13 and 3.12.11 gives up on paths of more
+    than 4096 bytes, which then lead anywhere (CVE-2025-4517).
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return False
+    steps = [path, *path.parents]
+    return not any(Path(folder, step).is_symlink() for step in steps[:-1])
+
+
+def _stays(entry: tarfile.TarInfo) -> bool:
+    """Whether a link's target is inside: it goes up at its beginning only, and not above the
+    archive's one entry, which may be moved.
+
+    As the folders above a link are no links, and other links stay inside too, so does this one.
+    """
+    to = PurePosixPath(entry.linkname)
+    ups = to.parts.count("..")
+    above = len(PurePosixPath(entry.name).parent.parts)
+    return not to.is_absolute() and ups < above and ".." not in to.parts[ups:]
