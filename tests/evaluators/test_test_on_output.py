@@ -136,6 +136,24 @@ async def test_the_agent_s_repository_has_no_say_in_the_patch(tmp_path, left):
     assert {"code.txt"} <= set(evaluated.metadata["changed"])
 
 
+async def test_a_folder_of_this_machine_behind_a_link_is_no_repository(tmp_path):
+    (tmp_path / "ours" / "repo").mkdir(parents=True)
+    (tmp_path / "ours" / "repo" / "solution").write_text("secret")
+    begin = f"mkdir -p in/repo && cd in/repo && {BEGIN}"
+    work = f"rm -r in && ln -s {tmp_path}/ours in"
+    async with two_runtimes(tmp_path, work, begin) as context:
+        config = {"command": RUN, "fail_to_pass": ["t::new"], "repo": "in/repo"}
+        with pytest.raises(Unscorable, match="not there"):
+            await TestOnOutput.from_config(config).evaluate(context)
+
+
+async def test_a_report_in_the_agent_s_patch_is_not_read(tmp_path):
+    left = """echo '<testsuite><testcase classname="t" name="new"/></testsuite>' > out.xml"""
+    config = {"command": "true", "junit": "out.xml", "pass_to_pass": []}
+    with pytest.raises(EvaluatorError, match=r"the tests left no \./out.xml"):
+        await found(tmp_path, left, **config)
+
+
 async def test_a_repository_that_is_gone_is_the_agent_s_failure(tmp_path):
     begin = f"mkdir sub; cd sub; {BEGIN}"
     async with two_runtimes(tmp_path, "rm -rf sub; ln -s /nowhere sub", begin) as context:

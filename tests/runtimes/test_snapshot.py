@@ -3,7 +3,7 @@ import os
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.snapshot import Bounds, TooMuch, copy_out, replace_tree
+from bridle.runtimes.snapshot import Bounds, TooMuch, copy_out, copy_tree, replace_tree
 
 
 @pytest.fixture
@@ -69,7 +69,9 @@ def test_holes_stay_holes(tmp_path):
         file.seek(1 << 30)
         file.write(b"end")
         file.truncate(3 << 30)
-    replace_tree(source, tmp_path / "target", bounds=Bounds(bytes=1 << 20))
+    with pytest.raises(TooMuch, match="more than 3071 MiB"):
+        replace_tree(source, tmp_path / "target", bounds=Bounds(bytes=(3 << 30) - 1))
+    replace_tree(source, tmp_path / "target")
     copy = tmp_path / "target" / "sparse"
     assert copy.stat().st_size == 3 << 30
     assert copy.stat().st_blocks * 512 < 1 << 20
@@ -92,3 +94,20 @@ def test_only_what_lies_in_the_folder_is_copied_out(source, tmp_path):
         copy_out(source / "a" / "link", tmp_path / "far", source)
     copy_out(source / "a", tmp_path / "folder", source)
     assert sorted(entry.name for entry in (tmp_path / "folder").iterdir()) == ["b"]
+
+
+def test_a_folder_behind_a_link_is_empty(source, tmp_path):
+    (tmp_path / "session").mkdir()
+    (tmp_path / "session" / "work").symlink_to(source)
+    copy_tree(tmp_path / "session" / "work" / "a", tmp_path / "target", tmp_path / "session")
+    assert not list((tmp_path / "target").iterdir())
+
+
+def test_links_to_one_large_file_are_no_way_to_fill_the_disk(tmp_path):
+    folder = tmp_path / "source" / "out"
+    folder.mkdir(parents=True)
+    (folder / "0").touch()
+    os.truncate(folder / "0", 9 << 30)
+    (folder / "1").symlink_to("0")
+    with pytest.raises(TooMuch, match="more than 8192 MiB"):
+        copy_out(folder, tmp_path / "target", tmp_path / "source")

@@ -39,7 +39,7 @@ from bridle.evaluators.base import (
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import ExecResult, Runtime
-from bridle.runtimes.snapshot import replace_tree
+from bridle.runtimes.snapshot import is_folder_in, replace_tree
 from bridle.types import JSON
 
 GIT = ("git", "-c", "safe.directory=*", "-c", "core.quotePath=false", "-c", "core.fsmonitor=")
@@ -116,6 +116,8 @@ class TestOnOutput:
                 await apply_patch(fresh, settings.repo, patch.text)
             if settings.test_patch:
                 await _apply(fresh, settings.repo, settings.test_patch)
+            if settings.junit is not None:
+                await fresh.exec(["rm", "-rf", "--", settings.junit], cwd=settings.repo)
             result = await fresh.exec(
                 settings.command,
                 cwd=settings.repo,
@@ -163,11 +165,11 @@ async def take_patch(context: EvaluationContext, fresh: Runtime, repo: str, base
 
     Raises `EvaluatorError`.
     """
-    left = await context.places.left() / repo
+    left = await context.places.left()
     aside = f"{fresh.home}/.left"
     with tempfile.TemporaryDirectory(prefix="bridle-left-") as folder:
         files = Path(folder, "files")
-        await asyncio.to_thread(_without_git, left, files)
+        await asyncio.to_thread(_without_git, left, left / repo, files)
         await fresh.upload(files, aside)
     own = (await _git(fresh, repo, "rev-parse", "--absolute-git-dir"),)
     words = ("--git-dir", *own, "--work-tree", aside)
@@ -178,10 +180,10 @@ async def take_patch(context: EvaluationContext, fresh: Runtime, repo: str, base
     return patch
 
 
-def _without_git(left: Path, files: Path) -> None:
-    if left.is_symlink() or not left.is_dir():
+def _without_git(left: Path, repo: Path, files: Path) -> None:
+    if not is_folder_in(left, repo):
         raise Unscorable("the repository is not there")
-    replace_tree(left, files, keep=_is_git)
+    replace_tree(repo, files, keep=_is_git)
 
 
 def _is_git(path: PurePosixPath, *, is_folder: bool) -> bool:

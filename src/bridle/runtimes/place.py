@@ -113,7 +113,7 @@ class Place(ABC):
     async def _snapshot_here(self, work: Path, folder: Path) -> tuple[str, ...]:
         """`base.Runtime.snapshot` where the work folder is `work`, of this machine."""
         with boundary(RuntimeFailure, "cannot copy the work folder"):
-            return await asyncio.to_thread(copy_tree, work, folder)
+            return await asyncio.to_thread(copy_tree, work, folder, self._scratch)
 
     async def _put_here(self, work: Path, folder: Path, keep: Keep) -> tuple[str, ...]:
         """`base.Runtime.put_work` where the work folder is `work`, of this machine."""

@@ -45,7 +45,7 @@ class Bounds:
     entries: int = 200_000
     depth: int = 100
     bytes: int = 8 << 30
-    """As the disk holds them: holes are free."""
+    """Sum of all sizes, with holes, since what takes a copy further writes them out."""
 
 
 class TooMuch(RuntimeFailure):
@@ -69,12 +69,21 @@ def replace_tree(
     return tuple(copier.left)
 
 
-def copy_tree(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy a session's folder as `replace_tree` does; one that the harness deleted is empty."""
-    if source.is_symlink() or not source.is_dir():
+def copy_tree(source: Path, target: Path, top: Path | None = None) -> tuple[str, ...]:
+    """Copy a session's folder as `replace_tree` does; one that the harness deleted is empty.
+
+    So is one that is reached from the folder `top` (`None` = itself) through a link.
+    """
+    if not is_folder_in(top or source, source):
         target.mkdir(parents=True, exist_ok=True)
         return ()
     return replace_tree(source, target)
+
+
+def is_folder_in(top: Path, path: Path) -> bool:
+    """Whether `path`, which lies below `top` or is it, and all between are folders, none a link."""
+    steps = [path, *path.parents][: 1 + len(path.relative_to(top).parts)]
+    return not any(step.is_symlink() for step in steps) and path.is_dir()
 
 
 def _nothing(path: PurePosixPath, *, is_folder: bool) -> bool:
@@ -130,8 +139,17 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
         paths = {name: Path(folder, name) for name in names}
         return {name for name, path in paths.items() if not _may_leave(path, allowed)}
 
+    room = Bounds().bytes
+
+    def copied(given: str, made: str) -> str:
+        nonlocal room
+        room -= Path(given).stat().st_size
+        if room < 0:
+            raise TooMuch(f"there are more than {Bounds().bytes >> 20} MiB, with those of links")
+        return str(shutil.copy2(given, made))
+
     if real.is_dir():
-        shutil.copytree(real, target, symlinks=False, dirs_exist_ok=True, ignore=strange)
+        shutil.copytree(real, target, ignore=strange, dirs_exist_ok=True, copy_function=copied)
     elif _may_leave(real, allowed):
         _copy_file(str(real), target, real.stat())
     else:
@@ -198,7 +216,7 @@ class _Copier:
         elif kind == stat.S_IFLNK:
             target.symlink_to(Path(entry.path).readlink())
         elif kind == stat.S_IFREG:
-            self._bytes += min(facts.st_size, facts.st_blocks * 512)
+            self._bytes += facts.st_size
             if self._bytes > self._bounds.bytes:
                 raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
             _copy_file(entry.path, target, facts)
