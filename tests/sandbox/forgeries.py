@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 SITE = "$HOME/.local/lib/python3.11/site-packages"
 LATER = "(until [ -s reward.txt ]; do :; done; echo 1 > reward.txt) >/dev/null 2>&1 &"
 """Overwrites the reward after the checker wrote it; the checker leaves it the time."""
-EVIL = f"printf '%s\\n' '#!/bin/bash' 'cd /work; {LATER}' 'cat' > /tmp/evil; chmod +x /tmp/evil"
+EVIL = f"printf '%s\\n' '#!/bin/bash' 'cd /work; {LATER}' 'cat' > /work/evil; chmod +x /work/evil"
 NOT_42 = '[ "$(cat answer.txt 2>/dev/null)" = 42 ]'
 MAKEFILE = f"test:\n\t@{NOT_42.replace('$', '$$')}\n"
 CHECK = "import helper, sys\nsys.exit(0 if helper.right(open('answer.txt').read()) else 1)\n"
@@ -186,27 +186,30 @@ WAYS = (
     Way("a GNUmakefile before the Makefile", "make", "printf 'test:\\n\\t@true\\n' > GNUmakefile"),
     Way("a makefile before the Makefile", "make", "printf 'test:\\n\\t@true\\n' > makefile"),
     Way("a file monitor in git's config", "git",
-        f"{GIT_RUNS} git config core.fsmonitor /tmp/evil", shut=False),
+        f"{GIT_RUNS} git config core.fsmonitor /work/evil", shut=False),
     Way("a filter in git's attributes", "git",
-        f"{GIT_RUNS} echo '* filter=x' > .gitattributes; git config filter.x.clean /tmp/evil"),
-    Way("a diff driver in git's config", "git", f"{GIT_RUNS} git config diff.external /tmp/evil"),
+        f"{GIT_RUNS} echo '* filter=x' > .gitattributes; git config filter.x.clean /work/evil"),
+    Way("a diff driver in git's config", "git", f"{GIT_RUNS} git config diff.external /work/evil"),
     Way("a text conversion in git's attributes", "git",
         f"{GIT_RUNS} mkdir -p .git/info; echo '*.txt diff=x' > .git/info/attributes;"
-        " git config diff.x.textconv /tmp/evil"),
-    Way("a hook in the repository", "git", f"{GIT_RUNS} mkdir -p .git/hooks; cp /tmp/evil"
+        " git config diff.x.textconv /work/evil"),
+    Way("a hook in the repository", "git", f"{GIT_RUNS} mkdir -p .git/hooks; cp /work/evil"
         " .git/hooks/pre-commit"),
-    Way("hooks elsewhere", "git", f"{GIT_RUNS} mkdir h; cp /tmp/evil h/pre-commit;"
+    Way("hooks elsewhere", "git", f"{GIT_RUNS} mkdir h; cp /work/evil h/pre-commit;"
         " git config core.hooksPath /work/h"),
     Way("a git config of the user", "git",
-        f"{GIT_RUNS} git config --global core.fsmonitor /tmp/evil"),
+        f"{GIT_RUNS} git config --global core.fsmonitor /work/evil"),
     Way("a repository that is elsewhere", "git",
-        f"{GIT_RUNS} git config core.fsmonitor /tmp/evil; mv .git g; echo 'gitdir: g' > .git"),
+        f"{GIT_RUNS} git config core.fsmonitor /work/evil; mv .git g; echo 'gitdir: g' > .git"),
+    Way("a repository that is the work folder itself", "git",
+        f"{GIT_RUNS} git config core.fsmonitor /work/evil; git config core.worktree /work;"
+        " mv .git/* .; rm -r .git"),
     Way("a repository that shares another's config", "git",
-        f"{GIT_RUNS} git config core.fsmonitor /tmp/evil; cp -r .git g;"
+        f"{GIT_RUNS} git config core.fsmonitor /work/evil; cp -r .git g;"
         " echo ../g > .git/commondir; printf '[core]\\n' > .git/config"),
     Way("a config of the work tree", "git",
         f"{GIT_RUNS} git config extensions.worktreeConfig true;"
-        " git config --worktree core.fsmonitor /tmp/evil"),
+        " git config --worktree core.fsmonitor /work/evil"),
     Way("a conftest that ends the run", "pytest", f"echo '{EXIT}' > conftest.py"),
     Way("a conftest that passes every test", "pytest",
         "echo 'def pytest_pyfunc_call(pyfuncitem): return True' > conftest.py"),
@@ -242,7 +245,7 @@ WAYS = (
         "git config diff.mnemonicPrefix true; echo lax > tests/rule.txt",
         shown="git diff | grep -q 'diff --git i/tests'"),
     Way("a diff driver that writes the patch", "patch",
-        f"{EVIL}; git config diff.external /tmp/evil; echo lax > tests/rule.txt",
+        f"{EVIL}; git config diff.external /work/evil; echo lax > tests/rule.txt",
         shown="! git diff | grep -q lax"),
     Way("a link in the place of the tests' folder", "patch",
         "mkdir lax; echo lax > lax/rule.txt; rm -r tests; ln -s lax tests",

@@ -34,9 +34,15 @@ OpenModel: TypeAlias = Callable[[], AbstractAsyncContextManager[ModelAccess]]
 """Opens such a session; its key is dead when the block is left."""
 
 
-OURS: Final = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
-"""What checkers find in their environment: Python looks for modules neither in a home nor beside
-the work. `EvaluatorSpec.env` stands over it."""
+OURS: Final = {
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONSAFEPATH": "1",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "safe.bareRepository",
+    "GIT_CONFIG_VALUE_0": "explicit",
+}
+"""Environment of checkers: Python looks for modules neither in a home nor beside the work, and git
+takes no folder without `.git` for a repository. `EvaluatorSpec.env` stands over it."""
 
 
 OBEYED: Final = frozenset(
