@@ -16,6 +16,8 @@ from bridle.lifecycle.places import kept
         ("deep/check.sh", False),
         ("src/conftest.py", False),
         ("GNUmakefile", False),
+        ("web/.npmrc", False),
+        (".cargo", True),
         (".git/config", False),
         (".git/hooks", True),
         (".git/modules/sub/config", False),

@@ -90,7 +90,8 @@ def test_what_leads_elsewhere_stays_behind(tmp_path, stage):
 def test_no_chain_of_links_beyond_4096_bytes_leads_elsewhere(tmp_path, stage, any_link):
     above = len(str(stage.resolve().parent / "unpacked" / "out"))
     long, steps = "d" * ((4080 - above) // 16 - 1), "abcdefghijklmnop"
-    entries, folder = [("out", tarfile.DIRTYPE, "")], "out"
+    entries: list[tuple[str, bytes, str | bytes]] = [("out", tarfile.DIRTYPE, "")]
+    folder = "out"
     for step in steps:
         entries += [(f"{folder}/{long}", tarfile.DIRTYPE, "")]
         entries += [(f"{folder}/{step}", tarfile.SYMTYPE, long)]

@@ -203,7 +203,7 @@ WAYS = (
         f"{GIT_RUNS} git config core.fsmonitor /work/evil; mv .git g; echo 'gitdir: g' > .git"),
     Way("a repository that is the work folder itself", "git",
         f"{GIT_RUNS} git config core.fsmonitor /work/evil; git config core.worktree /work;"
-        " mv .git/* .; rm -r .git"),
+        " mv .git/* .; rm -r .git", shut=True),
     Way("a repository that shares another's config", "git",
         f"{GIT_RUNS} git config core.fsmonitor /work/evil; cp -r .git g;"
         " echo ../g > .git/commondir; printf '[core]\\n' > .git/config"),

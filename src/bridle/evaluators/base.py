@@ -48,8 +48,10 @@ takes no folder without `.git` for a repository. `EvaluatorSpec.env` stands over
 OBEYED: Final = frozenset(
     {"GNUmakefile", "makefile", "BSDmakefile", "sitecustomize.py", "usercustomize.py"}
     | {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"}
+    | {".npmrc", ".yarnrc", ".yarnrc.yml", ".cargo"}
 )
-"""Names that `make`, `python` and `pytest` look for by themselves, before what a checker names."""
+"""Files and folders that `make`, `python`, `pytest`, `npm`, `yarn` and `cargo` look for by
+themselves, before what a checker names; they can name the programs that run the tests."""
 
 
 class Unscorable(EvaluatorError):

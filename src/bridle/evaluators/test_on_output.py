@@ -208,7 +208,7 @@ def filtered(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> P
     kept, dropped, texts = [], [], []
     for path, text in _files(diff):
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
-        wanted = wanted and path.rpartition("/")[2] not in OBEYED
+        wanted = wanted and OBEYED.isdisjoint(path.split("/"))
         if wanted and not any(fnmatchcase(path, pattern) for pattern in exclude):
             kept.append(path)
             texts.append(text)
