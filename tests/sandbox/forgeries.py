@@ -58,11 +58,12 @@ CHECKERS = {
     "sub": command("bash -lc 'bash -c \"grep -qx 42 answer.txt\"'"),
     "interactive": command(f"bash -ic '{NOT_42}' 2>/dev/null"),
     "temp": command(
-        "[ -e /tmp/expected ] || echo 42 > /tmp/expected; diff -q /tmp/expected answer.txt"
+        "[ -e /tmp/expected ] || echo 42 > /tmp/expected;"
+        ' [ "$(cat /tmp/expected)" = "$(cat answer.txt)" ]'
     ),
     "cache": command(
         "[ -e ~/.cache/expected ] || { mkdir -p ~/.cache; echo 42 > ~/.cache/expected; };"
-        " diff -q ~/.cache/expected answer.txt"
+        ' [ "$(cat ~/.cache/expected)" = "$(cat answer.txt)" ]'
     ),
     "shell": command(
         "bash check/run.sh", files={"check/run.sh": f". check/lib.sh 2>/dev/null\n{NOT_42}\n"}
@@ -155,9 +156,10 @@ WAYS = (
         "echo 'exit 0' > ~/env; echo 'export BASH_ENV=~/env' > ~/.bash_profile"),
     Way("another shell's answer in a variable", "tools",
         "echo 'shopt -s expand_aliases; alias grep=true; grep() { true; }' > ~/.bash_profile"),
-    Way("an expected value in the temp folder", "temp", "echo 7 | tee /tmp/expected > answer.txt"),
+    Way("an expected value in the temp folder", "temp",
+        "echo 7 > answer.txt; cat answer.txt > /tmp/expected"),
     Way("an expected value in a cache of the home", "cache",
-        "mkdir -p ~/.cache; echo 7 | tee ~/.cache/expected > answer.txt"),
+        "mkdir -p ~/.cache; echo 7 > answer.txt; cat answer.txt > ~/.cache/expected"),
     Way("a library beside the checker's script", "shell",
         "mkdir check; echo exit 0 > check/lib.sh"),
     Way("a link to a folder in the checker's place", "shell",
