@@ -19,7 +19,9 @@ ONE_LINE = ('kind = "local"', 'kind = "ray"')
 
 def admin_of(server):
     """An HTTP client with the token that the server made for its own user."""
-    url, token = found_token(server.url)
+    found = found_token(server.url)
+    assert found is not None
+    url, token = found
     return aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {token}"})
 
 
