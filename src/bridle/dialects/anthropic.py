@@ -15,7 +15,7 @@ import msgspec
 
 from bridle.dialects.anthropic_blocks import read_message, read_system
 from bridle.dialects.anthropic_stream import MessagesStream
-from bridle.dialects.anthropic_tools import client_run
+from bridle.dialects.anthropic_tools import client_run, toolset
 from bridle.dialects.anthropic_write import error_body, message_json, status_of
 from bridle.dialects.base import (
     Kept,
@@ -151,6 +151,7 @@ class Anthropic(WireFormat):
             extra={
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
+                **({"toolsets": list(tools.wire)} if tools.wire else {}),
                 **({} if thread is None else {"store": True, "previous": previous}),
                 **told,
             },
@@ -160,7 +161,8 @@ class Anthropic(WireFormat):
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
     ) -> bytes:
         """A `message` object."""
-        return encode(message_json(head, reply, usage, request.extra.get("thinking")))
+        thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
+        return encode(message_json(head, reply, usage, thinking, toolsets))
 
     def continued(self, body: bytes, kept: Kept) -> bytes:
         """A request that continues a thread, as the one with the thread's whole history.
@@ -195,7 +197,8 @@ class Anthropic(WireFormat):
 
     def stream(self, request: ModelRequest, head: ReplyHead) -> StreamEncoder:
         """Messages events."""
-        return MessagesStream(head, thinking=request.extra.get("thinking"))
+        thinking, toolsets = request.extra.get("thinking"), request.extra.get("toolsets", ())
+        return MessagesStream(head, thinking=thinking, toolsets=toolsets)
 
     def error(self, error: RequestError) -> tuple[int, dict[str, str], bytes]:
         return status_of(error), retry_headers(error), encode(error_body(error))
@@ -307,10 +310,15 @@ def read_tools(value: object, path: str) -> ToolList:
     specs: list[ToolSpec] = []
     deferred: dict[str, ToolSpec] = {}
     removed: list[str] = []
+    toolsets: dict[str, JSON] = {}
     for tool, where in objects(value, path):
         kind = text_at(tool, "type", where)
         schema = object_at(tool, "input_schema", where)
-        if schema is None and kind not in (None, "custom"):
+        later = flag_at(tool, "defer_loading", where)
+        if kind is not None and (family := toolset(kind, tool, where)) is not None:
+            spec, later = family
+            toolsets[spec.name] = {}
+        elif schema is None and kind not in (None, "custom"):
             own = client_run(kind, text_at(tool, "name", where) or kind, tool)
             if own is None:
                 removed.append(kind)
@@ -323,12 +331,12 @@ def read_tools(value: object, path: str) -> ToolList:
                 schema,
                 flag_at(tool, "strict", where) or False,
             )
-        if flag_at(tool, "defer_loading", where):
+        if later:
             deferred[spec.name] = spec
         else:
             specs.append(spec)
     dropped = {SERVER_TOOLS.name: removed} if removed else {}
-    return ToolList(tuple(specs), deferred=deferred, removed=dropped)
+    return ToolList(tuple(specs), wire=toolsets, deferred=deferred, removed=dropped)
 
 
 def _with_loaded_tools(message: Message, tools: ToolList) -> Message:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bridle.dialects.anthropic_tools import TOOLSETS
 from bridle.dialects.media import block_part, block_text, data_part, url_part
 from bridle.dialects.noise import split_billing
 from bridle.dialects.reading import (
@@ -20,8 +21,8 @@ from bridle.dialects.reading import (
 from bridle.errors import RequestError
 from bridle.types import JSON, Message, Part, Role, TextPart, ToolCall
 
-_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
-"""Blocks of what the provider ran or did, beside the results (`..._tool_result`)."""
+_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback", "browser_state")
+"""Blocks of what the provider ran, did or writes as text, beside results (`..._tool_result`)."""
 
 _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 
@@ -194,6 +195,10 @@ def _read_assistant(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def _read_call(block: JSON, path: str) -> ToolCall:
-    return ToolCall(
-        text_at(block, "id", path), name_at(block, "name", path), arguments_text(block.get("input"))
-    )
+    """A call; that of an action of a toolset is one of the toolset's function."""
+    name, given = name_at(block, "name", path), block.get("input")
+    family = text_at(block, "toolset_name", path)
+    if family in TOOLSETS:
+        inner = object_at(block, "input", path) or {}
+        name, given = family, {"action": name, **inner}
+    return ToolCall(text_at(block, "id", path), name, arguments_text(given))

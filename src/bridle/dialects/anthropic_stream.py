@@ -7,6 +7,8 @@ retries.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from bridle.dialects.anthropic_write import (
     call_block,
     error_body,
@@ -27,10 +29,13 @@ _PING = event_bytes(b'{"type":"ping"}', "ping")
 class MessagesStream(PiecewiseEncoder):
     """One reply as Messages events. `thinking`: `text`, `omitted`, or `None` (not shown)."""
 
-    def __init__(self, head: ReplyHead, *, thinking: str | None) -> None:
+    def __init__(
+        self, head: ReplyHead, *, thinking: str | None, toolsets: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self._head = head
         self._thinking = thinking
+        self._toolsets = toolsets
         self._index = -1
         self._open: str | None = None
         self._thoughts = 0
@@ -64,7 +69,7 @@ class MessagesStream(PiecewiseEncoder):
 
     def write_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
         """A whole `tool_use` block."""
-        block = call_block(self._head, index, ToolCall(call_id, name, arguments))
+        block = call_block(self._head, index, ToolCall(call_id, name, arguments), self._toolsets)
         given = bytes(block["input"]).decode()
         begin = self._end() + self._begin("tool_use", {**block, "input": {}})
         delta = self._delta({"type": "input_json_delta", "partial_json": given})

@@ -1,14 +1,18 @@
 """Tools that Anthropic defines and the client runs, as functions with their published schemas.
 
 The model's calls of them leave as `tool_use` blocks of the tool's own name, which is the form that
-the API gives them. What only the provider can run (web search, code execution...) is no entry here.
+the API gives them. A toolset (`computer_toolset_*`, `browser_toolset_*`) is shown as one function
+with an `action`; its calls leave under the action's name, with `toolset_name`. What only the
+provider can run (web search, code execution...) is no entry here.
 """
 
 from __future__ import annotations
 
+import json
 import re
 
-from bridle.types import JSON, ToolSpec
+from bridle.dialects.reading import flag_at, object_at
+from bridle.types import JSON, ToolCall, ToolSpec
 
 _TEXT: JSON = {"type": "string"}
 _WHOLE: JSON = {"type": "integer"}
@@ -78,9 +82,74 @@ def _computer(version: int, tool: JSON) -> tuple[str, JSON, list[str]]:
         }
     if tool.get("enable_zoom"):
         properties["action"]["enum"].append("zoom")
-        corners = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
-        properties["region"] = {**corners, "description": "x0, y0, x1, y1 of what to zoom into."}
+        properties["region"] = _REGION
     return told, properties, ["action"]
+
+
+_POINTING = (
+    "left_click right_click middle_click double_click triple_click mouse_move left_click_drag "
+    "left_mouse_down left_mouse_up scroll type key hold_key wait screenshot zoom"
+)
+_PAGES = (
+    "navigate list_tabs new_tab switch_tab close_tab read_page get_page_text find form_input "
+    "scroll_to hover"
+)
+_TARGET: JSON = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["coordinate", "ref"]},
+        "x": {**_WHOLE, "description": "Pixels from the left edge of the viewport."},
+        "y": {**_WHOLE, "description": "Pixels from the top edge of the viewport."},
+        "ref": {**_TEXT, "description": "An element, as `read_page` or `find` names it."},
+    },
+    "required": ["type"],
+    "description": "A coordinate with x and y, or an element with its ref.",
+}
+_CORNERS: JSON = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
+_REGION: JSON = {**_CORNERS, "description": "x0, y0, x1, y1 of what to zoom into."}
+_BOTH: JSON = {
+    "text": {**_TEXT, "description": "What to type, the keys to press, or the script to run."},
+    "scroll_direction": {"type": "string", "enum": ["up", "down", "left", "right"]},
+    "scroll_amount": _WHOLE,
+    "duration": {"type": "number", "description": "Seconds to hold a key or to wait."},
+    "repeat": {**_WHOLE, "description": "How often to press the key."},
+    "region": _REGION,
+}
+_TOOLSETS: dict[str, tuple[str, str, str, JSON]] = {
+    "computer": (
+        "Controls a computer with a display, a mouse and a keyboard, and takes screenshots.",
+        f"{_POINTING} cursor_position",
+        "",
+        {
+            "coordinate": {**_POINT, "description": "x and y in pixels from the upper left."},
+            "start_coordinate": {**_POINT, "description": "Where a drag begins."},
+            **_BOTH,
+        },
+    ),
+    "browser": (
+        "Controls a browser: its tabs, pages and their elements.",
+        f"{_POINTING} {_PAGES}",
+        "read_console read_network file_upload javascript_exec",
+        {
+            "target": _TARGET,
+            "from": {**_TARGET, "description": "The coordinate where a drag begins."},
+            "tab_id": {**_TEXT, "description": "The tab to act on, if not the active one."},
+            "url": {**_TEXT, "description": 'A URL, or "back", "forward" or "reload".'},
+            "query": {**_TEXT, "description": "The elements to find, in words."},
+            "value": {"type": ["string", "number", "boolean"]},
+            "modifiers": {**_TEXT, "description": 'Keys to hold meanwhile, such as "ctrl+shift".'},
+            "ref": {**_TEXT, "description": "The element to read; none = the page."},
+            "depth": {**_WHOLE, "description": "How deep to read a page."},
+            "filter": {"type": "string", "enum": ["all", "interactive"]},
+            "paths": {"type": "array", "items": _TEXT, "description": "Files to upload."},
+            "document_ids": {"type": "array", "items": _TEXT},
+            **_BOTH,
+        },
+    ),
+}
+"""Descriptions, actions (those that are on by default and those that are not) and arguments."""
+
+TOOLSETS = frozenset(_TOOLSETS)
 
 
 _CLIENT_RUN = {
@@ -103,3 +172,38 @@ def client_run(kind: str, name: str, tool: JSON) -> ToolSpec | None:
     told, properties, required = make(int(found[1]), tool)
     schema = {"type": "object", "properties": properties, "required": required}
     return ToolSpec(name, told, schema)
+
+
+def toolset(kind: str, tool: JSON, path: str) -> tuple[ToolSpec, bool] | None:
+    """The function that stands for a toolset of type `kind`, and whether its loading is deferred.
+
+    `None` for what is no toolset that the client runs.
+    """
+    family, found, _ = kind.partition("_toolset_")
+    if not found or family not in _TOOLSETS:
+        return None
+    told, on, off, properties = _TOOLSETS[family]
+    where = f"{path}.configs"
+    configs = object_at(tool, "configs", path) or {}
+    enabled, deferred = [], False
+    for action in [*on.split(), *off.split()]:
+        config = object_at(configs, action, where) or {}
+        asked = flag_at(config, "enabled", f"{where}.{action}")
+        if asked or (asked is None and action in on.split()):
+            enabled.append(action)
+            deferred = deferred or bool(flag_at(config, "defer_loading", f"{where}.{action}"))
+    shown = {"action": {"type": "string", "enum": enabled}, **properties}
+    schema = {"type": "object", "properties": shown, "required": ["action"]}
+    return ToolSpec(family, told, schema), deferred
+
+
+def member_call(call: ToolCall) -> tuple[str, str] | None:
+    """The action of a call of a toolset's function, and its arguments; `None` if it names none."""
+    try:
+        given = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return None
+    action = given.pop("action", None) if isinstance(given, dict) else None
+    if not isinstance(action, str) or not action:
+        return None
+    return action, json.dumps(given, ensure_ascii=False)

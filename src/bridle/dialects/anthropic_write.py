@@ -6,8 +6,11 @@ words `prompt is too long`, and obeys `retry-after` on 429 and 529.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
+from bridle.dialects.anthropic_tools import member_call
 from bridle.dialects.base import ReplyHead
 from bridle.dialects.ids import call_id, signature
 from bridle.dialects.reading import arguments_object
@@ -34,14 +37,21 @@ _ERRORS: dict[str, tuple[int, str]] = {
 """Our code -> status and type as Anthropic says them."""
 
 
-def message_json(head: ReplyHead, reply: Reply, usage: Usage, thinking: str | None) -> JSON:
+def message_json(
+    head: ReplyHead,
+    reply: Reply,
+    usage: Usage,
+    thinking: str | None,
+    toolsets: Collection[str] = (),
+) -> JSON:
     """The whole reply. `thinking`: `text`, `omitted` (signature only), or `None` (no block)."""
     content: list[JSON] = []
     if reply.reasoning and thinking is not None:
         content.append(thinking_block(head, 0, reply.reasoning if thinking == "text" else ""))
     if reply.content:
         content.append({"type": "text", "text": reply.content})
-    content += [call_block(head, index, call) for index, call in enumerate(reply.tool_calls)]
+    calls = enumerate(reply.tool_calls)
+    content += [call_block(head, index, call, toolsets) for index, call in calls]
     reason, stop = stop_reason(reply)
     return {
         "id": f"msg_{head.reply_id}",
@@ -60,13 +70,19 @@ def thinking_block(head: ReplyHead, number: int, text: str) -> JSON:
     return {"type": "thinking", "thinking": text, "signature": signature(head.reply_id, number)}
 
 
-def call_block(head: ReplyHead, index: int, call: ToolCall) -> JSON:
-    """Call `index` of a reply; arguments that are no object are wrapped, in streams too."""
+def call_block(head: ReplyHead, index: int, call: ToolCall, toolsets: Collection[str] = ()) -> JSON:
+    """Call `index` of a reply; arguments that are no object are wrapped, in streams too.
+
+    A call of one of the `toolsets` is one of its action.
+    """
+    found = member_call(call) if call.name in toolsets else None
+    name, arguments = found or (call.name, call.arguments)
     return {
         "type": "tool_use",
         "id": call_id("toolu", call.id, head.reply_id, index),
-        "name": call.name,
-        "input": msgspec.Raw(arguments_object(call.arguments)),
+        "name": name,
+        "input": msgspec.Raw(arguments_object(arguments)),
+        **({"toolset_name": call.name} if found else {}),
     }
 
 

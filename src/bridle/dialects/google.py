@@ -9,13 +9,14 @@ Reading of contents is in `google_contents`, the stream in `google_stream`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from functools import partial
 from urllib.parse import parse_qs, unquote
 
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
 from bridle.dialects.fields import account
 from bridle.dialects.google_contents import camel, plain_schema, read_content, read_system
 from bridle.dialects.google_stream import ContentStream
+from bridle.dialects.google_tools import computer_use, speaks_older
 from bridle.dialects.google_write import content_json, error_response
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.reading import (
@@ -67,6 +68,7 @@ class Google(WireFormat):
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules
         self._tools = ToolMemo(read_tools)
+        self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../models/NAME:METHOD`, and Google's model list."""
@@ -105,7 +107,9 @@ class Google(WireFormat):
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
         head = camel(an_object(decode(head_bytes, ""), ""))
-        tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
+        model = route.model or name_at(head, "model", "")
+        known = self._older_tools if speaks_older(model) else self._tools
+        tools = ToolList() if tools_span is None else known.read(tools_span, "tools")
         allow_removed(tools.removed, self._rules, "tools")
         system = read_system(head.get("systemInstruction"), "systemInstruction")
         messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", read_content)
@@ -116,7 +120,7 @@ class Google(WireFormat):
         level = text_at(thinking, "thinkingLevel", where)
         return ModelRequest(
             dialect=self.dialect,
-            model=route.model or name_at(head, "model", ""),
+            model=model,
             messages=(*system, *messages),
             tools=tools.specs,
             sampling=_read_sampling(config),
@@ -256,21 +260,28 @@ def _read_thinking(thinking: JSON, path: str, *, shown: bool) -> bool | None:
 # ---- tools
 
 
-def read_tools(value: object, path: str) -> ToolList:
-    """`tools`: an array of objects with function declarations, or one such object."""
+def read_tools(value: object, path: str, *, older: bool = False) -> ToolList:
+    """`tools`: an array of objects with function declarations, or one such object.
+
+    `older` chooses the actions of computer use: `speaks_older`.
+    """
     specs: list[ToolSpec] = []
+    predefined: list[ToolSpec] = []
     removed: list[str] = []
     for tool, where in objects([value] if isinstance(value, dict) else value, path):
         fields = camel(tool)
         for declared, place in objects_at(fields, "functionDeclarations", where):
             specs.append(_read_function(camel(declared), place))
-        removed += [key for key, given in fields.items() if _is_builtin(key, given)]
-    dropped = {SERVER_TOOLS.name: removed} if removed else {}
-    return ToolList(tuple(specs), removed=dropped)
-
-
-def _is_builtin(key: str, given: Any) -> bool:
-    return key != "functionDeclarations" and given is not None
+        computer = object_at(fields, "computerUse", where)
+        if computer is not None:
+            own = computer_use(computer, f"{where}.computerUse", older=older)
+            predefined += own
+            removed += [] if own else ["computerUse"]
+        known = ("functionDeclarations", "computerUse")
+        removed += [key for key, given in fields.items() if key not in known and given is not None]
+    named = {spec.name for spec in specs}
+    shown = (*(spec for spec in predefined if spec.name not in named), *specs)
+    return ToolList(shown, removed={SERVER_TOOLS.name: removed} if removed else {})
 
 
 def _read_function(value: JSON, path: str) -> ToolSpec:

@@ -33,8 +33,7 @@ BILLING = NoiseRule(
 )
 SERVER_TOOLS = NoiseRule(
     "server_tools",
-    "tools that the provider itself would run or define (web search, code execution, computer use, "
-    "Google built-ins), which have no schema",
+    "tools that the provider itself would run (web search, code execution, Google built-ins)",
     "Only the provider can run them; a model that was shown one would call what nobody answers.",
 )
 RULES: dict[str, NoiseRule] = {rule.name: rule for rule in (BILLING, SERVER_TOOLS)}
