@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from bridle.aio import LoopClock, Nursery, Turnstile, retry, run_shielded
+from bridle.aio import Checkup, LoopClock, Nursery, Turnstile, retry, run_shielded
 
 
 async def test_shielded_work_ends_although_its_caller_is_cancelled():
@@ -155,3 +155,23 @@ async def test_a_cancellation_in_the_moment_in_which_shielded_work_ends_is_raise
         await asyncio.wait([caller])
 
     assert caller.cancelled()
+
+
+async def test_a_checkup_runs_once_for_all_who_ask_and_again_when_it_is_due():
+    faults = [ValueError("full"), None]
+    made = []
+
+    async def check():
+        made.append(1)
+        await asyncio.sleep(0)
+        if (fault := faults[min(len(made), 2) - 1]) is not None:
+            raise fault
+
+    seldom, often = Checkup(check, every_s=1000), Checkup(check, every_s=0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="full"):
+            await seldom()
+    assert len(made) == 1
+    await often()
+    await often()
+    assert len(made) == 3

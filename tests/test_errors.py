@@ -1,7 +1,9 @@
 """Errors: one per boundary, classified once."""
 
 import asyncio
+import errno
 import re
+import sqlite3
 import tomllib
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from bridle.errors import (
     StoreError,
     boundary,
     install_extra,
+    root_cause,
 )
 
 
@@ -66,3 +69,17 @@ def test_no_text_installs_bridle_by_a_name_that_is_not_published(where):
 
     assert texts
     assert [path for path, text in texts.items() if re.search(r"install\s+'?bridle", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        (OSError(errno.ENOSPC, "x", "/secret/file"), "No space left on device"),
+        (sqlite3.OperationalError("database or disk is full"), "database or disk is full"),
+        (ValueError("/secret"), "ValueError"),
+    ],
+)
+def test_the_cause_of_a_store_error_is_named_without_paths(cause, told):
+    with pytest.raises(StoreError) as raised, boundary(StoreError, "/secret/file: cannot write"):
+        raise cause
+    assert root_cause(raised.value) == told

@@ -7,9 +7,10 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from tests.disks import full_disk
 
 from bridle.errors import ConfigError
-from bridle.folders import LOCK, FolderLock, private_file, private_folder
+from bridle.folders import LOCK, FolderLock, check_room, private_file, private_folder
 
 HOLD = """
 import sys, time
@@ -90,3 +91,12 @@ def test_a_file_that_exists_keeps_its_contents_and_mode(tmp_path):
     (tmp_path / "file").chmod(0o640)
     assert private_file(tmp_path / "file").read_text() == "kept"
     assert mode(tmp_path / "file") == 0o640
+
+
+def test_a_full_disk_and_a_missing_folder_have_no_room_and_a_check_leaves_nothing(tmp_path):
+    check_room(tmp_path)
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        check_room(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        check_room(tmp_path / "missing")
+    assert list(tmp_path.iterdir()) == []

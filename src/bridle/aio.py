@@ -84,6 +84,30 @@ class Nursery:
             await asyncio.wait(tasks)
 
 
+class Checkup:
+    """A check that runs at most every `every_s` seconds, whoever asks; its error is remembered."""
+
+    def __init__(self, check: Callable[[], Awaitable[None]], *, every_s: float = 1.0) -> None:
+        self._check = check
+        self._every_s = every_s
+        self._lock = asyncio.Lock()
+        self._due = float("-inf")
+        self._error: Exception | None = None
+
+    async def __call__(self) -> None:
+        """Raise what the last check raised."""
+        async with self._lock:
+            if time.monotonic() >= self._due:
+                self._error = None
+                try:
+                    await self._check()
+                except Exception as error:  # noqa: BLE001 - raised to everyone who asks
+                    self._error = error
+                self._due = time.monotonic() + self._every_s
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+
 class LoopClock:
     """Seconds in which the event loop ran, for judging the silence of others by.
 

@@ -8,6 +8,8 @@ value (`bridle.types.Cause`), so only our own bugs escape as anything else.
 from __future__ import annotations
 
 import errno
+import os
+import sqlite3
 
 
 def install_extra(extra: str) -> str:
@@ -151,7 +153,21 @@ class RequestError(BridleError):
     @property
     def passes(self) -> bool:
         """Whether it is a failure on our side, after which the same request may succeed."""
-        return self.code in {"overloaded", "paused"} or self.code.startswith("engine_")
+        return self.code in {"overloaded", "paused", "store_error"} or self.code.startswith(
+            "engine_"
+        )
+
+
+def root_cause(error: BaseException) -> str:
+    """Name the first cause of `error` without paths or addresses, for those without a token.
+
+    The text of its `errno`, or what SQLite said, or else its class.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return str(error) if isinstance(error, sqlite3.Error) else type(error).__name__
 
 
 class boundary:  # noqa: N801 - used as a function

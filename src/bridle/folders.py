@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Final, Self
@@ -19,6 +20,9 @@ from bridle.errors import ConfigError
 
 LOCK: Final = ".lock"
 RETRY_S: Final = 0.05
+
+ROOM: Final = 1 << 20
+"""Bytes of free disk below which a folder counts as full."""
 
 
 class FolderLock:
@@ -92,3 +96,10 @@ def private_file(path: Path) -> Path:
     """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return path
+
+
+def check_room(folder: Path) -> None:
+    """Write `ROOM` bytes into `folder` and remove them; raises the `OSError` that this meets."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(ROOM))
+        file.flush()

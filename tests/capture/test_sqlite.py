@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from tests.capture.made import MadeSession, digest_of
 from tests.conformance.stores import StoreConformance, assert_same
+from tests.disks import full_disk
 
 from bridle.capture.records import SessionRecord
 from bridle.capture.sqlite import SqliteReader, SqliteStore
@@ -472,3 +473,11 @@ async def test_a_file_whose_old_sessions_are_removed_does_not_grow(tmp_path):
             sizes.append(store.size())
         assert max(sizes[3:]) <= 1.2 * sizes[2]
         assert len(store.sessions()) == 2
+
+
+async def test_a_store_on_a_full_disk_fails_its_check_until_there_is_room(path):
+    async with await SqliteStore.open(path) as store:
+        await store.check()
+        with full_disk(), pytest.raises(StoreError, match=f"{path}: cannot write"):
+            await store.check()
+        await store.check()

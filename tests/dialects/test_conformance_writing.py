@@ -201,6 +201,7 @@ CODES = {
     "overloaded": (503, 529, 503),
     "paused": (503, 529, 503),
     "engine_error": (500, 500, 500),
+    "store_error": (503, 500, 503),
     "budget_exhausted": (429, 402, 403),
 }
 

@@ -247,20 +247,20 @@ async def test_a_child_whose_parent_could_not_be_committed_is_placed_again():
             group.create_task(caller.ask(messages))
             await asyncio.sleep(0.05)
             store.gate.set()
-        assert failing.result()[0] == 500
+        assert failing.result()[0] == 503
         (exchange,) = caller.exchanges
     assert exchange.parent_id is None
     assert exchange.continues is None
     assert exchange.request.kept_spans == 0
 
 
-async def test_a_store_that_cannot_write_is_the_harness_s_500_and_nothing_is_leaked():
+async def test_a_store_that_cannot_write_is_a_store_error_that_leaks_no_path():
     store = GatedStore()
     async with house({"content": "a"}, store=store) as home:
         caller = await home.session()
         store.failures = 1
         status, reply = await caller.post({"model": "m", "messages": [user("go")]})
-        assert status == 500
+        assert (status, reply["error"]["code"]) == (503, "store_error")
         assert "secret" not in str(reply)
         assert (caller.facts.turns, caller.facts.failed_last) == (0, True)
         await caller.ask([user("go")])

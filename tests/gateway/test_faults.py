@@ -24,7 +24,7 @@ from bridle.gateway import faults
         (EngineError("secret", retryable=True, status=500, kind="engine_500"), 503, "engine_500"),
         (CutError("secret"), 503, "engine_cut"),
         (ContextOverflowError(90, 80, 5), 400, "context_length_exceeded"),
-        (StoreError("secret"), 500, "engine_error"),
+        (StoreError("secret"), 503, "store_error"),
         (BridleError("secret"), 500, "engine_error"),
         (ValueError("secret"), 500, "engine_error"),
     ],

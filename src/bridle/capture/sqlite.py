@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -43,6 +43,7 @@ from bridle.capture.texts import (
     pack,
 )
 from bridle.errors import StoreError, boundary
+from bridle.folders import check_room
 
 __all__ = ["SqliteReader", "SqliteStore"]
 
@@ -135,6 +136,12 @@ class SqliteStore:
     async def flush(self) -> None:
         """Return when all that was given before is on the disk itself."""
         await self._write(lambda writer: writer.want_sync(), size=sys.maxsize)
+
+    async def check(self) -> None:
+        """Raise the `StoreError` that a record would meet now; needs 1 MiB of free disk."""
+        with boundary(StoreError, f"{self.path}: cannot write"):
+            await asyncio.to_thread(check_room, self.path.parent)
+        await self._write(lambda writer: writer.touch())
 
     async def aclose(self) -> None:
         """Write what was given, release the file; idempotent."""
@@ -351,21 +358,18 @@ class _Writer:
         """
         if not jobs:
             return
+        fault = None
         try:
             self._transact([job.work for job in jobs])
         except StoreError as error:
-            if len(jobs) == 1:
-                self._finish(jobs[0], error)
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._write([job])
                 return
-            for job in jobs:
-                self._write([job])
-            return
+            fault = error
         for job in jobs:
-            self._finish(job, None)
-
-    def _finish(self, job: Job, error: StoreError | None) -> None:
-        self._jobs.finished += 1
-        job.finish(error)
+            self._jobs.finished += 1
+            job.finish(fault)
 
     def _transact(self, works: Sequence[Work]) -> None:
         with boundary(StoreError, f"{self._path}: cannot write"):
@@ -391,11 +395,9 @@ class _Writer:
         if self._frames < limit:
             return
         self._frames = 0
-        try:
+        # A failure loses nothing: the WAL stays longer. A full disk shows at the next commit.
+        with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        except sqlite3.Error:
-            # Nothing is lost: the WAL stays longer. A full disk shows at the next commit.
-            return
 
     # The records.
 
@@ -456,6 +458,10 @@ class _Writer:
             for query in formats.FORGET:
                 self._connection.execute(query, (state.number,))
             self._states.pop(session_id, None)
+
+    def touch(self) -> None:
+        """Write one page as it is."""
+        self._connection.execute(f"PRAGMA application_id = {formats.APPLICATION_ID}")
 
     def want_sync(self) -> None:
         """Have this transaction and all before it on the disk when its jobs are finished."""

@@ -39,6 +39,9 @@ class Store(Protocol):
     async def flush(self) -> None:
         """Return when all that was given before is durable."""
 
+    async def check(self) -> None:
+        """Raise the `StoreError` that a record of some size would meet now."""
+
     async def aclose(self) -> None:
         """Flush and release; idempotent."""
 
@@ -123,6 +126,10 @@ class MemoryStore:
 
     async def flush(self) -> None:
         """Nothing to do: memory is as durable as it gets."""
+        self._check_open()
+
+    async def check(self) -> None:
+        """Raise `StoreError` if it is closed."""
         self._check_open()
 
     async def aclose(self) -> None:

@@ -31,6 +31,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "engine_reset": (503, "UNAVAILABLE"),
     "engine_silent": (503, "UNAVAILABLE"),
     "engine_500": (503, "UNAVAILABLE"),
+    "store_error": (503, "UNAVAILABLE"),
 }
 """Our code -> status and name as Google says them. Its clients try every 429 again, so a budget
 that is used up is a refusal of permission."""

@@ -22,13 +22,14 @@ import structlog
 from aiohttp import web
 from pydantic import Field, ValidationError
 
+from bridle.aio import Checkup
 from bridle.capture.records import Delivery, Exchange, Outcome
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.credentials import kept_token
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
-from bridle.errors import BridleError, ConfigError, EngineError, StoreError
+from bridle.errors import BridleError, ConfigError, EngineError, StoreError, root_cause
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
@@ -171,6 +172,7 @@ class ControlPlane:
     ) -> None:
         self._sessions = sessions
         self._store = store
+        self._storing = Checkup(store.check)
         self._engine = engine
         self._info = info
         self._policy = policy
@@ -192,7 +194,7 @@ class ControlPlane:
         }
 
     async def handle(self, http: web.BaseRequest, target: Target) -> web.StreamResponse:
-        """Serve one control request; errors are `{"error": {"message"}}`."""
+        """Serve one control request; errors are `{"error": {"message"}}`, some with a `code`."""
         try:
             return await self._serve(http, target)
         except Refusal as refusal:
@@ -200,7 +202,7 @@ class ControlPlane:
         except ConfigError as error:
             return _error(400, str(error))
         except StoreError as error:
-            return _error(503, str(error))
+            return _error(503, str(error), "store_error")
         except ConnectionError:
             raise
         except BridleError as error:
@@ -221,11 +223,14 @@ class ControlPlane:
         return await answer(Asked(http, words[1] if len(words) > 1 else "", target.query))
 
     async def _health(self) -> web.StreamResponse:
+        unavailable = "store_error"
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._storing()
+                unavailable = "engine_unavailable"
                 await self._engine.health()
-        except (EngineError, TimeoutError) as error:
-            return _json({"status": "engine_unavailable", "detail": type(error).__name__}, 503)
+        except (StoreError, EngineError, TimeoutError) as error:
+            return _json({"status": unavailable, "detail": root_cause(error)}, 503)
         return _json({"status": "ok"})
 
     async def _show_metrics(self, _: Asked) -> web.StreamResponse:
@@ -405,8 +410,8 @@ def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=encode(value), status=status, headers={"Content-Type": JSON_TYPE})
 
 
-def _error(status: int, message: str) -> web.Response:
-    return _json({"error": {"message": message}}, status)
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
+    return _json({"error": {"message": message} | ({"code": code} if code else {})}, status)
 
 
 async def _body(http: web.BaseRequest, model: type[ModelT]) -> ModelT:

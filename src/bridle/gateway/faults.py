@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import traceback
 
-from bridle.errors import ContextOverflowError, EngineError, RenderError, RequestError
+from bridle.errors import (
+    ContextOverflowError,
+    EngineError,
+    RenderError,
+    RequestError,
+    StoreError,
+)
 from bridle.gateway.keys import redact
 from bridle.prompting.pairing import Orphan
 
@@ -38,6 +44,9 @@ def request_error(error: BaseException) -> RequestError:
             return overflow(error.prompt_tokens, error.context_length)
         case EngineError():
             return _engine_failed(error)
+        case StoreError():
+            message = "store_error: the gateway cannot record calls now; try again later"
+            return _passing(message, 503, "store_error")
         case RenderError():
             return RequestError(f"the messages cannot be shown to this model: {error}")
         case _:
