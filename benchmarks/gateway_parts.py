@@ -1,8 +1,8 @@
 """The parts that `gateway.py` measures, each a process of its own, and the HTTP between them.
 
 What is not measured must not be what is slow. The client and the instant engine therefore speak
-just enough HTTP/1.1 (keep-alive, bodies with a length) on bare asyncio protocols; the proxy is
-aiohttp on both sides, the floor of any gateway in Python.
+just enough HTTP/1.1 (keep-alive, bodies with a length or in chunks) on bare asyncio protocols; the
+proxy is aiohttp on both sides, the floor of any gateway in Python.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from bridle.aio import Nursery
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.serving import long_running
 from bridle.engines import open_engine
@@ -37,6 +39,8 @@ from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 OUTPUT_TOKENS = 128
 LARGE = 1024
 """Bodies of this many bytes are calls; smaller ones are the gateway's questions at its start."""
+
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 IDS = {
     Route.CHAT.path.encode(): b'"prompt_token_ids":[',
@@ -57,32 +61,51 @@ def words(count: int, seed: int) -> str:
     return "".join([" " + known[index] for index in order])
 
 
-def tool_list(count: int) -> bytes:
-    """So many tools of 1.6 kB each, as OpenAI Chat has them, with a comma behind; or nothing."""
+def tools(count: int) -> list[dict[str, Any]]:
+    """So many tools of 1.6 kB each, as OpenAI Chat has them."""
     told = " ".join([TEXT] * 2)
     fields = {f"field_{n}": {"type": "string", "description": told} for n in range(3)}
     schema = {"type": "object", "properties": fields, "required": ["field_0"]}
-    tools = [
+    return [
         {
             "type": "function",
             "function": {"name": f"tool_{n}", "description": told * 2, "parameters": schema},
         }
         for n in range(count)
     ]
-    return b'"tools":' + orjson.dumps(tools) + b"," if tools else b""
 
 
 # ---- HTTP
 
 
+CHUNKS_END = b"\r\n0\r\n\r\n"
+"""Ends a chunked body; no JSON text and no event holds it."""
+
+
+def in_chunks(stream: bytes) -> bytes:
+    """A stream's body as servers send it: each event as a chunk of its own."""
+    found = [one + b"\n\n" for one in stream.removesuffix(b"\n\n").split(b"\n\n")]
+    return b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in found) + CHUNKS_END[2:]
+
+
+def out_of_chunks(body: bytes) -> bytes:
+    """A chunked body without its frames."""
+    pieces, at = [], 0
+    while size := int(body[at : (line := body.index(b"\r\n", at))], 16):
+        pieces.append(body[line + 2 : line + 2 + size])
+        at = line + 4 + size
+    return b"".join(pieces)
+
+
 class Framed(asyncio.Protocol):
-    """One connection; whole messages are given to `arrived`. Bodies must tell their length."""
+    """One connection; whole messages are given to `arrived`: of a told length, or in chunks."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
         self._wanted = 0
         self._body_from = 0
+        self._chunked = False
         self.transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -102,10 +125,16 @@ class Framed(asyncio.Protocol):
             found = head.find(b"content-length:")
             length = int(head[found + 15 : head.index(b"\r\n", found)]) if found >= 0 else 0
             self._body_from, self._wanted = end, end + length
-        if self._size >= self._wanted:
+            self._chunked = b"\r\ntransfer-encoding: chunked" in head
+        if self._chunked:
+            ends = b"".join(self._pieces[-8:])[-len(CHUNKS_END) :] == CHUNKS_END
+        else:
+            ends = self._size >= self._wanted
+        if ends:
             whole = b"".join(self._pieces)
             start, self._pieces, self._size, self._wanted = self._body_from, [], 0, 0
-            self.arrived(whole[:start], whole[start:])
+            body = whole[start:]
+            self.arrived(whole[:start], out_of_chunks(body) if self._chunked else body)
 
     def arrived(self, head: bytes, body: bytes) -> None:
         """A whole message is there."""
@@ -139,10 +168,14 @@ class Caller(Framed):
             self._waiting.set_exception(exc or ConnectionError("closed"))
 
 
+Replies = dict[tuple[bytes, bool], tuple[bytes, bytes]]
+"""What stands before and behind the prompt's ids in a reply, by path and whether it streams."""
+
+
 class Canned(Framed):
     """A connection to the instant engine: calls get a canned reply, all else is asked elsewhere."""
 
-    def __init__(self, replies: dict[bytes, tuple[bytes, bytes]], ask: Callable[..., None]) -> None:
+    def __init__(self, replies: Replies, ask: Callable[..., None]) -> None:
         super().__init__()
         self._replies = replies
         self._ask = ask
@@ -153,11 +186,23 @@ class Canned(Framed):
         if len(body) < LARGE:
             self._ask(self.transport, head.split(b" ", 1)[0].decode(), path.decode(), body)
             return
-        before, after = self._replies[path]
         start = body.find(IDS[path]) + len(IDS[path]) - 1
         asked_in_ids = start >= len(IDS[path]) - 1
         ids = body[start : body.index(b"]", start) + 1] if asked_in_ids else b"null"
-        answer(self.transport, 200, before + ids + after)
+        streams = b'"stream":true' in body[:start] if asked_in_ids else b'"stream":true' in body
+        before, after = self._replies[path, streams]
+        if streams:
+            first, _, rest = after.partition(b"\r\n")  # of the event that holds the ids
+            event = before + ids + first
+            self.transport.write(STREAM_HEAD + b"%x\r\n" % len(event) + event + b"\r\n" + rest)
+        else:
+            answer(self.transport, 200, before + ids + after)
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
 
 
 def answer(transport: asyncio.Transport, status: int, body: bytes) -> None:
@@ -176,6 +221,19 @@ def open_session(server: str, token: str) -> dict[str, Any]:
     with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback
         opened: dict[str, Any] = orjson.loads(reply.read())
     return opened
+
+
+def check_extended(server: str, token: str, turns: int) -> None:
+    """Refuse numbers of a gateway's calls unless all but each session's first extended a parent."""
+    headers = {"Authorization": f"Bearer {token}"}
+    asked = urllib.request.Request(f"{server}/metrics", headers=headers)  # noqa: S310 - loopback
+    with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback
+        told = reply.read().decode()
+    numbers = dict(line.rsplit(" ", 1) for line in told.splitlines() if line[:1] != "#")
+    roots = float(numbers.get('bridle_placements_total{extended="False",kind="root"}', 0))
+    extended = float(numbers.get('bridle_placements_total{extended="True",kind="child"}', 0))
+    if float(numbers["bridle_prompt_breaks_total"]) or extended != roots * (turns - 1):
+        raise SystemExit(f"not what was to be measured:\n{told}")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -214,15 +272,19 @@ class InstantEngine:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """The whole reply at once."""
+        """The whole reply at once; a stream has a chunk for each token."""
         count = min(len(self._ids), request.sampling.max_tokens or OUTPUT_TOKENS)
-        yield GenerateChunk(
-            self._ids[:count],
-            self._logprobs[:count],
-            FinishReason.STOP if count == len(self._ids) else FinishReason.LENGTH,
-            versions=(VersionSpan(1, 0, count),),
-            prompt_ids_json=request.prompt.json(),
-        )
+        size = 1 if request.stream else count
+        for start in range(0, count, size):
+            last = start + size == count
+            finish = FinishReason.STOP if count == len(self._ids) else FinishReason.LENGTH
+            yield GenerateChunk(
+                self._ids[start : start + size],
+                self._logprobs[start : start + size],
+                finish if last else None,
+                versions=(VersionSpan(1, 0, count),) if last else (),
+                prompt_ids_json=None if start else request.prompt.json(),
+            )
 
     async def abort(self, request_id: str) -> None:
         """Nothing takes long enough."""
@@ -235,10 +297,12 @@ class InstantEngine:
         """Nothing to release."""
 
 
-def engine_call(route: Route, prompt: PromptIds) -> bytes:
+def engine_call(route: Route, prompt: PromptIds, *, stream: bool = False) -> bytes:
     """The body of a call as the gateway sends it."""
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=100_000)
-    request = GenerateRequest("0" * 24, prompt, sampling, session_id="s-0123456789abcdef")
+    request = GenerateRequest(
+        "0" * 24, prompt, sampling, session_id="s-0123456789abcdef", stream=stream
+    )
     return call_body(route, request, "instant", room=100_000, token_in=True)
 
 
@@ -248,36 +312,57 @@ def say(**told: str) -> None:
     sys.stdout.flush()
 
 
-async def run_engine() -> None:
-    """The instant engine: `EngineServer`, and before it what repeats the server's own replies."""
+async def canned_replies(server: str, client: aiohttp.ClientSession) -> Replies:
+    """The server's own replies on two routes, whole and streamed, without the prompt's ids."""
+    replies: Replies = {}
+    prompt = PromptIds.root(np.arange(300, 400, dtype=np.int32))
+    for route in (Route.CHAT, Route.GENERATE):
+        for streams in (False, True):
+            body = engine_call(route, prompt, stream=streams)
+            async with client.post(server + route.path, data=body, headers=JSON_HEADERS) as reply:
+                before, found, after = (await reply.read()).partition(prompt.json())
+            assert found, "the reply repeats the prompt's ids"
+            if streams:
+                first, _, rest = after.partition(b"\n\n")
+                after = first + b"\n\n\r\n" + in_chunks(rest)
+            replies[route.path.encode(), streams] = before, after
+    return replies
+
+
+@asynccontextmanager
+async def instant_engine() -> AsyncIterator[str]:
+    """The instant engine: `EngineServer`, and before it a front that repeats the server's replies.
+
+    Gives the front's URL.
+    """
     async with (
         EngineServer(InstantEngine(), tokenizer="builtin") as server,
         aiohttp.ClientSession() as client,
-        asyncio.TaskGroup() as group,
+        Nursery(print) as nursery,
     ):
-        headers = {"Content-Type": "application/json"}
-        replies: dict[bytes, tuple[bytes, bytes]] = {}
-        prompt = PromptIds.root(np.arange(300, 400, dtype=np.int32))
-        for route in (Route.CHAT, Route.GENERATE):
-            body = engine_call(route, prompt)
-            async with client.post(server.url + route.path, data=body, headers=headers) as reply:
-                before, found, after = (await reply.read()).partition(prompt.json())
-            assert found, "the reply repeats the prompt's ids"
-            replies[route.path.encode()] = before, after
+        replies = await canned_replies(server.url, client)
 
         async def pass_on(
             transport: asyncio.Transport, method: str, path: str, body: bytes
         ) -> None:
             url = server.url + path
-            async with client.request(method, url, data=body or None, headers=headers) as reply:
+            data = body or None
+            async with client.request(method, url, data=data, headers=JSON_HEADERS) as reply:
                 answer(transport, reply.status, await reply.read())
 
         def ask(*parts: Any) -> None:  # noqa: ANN401 - `pass_on`'s own
-            group.create_task(pass_on(*parts))
+            nursery.start(pass_on(*parts), name="pass on")
 
         loop = asyncio.get_running_loop()
         front = await loop.create_server(lambda: Canned(replies, ask), "127.0.0.1", 0)
-        say(url=f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}")
+        yield f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
+        front.close()
+
+
+async def run_engine() -> None:
+    """The instant engine, until this process is ended."""
+    async with instant_engine() as url:
+        say(url=url)
         await asyncio.Event().wait()
 
 
@@ -288,9 +373,16 @@ async def run_proxy(engine: str) -> None:
 
         async def forward(request: web.BaseRequest) -> web.StreamResponse:
             body = await request.read()
-            headers = {"Content-Type": "application/json"}
-            async with client.post(engine + request.path, data=body, headers=headers) as reply:
-                return web.Response(body=await reply.read(), headers=headers)
+            url = engine + request.path
+            async with client.post(url, data=body, headers=JSON_HEADERS) as reply:
+                if reply.content_length is not None:
+                    return web.Response(body=await reply.read(), headers=JSON_HEADERS)
+                stream = web.StreamResponse(headers={"Content-Type": reply.content_type})
+                await stream.prepare(request)
+                async for piece in reply.content.iter_any():
+                    await stream.write(piece)
+                await stream.write_eof()
+                return stream
 
         def factory(*parts: Any) -> web.BaseRequest:  # noqa: ANN401 - as aiohttp gives them
             message, payload, protocol, writer, task = parts
@@ -307,19 +399,28 @@ async def run_proxy(engine: str) -> None:
         await asyncio.Event().wait()
 
 
-async def run_gateway(engine: str, data: str, fsync: str, profile: str | None) -> None:
-    """The gateway, on a SQLite store; token in, if the engine's URL stands alone."""
+@asynccontextmanager
+async def gateway(
+    engine: str, data: str, *, fsync: str = "off", stream: str = "whole"
+) -> AsyncIterator[Gateway]:
+    """A gateway on a SQLite store; token in, if the engine's URL stands alone."""
     store = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
-    gateway = Gateway(
-        engine=open_engine(engine),
-        renderer=load_renderer("builtin"),
-        store=store,
-        settings=GatewaySettings(
-            data_dir=Path(data), allow_untokenized=engine.startswith("openai:")
-        ),
+    settings = GatewaySettings(
+        data_dir=Path(data),
+        allow_untokenized=engine.startswith("openai:"),
+        stream=stream,  # type: ignore[arg-type]
     )
-    async with gateway:
-        say(url=gateway.url, token=gateway.control_token)
+    renderer = load_renderer("builtin")
+    async with Gateway(
+        engine=open_engine(engine), renderer=renderer, store=store, settings=settings
+    ) as served:
+        yield served
+
+
+async def run_gateway(engine: str, data: str, fsync: str, stream: str, profile: str | None) -> None:
+    """A gateway, until this process is ended."""
+    async with gateway(engine, data, fsync=fsync, stream=stream) as served:
+        say(url=served.url, token=served.control_token)
         with long_running():  # as `bridle gateway` does
             if profile is None:
                 await asyncio.Event().wait()

@@ -1,0 +1,90 @@
+"""Function calls of one linear turn in the gateway's event loop: what no load of a machine moves.
+
+Engine, client and gateway share one loop; what the benchmark itself calls is not counted, nor what
+the store's thread does. A call is one of a Python function or of a builtin.
+
+    python -m benchmarks.gateway_counts [--tools 30] [--context 2000] [--names]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvloop
+from benchmarks.gateway_sessions import DIALECTS, TURNS, Player, Way
+
+from benchmarks import gateway_parts as parts
+
+OURS = str(Path(__file__).parent)
+WARM = 5
+"""Turns before the counted ones."""
+COUNTED = 5
+
+
+async def count_calls(
+    way: Way, folder: str, *, context: int = 2_000, tools: int = 0
+) -> Counter[str]:
+    """Calls of the `COUNTED` turns of one session, by the name of what was called."""
+    found: Counter[str] = Counter()
+
+    def seen(frame: FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - a builtin, or none
+        if event not in {"call", "c_call"} or frame.f_code.co_filename.startswith(OURS):
+            return
+        if event == "c_call":
+            found[f"{getattr(called, '__module__', '')}.{called.__qualname__}"] += 1
+        else:
+            found[f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"] += 1
+
+    async with (
+        parts.instant_engine() as engine,
+        parts.gateway(engine, folder, stream="live" if way.reply == "live" else "whole") as served,
+        Player(way, context, tools, served.url, str(served.control_token)) as player,
+    ):
+        for _ in range(WARM):
+            await player.turn()
+        sys.setprofile(seen)
+        try:
+            for _ in range(COUNTED):
+                await player.turn()
+        finally:
+            sys.setprofile(None)
+        for _ in range(TURNS - WARM - COUNTED):
+            await player.turn()
+        await asyncio.to_thread(parts.check_extended, served.url, str(served.control_token), TURNS)
+    return found
+
+
+def calls_a_turn(way: Way, *, context: int = 2_000, tools: int = 0) -> tuple[int, Counter[str]]:
+    """Calls of one linear turn, the mean of several, and which they are in all."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = uvloop.run(count_calls(way, folder, context=context, tools=tools))
+    return round(found.total() / COUNTED), found
+
+
+def main() -> None:
+    """Count for all dialects and replies."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ways", nargs="+", default=list(DIALECTS)[:1], choices=list(DIALECTS))
+    parser.add_argument("--replies", nargs="+", default=["json", "whole", "live"])
+    parser.add_argument("--context", type=int, default=2_000)
+    parser.add_argument("--tools", type=int, default=30)
+    parser.add_argument("--names", type=int, default=0, help="show so many of what was called")
+    options = parser.parse_args()
+    for name in options.ways:
+        for reply in options.replies:
+            way = Way(name, reply)
+            mean, found = calls_a_turn(way, context=options.context, tools=options.tools)
+            print(f"{way}: {mean} calls a turn")
+            for called, count in found.most_common(options.names):
+                print(f"  {count / COUNTED:6.1f}  {called}")
+
+
+if __name__ == "__main__":
+    main()

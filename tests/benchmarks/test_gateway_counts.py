@@ -1,0 +1,28 @@
+"""Counts of a turn in the gateway: they show what a busy machine's times hide.
+
+A bound is what was counted and a few per cent. A change that needs more calls says so by raising
+it; one that saves calls lowers it.
+"""
+
+import pytest
+from benchmarks.gateway_counts import calls_a_turn
+from benchmarks.gateway_sessions import Way
+
+MOST = {
+    Way("chat"): 2_150,
+    Way("responses"): 2_400,
+    Way("google"): 2_350,
+    Way("chat", "whole"): 14_100,
+    Way("anthropic", "live"): 21_600,
+}
+
+
+@pytest.mark.parametrize("way", MOST, ids=str)
+def test_a_linear_turn_takes_no_more_function_calls(way):
+    calls, names = calls_a_turn(way)
+    assert calls <= MOST[way], names.most_common(20)
+
+
+def test_calls_of_a_turn_do_not_grow_with_the_context():
+    short, long = (calls_a_turn(Way("chat"), context=size)[0] for size in (2_000, 16_000))
+    assert abs(long - short) <= 0.01 * short
