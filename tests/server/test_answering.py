@@ -92,8 +92,8 @@ async def test_a_query_out_of_bounds_is_named(tmp_path, limit):
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (StateError("locked"), 503, "unavailable"),
-        (StoreError("full"), 503, "unavailable"),
+        (StateError("locked"), 503, "store_error"),
+        (StoreError("full"), 503, "store_error"),
         (EngineError("gone"), 502, "engine_error"),
         (KeyError("a bug"), 500, "internal"),
     ],

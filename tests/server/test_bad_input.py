@@ -112,6 +112,7 @@ async def refused_for_now(http, task_id):
     task = body(task_id, metadata={"long": "x" * 200_000})
     told = await http.post("/v1/tasks", json={"tasks": [task]})
     assert (told.status_code, told.headers["retry-after"]) == (503, "1"), told.text
+    assert told.json()["error"]["code"] == "store_error"
     return task
 
 

@@ -100,30 +100,22 @@ async def test_a_task_whose_parts_are_gone_is_not_tried_again(tmp_path):
         assert workers.ran == ["a.0"]
 
 
-async def test_a_result_waits_for_room_on_the_disk(tmp_path):
-    blocked = tmp_path / "trajectories"
-    blocked.write_text("in the way")
-    workers = FakeWorkers(held=True)
-    async with a_service(tmp_path, workers) as service:
-        await submit(service, submission("a"))
-        await until(lambda: workers.living)
-        workers.let("a.0")
-        await until(lambda: not workers.living)
-        blocked.unlink()
-        await ended(service, "a")
-        assert workers.ran == ["a.0"]
-
-
 async def test_a_slot_is_free_before_its_result_is_stored_but_results_do_not_pile_up(tmp_path):
-    blocked = tmp_path / "trajectories"
-    blocked.write_text("in the way")
     workers = FakeWorkers(capacity=1)
     async with a_service(tmp_path, workers) as service:
+        blocked = {
+            tmp_path / "trajectories" / service.files.name(f"a.{n}").partition("/")[0]
+            for n in range(5)
+        }
+        (tmp_path / "trajectories").mkdir(exist_ok=True)
+        for folder in blocked:
+            folder.symlink_to(tmp_path / "nowhere")
         await submit(service, submission("a", 5))
         await until(lambda: len(workers.ran) == UNSTORED)
         await asyncio.sleep(0.05)
         assert len(workers.ran) == len(service.dispatcher.running) == UNSTORED
-        blocked.unlink()
+        for folder in blocked:
+            folder.unlink()
         await ended(service, "a")
         assert len(workers.ran) == 5
 

@@ -1,9 +1,13 @@
+from dataclasses import replace
+from secrets import token_hex
+
 import pytest
+from tests.disks import full_disk
 from tests.server.house import trace
 
 from bridle.bridges import parquet
 from bridle.errors import StoreError
-from bridle.server.files import TrajectoryFiles
+from bridle.server.files import TrajectoryFiles, UnwritableError
 from bridle.trajectory.result import trajectory_bytes
 from bridle.trajectory.sample import Trajectory
 
@@ -45,3 +49,26 @@ def test_the_files_of_many_runs_lie_in_many_folders():
     files = TrajectoryFiles("x", parquet)
     folders = {files.name(f"run-{number}").partition("/")[0] for number in range(2000)}
     assert len(folders) > 200
+
+
+async def test_a_disk_that_is_full_for_now_leaves_no_part_and_is_told_from_what_never_works(
+    tmp_path,
+):
+    files = TrajectoryFiles(tmp_path, parquet)
+    name = files.name("s")
+    with full_disk(), pytest.raises(StoreError, match="File too large") as full:
+        await files.write(name, replace(WHOLE, metadata={"long": token_hex(2000)}))
+    assert not isinstance(full.value, UnwritableError)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    with pytest.raises(UnwritableError, match=r"cannot write.*object"):
+        await files.write(name, replace(WHOLE, metadata={"odd": object()}))
+    (tmp_path / name).mkdir()
+    with pytest.raises(UnwritableError, match=r"cannot write.*directory"):
+        await files.write(name, WHOLE)
+
+
+async def test_a_root_without_room_fails_its_check(tmp_path):
+    files = TrajectoryFiles(tmp_path / "root", parquet)
+    with full_disk(), pytest.raises(StoreError, match=r"cannot write.*File too large"):
+        await files.check()
+    await TrajectoryFiles(tmp_path / "root", parquet).check()

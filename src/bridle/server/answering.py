@@ -258,8 +258,8 @@ def invalid(error: ValidationError) -> Refusal:
 FAILURES: Final[tuple[tuple[type[BridleError], int, str], ...]] = (
     (ConflictError, 409, "conflict"),
     (QuotaError, 429, "quota"),
-    (StateError, 503, "unavailable"),
-    (StoreError, 503, "unavailable"),
+    (StateError, 503, "store_error"),
+    (StoreError, 503, "store_error"),
     (EngineError, 502, "engine_error"),
     (ConfigError, 422, "invalid"),
     (BridleError, 503, "failed"),

@@ -34,8 +34,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from bridle.aio import run_shielded
-from bridle.errors import ConfigError, StateError, install_extra
-from bridle.folders import private_file
+from bridle.errors import ConfigError, StateError, StoreError, install_extra
+from bridle.folders import check_room, private_file
 
 T = TypeVar("T")
 
@@ -83,6 +83,7 @@ class Database:
         )
         engine = self._engine
         self.is_sqlite = sqlite
+        self._folder = Path(make_url(url).database or "").parent if sqlite else None
         if sqlite:
             event.listen(engine.sync_engine, "connect", _on_connect)
             event.listen(engine.sync_engine, "begin", _on_begin)
@@ -110,6 +111,12 @@ class Database:
             await database.aclose()
             raise
         return database
+
+    async def check_room(self) -> None:
+        """Raise `StateError` if SQLite's folder has less than 1 MiB of free disk."""
+        if self._folder is not None:
+            with _as_state_error():
+                await asyncio.to_thread(check_room, self._folder)
 
     async def _connected(self, url: str) -> aiosqlite.Connection:
         """A new connection to SQLite, whose thread is known."""
@@ -181,7 +188,7 @@ class _Connection(sqlite3.Connection):
 async def until_done(
     attempt: Callable[[], Awaitable[T]], doing: str, *, closing: asyncio.Event | None = None
 ) -> T:
-    """Await `attempt()` again and again while the database cannot be used; log the waiting.
+    """Await `attempt()` again and again while nothing can be stored; log the waiting.
 
     Once `closing` is set, the next failure is raised as it is.
     """
@@ -189,10 +196,10 @@ async def until_done(
     while True:
         try:
             return await attempt()
-        except StateError as error:
+        except (StateError, StoreError) as error:
             if closing is not None and closing.is_set():
                 raise
-            log.warning("the database cannot be used; trying again", doing=doing, error=str(error))
+            log.warning("nothing can be stored; trying again", doing=doing, error=str(error))
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 

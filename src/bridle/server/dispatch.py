@@ -23,12 +23,19 @@ import structlog
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import Task
-from bridle.errors import BridleError, ConfigError, NodeLostError, StoreError, boundary
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    NodeLostError,
+    StoreError,
+    boundary,
+    root_cause,
+)
 from bridle.gateway.faults import trace_of
 from bridle.lifecycle.results import SessionResult
 from bridle.server.claiming import Room
 from bridle.server.database import until_done
-from bridle.server.files import TrajectoryFiles
+from bridle.server.files import TrajectoryFiles, UnwritableError
 from bridle.server.metrics import Metrics
 from bridle.server.rows import Claim, Closed, Ended, run_id
 from bridle.server.schemas import ServiceSettings
@@ -135,6 +142,7 @@ class Dispatcher:
             nursery.start(self._one(claim), name=claim.run_id)
 
     async def _claim(self, slots: int) -> list[Claim]:
+        await self._files.check()  # nothing is begun whose result has no room
         room = await self._room(slots)
         now = time.time()
         return await self._state.claim(
@@ -232,7 +240,14 @@ class Dispatcher:
             | {"attempt": claim.attempt, "run_id": claim.run_id},
         )
         name = self._files.name(claim.run_id)
-        size = await self._written(name, trajectory)
+        try:
+            size = await self._written(name, trajectory)
+        except StoreError as error:
+            if self._closing.is_set() and not isinstance(error, UnwritableError):
+                raise
+            log.error("a trajectory was given up", run_id=claim.run_id, error=str(error))  # noqa: TRY400 - its text says all
+            said = f"store_error: the trajectory could not be written: {root_cause(error)}"
+            return await self._store(_not_run(claim, said, Cause.INFRASTRUCTURE))
         low, high = versions_of(trajectory)
         head = result.json()
         del head["trajectory"]
@@ -265,13 +280,18 @@ class Dispatcher:
         return row is not None and row["file"] == name
 
     async def _written(self, name: str, trajectory: Trajectory) -> int:
-        """Write a trajectory, waiting while there is no room or no way to where it goes."""
-        wait_s = 0.1
+        """Write a trajectory, waiting `store_patience_s` at most for room, or a way to its place.
+
+        Returns its size in bytes. `StoreError` if it was not written.
+        """
+        wait_s, until = 0.1, time.monotonic() + self._settings.store_patience_s
         while True:
             try:
                 return await self._files.write(name, trajectory)
+            except UnwritableError:
+                raise
             except StoreError as error:
-                if self._closing.is_set():
+                if self._closing.is_set() or time.monotonic() + wait_s > until:
                     raise
                 log.warning("a trajectory cannot be written; trying again", error=str(error))
                 await asyncio.sleep(wait_s)

@@ -8,12 +8,14 @@ place, and object stores show whole objects only. Its format is the codec's (Par
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
+from bridle.aio import Checkup
 from bridle.errors import StoreError, boundary
-from bridle.folders import private_file, private_folder
+from bridle.folders import check_room, private_file, private_folder
 from bridle.trajectory.sample import Trajectory
 
 
@@ -28,6 +30,18 @@ class Codec(Protocol):
         """An Arrow stream of its traces, one row each."""
 
 
+class UnwritableError(StoreError):
+    """A trajectory that cannot be written however long one waits."""
+
+
+LASTING: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR})
+"""Errors of a file system that pass only when somebody changes it."""
+
+
+def _is_lasting(cause: BaseException | None) -> bool:
+    return isinstance(cause, OSError) and cause.errno in LASTING
+
+
 class TrajectoryFiles:
     """Writes and reads. All failures are `StoreError`; the work is done in threads."""
 
@@ -35,6 +49,8 @@ class TrajectoryFiles:
         self.root = str(root)
         self.codec = codec
         self._local = None if "://" in self.root else Path(self.root)
+        self.check = Checkup(self._check)
+        """Raises `StoreError` while a local root has less than 1 MiB of free disk."""
 
     def name(self, run_id: str) -> str:
         """Where the trajectory of a run lies, relative to the root."""
@@ -51,21 +67,42 @@ class TrajectoryFiles:
         """Remove one; one that is not there is removed."""
         await asyncio.to_thread(self._remove, name)
 
-    def _write(self, name: str, trajectory: Trajectory) -> int:
-        with boundary(StoreError, f"{self.root}/{name}: cannot write"):
-            packed = self.codec.pack(trajectory)
-            if self._local is None:
-                import fsspec
+    async def _check(self) -> None:
+        if self._local is not None:
+            with boundary(StoreError, f"{self.root}: cannot write"):
+                await asyncio.to_thread(check_room, private_folder(self._local))
 
-                with fsspec.open(f"{self.root}/{name}", "wb") as file:
-                    file.write(packed)
-                return len(packed)
-            path = self._local / name
-            private_folder(path.parent)
-            aside = private_file(path.with_name(f"{path.name}.part"))
+    def _write(self, name: str, trajectory: Trajectory) -> int:
+        doing = f"{self.root}/{name}: cannot write"
+        try:
+            packed = self.codec.pack(trajectory)
+        except Exception as error:  # codecs raise what they like
+            raise UnwritableError(f"{doing}: {type(error).__name__}: {error}") from error
+        try:
+            with boundary(StoreError, doing):
+                self._put(name, packed)
+        except StoreError as error:
+            if _is_lasting(error.__cause__):
+                raise UnwritableError(str(error)) from error.__cause__
+            raise
+        return len(packed)
+
+    def _put(self, name: str, packed: bytes) -> None:
+        if self._local is None:
+            import fsspec
+
+            with fsspec.open(f"{self.root}/{name}", "wb") as file:
+                file.write(packed)
+            return
+        path = self._local / name
+        private_folder(path.parent)
+        aside = private_file(path.with_name(f"{path.name}.part"))
+        try:
             aside.write_bytes(packed)
             aside.replace(path)
-            return len(packed)
+        except OSError:
+            aside.unlink(missing_ok=True)  # its part takes room from others
+            raise
 
     def _read(self, name: str) -> Trajectory:
         with boundary(StoreError, f"{self.root}/{name}: cannot read"):

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from bridle import __version__
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, StateError, StoreError, root_cause
 from bridle.server import wire
 from bridle.server.addresses import ForbiddenAddressError
 from bridle.server.answering import PAGE, Asked, Refusal, Served, invalid, reply, route
@@ -27,6 +27,8 @@ from bridle.trajectory.result import encode
 from bridle.types import JSON, one_line
 
 FLAGS = ("true", "false", "1", "0")
+
+HEALTH_TIMEOUT_S = 5.0
 
 KEEPALIVE_S = 15.0
 """Longest silence in the event stream."""
@@ -198,7 +200,13 @@ async def _events(asked: Asked) -> AsyncIterator[bytes]:
 
 
 async def health(asked: Asked) -> Response:
-    """`GET /health`: open to all; 503 if a part of the server has failed."""
-    well = asked.service.broken is None
-    told = {"status": "ok" if well else "failed", "version": __version__}
-    return reply(told, 200 if well else 503)
+    """`GET /health`: open to all; 503 if a part has failed, or nothing can be stored."""
+    told = {"status": "ok", "version": __version__}
+    if asked.service.broken is not None:
+        return reply(told | {"status": "failed"}, 503)
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            await asked.service.storing()
+    except (StateError, StoreError, TimeoutError) as error:
+        return reply(told | {"status": "store_error", "detail": root_cause(error)}, 503)
+    return reply(told)

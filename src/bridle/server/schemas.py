@@ -117,6 +117,9 @@ class ServiceSettings(Settings):
     """How long a run counts as living after its server was last heard of."""
     drain_s: float = Field(default=30, ge=0)
     """After SIGTERM, how long running sessions may go on; then they are put back."""
+    store_patience_s: float = Field(default=600, ge=0)
+    """How long an ended session waits while its trajectory cannot be written (a full disk, an
+    object store that is away); then it ends with `store_error` and may be run again."""
     callback_give_up_s: float = Field(default=86_400, gt=0)
     """How long a callback is tried before it is dead."""
     keep_days: float | None = Field(default=None, gt=0)

@@ -15,7 +15,7 @@ from typing import Self
 
 import structlog
 
-from bridle.aio import Nursery
+from bridle.aio import Checkup, Nursery
 from bridle.config import Task
 from bridle.errors import ConfigError
 from bridle.gateway.faults import trace_of
@@ -87,6 +87,8 @@ class Service:
         self._stack = AsyncExitStack()
         self.stopping = asyncio.Event()
         """Set when the server is asked to end: long answers end then."""
+        self.storing = Checkup(self._check_stores)
+        """Raises `StateError` or `StoreError` while nothing can be stored."""
         self.broken: str | None = None
         """What of the service has failed and does not come back; `None` = all is well."""
 
@@ -106,6 +108,10 @@ class Service:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _check_stores(self) -> None:
+        await self.state.check()
+        await self.files.check()
 
     # ---- tasks
 

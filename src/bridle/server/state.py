@@ -303,6 +303,13 @@ class State:
         async with self._database.read() as connection:
             return await _number(connection, name)
 
+    async def check(self) -> None:
+        """Raise the `StateError` that a write would meet now."""
+        await self._database.check_room()
+        same = update(t.numbers).where(t.numbers.c.name == "paused").values(value=t.numbers.c.value)
+        async with self._database.write() as connection:
+            await connection.execute(same)
+
     async def set_number(self, name: str, value: int) -> None:
         row = update(t.numbers).where(t.numbers.c.name == name)
         async with self._database.write() as connection:

@@ -1,0 +1,75 @@
+"""The server while its disk is full: it says so, waits, and loses and doubles no session."""
+
+from structlog.testing import capture_logs
+from tests.disks import full_disk
+from tests.server.house import FakeWorkers, an_app, body, ended, until
+
+
+async def health(http):
+    told = await http.get("/health")
+    return told.status_code, told.json()["status"], told.json().get("detail")
+
+
+async def recovered(http):
+    async def well():
+        return (await health(http)) == (200, "ok", None)
+
+    await until(well)
+
+
+async def held_run(http):
+    await http.post("/v1/tasks", json={"tasks": [body("a")]})
+    await until(lambda: http.service.workers.living)
+
+
+async def test_a_result_waits_for_room_and_nothing_is_begun_meanwhile(tmp_path):
+    async with an_app(tmp_path, FakeWorkers(held=True)) as http:
+        await held_run(http)
+        with full_disk(), capture_logs() as log:
+            assert await health(http) == (503, "store_error", "File too large")
+            http.service.workers.let("a.0", error="x" * 2000)
+            await until(lambda: any("a trajectory cannot" in one["event"] for one in log))
+            assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
+        await recovered(http)
+        assert (await ended(http.service, "a"))["usable"] == 1
+        assert http.service.workers.ran == ["a.0"]
+
+
+async def test_a_session_whose_trajectory_waited_too_long_ends_with_store_error_and_runs_again(
+    tmp_path,
+):
+    async with an_app(tmp_path, FakeWorkers(held=True), store_patience_s=0.01) as http:
+        await held_run(http)
+        with full_disk(), capture_logs() as log:
+            http.service.workers.let("a.0")
+            await until(lambda: any(one["event"] == "a trajectory was given up" for one in log))
+        await until(lambda: http.service.workers.living)
+        (run_id,) = http.service.workers.living
+        http.service.workers.let(run_id)
+        assert (await ended(http.service, "a"))["usable"] == 1
+        assert http.service.workers.ran == ["a.0", run_id]
+
+
+async def test_a_trajectory_that_can_never_be_written_ends_its_session_at_once(tmp_path):
+    async with an_app(tmp_path, FakeWorkers(held=True), store_patience_s=1000) as http:
+        await http.post("/v1/tasks", json={"tasks": [body("a", max_attempts=1)]})
+        await until(lambda: http.service.workers.living)
+        (tmp_path / "trajectories" / http.service.files.name("a.0")).mkdir(parents=True)
+        http.service.workers.let("a.0")
+        await ended(http.service, "a")
+        (one,) = (await http.get("/rollout/task/a?include=results")).json()["results"]
+        assert one["status"] == "ERROR"
+        assert one["cause"] == "infrastructure"
+        assert one["error"] == ("store_error: the trajectory could not be written: Is a directory")
+
+
+async def test_while_a_disk_is_full_no_session_is_begun(tmp_path):
+    async with an_app(tmp_path, FakeWorkers()) as http:
+        await http.post("/v1/pause")
+        await http.post("/v1/tasks", json={"tasks": [body("a")]})
+        with full_disk(), capture_logs() as log:
+            http.service.dispatcher.paused = False
+            http.service.dispatcher.wake.beat()
+            await until(lambda: any(one.get("doing") == "claiming sessions" for one in log))
+            assert http.service.workers.ran == []
+        assert (await ended(http.service, "a"))["usable"] == 1
