@@ -12,7 +12,7 @@ MOST = {
     Way("chat"): 2_150,
     Way("responses"): 2_400,
     Way("google"): 2_350,
-    Way("chat", "whole"): 14_100,
+    Way("chat", "whole"): 2_250,
     Way("anthropic", "live"): 21_600,
 }
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from tests.gateway.house import TOKEN, house, scripted, user
@@ -11,8 +12,10 @@ from tests.gateway.test_steering import under_way
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_replica import Replica
+from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
+from bridle.engines.scripted import PROBE_PREFIX
 from bridle.engines.server import EngineServer
+from bridle.engines.vllm import VllmEngine
 from bridle.errors import ConfigError, EngineError
 from bridle.gateway.weights import WEIGHTS_FILE
 from bridle.types import VersionSpan
@@ -271,3 +274,82 @@ async def test_who_comes_late_loads_weights_only_where_they_are_older():
         body = {"weights": "dir", "version": 4, "only_older": True}
         assert (await home.control("POST", "/policy", body))[0] == 200
         assert (old.loaded, new.loaded) == (["dir"], [])
+
+
+class Halting:
+    """A scripted engine that samples piece by piece, however it is asked, and halts in between."""
+
+    def __init__(self, *turns):
+        self._inner = scripted(*turns)
+        self.streamed = []
+        self.halted, self.gate = asyncio.Event(), asyncio.Event()
+        self._ended = set()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        probed = request.request_id.startswith(PROBE_PREFIX)
+        if not probed:
+            self.streamed.append(request.stream)
+        given = 0
+        async for chunk in self._inner.generate(replace(request, stream=True)):
+            yield chunk
+            given += len(chunk.output_ids)
+            if not probed and given >= 6 and not self.gate.is_set():
+                self.halted.set()
+                while not self.gate.is_set() and request.request_id not in self._ended:  # noqa: ASYNC110 - either may come
+                    await asyncio.sleep(0.005)
+
+    async def abort(self, request_id):
+        self._ended.add(request_id)
+        await self._inner.abort(request_id)
+
+    async def set_version(self, version):
+        await self._inner.set_version(version)
+
+
+async def streamed_over_an_update(mode, keep):
+    """Events, record and delivery of a streamed reply; weights change in its middle by `mode`."""
+    engine = Halting(LONG, {"content": "And on."})
+    async with EngineServer(engine) as server:
+        routing = RoutingSettings(keep_tokens=keep)
+        pool = EnginePool([make_replica(server.url, VllmEngine)], settings=routing)
+        async with house(engine=pool) as home:
+            caller = await home.session()
+            async with asyncio.TaskGroup() as group:
+                call = group.create_task(caller.stream([user("go")]))
+                await engine.halted.wait()
+                if mode == "wait":
+                    engine.gate.set()
+                await pool.hold(mode)
+                await engine.set_version(4)
+                await pool.set_version(4)
+                engine.gate.set()
+                await pool.release()
+            await caller.ask([user("go"), {"role": "assistant", "content": LONG["content"]}])
+            await caller.until(lambda: caller.delivery(0) is not None)
+            (one, _), streamed = caller.exchanges, engine.streamed
+            text = "".join(
+                event["choices"][0]["delta"].get("content", "") for event in call.result()[:-1]
+            )
+            facts = (
+                one.output_ids.tolist(),
+                one.logprobs.tolist(),
+                one.versions,
+                one.finish_reason,
+            )
+            told = (one.extra.get("resumed"), one.extra.get("discarded"), caller.delivery(0))
+            return streamed, (text, *facts, *told)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_a_whole_stream_is_recorded_alike_from_one_reply_of_the_engine_and_from_pieces(mode):
+    (streamed, pieces), (asked, whole) = [
+        await streamed_over_an_update(mode, keep) for keep in (True, False)
+    ]
+    assert all(streamed)
+    assert not any(asked)
+    assert whole == pieces
+    if mode in {"abort", "keep"}:
+        assert [span.version for span in whole[3]] == [0, 4]

@@ -77,6 +77,9 @@ class GenerateRequest:
     samples; `None` = free."""
     stream: bool = False
     """Whether the caller wants pieces as they are sampled; an engine may send one piece anyway."""
+    keeps: bool = False
+    """Whether its tokens are to stand, each with its version, if the reply breaks off: a pool has
+    the call streamed where a whole reply would lose them."""
 
     @property
     def begins_again(self) -> bool:
@@ -139,6 +142,11 @@ class EngineInfo:
     """Whether it samples under a `GenerateRequest.grammar`."""
     pictures: bool = False
     """Whether it samples under ids that hold images (`GenerateRequest.pictures`)."""
+    remote: bool = False
+    """Whether it is a server, of which each piece of a reply is a message."""
+    tells_versions: bool = False
+    """Whether a whole reply tells the version of each token, and holds the tokens so far if the
+    server ends it for a weight update."""
 
 
 class Engine(Protocol):

@@ -167,6 +167,7 @@ class OpenAIEngine:
             token_in=False,
             version=0,
             grammar=True,
+            remote=True,
         )
 
     def _findings(self, context: object) -> ProbeReport:

@@ -73,6 +73,8 @@ class EnginePool(SeesByReplica, TakesWeights):
         self._calls: dict[str, RoutedCall] = {}
         self._blame = Blame(self.settings.attempts)
         self._held: PauseMode | None = None
+        self._updated = False
+        """Whether anybody has told of new weights, or has held sampling for them."""
         self._version = 0
         self._info: EngineInfo | None = None
         self._nursery = Nursery(_log_lost)
@@ -185,7 +187,7 @@ class EnginePool(SeesByReplica, TakesWeights):
 
         A reply whose replica was lost in its middle ends with `FinishReason.ABORT`.
         """
-        if self.settings.keep_tokens and not request.stream and request.grammar is None:
+        if not request.stream and self._must_stream(request):
             request = replace(request, stream=True)
         call = self._calls[request.request_id] = RoutedCall(request)
         self._blame.begin(call)
@@ -211,6 +213,18 @@ class EnginePool(SeesByReplica, TakesWeights):
         finally:
             self._blame.end(call)
             del self._calls[request.request_id]
+
+    def _must_stream(self, request: GenerateRequest) -> bool:
+        """Whether a whole reply of this call might lose tokens, or their versions."""
+        if request.begins_again:
+            return False
+        if self.settings.keep_tokens or not request.keeps:
+            return self.settings.keep_tokens
+        infos = [one.info for one in self._replicas.values()]
+        info = infos[0] if len(infos) == 1 else None
+        if info is None or not info.remote:
+            return True
+        return not info.tells_versions and (self._updated or self._latest is not None)
 
     async def _admit(self, call: RoutedCall) -> Replica | None:
         """The replica for a call, waited for within bounds; `None` = its caller ended it.
@@ -445,11 +459,13 @@ class EnginePool(SeesByReplica, TakesWeights):
                 await one.engine.set_version(version)
             one.version = version
         self._version = version
+        self._updated = True
         self._refresh()
 
     def held_as(self, mode: PauseMode | None) -> None:
         """Give no calls out until `None`."""
         self._held = mode
+        self._updated |= mode is not None
         self._refresh()
 
     @property

@@ -134,6 +134,7 @@ class SglangEngine(Serving):
             eos_token_ids=end_ids(folder),
             tokenizer_dir=None if folder is None else str(folder),
             grammar=True,
+            remote=True,
         )
 
     async def _first(self, *paths: str) -> JSON:

@@ -133,6 +133,8 @@ class VllmEngine(Serving):
             tokenizer_dir=None if folder is None else str(folder),
             grammar=True,
             pictures=pictures,
+            remote=True,
+            tells_versions=versioned and self._route is Route.GENERATE,
         )
 
     async def _choose_model(self) -> JSON:

@@ -291,5 +291,6 @@ def engine_request(call: Call, prompted: Prompted, effective: Sampling) -> Gener
         by_messages=shown is not None,
         pictures=prompted.pictures,
         grammar=call.grammar,
-        stream=request.stream,
+        stream=call.live is not None,
+        keeps=request.stream,
     )
