@@ -272,3 +272,46 @@ async def test_a_replica_that_cannot_go_on_is_looked_at():
 
 async def failing():
     raise EngineError("gone", retryable=True)
+
+
+# ---- whole replies
+
+
+SERVER = replace(INFO, remote=True)
+
+
+@pytest.mark.parametrize(
+    ("infos", "streams"),
+    [
+        ([SERVER], False),
+        ([replace(SERVER, tells_versions=True)], False),
+        ([INFO], True),  # in this process a piece costs nothing
+        ([SERVER, SERVER], True),  # the other one could go on from the tokens
+    ],
+)
+async def test_a_call_that_keeps_its_tokens_is_streamed_only_where_a_whole_reply_loses_them(
+    infos, streams
+):
+    fakes = [Fake(info=info) for info in infos]
+    async with pooled(*fakes) as pool:
+        await said(pool, call(keeps=True))
+        await said(pool, call("b"))
+        await said(pool, call("c", keeps=True, grammar={"json_schema": {}}))
+        asked = {one.request_id: one.stream for fake in fakes for one in fake.asked}
+        assert asked == {"r": streams, "b": False, "c": False}
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("update", ["hold", "version", "weights"])
+async def test_after_an_update_calls_are_streamed_unless_replies_tell_their_versions(update, tells):
+    a = Fake(info=replace(SERVER, tells_versions=tells))
+    async with pooled(a) as pool:
+        if update == "hold":
+            await pool.hold("wait")
+            await pool.release()
+        elif update == "version":
+            await pool.set_version(3)
+        else:
+            pool.remember("folder", 3)
+        await said(pool, call(keeps=True))
+        assert [request.stream for request in a.asked] == [not tells]
