@@ -68,7 +68,7 @@ def of_file(session):
 @pytest.mark.parametrize(
     ("name", "config", "why"),
     [
-        ("broken", {}, "broken failed: .*ValueError: do it"),
+        ("broken", {}, r"broken failed \(ValueError\): .*ValueError: do it"),
         ("ends", {}, "ends failed"),
         ("gone", {}, "has no attribute 'gone'"),
         ("slow", {"timeout_s": 0.3}, r"slow did not end within 0\.3 s"),

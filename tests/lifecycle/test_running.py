@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -153,6 +154,34 @@ async def test_more_than_a_copy_may_hold_is_reward_0(tmp_path):
         result = await node.run(task(f"{AGENT}; {deep}", evaluator=checked("true")))
     assert (result.status, result.reward) == ("COMPLETED", 0.0)
     assert "deeper than 100 folders" in result.metadata["evaluation"]["unscorable"]
+
+
+HOSTILE = r"""
+printf x > $'line\nbreak'; printf x > $'bad\xffname'; mkdir shut; printf x > shut/in; chmod 000 shut
+mkfifo $'pipe\n\xfe'; ln -s $'nowhere\xff' link; printf '\xff\xfe' > text; ln -s loop loop
+"""
+
+
+@pytest.mark.parametrize(
+    "evaluator",
+    [
+        checked("grep -q no out.txt"),
+        {
+            "strategy": "test_on_output",
+            "config": {
+                "command": "printf '%s\n' '= short test summary info =' 'FAILED t' '1 in 0.1s'",
+                "fail_to_pass": ["t"],
+            },
+        },
+    ],
+)
+async def test_no_name_or_content_that_an_agent_leaves_costs_the_reward_0(tmp_path, evaluator):
+    setup = "git init -q && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m a"
+    runtime = RuntimeSpec(prepare=(Action(type="exec", command=setup),))
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(f"{AGENT}; {HOSTILE}", evaluator=evaluator, runtime=runtime))
+    assert (result.status, result.reward, result.error) == ("COMPLETED", 0.0, None)
+    json.dumps(result.json()).encode()
 
 
 async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_path):

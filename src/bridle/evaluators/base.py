@@ -1,6 +1,7 @@
 """The evaluator contract: session -> reward, after the harness is dead.
 
 An evaluator's own failure is an exception (classified as `EvaluatorError`), never a reward of 0.
+`bridle.evaluators.control` finds out whether a failure is its own.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ class Unscorable(EvaluatorError):
     """The agent left what cannot be scored. That is its own doing: the reward is 0."""
 
 
+class CheckerFailure(EvaluatorError):
+    """A checker gave no answer; `way` says how, and is the same for failures of one kind."""
+
+    def __init__(self, way: str, said: str = "") -> None:
+        super().__init__(f"{way}: {said}" if said else way)
+        self.way = way
+
+
 class Places(Protocol):
     """Where a session can be scored."""
 
@@ -86,6 +95,9 @@ class Places(Protocol):
         `trusted`, the agent's own.
         """
 
+    def untouched(self) -> AbstractAsyncContextManager[Places]:
+        """The places of a session whose agent left its work folder as `prepare` made it."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationContext:
@@ -103,6 +115,10 @@ class EvaluationContext:
     """Folder of the task file, for relative paths."""
     open_model: OpenModel | None = None
     """For evaluators that ask a model; `None` = there is no gateway."""
+    budget_s: float | None = None
+    control: bool = False
+    """Whether nothing of the agent is scored, to see whether the checker answers at all: without
+    its files, and with a trajectory without traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +131,11 @@ class Evaluation:
 
 
 class Evaluator(Protocol):
-    """Scores sessions. Built from `EvaluatorSpec.config` by `EvaluatorClass.from_config`."""
+    """Scores sessions. Built from `EvaluatorSpec.config` by `EvaluatorClass.from_config`.
+
+    One whose failures are never the agent's doing has an attribute `control = "none"`; one that
+    calls `controlled` for its parts has `control = "parts"`.
+    """
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Score one session; commands run in one of `context.places`."""

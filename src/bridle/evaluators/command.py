@@ -23,6 +23,7 @@ from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     OURS,
+    CheckerFailure,
     Evaluation,
     EvaluationContext,
     Unscorable,
@@ -102,7 +103,7 @@ class CommandEvaluator:
             how = f"could not be run (exit code {result.exit_code})"
         else:
             return
-        raise EvaluatorError(f"evaluator command {how}: {_tail(result)}")
+        raise CheckerFailure(f"evaluator command {how}", _tail(result))
 
     async def _read_reward(self, runtime: Runtime, name: str) -> tuple[float, JSON]:
         await runtime.kill()
@@ -112,7 +113,7 @@ class CommandEvaluator:
                 await runtime.download(name, copy)
                 text = await asyncio.to_thread(copy.read_text)
             except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-                raise EvaluatorError(f"evaluator command left no {name}: {error}") from error
+                raise CheckerFailure(f"evaluator command left no {name}", str(error)) from error
         return parse_reward(text, name)
 
 

@@ -13,7 +13,8 @@ fails is the whole's failure. Trace rewards are those of the parts that give any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pydantic import Field, field_validator
@@ -21,6 +22,7 @@ from pydantic import Field, field_validator
 from bridle.config import EvaluatorSpec, Settings
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation, EvaluationContext, Evaluator, parse_config
+from bridle.evaluators.control import controlled
 from bridle.types import JSON
 
 
@@ -66,6 +68,8 @@ class _Opened:
 class CompositeEvaluator:
     """Implements `base.Evaluator`."""
 
+    control = "parts"
+
     def __init__(self, settings: CompositeSettings, parts: list[_Opened]) -> None:
         self._otherwise = settings.otherwise
         self._parts = parts
@@ -90,9 +94,12 @@ class CompositeEvaluator:
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Every part in order, up to a closed gate. Raises `EvaluatorError` naming the part."""
         found: dict[str, Evaluation] = {}
+        began = time.monotonic()
         for one in self._parts:
+            spent = time.monotonic() - began
+            left = None if context.budget_s is None else max(0.0, context.budget_s - spent)
             try:
-                found[one.name] = await one.evaluator.evaluate(context)
+                found[one.name] = await controlled(one.evaluator, replace(context, budget_s=left))
             except EvaluatorError as error:
                 raise type(error)(f"part {one.name!r}: {error}") from error
             if one.part.gate is not None and found[one.name].reward < one.part.gate:

@@ -28,7 +28,13 @@ from pydantic import Field, field_validator
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
-from bridle.evaluators.base import Evaluation, EvaluationContext, Unscorable, parse_config
+from bridle.evaluators.base import (
+    CheckerFailure,
+    Evaluation,
+    EvaluationContext,
+    Unscorable,
+    parse_config,
+)
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.confined import confined
 from bridle.runtimes.process import Command, run_process
@@ -88,7 +94,9 @@ class FunctionEvaluator:
         if not result.ok:
             said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
             how = f"did not end within {settings.timeout_s:g} s" if result.timed_out else "failed"
-            raise EvaluatorError(f"function {settings.function} {how}: {said}")
+            raised = said.rpartition("\n")[2].partition(":")[0]
+            way = f"function {settings.function} {how}" + (f" ({raised})" if raised else "")
+            raise CheckerFailure(way, said)
         return evaluation_of(result.stdout, settings.function)
 
     async def _called(self, context: EvaluationContext, folder: Path) -> ExecResult:

@@ -26,6 +26,7 @@ from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     OURS,
+    CheckerFailure,
     Evaluation,
     EvaluationContext,
     Unscorable,
@@ -100,8 +101,7 @@ class HarborEvaluator:
         )
         said = (result.stdout + result.stderr).decode(errors="replace").strip()[-TAIL_CHARS:]
         if result.timed_out:
-            message = f"the tests did not end within {self._settings.timeout_s} s: {said}"
-            raise EvaluatorError(message)
+            raise CheckerFailure(f"the tests did not end within {self._settings.timeout_s} s", said)
         await runtime.kill()
         rewards = await _rewards(runtime, verifier, said)
         metadata: JSON = {"rewards": rewards, "exit_code": result.exit_code, "output": said}
@@ -133,9 +133,9 @@ async def _rewards(runtime: Runtime, folder: str, said: str) -> dict[str, float]
                 await runtime.download(f"{folder}/{name}", copy)
                 text = await asyncio.to_thread(copy.read_text)
             except (RuntimeFailure, OSError, UnicodeDecodeError) as error:
-                raise EvaluatorError(f"{name} cannot be read: {error}") from error
+                raise CheckerFailure(f"{name} cannot be read", str(error)) from error
             return read(text)
-    raise EvaluatorError(f"the tests left no reward.json or reward.txt in {folder}: {said}")
+    raise CheckerFailure(f"the tests left no reward.json or reward.txt in {folder}", said)
 
 
 def parse_text(text: str) -> dict[str, float]:

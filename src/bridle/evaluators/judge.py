@@ -74,6 +74,8 @@ class JudgeSettings(Settings):
 class JudgeEvaluator:
     """Implements `base.Evaluator`."""
 
+    control = "none"
+
     def __init__(self, settings: JudgeSettings) -> None:
         self._settings = settings
 

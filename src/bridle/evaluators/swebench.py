@@ -22,7 +22,7 @@ from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, install_extra
-from bridle.evaluators.base import Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.base import CheckerFailure, Evaluation, EvaluationContext, parse_config
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.test_on_output import apply_patch, take_patch
 from bridle.runtimes.process import Command, run_process
@@ -65,10 +65,11 @@ class SwebenchEvaluator:
         base = str(settings.instance.get("base_commit") or "HEAD")
         async with context.places.fresh() as runtime:
             patch = await take_patch(context, runtime, settings.repo, base)
-            if not patch.strip():
+            if not (patch.strip() or context.control):
                 return Evaluation(0.0, metadata={"resolved": False, "changed": False})
             spec = await self._package("script", {})
-            await apply_patch(runtime, settings.repo, patch)
+            if patch.strip():
+                await apply_patch(runtime, settings.repo, patch)
             script = f"{runtime.home}/.swebench.sh"
             await runtime.write(script, str(spec["script"]).encode())
             result = await runtime.exec(
@@ -88,7 +89,8 @@ class SwebenchEvaluator:
         report = await self._package("grade", {"log": said, "patch": patch})
         if report.get("infra_failure"):
             why = report.get("infra_failure_reason")
-            raise EvaluatorError(f"swebench: the environment failed: {why}: {said[-TAIL_CHARS:]}")
+            way = f"swebench: the environment failed: {why}"
+            raise CheckerFailure(way, said[-TAIL_CHARS:])
         resolved = report.get("resolved") is True
         return Evaluation(float(resolved), metadata={**report, "changed": True})
 

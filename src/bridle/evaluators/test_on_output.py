@@ -32,6 +32,7 @@ from bridle.config import Settings
 from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     OBEYED,
+    CheckerFailure,
     Evaluation,
     EvaluationContext,
     Unscorable,
@@ -147,15 +148,15 @@ class TestOnOutput:
         said = (result.stdout + result.stderr).decode(errors="replace")
         if result.timed_out or result.exit_code is None:
             how = "did not end in time" if result.timed_out else f"ended by {result.signal}"
-            raise EvaluatorError(f"the tests {how}: {said[-TAIL_CHARS:]}")
+            raise CheckerFailure(f"the tests {how}", said[-TAIL_CHARS:])
         junit = self._settings.junit
         if junit is None:
             statuses = from_summary(said)
         else:
             statuses = from_junit(await _read(runtime, f"{self._settings.repo}/{junit}"))
         if result.exit_code != 0 and not {"failed", "error"} & set(statuses.values()):
-            message = f"the tests ended with code {result.exit_code} and name no failure: "
-            raise EvaluatorError(message + said[-TAIL_CHARS:])
+            way = f"the tests ended with code {result.exit_code} and name no failure"
+            raise CheckerFailure(way, said[-TAIL_CHARS:])
         return statuses
 
 
@@ -196,7 +197,7 @@ async def _git(runtime: Runtime, repo: str, *words: str, strip: bool = True) -> 
     if not result.ok or result.truncated:
         said = result.stderr.decode(errors="replace").strip()[-TAIL_CHARS:]
         more = f"more than {PATCH_LIMIT} bytes" if result.truncated else said
-        raise EvaluatorError(f"git {words[0]}: {more}")
+        raise CheckerFailure(f"git {words[0]}", more)
     text = result.stdout.decode(errors="surrogateescape")
     return text.strip() if strip else text
 
@@ -251,7 +252,7 @@ async def _read(runtime: Runtime, path: str) -> bytes:
             await runtime.download(path, copy)
             return await asyncio.to_thread(copy.read_bytes)
         except (RuntimeFailure, OSError) as error:
-            raise EvaluatorError(f"the tests left no {path}: {error}") from error
+            raise CheckerFailure(f"the tests left no {path}", str(error)) from error
 
 
 def from_summary(said: str) -> dict[str, str]:
@@ -287,7 +288,7 @@ def from_junit(text: bytes) -> dict[str, str]:
     try:
         root = ET.fromstring(text)  # noqa: S314 - entities are refused above
     except ET.ParseError as error:
-        raise EvaluatorError(f"the JUnit file cannot be read: {error}") from error
+        raise CheckerFailure("the JUnit file cannot be read", str(error)) from error
     statuses: dict[str, str] = {}
     for case in root.iter("testcase"):
         ends = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]

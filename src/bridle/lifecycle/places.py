@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from bridle.errors import RuntimeFailure
-from bridle.evaluators.base import OBEYED, Unscorable
+from bridle.evaluators.base import OBEYED, CheckerFailure, Unscorable
 from bridle.runtimes.base import Runtime
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.snapshot import Keep, TooMuch
@@ -66,9 +66,7 @@ class SessionPlaces:
             except TooMuch as error:
                 raise Unscorable(f"the work folder cannot be copied: {error}") from error
             except RuntimeFailure as error:
-                if not self.trusted:
-                    raise
-                raise Unscorable(str(error)) from error
+                raise CheckerFailure("the work folder cannot be copied", str(error)) from error
             self._left = work
         return self._left
 
@@ -77,7 +75,8 @@ class SessionPlaces:
         """As `evaluators.base.Places.fresh`."""
         async with self._opened() as runtime:
             await self.prepare(runtime)
-            yield runtime
+            with _checking():
+                yield runtime
 
     @asynccontextmanager
     async def with_work(
@@ -86,14 +85,16 @@ class SessionPlaces:
         """As `evaluators.base.Places.with_work`."""
         if self.trusted:
             self.used.add("trusted")
-            await self.prepare(self.agents)
-            yield self.agents
+            with _checking():
+                await self.prepare(self.agents)
+                yield self.agents
             return
         work = await self.left()
         async with self._opened() as runtime:
-            self._note(await runtime.put_work(work, kept((*self.targets, *ours), only)))
-            await self.prepare(runtime)
-            yield runtime
+            with _checking():
+                self._note(await runtime.put_work(work, kept((*self.targets, *ours), only)))
+                await self.prepare(runtime)
+                yield runtime
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[Runtime]:
@@ -102,16 +103,33 @@ class SessionPlaces:
         async with AsyncExitStack() as stack:
             runtime = self.agents
             if not self.trusted:
-                self.folder.mkdir(exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 scratch = Path(tempfile.mkdtemp(dir=self.folder))
                 self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
                 try:
                     runtime = await self.agents.copied(scratch)
                 except TooMuch as error:
                     raise Unscorable(f"the session cannot be copied: {error}") from error
+                except RuntimeFailure as error:
+                    raise CheckerFailure("the session cannot be copied", str(error)) from error
                 stack.push_async_callback(self.stop, runtime)
-            await self.prepare(runtime)
-            yield runtime
+            with _checking():
+                await self.prepare(runtime)
+                yield runtime
+
+    @asynccontextmanager
+    async def untouched(self) -> AsyncIterator[SessionPlaces]:
+        """As `evaluators.base.Places.untouched`."""
+        async with AsyncExitStack() as stack:
+            yield replace(
+                self,
+                agents=await self.make(stack),
+                resources=stack,
+                folder=self.folder / "untouched",
+                stayed=[],
+                used=set(),
+                _left=None,
+            )
 
     def facts(self) -> JSON:
         """What the result says of it: `place`, and `stayed`, the paths that did not cross."""
@@ -132,6 +150,15 @@ class SessionPlaces:
     def _note(self, stayed: Sequence[str]) -> None:
         """Note what did not cross, but for git's own files, of which every repository has some."""
         self.stayed += [path for path in stayed if "/.git/" not in f"/{path}"]
+
+
+@contextmanager
+def _checking() -> Iterator[None]:
+    """Lay a runtime's failure to the checker, once something of the agent's is in the runtime."""
+    try:
+        yield
+    except RuntimeFailure as error:
+        raise CheckerFailure("the checker's runtime failed", str(error)) from error
 
 
 def kept(ours: Sequence[str], only: Sequence[str] | None = None) -> Keep:

@@ -19,6 +19,7 @@ from bridle.capture.records import Outcome
 from bridle.config import FieldPolicy, SamplingPolicy
 from bridle.errors import BridleError, EvaluatorError, StoreError, boundary
 from bridle.evaluators.base import Evaluation, EvaluationContext, ModelAccess, Unscorable
+from bridle.evaluators.control import controlled
 from bridle.lifecycle.ending import Ending, failed
 from bridle.lifecycle.opening import Opened, fresh_runtime
 from bridle.lifecycle.places import SessionPlaces
@@ -53,14 +54,12 @@ async def build(session: Session) -> tuple[Trajectory | None, Ending | None]:
 async def evaluate(
     session: Session, opened: Opened, fresh: Prewarmed | None, trajectory: Trajectory
 ) -> tuple[Evaluation | None, Ending | None]:
-    """What the session was worth. Whatever goes wrong here is the evaluator's (law 5)."""
-    budget_s = session.task.budgets.evaluate_s
+    """What the session was worth. What goes wrong here is the evaluator's (law 5), unless only what
+    the agent left can have caused it.
+    """
     try:
-        async with asyncio.timeout(budget_s):
-            with boundary(EvaluatorError, "the evaluator"):
-                return await _evaluate(session, opened, fresh, trajectory), None
-    except TimeoutError:
-        return None, failed(Cause.EVALUATOR, f"evaluate: its budget of {budget_s:g} s ran out")
+        with boundary(EvaluatorError, "the evaluator"):
+            return await _evaluate(session, opened, fresh, trajectory), None
     except BridleError as error:
         return None, failed(Cause.EVALUATOR, f"evaluate: {error}")
 
@@ -79,9 +78,10 @@ async def _evaluate(
             logs=session.folder,
             task_dir=session.base,
             open_model=lambda: _model_of(session),
+            budget_s=session.task.budgets.evaluate_s,
         )
         try:
-            evaluation = await session.plan.evaluator.evaluate(context)
+            evaluation = await controlled(session.plan.evaluator, context)
         except Unscorable as error:
             evaluation = Evaluation(0.0, metadata={"unscorable": str(error)})
     rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))

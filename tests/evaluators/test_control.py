@@ -1,0 +1,122 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.evaluators.made import evaluation
+
+from bridle.config import EvaluatorSpec
+from bridle.errors import EvaluatorError
+from bridle.evaluators import open_evaluator
+from bridle.evaluators.base import Unscorable
+from bridle.evaluators.control import controlled
+
+
+async def scored(context, strategy, budget_s=30.0, **config):
+    evaluator = open_evaluator(EvaluatorSpec(strategy=strategy, config=config))
+    return await controlled(evaluator, replace(context, budget_s=budget_s))
+
+
+OF_FILE = "tests.evaluators.scoring:of_file"
+BAD = "if [ -e bad ]; then {}; fi; true"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "why"),
+    [
+        ("command", {"command": BAD.format("exit 127")}, "exit code 127"),
+        ("command", {"command": BAD.format("kill -9 $$")}, "signal 9"),
+        ("command", {"command": BAD.format("sleep 60"), "timeout_s": 0.5}, "within 0.5 s"),
+        (
+            "command",
+            {
+                "command": "if [ -e bad ]; then echo NaN; else echo 0; fi > reward.txt",
+                "reward_file": "reward.txt",
+            },
+            "finite number",
+        ),
+        ("function", {"function": OF_FILE, "files": ["answer.txt"]}, "ValueError"),
+    ],
+)
+async def test_a_failure_that_the_agents_files_cause_is_reward_0(tmp_path, strategy, config, why):
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.exec("touch bad; echo much > answer.txt")
+        with pytest.raises(Unscorable, match=why):
+            await scored(context, strategy, **config)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "why"),
+    [
+        ("command", {"command": "no-such-checker"}, "exit code 127"),
+        ("command", {"command": "sleep 60", "timeout_s": 0.2}, "within 0.2 s"),
+        ("command", {"command": "true", "reward_file": "reward.txt"}, "left no reward.txt"),
+        ("function", {"function": "tests.evaluators.scoring:broken"}, "ValueError"),
+    ],
+)
+async def test_the_same_failure_on_the_untouched_work_folder_is_the_evaluators(
+    tmp_path, strategy, config, why
+):
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.exec("touch bad")
+        with pytest.raises(EvaluatorError, match=why) as caught:
+            await scored(context, strategy, **config)
+    assert not isinstance(caught.value, Unscorable)
+    assert "untouched work folder" in str(caught.value)
+
+
+async def test_a_budget_that_the_agents_files_use_up_is_reward_0(tmp_path):
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.exec("touch bad")
+        with pytest.raises(Unscorable, match=r"its budget of 3 s ran out"):
+            await scored(context, "command", 3.0, command=BAD.format("sleep 60"))
+
+
+async def test_a_part_of_a_composite_is_controlled_by_itself(tmp_path):
+    gate = {"name": "gate", "strategy": "command", "config": {"command": "test -e bad"}}
+    part = {"name": "part", "strategy": "command", "config": {"command": "no-such-checker"}}
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.exec("touch bad")
+        with pytest.raises(EvaluatorError, match=r"part 'part'.*untouched") as caught:
+            await scored(context, "composite", parts=[{**gate, "gate": 1.0}, part])
+        assert not isinstance(caught.value, Unscorable)
+
+
+async def test_trouble_of_the_machine_in_the_control_is_no_reward(tmp_path):
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.exec("touch bad")
+
+        async def gone(_stack):
+            raise OSError("the disk is gone")
+
+        places = replace(context.places, make=gone, trusted=True)
+        with pytest.raises(OSError, match="the disk is gone"):
+            await scored(replace(context, places=places), "command", command=BAD.format("exit 127"))
+
+
+async def test_steps_of_the_checker_that_the_agents_files_break_are_reward_0(tmp_path):
+    async with evaluation(tmp_path) as context:
+        await context.places.agents.exec("touch bad")
+
+        async def prepare(runtime):
+            from bridle.errors import RuntimeFailure
+
+            if (await runtime.exec("test -e bad")).ok:
+                raise RuntimeFailure("eval_prepare step 0 (exec): exit code 1")
+
+        places = replace(context.places, prepare=prepare)
+        with pytest.raises(Unscorable, match="eval_prepare step 0"):
+            await scored(replace(context, places=places), "command", command="true")
+
+
+class Stuck:
+    """An evaluator whose own work does not end."""
+
+    async def evaluate(self, context):
+        await asyncio.Event().wait()
+
+
+async def test_an_evaluator_that_never_ends_is_the_evaluators_failure(tmp_path):
+    async with evaluation(tmp_path) as context:
+        with pytest.raises(EvaluatorError, match=r"its budget of 0.1 s ran out") as caught:
+            await controlled(Stuck(), replace(context, budget_s=0.1))
+    assert not isinstance(caught.value, Unscorable)
