@@ -9,6 +9,8 @@ import pytest
 from tests.evaluators.test_test_on_output import two_runtimes
 
 from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.base import Unscorable
+from bridle.evaluators.control import controlled
 from bridle.evaluators.swebench import SwebenchEvaluator
 
 UTILS = """
@@ -56,6 +58,21 @@ async def test_the_patch_is_graded_in_a_fresh_runtime(tmp_path, python, work, re
     assert found.reward == reward
     assert (found.metadata["resolved"], found.metadata["changed"]) == (reward == 1, True)
     assert "done" in (tmp_path / "logs" / "evaluator.log").read_text()
+
+
+async def test_a_patch_with_bytes_that_are_no_text_is_graded(tmp_path, python):
+    async with two_runtimes(tmp_path, r"printf '3\n\377\n' > code.txt") as context:
+        assert (await evaluator(python).evaluate(context)).reward == 0.0
+
+
+@pytest.mark.parametrize(("script", "blamed"), [("echo DISK", False), ("cat code.txt", True)])
+async def test_an_environment_that_only_the_patch_breaks_is_reward_0(
+    tmp_path, python, script, blamed
+):
+    async with two_runtimes(tmp_path, "echo DISK > code.txt") as context:
+        with pytest.raises(EvaluatorError, match="the environment failed") as caught:
+            await controlled(evaluator(python, script=script), context)
+    assert isinstance(caught.value, Unscorable) == blamed
 
 
 async def test_a_session_that_changed_nothing_is_not_run(tmp_path):

@@ -1,8 +1,8 @@
 import asyncio
-import json
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 from tests.lifecycle.house import AGENT, BEAT, a_node, checked, nothing_lives, task
 
@@ -181,7 +181,7 @@ async def test_no_name_or_content_that_an_agent_leaves_costs_the_reward_0(tmp_pa
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {HOSTILE}", evaluator=evaluator, runtime=runtime))
     assert (result.status, result.reward, result.error) == ("COMPLETED", 0.0, None)
-    json.dumps(result.json()).encode()
+    orjson.dumps(result.metadata)
 
 
 async def test_a_fresh_runtime_that_cannot_be_made_is_the_evaluators_fault(tmp_path):

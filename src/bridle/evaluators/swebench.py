@@ -86,7 +86,8 @@ class SwebenchEvaluator:
             )
             raise EvaluatorError(f"the instance's script {how}")
         said = result.stdout.decode(errors="replace")
-        report = await self._package("grade", {"log": said, "patch": patch})
+        readable = patch.encode(errors="backslashreplace").decode() or "the control has no patch"
+        report = await self._package("grade", {"log": said, "patch": readable})
         if report.get("infra_failure"):
             why = report.get("infra_failure_reason")
             way = f"swebench: the environment failed: {why}"

@@ -25,6 +25,7 @@ from bridle.lifecycle.opening import Opened, fresh_runtime
 from bridle.lifecycle.places import SessionPlaces
 from bridle.lifecycle.preparing import Prewarmed, prepare
 from bridle.lifecycle.results import trajectory_of
+from bridle.trajectory.result import writable
 from bridle.trajectory.sample import Trajectory
 from bridle.types import Cause, SessionStatus
 
@@ -87,7 +88,7 @@ async def _evaluate(
     rewards = (evaluation.reward, *(evaluation.trace_rewards or ()))
     if not all(math.isfinite(reward) for reward in rewards):
         raise EvaluatorError(f"a reward must be a finite number, not {rewards}")
-    return replace(evaluation, metadata={**evaluation.metadata, **places.facts()})
+    return replace(evaluation, metadata=writable({**evaluation.metadata, **places.facts()}))
 
 
 def _places(
