@@ -9,6 +9,8 @@ INSIDE = [
     *("127.0.0.1", "127.1", "0x7f000001", "2130706433", "0.0.0.0", "10.0.0.1", "172.16.3.4"),
     *("192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "[::1]", "[::]", "[fe80::1]"),
     *("[fd00::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "127.0.0.1."),
+    # The client reads these as 127.0.0.1, as IDNA asks.
+    *("\uff11\uff12\uff17.0.0.1", "127\u30020\u30020\u30021", "\u2460\u2461\u2466.0.0.1", "1\u00b27.0.0.1"),
 ]
 
 
@@ -19,7 +21,10 @@ def test_no_address_of_the_inside_is_reached_unless_it_is_listed(host):
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://h/x", "http:///x", "http://user:pw@example.com/", "file:///etc/passwd", "h"]
+    "url", [
+        *("ftp://h/x", "http:///x", "http://user:pw@example.com/", "file:///etc/passwd", "h"),
+        "http://h:0/",
+    ],
 )
 def test_only_plain_urls_are_taken(url):
     with pytest.raises(ForbiddenAddressError, match="is not a plain"):
@@ -33,6 +38,7 @@ def test_only_plain_urls_are_taken(url):
         *("2852039166", "0xa9.0xfe.0xa9.0xfe", "0251.0376.0251.0376", "[::ffff:169.254.169.254]"),
         *("[::ffff:0:169.254.169.254]", "[::169.254.169.254]", "[64:ff9b::168.63.129.16]"),
         *("[64:ff9b:1::169.254.169.254]", "[2002:a9fe:a9fe::]", "[fd00:ec2::254]"),
+        *("\uff11\uff16\uff19.254.169.254", "\u246f\u2468.254.169.254"),
         *("[fd20:ce::254]", "[fe80::5efe:169.254.169.254]", "[2001:db8::5efe:169.254.169.254]"),
     ],
 )
@@ -44,6 +50,12 @@ def test_no_list_permits_where_clouds_keep_credentials(host, listed):
     if ":" in bare:
         with pytest.raises(ForbiddenAddressError, match="credentials"):
             Addresses(["trainer"]).check("trainer", ip_address(bare))
+
+
+@pytest.mark.parametrize("url", ["http://\u2161\ud800/", "http://h:99999/", "http://a\\@b/"])
+def test_what_the_client_cannot_read_is_no_url(url):
+    with pytest.raises(ForbiddenAddressError, match="is no URL"):
+        Addresses([]).check_url(url)
 
 
 def test_site_local_addresses_are_of_the_inside():

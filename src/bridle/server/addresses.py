@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
+from yarl import URL
 
 from bridle.errors import BridleError
 
@@ -76,13 +77,17 @@ class Addresses:
                 self._networks.append(network)
 
     def check_url(self, url: str) -> None:
-        """What can be said before the name is resolved. Raises `ForbiddenAddressError`."""
+        """Judge the host that the HTTP client will connect to, before its name is resolved.
+
+        Raises `ForbiddenAddressError`. The client's own parser reads the URL: it turns full-width
+        and circled digits into an address that is never resolved.
+        """
         try:
-            parts = urlsplit(url)
-            is_plain = parts.port != 0 and parts.username is None
+            parts = URL(url)
+            is_plain = parts.port != 0 and parts.user is None
         except ValueError as error:
             raise ForbiddenAddressError(f"{url!r} is no URL: {error}") from None
-        host = (parts.hostname or "").rstrip(".")
+        host = (parts.raw_host or "").rstrip(".")
         if parts.scheme not in ("http", "https") or not host or not is_plain:
             raise ForbiddenAddressError(f"{url!r} is not a plain http:// or https:// URL")
         address = _address(host)
