@@ -10,7 +10,12 @@ INSIDE = [
     *("192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "[::1]", "[::]", "[fe80::1]"),
     *("[fd00::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "127.0.0.1."),
     # The client reads these as 127.0.0.1, as IDNA asks.
-    *("\uff11\uff12\uff17.0.0.1", "127\u30020\u30020\u30021", "\u2460\u2461\u2466.0.0.1", "1\u00b27.0.0.1"),
+    *(
+        "\uff11\uff12\uff17.0.0.1",
+        "127\u30020\u30020\u30021",
+        "\u2460\u2461\u2466.0.0.1",
+        "1\u00b27.0.0.1",
+    ),
 ]
 
 
@@ -21,7 +26,8 @@ def test_no_address_of_the_inside_is_reached_unless_it_is_listed(host):
 
 
 @pytest.mark.parametrize(
-    "url", [
+    "url",
+    [
         *("ftp://h/x", "http:///x", "http://user:pw@example.com/", "file:///etc/passwd", "h"),
         "http://h:0/",
     ],

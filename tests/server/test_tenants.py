@@ -303,3 +303,35 @@ async def test_tasks_of_before_tenants_are_the_admins(tmp_path):
         assert (await alice.get("/v1/tasks/old")).status_code == 404
         assert (await admin.get("/v1/tasks/old")).json()["owner"] == ""
         assert await submit(admin, body("old")) == [{"task_id": "old", "new": False}]
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"num_samples": 10_000, "metadata": {"x": "y" * 10_000}}, "metadata: each of the 10000"),
+        ({"instruction": "y" * (5 << 20)}, "at most 4194304 bytes"),
+        ({"metadata": nested(300)}, "nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/tasks", "/rollout/task/submit"])
+async def test_a_task_that_would_fill_the_server_s_memory_is_refused_by_name(
+    tmp_path, path, more, named
+):
+    async with tenants(tmp_path) as (_, alice, *_rest):
+        task = {"task_id": "t", "instruction": "x", "agent": {"harness": "command"}} | more
+        told = await alice.post(path, json=task if "rollout" in path else {"tasks": [task]})
+        assert told.status_code == 422, told.text[:300]
+        assert named in told.json()["error"]["message"]
+
+
+async def test_what_was_looked_up_of_a_large_task_does_not_stay_in_memory(tmp_path):
+    async with tenants(tmp_path) as (service, alice, *_rest):
+        await submit(alice, body("t", agent={"harness": "command", "command": "#" * 1_000_000}))
+        assert sum(map(len, service._plans)) < 1000

@@ -153,7 +153,7 @@ async def _mark(
         )
     )
     terms = Terms.model_validate_json(task["terms"])
-    await _call_back(connection, terms, task, session["session_id"], now=now)
+    await _call_back(connection, terms, task, [session["session_id"]], now=now)
     counts = t.tasks.c
     await connection.execute(
         update(t.tasks)
@@ -219,7 +219,7 @@ async def _close(
             ended=task["target"],
         )
     )
-    await _call_back(connection, terms, task, None, now=now)
+    await _call_back(connection, terms, task, [None], now=now)
     return Closed("final", (), task["task_id"], task["name"], task["owner"])
 
 
@@ -242,8 +242,10 @@ async def next_place(connection: AsyncConnection) -> int:
 async def _tell_never_begun(
     connection: AsyncConnection, task: RowMapping, terms: Terms, *, now: float
 ) -> None:
-    reason = task["stopped"]
     rows: list[dict[str, Any]] = []
+    # Read once: a task may have thousands of these.
+    nobody: JSON = {"session_id": "", "attempt": 0, "sample_index": 0}
+    ended = never_ended(nobody, task, task["stopped"])
     for index in range(task["expanded"], task["target"]):
         row = {
             "session_id": session_id(task["task_id"], index),
@@ -257,12 +259,12 @@ async def _tell_never_begun(
             "ended_at": now,
             "usable": 0,
         }
-        ended = never_ended(row, task, reason)
-        rows.append(row | {"result": orjson.dumps(ended.result).decode()})
+        own = {name: row[name] for name in ("session_id", "sample_index")}
+        rows.append(row | {"result": orjson.dumps(ended.result | own).decode()})
     if rows:
         await connection.execute(insert(t.sessions), rows)
-        for row in rows:
-            await _call_back(connection, terms, task, row["session_id"], now=now)
+        sessions = [row["session_id"] for row in rows]
+        await _call_back(connection, terms, task, sessions, now=now)
 
 
 def never_ended(
@@ -301,24 +303,32 @@ def delivery_id(task_id: str, session: str | None) -> str:
 
 
 async def _call_back(
-    connection: AsyncConnection, terms: Terms, task: RowMapping, session: str | None, *, now: float
+    connection: AsyncConnection,
+    terms: Terms,
+    task: RowMapping,
+    sessions: Sequence[str | None],
+    *,
+    now: float,
 ) -> None:
+    """Have the ends of these sessions told, and that of the task for `None`."""
     if terms.callback_url is None:
         return
-    await connection.execute(
-        insert(t.callbacks).values(
-            delivery_id=delivery_id(task["task_id"], session),
-            task_seq=task["seq"],
-            owner=task["owner"],
-            session_id=session,
-            url=terms.callback_url,
-            receiver=receiver_of(terms.callback_url),
-            state="pending",
-            tries=0,
-            next_at=now,
-            made_at=now,
-        )
-    )
+    rows = [
+        {
+            "delivery_id": delivery_id(task["task_id"], session),
+            "task_seq": task["seq"],
+            "owner": task["owner"],
+            "session_id": session,
+            "url": terms.callback_url,
+            "receiver": receiver_of(terms.callback_url),
+            "state": "pending",
+            "tries": 0,
+            "next_at": now,
+            "made_at": now,
+        }
+        for session in sessions
+    ]
+    await connection.execute(insert(t.callbacks), rows)
 
 
 async def _again(

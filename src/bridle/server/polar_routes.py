@@ -9,10 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from bridle import __version__
+from bridle.config import Task
 from bridle.errors import ConfigError, StateError, StoreError, root_cause
 from bridle.server import wire
 from bridle.server.addresses import ForbiddenAddressError
@@ -25,6 +27,12 @@ from bridle.server.views import is_final
 from bridle.server.wire import Row
 from bridle.trajectory.result import encode
 from bridle.types import JSON, one_line
+
+TASK_BYTES = 4 << 20
+"""JSON of one task; every run of it reads this."""
+
+METADATA_BYTES = 64 << 20
+"""Metadata of all results of one task; a cancelled one writes all of them at once."""
 
 FLAGS = ("true", "false", "1", "0")
 
@@ -71,6 +79,7 @@ def check(asked: Asked, submission: Submission) -> Submission:
     if not asked.caller.may(Role.ADMIN):
         permits = permits.model_copy(update={"local": False})
     task, _ = submission.split()
+    _check_size(task)
     for param, message in permits.refused(task):
         raise Refusal(422, "not_permitted", f"{param}: {message}", param=param)
     if submission.callback_url is not None:
@@ -84,6 +93,24 @@ def check(asked: Asked, submission: Submission) -> Submission:
     except ConfigError as error:
         raise Refusal(422, "invalid", str(error), param=_param(str(error))) from None
     return permits.crossed(submission)
+
+
+def _check_size(task: Task) -> None:
+    """Refuse with 422 a task that costs the server more than it can carry for one."""
+    try:
+        size = len(task.model_dump_json())
+    except PydanticSerializationError as error:
+        raise Refusal(422, "invalid", f"a field is nested too deeply: {error}") from None
+    if size > TASK_BYTES:
+        message = f"a task has at most {TASK_BYTES} bytes of JSON; this one has {size}"
+        raise Refusal(422, "invalid", message)
+    repeated = len(encode(task.metadata)) * task.num_samples
+    if repeated > METADATA_BYTES:
+        message = (
+            f"metadata: each of the {task.num_samples} results has a copy; together these are "
+            f"{repeated} bytes, and at most {METADATA_BYTES}"
+        )
+        raise Refusal(422, "invalid", message, param="metadata")
 
 
 def _param(message: str) -> str | None:

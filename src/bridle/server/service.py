@@ -8,10 +8,11 @@ the time to end.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import Final, Self
 
 import structlog
 
@@ -36,6 +37,9 @@ from bridle.server.telling import Broadcast, Pulse
 from bridle.server.views import Views
 from bridle.server.workers import Workers
 from bridle.types import JSON
+
+LONGEST_FAULT: Final = 2000
+"""Characters of why a task is refused; it may repeat what was given."""
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +87,8 @@ class Service:
         self.neighbours = Neighbours(self)
         self._stages: dict[str, str] = {}
         """Run id -> what it is doing."""
-        self._plans: dict[str, str | None] = {}
+        self._plans: dict[bytes, str | None] = {}
+        """Digest of what is looked up -> why it is refused; `None` = it is not."""
         self._stack = AsyncExitStack()
         self.stopping = asyncio.Event()
         """Set when the server is asked to end: long answers end then."""
@@ -136,7 +141,8 @@ class Service:
 
     def check(self, task: Task) -> None:
         """Raise the `ConfigError` that running the task would raise; looked up once per kind."""
-        kind = task.model_dump_json(include={"runtime", "agent", "builder", "evaluator"})
+        text = task.model_dump_json(include={"runtime", "agent", "builder", "evaluator"})
+        kind = hashlib.sha256(text.encode()).digest()
         if kind not in self._plans:
             if len(self._plans) >= 1000:
                 self._plans.clear()
@@ -144,7 +150,9 @@ class Service:
                 plan(task)
                 self._plans[kind] = None
             except ConfigError as error:
-                self._plans[kind] = str(error).removeprefix(f"task {task.task_id!r}: ")
+                self._plans[kind] = str(error).removeprefix(f"task {task.task_id!r}: ")[
+                    :LONGEST_FAULT
+                ]
         if (fault := self._plans[kind]) is not None:
             raise ConfigError(fault)
 
