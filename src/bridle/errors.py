@@ -141,7 +141,8 @@ class RequestError(BridleError):
         self.code = code
         """`invalid_request_error`, `authentication_error`, `permission_error`, `not_found`,
         `thread_not_found`, `request_too_large`, `context_length_exceeded`, `rate_limit`,
-        `overloaded`, a kind of `EngineError`, `budget_exhausted`, `paused`."""
+        `session_busy` (too much of the session's own in hand), `overloaded`, a kind of
+        `EngineError`, `budget_exhausted`, `paused`."""
         self.param = param
         """Path of the offending field, e.g. `messages[2].content`."""
         self.retry_after_s = retry_after_s

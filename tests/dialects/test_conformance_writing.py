@@ -198,6 +198,7 @@ CODES = {
     "request_too_large": (413, 413, 413),
     "context_length_exceeded": (400, 400, 400),
     "rate_limit": (429, 429, 429),
+    "session_busy": (429, 429, 429),
     "overloaded": (503, 529, 503),
     "paused": (503, 529, 503),
     "engine_error": (500, 500, 500),

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import io
 import threading
 import tracemalloc
 import zlib
@@ -21,6 +22,7 @@ from bridle.gateway.admission import (
     REFUSED_BYTES,
     REQUESTS,
     SESSION_BODIES,
+    SESSION_BYTES,
     Admission,
 )
 from bridle.gateway.registry import InHand
@@ -184,10 +186,46 @@ def test_a_session_has_a_share_of_requests():
     taken = [admission.of(session).__enter__() for _ in range(REQUESTS)]
     with pytest.raises(RequestError) as refused, admission.of(session):
         pass
-    assert (refused.value.status, refused.value.code) == (429, "rate_limit")
+    assert (refused.value.status, refused.value.code) == (429, "session_busy")
     taken[0].__exit__()
     with admission.of(session):
         assert session.in_hand.requests == REQUESTS
+
+
+def test_a_session_s_capture_is_bounded():
+    admission, session = taking(GatewaySettings())
+    with admission.of(session):
+        session.in_hand.captured = SESSION_BYTES
+    with pytest.raises(RequestError) as refused, admission.of(session):
+        pass
+    assert (refused.value.status, refused.value.code) == (413, "request_too_large")
+
+
+async def test_all_that_capture_keeps_of_a_session_is_counted():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        await caller.ask([user("hi")], junk="x" * 5000)
+        once = caller._session.in_hand.captured
+        assert once > 5000
+        await caller.ask([user("hi"), user("b" * 3000)], junk="x" * 5000)
+        assert caller._session.in_hand.captured > once + 8000
+
+
+async def test_counting_tokens_fills_no_memory():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        url = f"{caller.handle.base_urls['anthropic']}/v1/messages/count_tokens"
+        for number in range(6):
+            body = {
+                "model": "m",
+                "messages": [user(f"{number}")],
+                "junk": "x" * (REFUSED_BYTES // 4),
+            }
+            async with home.client.post(
+                url, data=io.BytesIO(orjson.dumps(body)), headers=caller.headers
+            ) as answer:
+                assert answer.status == 200, await answer.read()
+        assert len(caller._session.messages) < 5
 
 
 def test_a_session_has_a_share_of_bytes_and_all_have_one():
@@ -196,7 +234,7 @@ def test_a_session_has_a_share_of_bytes_and_all_have_one():
         taken.grow(100 * SESSION_BODIES)
         with pytest.raises(RequestError) as refused:
             taken.grow(1)
-        assert (refused.value.status, refused.value.code) == (429, "rate_limit")
+        assert (refused.value.status, refused.value.code) == (429, "session_busy")
     assert admission.bytes_in_hand == session.in_hand.size == 0
     for _ in range(GATEWAY_BODIES // SESSION_BODIES):
         each: Any = SimpleNamespace(in_hand=InHand())

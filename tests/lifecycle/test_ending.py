@@ -65,6 +65,8 @@ SPENT = Known(limit="tokens", failed_last=True)
         (ended(1), OVERFLOW, CRASH, "ERROR", CRASH),
         (ended(), BROKEN, None, "ERROR", Cause.INFRASTRUCTURE),
         (ended(1), BROKEN, Cause.HARNESS_CRASH, "ERROR", "infrastructure"),
+        (ended(), heard("rate_limit"), None, "ERROR", Cause.INFRASTRUCTURE),
+        (ended(None, 9), heard("session_busy"), CRASH, "ERROR", CRASH),
         (ended(), heard("engine_error", last=False), None, "COMPLETED", None),
         (ended(), Known(limit="turns"), None, "TIMEOUT", Cause.LIMIT),
         (ended(1), SPENT, Cause.HARNESS_CRASH, "TIMEOUT", "limit"),

@@ -25,6 +25,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "request_too_large": (413, "request_too_large"),
     "context_length_exceeded": (400, "invalid_request_error"),
     "rate_limit": (429, "rate_limit_error"),
+    "session_busy": (429, "rate_limit_error"),
     "budget_exhausted": (402, "billing_error"),
     "overloaded": (529, "overloaded_error"),
     "paused": (529, "overloaded_error"),

@@ -23,6 +23,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "request_too_large": (413, "INVALID_ARGUMENT"),
     "context_length_exceeded": (400, "INVALID_ARGUMENT"),
     "rate_limit": (429, "RESOURCE_EXHAUSTED"),
+    "session_busy": (429, "RESOURCE_EXHAUSTED"),
     "budget_exhausted": (403, "PERMISSION_DENIED"),
     "overloaded": (503, "UNAVAILABLE"),
     "paused": (503, "UNAVAILABLE"),

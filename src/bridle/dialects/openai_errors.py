@@ -20,6 +20,7 @@ _SHAPES: dict[str, tuple[int, str, str | None]] = {
     "request_too_large": (413, "invalid_request_error", "request_too_large"),
     "context_length_exceeded": (400, "invalid_request_error", "context_length_exceeded"),
     "rate_limit": (429, "rate_limit_error", "rate_limit_exceeded"),
+    "session_busy": (429, "rate_limit_error", "rate_limit_exceeded"),
     "budget_exhausted": (429, "insufficient_quota", "insufficient_quota"),
     "overloaded": (503, "server_error", "server_is_overloaded"),
     "paused": (503, "server_error", "server_is_overloaded"),

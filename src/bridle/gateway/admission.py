@@ -40,8 +40,11 @@ LONG_BYTES: Final = 1 << 18
 THREADS: Final = 2
 """Long bodies that are parsed at a time, of different sessions."""
 
+SESSION_BYTES: Final = 1 << 30
+"""New bytes of requests and replies that are captured of one session."""
+
 REFUSED_BYTES: Final = 1 << 24
-"""Bytes of refused requests after which a session forgets what it has read."""
+"""Bytes of requests without a sample after which a session forgets what it has read."""
 
 
 class Taken:
@@ -58,6 +61,9 @@ class Taken:
         """Take a place among the session's requests."""
         if self._session.in_hand.requests >= REQUESTS:
             raise _too_many(f"this session has {REQUESTS} requests at the moment", 429)
+        if self._session.in_hand.captured >= SESSION_BYTES:
+            message = f"this session has sent {SESSION_BYTES} new bytes, the most that are kept"
+            raise RequestError(message, status=413, code="request_too_large")
         self._session.in_hand.requests += 1
         return self
 
@@ -151,7 +157,7 @@ class Admission:
         return request
 
     def refused(self, session: Session, body: bytes) -> None:
-        """Note that nothing came of a body that was read: what is refused is not remembered."""
+        """Note that nothing was sampled for a body that was read: it is not remembered for long."""
         session.in_hand.refused += len(body)
         if session.in_hand.refused > REFUSED_BYTES:
             session.in_hand.refused = 0
@@ -159,5 +165,5 @@ class Admission:
 
 
 def _too_many(message: str, status: int) -> RequestError:
-    code = "rate_limit" if status == 429 else "overloaded"
+    code = "session_busy" if status == 429 else "overloaded"
     return RequestError(message, status=status, code=code, retry_after_s=RETRY_AFTER_S)

@@ -126,7 +126,7 @@ def too_many_in_flight(limits: Limits, in_flight: int) -> RequestError | None:
     return RequestError(
         f"the session already has {in_flight} calls in flight",
         status=429,
-        code="rate_limit",
+        code="session_busy",
         retry_after_s=faults.RETRY_AFTER_S,
     )
 

@@ -141,9 +141,8 @@ class DataPlane:
                 request = await self._admission.read(session, wire, route, body)
                 request = self._responses.whole(session, route, body, request)
                 tokens = await self._exchanges.count(session, wire, request)
-            except BridleError:
+            finally:
                 self._admission.refused(session, body)
-                raise
         return json_response(wire.token_count(tokens))
 
     async def _generate(

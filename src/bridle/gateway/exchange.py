@@ -449,6 +449,8 @@ class Exchanges:
         except BaseException:
             session.stored.difference_update(bodies)
             raise
+        own = (question.request.head, finished.body, *bodies.values())
+        session.in_hand.captured += sum(map(len, own))
 
     def _count(self, session: Session, finished: Finished, usage: Usage) -> None:
         session.turns += 1

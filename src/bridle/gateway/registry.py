@@ -90,8 +90,10 @@ class InHand:
     """Those that are being read or answered."""
     size: int = 0
     """Bytes of their bodies."""
+    captured: int = 0
+    """Bytes of its requests and replies that capture has."""
     refused: int = 0
-    """Bytes of bodies that were read and refused, since the session's memos were last emptied."""
+    """Bytes of bodies that were read and not sampled, since the session's memos were emptied."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a long body is parsed."""
 

@@ -94,6 +94,7 @@ class Restorer:
         session.restored = True
         capture = self._store.read(session.session_id)
         session.stored.update(capture.bodies)
+        session.in_hand.captured = sum(map(len, capture.bodies.values()))
         ends = [one.started_at + one.duration_s for one in capture.exchanges]
         first_reply = min(ends, default=0.0)
         for exchange in capture.exchanges:
