@@ -305,11 +305,7 @@ async def test_tasks_of_before_tenants_are_the_admins(tmp_path):
         assert await submit(admin, body("old")) == [{"task_id": "old", "new": False}]
 
 
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = {"a": value}
-    return value
+DEEP = json.loads('{"a":' * 300 + "1" + "}" * 300)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +313,7 @@ def nested(depth):
     [
         ({"num_samples": 10_000, "metadata": {"x": "y" * 10_000}}, "metadata: each of the 10000"),
         ({"instruction": "y" * (5 << 20)}, "at most 4194304 bytes"),
-        ({"metadata": nested(300)}, "nested too deeply"),
+        ({"metadata": DEEP}, "nested too deeply"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/tasks", "/rollout/task/submit"])
