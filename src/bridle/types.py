@@ -192,6 +192,8 @@ class Message:
     """For role `tool`: the tool's name, where the dialect gives it."""
     issued_ids: tuple[str, ...] = ()
     """Other values in this message that we may have issued (item ids, signatures)."""
+    unknown: tuple[str, ...] = field(default=(), compare=False)
+    """Names of what stood in it and reached nobody, for the record; never a key."""
 
     @property
     def text(self) -> str:

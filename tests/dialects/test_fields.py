@@ -7,6 +7,7 @@ from tests.dialects.golden import FOLDERS, GOLDEN, PATHS
 
 from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.fields import FIELDS, unknown_betas
+from bridle.dialects.ids import signature
 from bridle.dialects.media import block_name
 from bridle.errors import RequestError
 from bridle.types import Dialect
@@ -34,6 +35,8 @@ def test_everything_that_real_clients_send_is_known(folder):
     assert route is not None
     request = DIALECTS[dialect].parse(route, (place / "request.json").read_bytes(), {})
     assert request.extra.get("unknown", []) == []
+    names = {name for message in request.messages for name in message.unknown}
+    assert names <= {"redacted_thinking.data"}, "another provider's, in a made-up turn"
     blocks = {block_name(part) for message in request.messages for part in message.content}
     assert blocks <= {None} or "media" in folder, "those folders hold blocks that we made up"
 
@@ -86,6 +89,11 @@ CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
         (Dialect.OPENAI_RESPONSES, {"truncation": "disabled"}, []),
         (Dialect.OPENAI_RESPONSES, {"truncation": "auto"}, ["truncation"]),
         (Dialect.OPENAI_RESPONSES, {"text": {"format": {"type": "grammar"}}}, ["text.format"]),
+        (Dialect.OPENAI_RESPONSES, {"text": {"verbosity": "low"}}, ["text.verbosity"]),
+        (Dialect.OPENAI_RESPONSES, {"text": {"verbosity": "medium"}}, []),
+        (Dialect.OPENAI_CHAT, {"verbosity": "high"}, ["verbosity"]),
+        (Dialect.OPENAI_CHAT, {"web_search_options": {}}, ["web_search_options"]),
+        (Dialect.OPENAI_CHAT, {"web_search_options": None}, []),
         (Dialect.OPENAI_CHAT, {"guided_json": {}, "top_a": 0, "length_penalty": 1.0}, []),
         (
             Dialect.OPENAI_CHAT,
@@ -103,6 +111,103 @@ CLEAR = {"edits": [{"type": "clear_tool_uses_20250919"}]}
 )
 def test_what_is_asked_and_not_done_is_named(dialect, fields, unenforced):
     assert told(dialect, **fields) == (unenforced, [])
+
+
+def inside(dialect, *items):
+    """The names of what in these messages is not known."""
+    field = {Dialect.OPENAI_RESPONSES: "input", Dialect.GOOGLE: "contents"}.get(dialect, "messages")
+    read = parse(dialect, BODIES[dialect] | {field: list(items)}).messages
+    return [name for message in read for name in message.unknown]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "item", "unknown"),
+    [
+        (
+            Dialect.ANTHROPIC,
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a", "mood": 1, "cache_control": {"a": 1}}],
+            },
+            ["text.mood"],
+        ),
+        (Dialect.OPENAI_CHAT, {"role": "user", "content": "a", "mood": "blue"}, ["message.mood"]),
+        (
+            Dialect.OPENAI_CHAT,
+            {"role": "assistant", "tool_calls": [CALL | {"extra_content": {"sign": "a"}}]},
+            ["function.extra_content"],
+        ),
+        (
+            Dialect.OPENAI_RESPONSES,
+            {"type": "function_call_output", "call_id": "c1", "output": "a", "mood": 1},
+            ["function_call_output.mood"],
+        ),
+        (
+            Dialect.OPENAI_RESPONSES,
+            {"role": "user", "content": [{"type": "input_text", "text": "a", "mood": 1}]},
+            ["input_text.mood"],
+        ),
+        (
+            Dialect.GOOGLE,
+            {"parts": [{"inline_data": {"mime_type": "image/png", "data": "YQ==", "mood": 1}}]},
+            ["inlineData.mood"],
+        ),
+        (
+            Dialect.GOOGLE,
+            {"parts": [{"text": "a", "videoMetadata": {"fps": 1}}]},
+            ["parts.videoMetadata"],
+        ),
+    ],
+)
+def test_an_unknown_field_inside_a_message_is_named(dialect, item, unknown):
+    assert inside(dialect, item) == unknown
+
+
+@pytest.mark.parametrize(
+    ("dialect", "item", "unknown"),
+    [
+        (
+            Dialect.OPENAI_RESPONSES,
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAB"},
+            ["reasoning.encrypted_content"],
+        ),
+        (
+            Dialect.OPENAI_RESPONSES,
+            {
+                "type": "reasoning",
+                "summary": [{"type": "summary_text", "text": "Hm."}],
+                "encrypted_content": "gAAAAB",
+            },
+            [],
+        ),
+        (
+            Dialect.OPENAI_RESPONSES,
+            {"type": "reasoning", "summary": [], "encrypted_content": signature("0" * 24, 0)},
+            [],
+        ),
+        (
+            Dialect.ANTHROPIC,
+            {
+                "role": "assistant",
+                "content": [{"type": "redacted_thinking", "data": "EmwKA"}, {"type": "text"}],
+            },
+            ["redacted_thinking.data"],
+        ),
+        (
+            Dialect.ANTHROPIC,
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "", "signature": "EmwKA"}],
+            },
+            ["thinking.signature"],
+        ),
+    ],
+)
+def test_reasoning_that_only_another_provider_can_read_is_named(dialect, item, unknown):
+    assert inside(dialect, item) == unknown
 
 
 def test_a_field_has_one_use_in_a_table():

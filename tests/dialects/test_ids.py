@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.dialects.ids import bare_id, call_id, item_id, reply_id, signature, standard_base64
+from bridle.dialects.ids import (
+    bare_id,
+    call_id,
+    is_signature,
+    item_id,
+    reply_id,
+    signature,
+    standard_base64,
+)
 
 RANDOM = st.integers(0, 2**96 - 1).map(lambda number: f"{number:024x}")
 
@@ -16,6 +24,12 @@ def test_a_signature_is_the_same_in_both_base64_alphabets(reply_id, index):
     raw = base64.b64decode(mark, validate=True)
     assert base64.urlsafe_b64encode(raw).decode() == mark == standard_base64(mark)
     assert signature(reply_id, index + 1) != mark
+    assert is_signature(mark)
+
+
+@pytest.mark.parametrize("other", ["", "gAAAAB", "EmwKAhgBEgy3", "é", "0" * 36])
+def test_an_opaque_value_of_another_provider_is_no_signature_of_ours(other):
+    assert not is_signature(other)
 
 
 @given(st.binary(min_size=1))

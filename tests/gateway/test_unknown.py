@@ -33,6 +33,17 @@ async def test_unknown_fields_betas_and_blocks_are_counted_where_they_are_new():
         assert 'look: [sticker] {"name":"smile"}' in prompt(caller)
 
 
+async def test_unknown_fields_inside_new_messages_are_counted():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        part = {"type": "text", "text": "look", "mood": "blue"}
+        messages = [{"role": "user", "content": [part], "weight": 2, "empty": None}]
+        messages.append(await caller.ask(messages))
+        await caller.ask([*messages, user("on")])
+        first, second = (exchange.extra.get("unknown") for exchange in caller.exchanges)
+        assert (first, second) == ({"message.weight": 1, "text.mood": 1}, None)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "shown"),
     [
@@ -134,6 +145,17 @@ async def test_context_that_only_another_provider_can_read_is_refused(path, body
         assert status == 400
         assert "send" in told["error"]["message"]
         assert caller.exchanges == []
+
+
+async def test_a_turn_that_another_provider_paused_is_refused_by_its_block():
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        use = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
+        paused = {"role": "assistant", "content": [{"type": "text", "text": "Let me."}, use]}
+        body = {"max_tokens": 50, "messages": [user("go"), paused]}
+        status, told = await send(caller, "/v1/messages", body)
+        assert status == 400
+        assert "'server_tool_use'" in told["error"]["message"]
 
 
 async def test_a_file_of_the_provider_s_is_refused_by_its_block():

@@ -123,6 +123,7 @@ def did_its_work(result, exchanges, *, calls=3):
         (e.kind, e.root_reason, e.parent_id) for e in exchanges
     ]
     assert stats["merge_ratio"] == 1.0
+    assert stats["unknown"] == {}
     assert stats["breaks"] == []
     assert stats["tokens_captured"] == stats["tokens_trained"]
     assert [len(trace.exchange_ids) for trace in result.trajectory.traces] == [calls]

@@ -157,6 +157,7 @@ def succeeded(ran: Ran) -> None:
     assert result.reward == 1.0, ran.table()
     excluded = sum(stats["tokens_excluded"].values())
     assert stats["tokens_captured"] == stats["tokens_trained"] + excluded
+    assert stats["unknown"] == {}
     trained = Counter(e for trace in result.trajectory.traces for e in trace.exchange_ids)
     assert set(trained) == {exchange.exchange_id for exchange in ran.exchanges}, ran.table()
     assert {str(exchange.dialect) for exchange in ran.exchanges} == {ran.run.dialect}

@@ -88,6 +88,7 @@ def nothing_is_lost(result, exchanges, case):
     excluded = stats["tokens_excluded"]
     assert stats["tokens_captured"] == stats["tokens_trained"] + sum(excluded.values()), stats
     assert excluded.keys() <= LOST_BY_FAULTS, stats
+    assert stats["unknown"] == {}
     reasons = {exchange.root_reason for exchange in exchanges} - {None}
     reasons |= {found["reason"] for found in stats["breaks"]}
     assert reasons <= {"first", *FORKS.get(case.row, ())}, stats

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from bridle.dialects.anthropic_blocks import read_message, read_system
+from bridle.dialects.anthropic_blocks import hosted_end, read_message, read_system
 from bridle.dialects.anthropic_stream import MessagesStream
 from bridle.dialects.anthropic_tools import client_run, toolset
 from bridle.dialects.anthropic_write import error_body, message_json, status_of
@@ -27,7 +28,7 @@ from bridle.dialects.base import (
     WireFormat,
     retry_headers,
 )
-from bridle.dialects.fields import account
+from bridle.dialects.fields import account, watched
 from bridle.dialects.media import BLOCK_TYPE
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.reading import (
@@ -79,6 +80,7 @@ class Anthropic(WireFormat):
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules
         self._tools = ToolMemo(read_tools)
+        self._read = watched(self.dialect, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../messages`, its token count, the model list, and Claude Code's probes."""
@@ -119,7 +121,7 @@ class Anthropic(WireFormat):
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         allow_removed(tools.removed, self._rules, "tools")
         system, removed = read_system(head.get("system"), "system", self._rules)
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", read_message)
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
         if tools.deferred:
             messages = [_with_loaded_tools(message, tools) for message in messages]
         thinking = object_at(head, "thinking", "") or {}
@@ -147,7 +149,7 @@ class Anthropic(WireFormat):
             span_lengths=lengths,
             head_messages=len(system),
             tools_span=tools_span,
-            prefill=_read_prefill(messages[-1], thinks=shown) if messages else None,
+            prefill=_read_prefill(messages[-1], spans[-1], thinks=shown) if spans else None,
             extra={
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
@@ -269,14 +271,20 @@ def _read_choice(choice: JSON, tools: ToolList) -> str:
             raise RequestError(f"tool_choice.type: unknown {other!r}", param="tool_choice.type")
 
 
-def _read_prefill(last: Message, *, thinks: bool) -> str | None:
+def _read_prefill(last: Message, span: bytes, *, thinks: bool) -> str | None:
     """The text of a last assistant message, from which the reply goes on; `None` = there is none.
 
     What the provider refuses is refused: an end in white space, and no thought before the text
-    where thinking is on.
+    where thinking is on. So is a turn that the provider paused in a tool of its own.
     """
     if last.role is not Role.ASSISTANT or last.tool_calls or not last.text.strip():
         return None
+    if (hosted := hosted_end(span)) is not None:
+        message = (
+            f"messages: the last message is an assistant turn that ends in {hosted!r}, which only "
+            "the provider that paused there can resume; send a user message after it"
+        )
+        raise RequestError(message, param="messages")
     if last.text != last.text.rstrip():
         message = "messages: final assistant content cannot end with trailing whitespace"
         raise RequestError(message, param="messages")
@@ -346,9 +354,7 @@ def _with_loaded_tools(message: Message, tools: ToolList) -> Message:
     content = tuple(_loaded(part, tools) for part in message.content)
     if content == message.content:
         return message
-    return Message(
-        message.role, content, tool_call_id=message.tool_call_id, issued_ids=message.issued_ids
-    )
+    return replace(message, content=content)
 
 
 def _loaded(part: Part, tools: ToolList) -> Part:

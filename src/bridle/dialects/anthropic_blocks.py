@@ -12,6 +12,7 @@ from bridle.dialects.noise import split_billing
 from bridle.dialects.reading import (
     an_object,
     arguments_text,
+    decode,
     member,
     name_at,
     object_at,
@@ -52,6 +53,17 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
     if role is Role.SYSTEM:
         return (Message(role, tuple(_parts(content, where))),)
     return _read_user(content, where)
+
+
+def hosted_end(span: bytes) -> str | None:
+    """The type of the block of a provider's own tool in which a raw message ends; `None` = none."""
+    *_, (last, _) = _blocks(decode(span, "").get("content"), "")
+    kind = str(last.get("type"))
+    return kind if _is_hosted(kind) else None
+
+
+def _is_hosted(kind: str | None) -> bool:
+    return kind in _HOSTED or (kind or "").endswith("_tool_result")
 
 
 def _blocks(value: Any, path: str) -> Iterator[tuple[JSON, str]]:
@@ -97,7 +109,7 @@ def _part(block: JSON, path: str) -> Iterator[Part]:
         case "container_upload":
             message = "container_upload: files are not kept here; send their content"
             raise RequestError(message, param=path)
-        case kind if kind in _HOSTED or (kind or "").endswith("_tool_result"):
+        case kind if _is_hosted(kind):
             yield block_text(block)
         case _:
             yield block_part(block)

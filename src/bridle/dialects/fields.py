@@ -1,19 +1,22 @@
-"""Every field that a request may have at its top, per dialect, and what becomes of it.
+"""Every field that a request and its messages may have, per dialect, and what becomes of it.
 
 What would take context away from the model if it were ignored is refused. What asks for something
 else that is not done is served, and its name stands in `ModelRequest.extra["unenforced"]`. A
-field that stands in no table is served and its name stands in `extra["unknown"]`.
+field that stands in no table is served and its name stands in `extra["unknown"]`, or in
+`Message.unknown`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+from bridle.dialects.ids import is_signature
 from bridle.errors import RequestError
-from bridle.types import JSON, Dialect
+from bridle.types import JSON, Dialect, Message
 
 
 class Use(StrEnum):
@@ -67,6 +70,7 @@ FIELDS: dict[str, dict[str, Use]] = {
         unenforced="truncation context_management top_logprobs image",
         refused="background conversation prompt mcp_servers",
     ),
+    "text": _table(used="format", unenforced="verbosity"),
     Dialect.GOOGLE: _table(
         used="model systemInstruction toolConfig generationConfig",
         harmless="safetySettings labels store serviceTier",
@@ -82,7 +86,8 @@ FIELDS: dict[str, dict[str, Use]] = {
         "generationOutputConfig",
     ),
 }
-"""By dialect: the fields beside messages and tools. Google's generation has a table of its own."""
+"""By dialect: the fields beside messages and tools. Google's generation and `text` of Responses
+have tables of their own."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -114,6 +119,7 @@ BETAS = frozenset(_BETAS.split())
 """Names of beta headers, without their dates. Each only allows fields and blocks; those are read
 by their own names."""
 
+_SNAKE = re.compile(r"_([a-z])")
 _DATE = re.compile(r"[-=]v?20\d\d-?\d\d-?\d\d$")
 
 
@@ -149,6 +155,8 @@ def account(head: JSON, table: str, path: str = "") -> JSON:
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
+    if name == "web_search_options":  # it asks by being there
+        return False
     if not value or value in _NOTHING.get(name, ()):
         return True
     if name != "context_management" or not isinstance(value, dict):
@@ -159,3 +167,120 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 def _keeps_all(edit: Any) -> bool:
     return isinstance(edit, dict) and edit.get("keep") in ("all", {"type": "all"})
+
+
+# ---- inside messages
+
+
+def _members(common: str, **kinds: str) -> dict[str, frozenset[str]]:
+    return {kind: frozenset(f"{common} {names}".split()) for kind, names in kinds.items()}
+
+
+_MEMBERS: dict[Dialect, dict[str, frozenset[str]]] = {
+    Dialect.ANTHROPIC: _members(
+        "type cache_control",
+        message="role content",
+        text="text citations",
+        image="source",
+        document="source title context citations",
+        search_result="source title content citations",
+        compaction="content encrypted_content signature",
+        thinking="thinking signature",
+        redacted_thinking="data",
+        tool_use="id name input caller toolset_name",
+        tool_result="tool_use_id content is_error toolset_name",
+    ),
+    Dialect.OPENAI_CHAT: _members(
+        "type cache_control prompt_cache_breakpoint",
+        message="role content name tool_calls tool_call_id function_call refusal audio "
+        "reasoning_content reasoning annotations provider_specific_fields",
+        text="text annotations",
+        image_url="image_url url detail",
+        input_audio="input_audio data format",
+        file="file file_data file_id filename",
+        refusal="refusal",
+        thinking="thinking text signature",
+        reasoning="reasoning text signature",
+        function="id index function name arguments",
+        custom="id index custom name input",
+        function_call="name arguments",
+    ),
+    Dialect.OPENAI_RESPONSES: _members(
+        "type id status prompt_cache_breakpoint internal_chat_message_metadata_passthrough",
+        message="role content phase",
+        input_text="text",
+        output_text="text annotations logprobs",
+        text="text annotations",
+        refusal="refusal",
+        input_image="image_url file_id detail",
+        input_file="file_data file_url file_id filename detail",
+        input_audio="input_audio data format",
+        reasoning="summary content encrypted_content",
+        function_call="call_id name namespace arguments caller",
+        custom_tool_call="call_id name namespace input caller",
+        function_call_output="call_id output caller",
+        custom_tool_call_output="call_id output caller",
+    ),
+    Dialect.GOOGLE: _members(
+        "",
+        message="role parts",
+        parts="text thought thoughtSignature inlineData fileData functionCall functionResponse",
+        inlineData="mimeType data displayName",
+        fileData="mimeType fileUri displayName",
+        functionCall="id name args",
+        functionResponse="id name response parts",
+    ),
+}
+"""By dialect and kind of object (its `type`, else the key that it stands under): the fields that
+are read, or say nothing to the model. Other kinds are shown or counted as whole blocks."""
+
+_INSIDE = frozenset(
+    {"content", "output", "tool_calls", "function", "custom", "function_call", "image_url", "file"}
+    | {"input_audio", "parts", "inlineData", "fileData", "functionCall", "functionResponse"}
+)
+"""Keys under which such objects stand."""
+
+_OPAQUE = {
+    "reasoning": ("encrypted_content", ("summary", "content")),
+    "thinking": ("signature", ("thinking",)),
+    "redacted_thinking": ("data", ()),
+}
+"""Reasoning that only its provider can read: where it stands, and where its text would stand."""
+
+
+def watched(
+    dialect: Dialect, read: Callable[[JSON, str], tuple[Message, ...]]
+) -> Callable[[JSON, str], tuple[Message, ...]]:
+    """`read`, whose first message also names what of the wire message is not known."""
+
+    def reads(value: JSON, path: str) -> tuple[Message, ...]:
+        messages = read(value, path)
+        unknown = tuple(_unknown_inside(_MEMBERS[dialect], value, "message"))
+        if not unknown or not messages:
+            return messages
+        return (replace(messages[0], unknown=unknown), *messages[1:])
+
+    return reads
+
+
+def _unknown_inside(tables: dict[str, frozenset[str]], value: JSON, key: str) -> Iterator[str]:
+    named = value.get("type")
+    kind = named if isinstance(named, str) and named else key
+    known = tables.get(kind)
+    fields = {_camel(name): item for name, item in value.items()} if "parts" in tables else value
+    if known is None or (kind == "parts" and not known & fields.keys()):
+        return
+    for name, item in fields.items():
+        if item and name not in known:
+            yield f"{kind}.{name}"
+        for inner in item if isinstance(item, list) else [item]:
+            if name in _INSIDE and isinstance(inner, dict):
+                yield from _unknown_inside(tables, inner, name)
+    sealed, texts = _OPAQUE.get(kind, ("", ()))
+    opaque = value.get(sealed)
+    if isinstance(opaque, str) and opaque and not any(value.get(text) for text in texts):
+        yield from () if is_signature(opaque) else (f"{kind}.{sealed}",)
+
+
+def _camel(name: str) -> str:
+    return _SNAKE.sub(lambda found: found[1].upper(), name)

@@ -13,7 +13,7 @@ from functools import partial
 from urllib.parse import parse_qs, unquote
 
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
-from bridle.dialects.fields import account
+from bridle.dialects.fields import account, watched
 from bridle.dialects.google_contents import camel, plain_schema, read_content, read_system
 from bridle.dialects.google_stream import ContentStream
 from bridle.dialects.google_tools import computer_use, speaks_older
@@ -68,6 +68,7 @@ class Google(WireFormat):
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules
         self._tools = ToolMemo(read_tools)
+        self._read = watched(self.dialect, read_content)
         self._older_tools = ToolMemo(partial(read_tools, older=True))
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
@@ -112,7 +113,7 @@ class Google(WireFormat):
         tools = ToolList() if tools_span is None else known.read(tools_span, "tools")
         allow_removed(tools.removed, self._rules, "tools")
         system = read_system(head.get("systemInstruction"), "systemInstruction")
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", read_content)
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", self._read)
         config = camel(object_at(head, "generationConfig", "") or {})
         thinking = camel(object_at(config, "thinkingConfig", "generationConfig") or {})
         where = "generationConfig.thinkingConfig"

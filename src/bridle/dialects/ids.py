@@ -7,6 +7,7 @@ its id and a position, so the same reply is always dressed in the same ids. They
 from __future__ import annotations
 
 import base64
+import re
 
 import msgspec
 
@@ -54,6 +55,17 @@ def signature(reply_id: str, index: int) -> str:
     """
     text = f"{reply_id}{index:03d}"
     return base64.b64encode((text + "0" * (-len(text) % 3)).encode()).decode()
+
+
+_SIGNATURE = re.compile(rb"[0-9a-f]{24}[0-9]{3}")
+
+
+def is_signature(text: str) -> bool:
+    """Whether `text` has the form of a signature of ours."""
+    try:
+        return _SIGNATURE.fullmatch(base64.b64decode(text, validate=True)) is not None
+    except ValueError:
+        return False
 
 
 def standard_base64(text: str) -> str:

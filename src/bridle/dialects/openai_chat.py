@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from bridle.dialects.base import ReplyHead, Route, RouteKind, SpanMemo, StreamEncoder, WireFormat
-from bridle.dialects.fields import account
+from bridle.dialects.fields import account, watched
 from bridle.dialects.media import block_part, data_part, url_part
 from bridle.dialects.noise import RULES, SERVER_TOOLS, allow_removed
 from bridle.dialects.openai_chat_stream import ChatStream
@@ -84,6 +84,7 @@ class OpenAIChat(WireFormat):
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules
         self._tools = ToolMemo(read_tools)
+        self._read = watched(self.dialect, read_message)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../chat/completions`, OpenAI's model list, and what of OpenAI we do not serve."""
@@ -123,7 +124,7 @@ class OpenAIChat(WireFormat):
         options = object_at(head, "stream_options", "") or {}
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, legacy)
         allow_removed(tools.removed, self._rules, legacy)
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", read_message)
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
         return ModelRequest(
             dialect=self.dialect,
             model=model,

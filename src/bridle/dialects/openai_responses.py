@@ -27,7 +27,7 @@ from bridle.dialects.base import (
     WireFormat,
     content_digest,
 )
-from bridle.dialects.fields import account
+from bridle.dialects.fields import account, watched
 from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat_write import models_json
 from bridle.dialects.openai_errors import error_response, responses_message
@@ -86,6 +86,7 @@ class OpenAIResponses(WireFormat):
     def __init__(self, rules: Collection[str] = RULES) -> None:
         self._rules = rules
         self._tools = ToolMemo(read_tools)
+        self._read = watched(self.dialect, read_item)
 
     def route(self, method: str, path: str, query: str, headers: dict[str, str]) -> Route | None:
         """`POST .../responses`, its token count, stored replies, and websocket upgrades."""
@@ -125,13 +126,16 @@ class OpenAIResponses(WireFormat):
         previous = text_at(head, "previous_response_id", "")
         if not items and previous is None:
             raise RequestError("'input' must hold at least one item.", param="input")
-        read, digests, lengths = read_spans(items, memo, _SALT, "input", read_item)
+        read, digests, lengths = read_spans(items, memo, _SALT, "input", self._read)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         tools = _with_added_tools(tools, items, lengths, self._tools)
         allow_removed(tools.removed, self._rules, "tools")
         system = read_instructions(head.get("instructions"))
         spans = _Spans(items, digests, lengths, read)
-        form = object_at(object_at(head, "text", "") or {}, "format", "text") or {}
+        text = object_at(head, "text", "") or {}
+        for name, found in account(text, "text", "text.").items():
+            told.setdefault(name, []).extend(found)
+        form = object_at(text, "format", "text") or {}
         if form.get("type") not in ("json_schema", "json_object", "text", None):
             told.setdefault("unenforced", []).append("text.format")
         reasoning = object_at(head, "reasoning", "") or {}

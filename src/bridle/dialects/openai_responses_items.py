@@ -103,6 +103,7 @@ def join_turn(before: Message, after: Message) -> Message | None:
         reasoning="\n".join(thoughts) if thoughts else None,
         tool_calls=before.tool_calls + after.tool_calls,
         issued_ids=before.issued_ids + after.issued_ids,
+        unknown=before.unknown + after.unknown,
     )
 
 

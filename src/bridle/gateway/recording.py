@@ -193,12 +193,13 @@ def _malformed(reply: Reply) -> int:
 
 
 def _unknown(finished: Finished) -> JSON:
-    """Count the unknown fields, betas and blocks of new messages by name."""
+    """Count the unknown fields, betas, and fields and blocks of new messages, by name."""
     question = finished.question
     request, placement = question.request, question.placement
     names = [*request.extra.get("unknown", ())]
     names += [f"beta: {beta}" for beta in finished.call.asked.unknown_betas]
     new = request.messages[0 if placement.parent is None else placement.new_from :]
+    names += [name for one in new for name in one.unknown]
     names += [f"block: {name}" for one in new for name in map(block_name, one.content) if name]
     return dict(Counter(names))
 
