@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from bridle.dialects.limits import MOST_ITEMS, MOST_NESTED
+from bridle.dialects.limits import MOST_ITEMS, MOST_NESTED, check_json, field_too_deep
 from bridle.dialects.reading import decode, encode, split_array, split_body
 from bridle.errors import RequestError
 
@@ -33,3 +33,26 @@ def test_messages_are_limited_in_number():
 def test_a_list_that_is_read_by_itself_is_limited_too():
     with pytest.raises(RequestError, match="array too long"):
         split_array(msgspec.Raw(encode([{}] * (MOST_ITEMS + 1))), "input")
+
+
+def test_the_field_that_is_nested_too_deeply_is_named():
+    deep = nested(900)
+    body = b'{"model":"a{[\\"","tools":[{"type":"f"},{"function":%b}],"n":1}' % deep
+    assert field_too_deep(body) == "tools[1].function"
+    assert field_too_deep(b"[" * 900) == "[0][0][0]"
+    with pytest.raises(
+        RequestError, match=r"'tools\[1\].function' is nested too deeply"
+    ) as refused:
+        split_body(body, "messages")
+    assert refused.value.param == "tools[1].function"
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_a_number_of_more_than_64_bits_is_named_by_its_field(digits, sign):
+    body = f'{{"limits":{{"max_turns":[1,{sign}{"9" * digits}]}}}}'.encode()
+    with pytest.raises(RequestError, match="more than 64 bits") as refused:
+        check_json(body)
+    assert refused.value.param == "limits.max_turns[1]"
+    check_json(b'{"a":%d,"b":%d,"c":"%s"}' % (2**64 - 1, -(2**63), b"9" * 400))
+    check_json(b"9" * 30 + b"no JSON")

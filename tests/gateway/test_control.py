@@ -225,6 +225,23 @@ async def test_metrics_count_what_happened():
     assert "bridle_calls_in_flight 0.0" in text
 
 
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"limits":{"max_turns":%b}}' % (b"9" * 400), "limits.max_turns"),
+        (b'{"metadata":{"a":%b}}' % (b"9" * 400), "metadata.a"),
+        (b'{"metadata":%b}' % (b'{"a":' * 900 + b"1" + b"}" * 900), "metadata.a"),
+        (b'{"metadata":null}', "metadata"),
+    ],
+)
+async def test_a_session_of_unreadable_fields_is_refused_by_their_name(body, field):
+    async with house({"content": "a"}) as home:
+        url, headers = f"{home.gateway.control_url}/sessions", {"Authorization": f"Bearer {TOKEN}"}
+        async with home.client.post(url, data=body, headers=headers) as response:
+            assert response.status == 400
+            assert field in (await response.json())["error"]["message"]
+
+
 class Sick:
     """An engine that cannot sample now."""
 

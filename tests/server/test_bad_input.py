@@ -69,10 +69,39 @@ async def test_no_route_answers_500_whatever_comes(tmp_path, seed):
 async def test_a_body_nested_without_end_is_refused(tmp_path, depth):
     async with an_app(tmp_path) as http:
         told = await http.post("/v1/tasks", content=b'{"tasks":' + b"[" * depth)
-        assert told.status_code == 400
+        assert told.status_code == (400 if depth == 10 else 422)
         nested = b'{"a":' * depth + b"1" + b"}" * depth
         whole = orjson.dumps({"tasks": [body("x")]})[:-3] + b',"metadata":' + nested + b"}]}"
         assert (await http.post("/v1/tasks", content=whole)).status_code in (200, 400, 422)
+
+
+@pytest.mark.parametrize("place", ["metadata", "limits", "agent"])
+async def test_a_field_nested_900_deep_is_refused_by_its_name(tmp_path, place):
+    async with an_app(tmp_path) as http:
+        deep = b'{"a":' * 900 + b"1" + b"}" * 900
+        whole = orjson.dumps({"tasks": [body("x", **{place: "@"})]}).replace(b'"@"', deep)
+        told = await http.post("/v1/tasks", content=whole)
+        assert told.status_code == 422
+        assert told.json()["error"]["param"] == f"tasks.0.{place}"
+
+
+@pytest.mark.parametrize(
+    "place", ["num_samples", "timeout_seconds", "metadata", "limits.max_turns"]
+)
+async def test_a_number_of_400_digits_is_refused_by_its_fields_name(tmp_path, place):
+    async with an_app(tmp_path) as http:
+        name, _, inner = place.partition(".")
+        whole = orjson.dumps({"tasks": [body("x", **{name: {inner: "@"} if inner else "@"})]})
+        told = await http.post("/v1/tasks", content=whole.replace(b'"@"', b"9" * 400))
+        assert told.status_code == 422
+        assert told.json()["error"]["param"] == f"tasks.0.{place}"
+
+
+async def test_null_where_a_list_stands_is_refused_by_its_name(tmp_path):
+    async with an_app(tmp_path) as http:
+        for path, field in (("/v1/tasks", "tasks"), ("/v1/groups/ack", "task_ids")):
+            told = await http.post(path, json={field: None})
+            assert (told.status_code, told.json()["error"]["param"]) == (422, field)
 
 
 async def test_a_task_may_hold_any_text(tmp_path):

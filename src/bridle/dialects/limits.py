@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from typing import Any, Final
 
 from bridle.errors import RequestError
@@ -11,6 +14,67 @@ MOST_NESTED: Final = 128
 
 MOST_ITEMS: Final = 10_000
 """Messages of one request: each costs tens of microseconds before its first token is counted."""
+
+
+MOST_SCANNED: Final = 1 << 20
+"""Bytes of the largest body in which the field that is wrong is looked for: it costs 0.2 s."""
+
+_TOKEN: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+_LONG_NUMBER: Final = re.compile(rb"\d{19}|[eE]\+?\d{3}")
+
+
+def field_too_deep(raw: bytes) -> str:
+    """Name the field of JSON in which the nesting exceeds `MOST_NESTED`; empty = there is none.
+
+    The path of its first three levels, like `tools[0].function`.
+    """
+    path: list[str | int] = []
+    for token in _TOKEN.finditer(raw) if len(raw) <= MOST_SCANNED else ():
+        match token[0][:1]:
+            case b"{" | b"[":
+                path.append("" if token[0] == b"{" else 0)
+                if len(path) > MOST_NESTED:
+                    return _dotted(path[:3])
+            case b"}" | b"]":
+                del path[-1:]
+            case b",":
+                if path and isinstance(path[-1], int):
+                    path[-1] += 1
+            case _:
+                if path and isinstance(path[-1], str):
+                    path[-1] = token[0][1:-1].decode(errors="replace")[:100]
+    return ""
+
+
+def _dotted(path: list[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).lstrip(".")
+
+
+def check_json(raw: bytes) -> None:
+    """Raise the `RequestError` that names a field of `raw` that no JSON parser reads alike.
+
+    It is nested too deeply, or a number of more than 64 bits. What is no JSON passes.
+    """
+    if raw.count(b"{") + raw.count(b"[") > MOST_NESTED and (field := field_too_deep(raw)):
+        raise too_deep(field)
+    if _LONG_NUMBER.search(raw) is None or len(raw) > MOST_SCANNED:
+        return
+    try:
+        value = json.loads(raw, parse_int=lambda text: float(text) if len(text) > 20 else int(text))
+    except (ValueError, RecursionError):
+        return
+    waiting: list[tuple[list[str | int], Any]] = [([], value)]
+    while waiting:
+        path, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [([*path, key], item) for key, item in one.items()]
+        elif isinstance(one, list):
+            waiting += [([*path, index], item) for index, item in enumerate(one)]
+        elif isinstance(one, int | float) and not (math.isfinite(one) and -(2**63) <= one < 2**64):
+            where = _dotted(path)
+            message = f"'{where}' is a number of more than 64 bits." if where else "Not a value."
+            raise RequestError(message, param=where or None)
 
 
 def too_deep(path: str) -> RequestError:

@@ -24,7 +24,7 @@ import numpy as np
 
 from bridle.dialects.base import SpanMemo, content_digest
 from bridle.dialects.history import Begun, History
-from bridle.dialects.limits import check_count, check_depth, too_deep
+from bridle.dialects.limits import check_count, check_depth, field_too_deep, too_deep
 from bridle.errors import RequestError
 from bridle.types import JSON, Message
 
@@ -125,7 +125,7 @@ def _lenient(raw: bytes, path: str) -> Any:
     try:
         return _cleaned(json.loads(raw.decode()))
     except RecursionError:
-        raise too_deep(path) from None
+        raise too_deep(path or field_too_deep(raw)) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"{where} is not valid JSON: {error}", param=path or None) from None
     except ValueError:

@@ -27,9 +27,17 @@ from bridle.capture.records import Delivery, Exchange, Outcome
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.credentials import kept_token
+from bridle.dialects.limits import check_json
 from bridle.engines.base import EngineInfo
 from bridle.engines.pool import EnginePool
-from bridle.errors import BridleError, ConfigError, EngineError, StoreError, root_cause
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    EngineError,
+    RequestError,
+    StoreError,
+    root_cause,
+)
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
@@ -417,6 +425,10 @@ def _error(status: int, message: str, code: str | None = None) -> web.Response:
 async def _body(http: web.BaseRequest, model: type[ModelT]) -> ModelT:
     """The request's JSON as `model`; an empty body is `{}`. `ConfigError` names what is wrong."""
     body = await read_body(http)
+    try:
+        check_json(body)
+    except RequestError as error:
+        raise Refusal(400, f"the request's body: {error}") from error
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:

@@ -21,7 +21,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from bridle.config import explain
-from bridle.errors import BridleError, ConfigError, EngineError, StateError, StoreError
+from bridle.dialects.limits import check_depth, check_json
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    EngineError,
+    RequestError,
+    StateError,
+    StoreError,
+)
 from bridle.gateway.faults import trace_of
 from bridle.server.addresses import Addresses
 from bridle.server.auth import Auth, Caller, Role
@@ -148,7 +156,10 @@ class Asked:
         """
         given = await self._bytes()
         try:
-            value = orjson.loads(given or b"{}")
+            value = _decoded(given or b"{}")
+        except RequestError as error:
+            param = (error.param or "").replace("[", ".").replace("]", "")
+            raise Refusal(422, "invalid", str(error), param=param or None) from None
         except orjson.JSONDecodeError as error:
             raise Refusal(400, "malformed", f"the body is no JSON: {error}") from None
         try:
@@ -165,6 +176,16 @@ class Asked:
                 raise Refusal(413, "too_large", f"a body has at most {MAX_BODY} bytes")
             parts.append(part)
         return b"".join(parts)
+
+
+def _decoded(given: bytes) -> Any:  # noqa: ANN401 - JSON
+    try:
+        value = orjson.loads(given)
+        check_depth(given, value, "")
+    except (orjson.JSONDecodeError, RequestError):
+        check_json(given)
+        raise
+    return value
 
 
 Answer = Callable[[Asked], Awaitable[Response]]
