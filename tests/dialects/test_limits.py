@@ -36,7 +36,7 @@ def test_a_list_that_is_read_by_itself_is_limited_too():
 
 
 def test_the_field_that_is_nested_too_deeply_is_named():
-    deep = nested(900)
+    deep = nested(5000)
     body = b'{"model":"a{[\\"","tools":[{"type":"f"},{"function":%b}],"n":1}' % deep
     assert field_too_deep(body) == "tools[1].function"
     assert field_too_deep(b"[" * 900) == "[0][0][0]"
