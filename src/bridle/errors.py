@@ -55,7 +55,8 @@ class EngineError(BridleError):
         self.retryable = retryable
         self.kind = kind
         """`engine_cut` (a reply broke off), `engine_reset` (no connection, or one that ended before
-        a reply), `engine_silent`, `engine_500` (another 5xx than 503), or `engine_error`."""
+        a reply), `engine_silent`, `engine_500` (another 5xx than 503), `engine_garbled` (a
+        reply that reports what cannot have been sampled), or `engine_error`."""
         self.status = status
         """HTTP status that the engine answered with; `None` = no answer."""
         self.retry_after_s = retry_after_s

@@ -4,13 +4,13 @@ A server is first well, so that the adapter starts on it, and then answers as ea
 """
 
 import asyncio
-import json
 from contextlib import aclosing, asynccontextmanager
 
 import aiohttp
 import pytest
 from aiohttp import web
 from tests.engines.shapes import SHAPES, collect, request
+from tests.engines.spoilers import editing
 
 from bridle.engines.base import CutError
 from bridle.engines.openai import OpenAIEngine
@@ -175,20 +175,6 @@ def without(*names):
         return [strip(one) for one in value] if isinstance(value, list) else value
 
     return editing(strip)
-
-
-def editing(change):
-    def edit(text):
-        if not text.startswith(b"data:"):
-            return json.dumps(change(json.loads(text))).encode()
-        lines = text.split(b"\n\n")
-        return b"\n\n".join(
-            b"data: " + json.dumps(change(json.loads(line[6:]))).encode()
-            if line.startswith(b"data: {") else line
-            for line in lines
-        )  # fmt: skip
-
-    return edit
 
 
 def shorter(value):

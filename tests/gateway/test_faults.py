@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.engines.base import CutError
+from bridle.engines.base import CutError, GarbledError
 from bridle.errors import (
     BridleError,
     ContextOverflowError,
@@ -23,6 +23,7 @@ from bridle.gateway import faults
         (EngineError("secret", retryable=True, kind="engine_reset"), 503, "engine_reset"),
         (EngineError("secret", retryable=True, status=500, kind="engine_500"), 503, "engine_500"),
         (CutError("secret"), 503, "engine_cut"),
+        (GarbledError("secret"), 503, "engine_garbled"),
         (ContextOverflowError(90, 80, 5), 400, "context_length_exceeded"),
         (StoreError("secret"), 503, "store_error"),
         (BridleError("secret"), 500, "engine_error"),

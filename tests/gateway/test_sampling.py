@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridle.engines.base import CutError, GenerateChunk, GenerateRequest
+from bridle.engines.base import CutError, GarbledError, GenerateChunk, GenerateRequest
 from bridle.errors import EngineError
-from bridle.gateway.sampling import FRUITLESS, MOST_TRIES, Sampler, another_prompt
+from bridle.gateway.sampling import FRUITLESS, MOST_TRIES, Sampler, Sofar, another_prompt
 from bridle.prompting.prompt import PromptIds
 from bridle.types import FinishReason, LogprobMode, Reply, Sampling, VersionSpan
 
@@ -57,10 +57,14 @@ def letters(ids):
 PROMPT = PromptIds.root(np.arange(5, dtype=np.int32))
 
 
+def sampler_of(engine, mode=LogprobMode.RAW):
+    return Sampler(engine, mode=mode, version=lambda: 7, decode=letters)
+
+
 async def sampled(
     engine, *, most=None, mode=LogprobMode.RAW, heard=lambda _: None, retry_until=math.inf
 ):
-    sampler = Sampler(engine, mode=mode, version=lambda: 7, decode=letters)
+    sampler = sampler_of(engine, mode)
     request = GenerateRequest("r", PROMPT, Sampling(max_tokens=most))
     return await sampler.sample(request, PROMPT, heard=heard, retry_until=retry_until)
 
@@ -281,6 +285,23 @@ async def test_a_call_whose_replies_all_break_off_has_that_kind_of_error():
     with pytest.raises(EngineError) as failed:
         await sampled(Pieces(*[[CutError("cut")]] * 3))
     assert failed.value.kind == "engine_cut"
+
+
+async def test_no_token_of_a_reply_that_turns_out_garbled_is_in_a_sample():
+    sofar = Sofar()
+    engine = Pieces([chunk([1]), chunk([], ABORT)], [chunk([2]), GarbledError("id -1")])
+    sampler, request = sampler_of(engine), GenerateRequest("r", PROMPT, Sampling())
+    with pytest.raises(EngineError, match="id -1") as failed:
+        await sampler.sample(request, PROMPT, heard=lambda _: None, sofar=sofar)
+    assert (failed.value.kind, failed.value.retryable) == ("engine_garbled", False)
+    sample = sampler.cut(request, sofar)
+    assert (sample.output_ids.tolist(), sample.logprobs.tolist()) == ([], [])
+    assert sample.finish is ABORT
+
+
+async def test_a_garbled_reply_that_came_whole_is_tried_again():
+    engine = Pieces([GarbledError("id -1")], [chunk([1], STOP)])
+    assert (await sampled(engine)).output_ids.tolist() == [1]
 
 
 async def test_an_engine_that_asks_for_a_longer_wait_is_not_tried_again():

@@ -33,6 +33,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "engine_cut": (500, "api_error"),
     "engine_reset": (500, "api_error"),
     "engine_silent": (500, "api_error"),
+    "engine_garbled": (500, "api_error"),
     "engine_500": (500, "api_error"),
     "store_error": (500, "api_error"),
 }

@@ -31,6 +31,7 @@ _ERRORS: dict[str, tuple[int, str]] = {
     "engine_cut": (503, "UNAVAILABLE"),
     "engine_reset": (503, "UNAVAILABLE"),
     "engine_silent": (503, "UNAVAILABLE"),
+    "engine_garbled": (503, "UNAVAILABLE"),
     "engine_500": (503, "UNAVAILABLE"),
     "store_error": (503, "UNAVAILABLE"),
 }

@@ -28,6 +28,7 @@ _SHAPES: dict[str, tuple[int, str, str | None]] = {
     "engine_cut": (503, "server_error", "engine_cut"),
     "engine_reset": (503, "server_error", "engine_reset"),
     "engine_silent": (503, "server_error", "engine_silent"),
+    "engine_garbled": (503, "server_error", "engine_garbled"),
     "engine_500": (503, "server_error", "engine_500"),
     "store_error": (503, "server_error", "store_error"),
 }

@@ -147,6 +147,12 @@ class EngineInfo:
     tells_versions: bool = False
     """Whether a whole reply tells the version of each token, and holds the tokens so far if the
     server ends it for a weight update."""
+    vocab_size: int | None = None
+    """How many ids its model has; `None` = it does not tell."""
+    tells_prompt: bool = False
+    """Whether whole replies told the prompt's ids when it was probed."""
+    tells_prompt_streamed: bool = False
+    """The same of streamed replies."""
 
 
 class Engine(Protocol):
@@ -274,3 +280,10 @@ class CutError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True, kind="engine_cut")
+
+
+class GarbledError(EngineError):
+    """A reply reports what the engine cannot have sampled; none of it may be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True, kind="engine_garbled")

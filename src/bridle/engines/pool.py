@@ -27,6 +27,7 @@ from bridle.aio import Nursery
 from bridle.engines.base import (
     Engine,
     EngineInfo,
+    GarbledError,
     GenerateChunk,
     GenerateRequest,
     PauseMode,
@@ -37,6 +38,7 @@ from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_images import SeesByReplica
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
 from bridle.engines.pool_update import TakesWeights
+from bridle.engines.reported import ReplyCheck
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
 from bridle.types import JSON
 
@@ -56,6 +58,8 @@ class EnginePool(SeesByReplica, TakesWeights):
         self.settings = settings or RoutingSettings()
         self.vouch: Callable[[Engine, EngineInfo], Awaitable[None]] | None = None
         """Asked of each replica before it serves, whenever it comes; raises `EngineError`."""
+        self.vocab_size: int | None = None
+        """How many ids a tokenizer knows, for engines that do not tell their model's number."""
         self.routed = dict.fromkeys(How, 0)
         """Calls by the reason for which they went where they went."""
         self._replicas: dict[str, Replica] = {}
@@ -198,8 +202,10 @@ class EnginePool(SeesByReplica, TakesWeights):
                     chunks = cast(
                         "AsyncGenerator[GenerateChunk, None]", one.engine.generate(request)
                     )
+                    check = ReplyCheck(request, one.info, self.vocab_size)
                     async with aclosing(chunks):
                         async for chunk in chunks:
+                            check.take(chunk)
                             yield call.took(chunk, one)
                     return
                 except EngineError as error:
@@ -276,6 +282,8 @@ class EnginePool(SeesByReplica, TakesWeights):
         if blames_call or isinstance(error, ContextOverflowError):
             raise error
         one.failures += 1
+        if call.given and isinstance(error, GarbledError):
+            raise error
         if call.moved:
             return
         if status != BUSY and one.state is not ReplicaState.DOWN:

@@ -68,6 +68,9 @@ class ProbeReport:
     logprob_mode: LogprobMode
     token_in: bool
     duration_s: float
+    tells_prompt: bool = False
+    """Whether whole replies told the prompt's ids."""
+    tells_prompt_streamed: bool = False
 
     @property
     def missing(self) -> tuple[Finding, ...]:
@@ -115,7 +118,7 @@ async def probe(
     began = time.monotonic()
     findings: list[Finding] = []
     mode = LogprobMode.NONE
-    token_in = False
+    token_in = whole = streamed = False
     try:
         best = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=1))
     except EngineError as error:
@@ -126,8 +129,12 @@ async def probe(
         if findings[1].ok:
             mode, finding = await _mode(engine, prompt, best, assume)
             findings.append(finding)
-            findings += [await _streams(engine, prompt), await _seeds(engine, prompt)]
-    return ProbeReport(tuple(findings), mode, token_in, time.monotonic() - began)
+            finding, streamed = await _streams(engine, prompt)
+            findings.append(finding)
+            finding, whole = await _seeds(engine, prompt)
+            findings.append(finding)
+    took_s = time.monotonic() - began
+    return ProbeReport(tuple(findings), mode, token_in, took_s, whole, streamed)
 
 
 async def _ask(
@@ -276,8 +283,9 @@ def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
     return None
 
 
-async def _streams(engine: Engine, prompt: Sequence[int]) -> Finding:
-    """Whether a reply comes in pieces, with ids and logprobs in each."""
+async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
+    """Whether replies come in pieces, with ids and logprobs in each; whether they tell prompts."""
+    tells = False
     try:
         reply = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=-1), stream=True)
     except EngineError as error:
@@ -286,7 +294,8 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> Finding:
         ok = 0 < len(reply.ids) == len(reply.logprobs)
         pieces = "in pieces" if reply.pieces > 1 else "in one piece"
         found = f"{pieces}, with ids and logprobs" if ok else "without ids or logprobs"
-    return Finding(
+        tells = reply.prompt_text is not None
+    finding = Finding(
         "streaming",
         ok=ok,
         needed=False,
@@ -294,10 +303,12 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> Finding:
         means="" if ok else "A harness sees nothing of a reply before its end.",
         fix="" if ok else "Look for a proxy between that changes server-sent events.",
     )
+    return finding, tells
 
 
-async def _seeds(engine: Engine, prompt: Sequence[int]) -> Finding:
-    """Whether the same seed draws the same tokens."""
+async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
+    """Whether the same seed draws the same tokens, and whether the replies told their prompt."""
+    tells = False
     seeded = Sampling(temperature=1.0, top_k=-1, seed=7)
     try:
         one, other = await _ask(engine, prompt, seeded), await _ask(engine, prompt, seeded)
@@ -306,7 +317,8 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> Finding:
     else:
         ok = np.array_equal(one.ids, other.ids)
         found = "the same seed draws the same" if ok else "seeds are not obeyed"
-    return Finding(
+        tells = one.prompt_text is not None and other.prompt_text is not None
+    finding = Finding(
         "seeds",
         ok=ok,
         needed=False,
@@ -314,3 +326,4 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> Finding:
         means="" if ok else "A run cannot be drawn again.",
         fix="" if ok else "SGLang: start with --enable-deterministic-inference.",
     )
+    return finding, tells

@@ -78,18 +78,35 @@ def tokenizer_dir(root: object) -> Path | None:
 def end_ids(folder: Path | None) -> tuple[int, ...]:
     """End tokens by the model's own files; empty where they are not to be had."""
     for name in ("generation_config.json", "config.json"):
-        path = folder / name if folder is not None else None
-        if path is None or not path.is_file():
-            continue
-        try:
-            found = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError):
-            continue
+        found = _config(folder, name).get("eos_token_id")
         if isinstance(found, int):
             return (found,)
         if isinstance(found, list):
             return tuple(one for one in found if isinstance(one, int))
     return ()
+
+
+def vocab_size(folder: Path | None) -> int | None:
+    """How many ids the model has by its own `config.json`; `None` where that is not to be had."""
+    config = _config(folder, "config.json")
+    text = config.get("text_config")
+    for found in (
+        text.get("vocab_size") if isinstance(text, dict) else None,
+        config.get("vocab_size"),
+    ):
+        if isinstance(found, int) and found > 0:
+            return found
+    return None
+
+
+def _config(folder: Path | None, name: str) -> JSON:
+    if folder is None:
+        return {}
+    try:
+        read = json.loads((folder / name).read_text())
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 async def tokenized(client: EngineClient, body: JSON) -> Ids | None:

@@ -19,11 +19,18 @@ from uuid import uuid4
 import numpy as np
 
 from bridle.aio import Nursery
-from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest, PauseMode
+from bridle.engines.base import (
+    CutError,
+    EngineInfo,
+    GarbledError,
+    GenerateChunk,
+    GenerateRequest,
+    PauseMode,
+)
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, end_ids, tokenizer_dir
+from bridle.engines.serving import Serving, end_ids, tokenizer_dir, vocab_size
 from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
@@ -81,6 +88,8 @@ class SglangEngine(Serving):
         self._held = False
         self._closed = False
         self._probing = False
+        self._asks_prompt = False
+        """Whether the next call asks for its prompt's ids at the cost of the prefix cache."""
         self._strict = False
         self._seeds = True
         self._incremental = False
@@ -115,7 +124,7 @@ class SglangEngine(Serving):
         self._context_length = await self._find_context(served)
         self.version = as_version(about.get("weight_version", "default"), unnamed=self.version)
         await self._find_limits()
-        self._probing = True
+        self._probing = self._asks_prompt = True
         try:
             found = await probe(self, assume=self._assumed_mode)
         finally:
@@ -135,6 +144,9 @@ class SglangEngine(Serving):
             tokenizer_dir=None if folder is None else str(folder),
             grammar=True,
             remote=True,
+            vocab_size=self.vocab_size or vocab_size(folder),
+            tells_prompt=self.report.tells_prompt,
+            tells_prompt_streamed=self.report.tells_prompt_streamed,
         )
 
     async def _first(self, *paths: str) -> JSON:
@@ -329,7 +341,7 @@ class SglangEngine(Serving):
             room=self._context_length - len(request.prompt),
             seeds=self._seeds,
             incremental=self._incremental,
-            prompt=self._probing,
+            prompt=self._asks_prompt,
             extras=() if self._probing else self._extras,
         )
 
@@ -351,7 +363,7 @@ class SglangEngine(Serving):
         """The chunk; with the server's text only where that is wanted, refused if ids lack."""
         stopped = chunk.finish_reason is FinishReason.STOP
         if self._strict and stopped and not reading.ids_told:
-            raise EngineError("the engine's reply has no token ids")
+            raise GarbledError("the engine's reply has no token ids")
         parses = self._engine_parses or (self._info is not None and not self._strict)
         return chunk if parses else replace(chunk, reply=None)
 
@@ -365,6 +377,7 @@ class SglangEngine(Serving):
         )
 
     def _forget(self, request_id: str, running: _Running, *, ended: bool) -> None:
+        self._asks_prompt = False  # the probe's later calls ask for what every call asks
         del self._calls[request_id]
         if running.limit is not None:
             running.limit.cancel()

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Raw
 
 from bridle.engines import wire
-from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.control import as_version
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.errors import EngineError
@@ -247,7 +247,7 @@ class Reading:
             return self._read(_ANSWER.decode(text), prompt_text)
         except (msgspec.MsgspecError, IdsError) as error:
             start = repr(bytes(body[:200]).decode(errors="replace"))
-            raise EngineError(f"the engine's reply cannot be read: {error}: {start}") from None
+            raise GarbledError(f"the engine's reply cannot be read: {error}: {start}") from None
 
     def _read(self, answer: Answer, prompt_text: bytes | None) -> GenerateChunk:
         if wire.given(answer.error):
@@ -317,19 +317,20 @@ class Reading:
         if not triples and not self.strict:
             return np.empty(0, np.float32)
         if len(triples) != len(ids):
-            raise EngineError(f"the engine gave {len(ids)} ids, but {len(triples)} logprobs")
+            raise GarbledError(f"the engine gave {len(ids)} ids, but {len(triples)} logprobs")
         named = np.array([one[1] for one in triples], dtype=np.int64)
         if not np.array_equal(named, ids):
             wrong = int(np.argmin(named == ids))
-            raise EngineError(
+            raise GarbledError(
                 f"the engine's logprobs belong to other ids: at {wrong} it sampled "
                 f"{int(ids[wrong])} and gives the logprob of {int(named[wrong])}"
             )
         values = [one[0] for one in triples]
         if None in values:
             missing = values.index(None)
-            raise EngineError(f"the engine gave no logprob for token {missing} of a reply")
-        return np.array(values, dtype=np.float64).astype(np.float32)
+            raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
+        with np.errstate(over="ignore"):  # an infinite one is refused by `reported`
+            return np.array(values, dtype=np.float64).astype(np.float32)
 
     def _prompt(
         self, answer: Answer, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
@@ -348,7 +349,7 @@ class Reading:
     def _check_prompt(self, meta: MetaInfo) -> None:
         given, used = self.prompt_tokens, meta.prompt_tokens
         if not self._prompt_told and None not in {given, used} and given != used:
-            raise EngineError(
+            raise GarbledError(
                 f"the engine sampled under {used} prompt tokens, but was given {given}"
             )
 

@@ -20,6 +20,7 @@ from bridle.engines import vllm_weights
 from bridle.engines.base import (
     CutError,
     EngineInfo,
+    GarbledError,
     GenerateChunk,
     GenerateRequest,
     PauseMode,
@@ -31,7 +32,7 @@ from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, end_ids, tokenizer_dir
+from bridle.engines.serving import Serving, end_ids, tokenizer_dir, vocab_size
 from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
 from bridle.engines.vllm_parsers import find_parsers
 from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
@@ -135,6 +136,9 @@ class VllmEngine(Serving):
             pictures=pictures,
             remote=True,
             tells_versions=versioned and self._route is Route.GENERATE,
+            vocab_size=vocab_size(folder),
+            tells_prompt=self.report.tells_prompt,
+            tells_prompt_streamed=self.report.tells_prompt_streamed,
         )
 
     async def _choose_model(self) -> JSON:
@@ -156,9 +160,7 @@ class VllmEngine(Serving):
             self._route, self._paired = route, None
             report = await probe(self, assume=self._assumed_mode)
             extra = (*self._server_findings(), *report.findings)
-            reports[route] = ProbeReport(
-                extra, report.logprob_mode, report.token_in, report.duration_s
-            )
+            reports[route] = replace(report, findings=extra)
             if report.usable:
                 return reports[route]
         self._route = self._wanted_route or Route.CHAT
@@ -320,9 +322,9 @@ class VllmEngine(Serving):
         if not self._strict or chunk is None:
             return
         if len(chunk.logprobs) != len(chunk.output_ids):
-            raise EngineError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
+            raise GarbledError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
         if chunk.finish_reason is FinishReason.STOP and not read.ids_told:
-            raise EngineError("the engine's reply has no token ids")
+            raise GarbledError("the engine's reply has no token ids")
 
 
 class _Progress:

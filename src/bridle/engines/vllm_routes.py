@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from bridle.engines import wire
-from bridle.engines.base import GenerateChunk, GenerateRequest, TextDelta
+from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.control import as_version
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.engines.vllm_images import folded
@@ -174,7 +174,7 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
 
     `unnamed` is the policy version of tokens whose weights were never given one. `sent` is the JSON
     text of the prompt's ids: a reply that repeats it is told by one comparison.
-    Raises `EngineError` for what cannot be used: no JSON, another number of logprobs than of ids,
+    Raises `GarbledError` for what cannot be used: no JSON, another number of logprobs than of ids,
     logprobs of other ids, a missing logprob, an error told in a stream.
     """
     repeated = None if sent is None else cut_text(body, b"prompt_token_ids", sent)
@@ -182,7 +182,7 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
     try:
         return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
-        raise EngineError(f"the engine's reply cannot be read: {error}: {_start(body)}") from None
+        raise GarbledError(f"the engine's reply cannot be read: {error}: {_start(body)}") from None
 
 
 def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
@@ -241,7 +241,7 @@ def _logprobs(
         if None in numbers or not numbers:
             names = [entry.token for entry in given.content]
     if len(values) != len(ids) and len(ids):
-        raise EngineError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
+        raise GarbledError(f"the engine gave {len(ids)} ids, but {len(values)} logprobs")
     if not len(ids):
         return _NO_LOGPROBS, None
     # Nearly always the entries name the very ids: one comparison settles it.
@@ -251,9 +251,10 @@ def _logprobs(
         named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
         same = ",".join(names).encode() == named
     paired = True if same else _paired(names, numbers, ids)
-    array = np.array(values, dtype=np.float32)
+    with np.errstate(over="ignore"):  # an infinite one is refused by `reported`
+        array = np.array(values, dtype=np.float64).astype(np.float32)
     if not bool((array > _MISSING).all()):
-        raise EngineError(
+        raise GarbledError(
             f"the engine gave no logprob for token {int(np.argmin(array))} of a reply"
         )
     return array, paired
@@ -270,7 +271,7 @@ def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | Non
         return None
     if not np.array_equal(told, ids):
         wrong = int(np.argmin(told == ids))
-        raise EngineError(
+        raise GarbledError(
             f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
             f"and gives the logprob of {int(told[wrong])}"
         )

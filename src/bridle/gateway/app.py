@@ -145,6 +145,7 @@ class Gateway:
     async def _start_engine(self) -> None:
         """Replicas whose weights are older than those of the last life get these first."""
         folder = self._settings.data_dir
+        self._engine.vocab_size = self._renderer.vocab_size
         kept = await asyncio.to_thread(kept_weights, folder)
         if kept is not None:
             self._engine.remember(*kept)

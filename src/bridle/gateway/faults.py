@@ -27,6 +27,7 @@ FAILURES = {
     "engine_reset": "the model's server cannot be reached",
     "engine_silent": "the model's server did not answer in time",
     "engine_500": "the model's server failed",
+    "engine_garbled": "the model's server gave a reply that cannot be used",
 }
 """Texts by the kind of an `EngineError`."""
 

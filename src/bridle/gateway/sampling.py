@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
-import orjson
 
 from bridle.capture.records import no_ids, no_logprobs
-from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest
+from bridle.engines.base import CutError, Engine, GarbledError, GenerateChunk, GenerateRequest
+from bridle.engines.ids import compact, parse_ids
 from bridle.errors import EngineError, boundary
 from bridle.gateway.extras import Extras
 from bridle.gateway.seam import rest, stopping
@@ -116,6 +116,13 @@ class Sofar:
         self.versions.clear()
         self.mixed = False
         self.extras.clear()
+
+    def disown(self, version: int) -> None:
+        """End a try whose tokens cannot be trusted: the call has none from here on."""
+        self.begin_again()
+        self.told_prompt = None
+        self.add(GenerateChunk(no_ids(), no_logprobs()))
+        self.end_try((), version)
 
     def add(self, chunk: GenerateChunk) -> None:
         """Take what came."""
@@ -228,6 +235,9 @@ class Sampler:
                         heard(replace(last, delta=None) if sofar.tokens and last.delta else last)
             except EngineError as error:
                 begun = sum(map(len, sofar.ids)) > sofar.tokens
+                if begun and isinstance(error, GarbledError):
+                    sofar.disown(self._version())
+                    raise EngineError(str(error), kind=error.kind) from error
                 if not isinstance(error, CutError) and not (begun and error.retryable):
                     raise
                 sofar.end_try((), self._version())
@@ -325,7 +335,7 @@ def another_prompt(
     if told is None or told == request.prompt.json():
         return None, None
     with boundary(EngineError, "reading the engine's prompt ids"):
-        used = np.array(orjson.loads(told), dtype=np.int32)
+        used = parse_ids(compact(told))
     sent = request.prompt.array()
     shorter = min(len(used), len(sent))
     differing = np.flatnonzero(used[:shorter] != sent[:shorter])

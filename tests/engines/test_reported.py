@@ -1,0 +1,104 @@
+"""Ids, logprobs and prompts that an engine can't have sampled fail their call, on every route."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.engines.shapes import SHAPES, TOKENIZER, collect, ids_of, request
+from tests.engines.spoilers import each_token, prompt_ids
+from tests.engines.test_hostile import HI, TURN, Proxy
+
+from bridle.engines.pool import EnginePool
+from bridle.engines.pool_replica import Replica
+from bridle.errors import EngineError
+from bridle.testing import scripted_engine
+from bridle.types import FinishReason, Sampling
+
+SIZE = TOKENIZER.vocab_size
+BUDGET = Sampling(temperature=1.0, max_tokens=20)
+
+
+@asynccontextmanager
+async def reached(shape):
+    """A started pool of one adapter, and the proxy between it and its server."""
+    async with (
+        shape.server(scripted_engine([TURN]), **shape.serving) as server,
+        Proxy(server).open_with() as (proxy, url),
+    ):
+        pool = EnginePool([Replica("engine", shape.adapter(url, **shape.reading))])
+        pool.vocab_size = SIZE
+        try:
+            await pool.start()
+            yield pool, proxy
+        finally:
+            await pool.aclose()
+
+
+@pytest.fixture(params=SHAPES, name="route")
+async def opened(request):
+    shape = SHAPES[request.param]
+    async with reached(shape) as (pool, proxy):
+        yield shape, pool, proxy
+
+
+def call(**fields):
+    return request(messages=HI, sampling=BUDGET, **fields)
+
+
+async def kind_of(pool, made):
+    """The kind of error that a call fails with; `None` = it does not."""
+    try:
+        await collect(pool, made)
+    except EngineError as error:
+        return error.kind
+    return None
+
+
+BAD = {
+    "id beyond the vocabulary": each_token(token=lambda _: SIZE),
+    "huge id": each_token(token=lambda _: 2**31 - 1),
+    "id beyond int32": each_token(token=lambda _: 2**40),
+    "negative id": each_token(token=lambda _: -1),
+    "id of type bool": each_token(token=lambda _: True),
+    "id of type float": each_token(token=float),
+    "id of type str": each_token(token=str),
+    "NaN": each_token(logprob=lambda _: float("nan")),
+    "infinite logprob": each_token(logprob=lambda _: float("inf")),
+    "logprob below float32": each_token(logprob=lambda _: -1e300),
+    "positive logprob": each_token(logprob=lambda _: 0.25),
+    "more ids than max_tokens": each_token(times=2),
+    "negative prompt id": prompt_ids(lambda ids: [-1, *ids[1:]]),
+    "prompt id beyond the vocabulary": prompt_ids(lambda ids: [*ids[:-1], SIZE]),
+    "prompt id of type float": prompt_ids(lambda ids: [*ids[:-1], 1.5]),
+    "prompt id of type bool": prompt_ids(lambda ids: [True, *ids[1:]]),
+    "prompt that is no list": prompt_ids(lambda _: {"ids": 1}),
+    "no prompt ids any more": prompt_ids(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reports_that_no_engine_can_have_sampled_fail_their_call(route, stream):
+    shape, pool, proxy = route
+    if stream and not shape.streams:
+        return
+    whole = await collect(pool, call(stream=stream))
+    assert whole[-1].finish_reason is FinishReason.LENGTH
+    assert len(ids_of(whole)) == BUDGET.max_tokens
+    tells = any(chunk.prompt_ids_json is not None for chunk in whole)
+    for name, edit in BAD.items():
+        if "prompt" in name and not tells:
+            continue
+        proxy.edit = edit
+        assert (name, await kind_of(pool, call(stream=stream))) == (name, "engine_garbled")
+    proxy.edit = None
+    again = await collect(pool, call(stream=stream))
+    assert ids_of(again).tolist() == ids_of(whole).tolist()
+
+
+async def test_a_route_that_told_no_prompt_to_the_probe_needs_not_tell_it_later():
+    """SGLang's streams tell the prompt's length only."""
+    async with reached(SHAPES["sglang"]) as (pool, proxy):
+        proxy.edit = prompt_ids(lambda _: None)
+        chunks = await collect(pool, call(stream=True))
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        with pytest.raises(EngineError, match="no longer"):
+            await collect(pool, call())
