@@ -36,7 +36,13 @@ from bridle.engines.base import (
 from bridle.engines.pool_blame import Blame
 from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_images import SeesByReplica
-from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
+from bridle.engines.pool_replica import (
+    Replica,
+    ReplicaState,
+    RoutedCall,
+    RoutingSettings,
+    check_fit,
+)
 from bridle.engines.pool_update import TakesWeights
 from bridle.engines.reported import ReplyCheck
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
@@ -115,7 +121,7 @@ class EnginePool(SeesByReplica, TakesWeights):
             )
             try:
                 for one in self.each():
-                    self._check_fit(one, one.info)
+                    check_fit(one.name, one.info, self._info)
             except EngineError:
                 await self.aclose()
                 raise
@@ -143,7 +149,7 @@ class EnginePool(SeesByReplica, TakesWeights):
                     info = await engine.start()
                     if self.vouch is not None:
                         await self.vouch(engine, info)
-                    self._check_fit(one, info)
+                    check_fit(one.name, info, self._info)
                     info = await self.caught_up(engine, info)
         except BaseException:
             if engine is not one.engine:
@@ -153,25 +159,6 @@ class EnginePool(SeesByReplica, TakesWeights):
         one.info, one.version = info, info.version
         if before is not engine:
             await before.aclose()
-
-    def _check_fit(self, one: Replica, info: EngineInfo | None) -> None:
-        """Refuse a replica that is not the same engine as the others."""
-        if info is None or self._info is None:
-            return
-        for what in ("model", "logprob_mode", "token_in"):
-            ours, its = getattr(self._info, what), getattr(info, what)
-            if ours != its:
-                raise EngineError(
-                    f"replica {one.name} has {what} {its}, the others {ours}; replicas must serve "
-                    "one model in one way (other models have a name of their own in [models])"
-                )
-        if self._info.pictures and not info.pictures:
-            raise EngineError(f"replica {one.name} takes no images with ids, the others do")
-        if info.context_length < self._info.context_length:
-            raise EngineError(
-                f"replica {one.name} has a context of {info.context_length} tokens, the others "
-                f"{self._info.context_length}"
-            )
 
     async def aclose(self) -> None:
         """End all calls and close all engines; idempotent."""

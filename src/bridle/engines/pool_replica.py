@@ -266,6 +266,26 @@ class RoutedCall:
         )
 
 
+def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> None:
+    """Raise `EngineError` if replica `name` is not the same engine as the others (`ours`)."""
+    if its is None or ours is None:
+        return
+    for what in ("model", "logprob_mode", "token_in"):
+        known, found = getattr(ours, what), getattr(its, what)
+        if known != found:
+            raise EngineError(
+                f"replica {name} has {what} {found}, the others {known}; replicas must serve "
+                "one model in one way (other models have a name of their own in [models])"
+            )
+    if ours.pictures and not its.pictures:
+        raise EngineError(f"replica {name} takes no images with ids, the others do")
+    if its.context_length < ours.context_length:
+        raise EngineError(
+            f"replica {name} has a context of {its.context_length} tokens, the others "
+            f"{ours.context_length}"
+        )
+
+
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
     """The replica that `spec` names, as `make` opens it; only servers are ever opened anew."""
     served = "://" in spec
