@@ -1,4 +1,6 @@
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,14 @@ def test_what_is_kept_is_the_target_s_own(source, tmp_path):
 def test_a_copy_is_bounded(source, tmp_path, bounds, why):
     with pytest.raises(TooMuch, match=why):
         replace_tree(source, tmp_path / "target", bounds=bounds)
+
+
+def test_a_copy_from_another_file_system_is_whole(tmp_path):
+    content = os.urandom(3 << 20)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        Path(other, "file").write_bytes(content)
+        assert replace_tree(Path(other), tmp_path / "target") == ()
+    assert (tmp_path / "target" / "file").read_bytes() == content
 
 
 def test_holes_stay_holes(tmp_path):

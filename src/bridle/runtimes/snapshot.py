@@ -12,7 +12,8 @@ import os
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -32,6 +33,9 @@ OF_THE_ENTRY = frozenset(
     | {errno.EEXIST, errno.EISDIR}
 )
 """Errors that come of one entry; any other is the machine's."""
+
+NOT_BETWEEN = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of `copy_file_range` between file systems that it does not serve."""
 
 
 EMPTY = 'shopt -s dotglob nullglob; for at in *; do rm -rf -- "$at" || exit; done'
@@ -219,9 +223,7 @@ class _Copier:
             self._bytes += facts.st_size
             if self._bytes > self._bounds.bytes:
                 raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
-            _copy_file(entry.path, target, facts)
-            target.chmod(mode | 0o400)
-            os.utime(target, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+            _copy_file(entry.path, target, facts, mode | 0o400)
         else:
             self.left.append(f"{path}: neither a regular file nor a folder nor a link")
 
@@ -236,23 +238,50 @@ def _readable(folder: Path) -> Path:
     return folder
 
 
-def _copy_file(source: str, target: Path, facts: os.stat_result) -> None:
-    """Copy a file's contents; holes stay holes."""
+def _copy_file(source: str, target: Path, facts: os.stat_result, mode: int | None = None) -> None:
+    """Copy a file's contents, and `mode` and times unless it is `None`; holes stay holes.
+
+    The kernel copies, and shares the blocks where the file system can.
+    """
     if not facts.st_mode & 0o400:
         Path(source).chmod(0o600)
-    reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(reading, "rb") as given, target.open("wb") as made:
+    with (
+        _opened(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as given,
+        _opened(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as made,
+    ):
         if facts.st_blocks * 512 >= facts.st_size:
-            shutil.copyfileobj(given, made, 1 << 20)
-            return
-        os.ftruncate(made.fileno(), facts.st_size)
-        end = 0
-        while (start := _next_data(reading, end)) is not None:
-            end = os.lseek(reading, start, os.SEEK_HOLE)
-            os.lseek(reading, start, os.SEEK_SET)
-            os.lseek(made.fileno(), start, os.SEEK_SET)
-            while start < end:
-                start += os.sendfile(made.fileno(), reading, None, end - start)
+            _copy_range(given, made, 0, facts.st_size)
+        else:
+            os.ftruncate(made, facts.st_size)
+            end = 0
+            while (start := _next_data(given, end)) is not None:
+                end = os.lseek(given, start, os.SEEK_HOLE)
+                _copy_range(given, made, start, end)
+        if mode is not None:
+            os.fchmod(made, mode)
+            os.utime(made, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _copy_range(given: int, made: int, start: int, end: int) -> None:
+    """Copy the bytes from `start` to `end`, or to the end of a file that was cut meanwhile."""
+    try:
+        while copied := os.copy_file_range(given, made, end - start, start, start):
+            start += copied
+    except OSError as error:
+        if error.errno not in NOT_BETWEEN:
+            raise
+        os.lseek(made, start, os.SEEK_SET)
+        while copied := os.sendfile(made, given, start, end - start):
+            start += copied
 
 
 def _next_data(file: int, start: int) -> int | None:
