@@ -23,7 +23,7 @@ from bridle.lifecycle.places import kept
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Runtime
 
-FILL = "head -c {total} /dev/zero | split -a 4 -b {size}"
+FILL = "for ((i = 0; i < {files}; i++)); do printf %{size}s >x$i; done"
 
 
 async def p50(work: Callable[[Path], Awaitable[object]], folder: Path, times: int) -> float:
@@ -55,7 +55,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
     agents, fresh = await started(), await started()
     try:
         size = (options.mib << 20) // options.files
-        filled = await agents.exec(FILL.format(total=size * options.files, size=size))
+        filled = await agents.exec(FILL.format(files=options.files, size=size))
         assert filled.ok, filled.stderr
         await agents.kill()
         left = folder / "left"

@@ -60,6 +60,23 @@ async def test_run_slots_and_the_ready_buffer_are_bounded(tmp_path):
         assert most_at_once(node, "INITIALIZING", ("RUNNING", *ENDS)) == 3
 
 
+async def test_a_session_that_is_copied_and_scored_holds_no_run_slot(tmp_path):
+    async with a_node(tmp_path, settings={"run_slots": 1, "post_slots": 1}) as node:
+        async with asyncio.TaskGroup() as group:
+            go = tmp_path / "go"
+            wait = f"until [ -e {go} ]; do sleep 0.05; done"
+            scored = group.create_task(node.run(task(evaluator=checked(wait))))
+            async with asyncio.timeout(30):
+                while "EVALUATING" not in node.stages():  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.01)
+                group.create_task(node.run(task(wait, task_id="t-2")))
+                while node.stages() != {"EVALUATING": 1, "RUNNING": 1}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            go.touch()
+        result = scored.result()
+        assert (result.reward, result.metadata["evaluation"]["place"]) == (1.0, "apart")
+
+
 def test_a_ready_buffer_keeps_the_run_slots_busy():
     # Long-tailed runs, and a fifth of a run to make a runtime ready; half a second of computing.
     assert simulate(60, run_slots=4).share > 0.95
