@@ -180,6 +180,7 @@ async def test_a_real_session_is_hosted_recalled_and_removed(tmp_path):
             assert (await host.artifact("s", CAPTURE)).startswith(b"SQLite format 3")
             assert await host.artifact("t", CAPTURE) is None
             assert artifact_path(node, "s", "../../run.json") is None
+            assert artifact_path(node, "s", "x" * 5000) is artifact_path(node, "s", "\0") is None
             assert await host.kept_bytes() > 0
         again: Any = await recalled("s", node.gateway, store)
         assert again.json()["trajectory"] == result.json()["trajectory"]

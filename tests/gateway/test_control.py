@@ -3,6 +3,7 @@
 import gc
 import stat
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -14,7 +15,14 @@ from bridle.capture.records import Delivery
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
-from bridle.gateway.control import TOKEN_ENV, control_token, encode, exchanges_json
+from bridle.gateway.control import (
+    TOKEN_ENV,
+    Refusal,
+    check_token,
+    control_token,
+    encode,
+    exchanges_json,
+)
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState
 
@@ -275,6 +283,13 @@ async def test_a_bug_in_a_control_route_is_a_500_and_told_to_nobody():
 
 
 # ---- the token
+
+
+def test_a_token_that_is_no_utf_8_is_wrong():
+    http: Any = SimpleNamespace(headers={"Authorization": "Bearer \udcff"})
+    with pytest.raises(Refusal) as refused:
+        check_token(http, "a")
+    assert refused.value.status == 401
 
 
 def test_a_token_is_made_once_and_kept_for_its_owner_only(tmp_path):

@@ -1,13 +1,24 @@
 """Two tenants on one server: neither sees, ends or acknowledges anything of the other."""
 
 import json
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import httpx
 import pytest
 from starlette.routing import Route
-from tests.server.house import FakeWorkers, an_app, body, ended, served, submission, until
+from tests.server.house import (
+    FakeWorkers,
+    a_service,
+    an_app,
+    body,
+    ended,
+    served,
+    submission,
+    until,
+)
 
+from bridle.gateway.listener import most_connections
+from bridle.server.answering import OWNERS
 from bridle.server.app import make_app
 from bridle.server.auth import Role, Token
 from bridle.server.schemas import OwnerSettings
@@ -331,3 +342,18 @@ async def test_what_was_looked_up_of_a_large_task_does_not_stay_in_memory(tmp_pa
     async with tenants(tmp_path) as (service, alice, *_rest):
         await submit(alice, body("t", agent={"harness": "command", "command": "#" * 1_000_000}))
         assert sum(map(len, service._plans)) < 1000
+
+
+async def test_one_owners_long_answers_leave_connections_to_others(tmp_path):
+    async with a_service(tmp_path) as service:
+        whole = served(service, tokens=TOKENS)
+        transport = httpx.ASGITransport(app=make_app(whole))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            with ExitStack() as long:
+                for _ in range(most_connections() // OWNERS):
+                    long.enter_context(whole.share("alice"))
+                hers = await http.get("/v1/tasks", headers=bearer(ALICE))
+                assert (hers.status_code, "retry-after" in hers.headers) == (429, True)
+                assert (await http.get("/v1/tasks", headers=bearer(BOB))).status_code == 200
+            assert (await http.get("/v1/tasks", headers=bearer(ALICE))).status_code == 200
+        assert not whole.under_way.total()

@@ -393,9 +393,12 @@ async def captured(store: Store, run_id: str) -> bytes | None:
 def artifact_path(node: Node, run_id: str, name: str) -> Path | None:
     """The path of a run's log or kept file; only what lies in the run's own folder."""
     folder = node.folder.session_folder(run_id).resolve()
-    path = (folder / name).resolve()
-    inside = path.is_relative_to(folder) and path.is_relative_to(node.folder.path.resolve())
-    return path if inside and path.is_file() else None
+    try:
+        path = (folder / name).resolve()
+        inside = path.is_relative_to(folder) and path.is_relative_to(node.folder.path.resolve())
+        return path if inside and path.is_file() else None
+    except (OSError, ValueError):  # no file has such a name
+        return None
 
 
 def bytes_in(folder: Path) -> int:

@@ -148,7 +148,7 @@ def check_token(http: web.BaseRequest, token: str) -> None:
     """Raise a 401 `Refusal` if the request does not have the control token."""
     scheme, _, given = http.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(
-        given.strip().encode(), token.encode()
+        given.strip().encode("utf-8", "surrogateescape"), token.encode()
     ):
         raise Refusal(401, "the control token is missing or wrong")
 

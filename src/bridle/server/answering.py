@@ -6,9 +6,12 @@ Refusals are `{"error": {"code", "message", "param"}, "detail"}`. A database tha
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -31,6 +34,7 @@ from bridle.errors import (
     StoreError,
 )
 from bridle.gateway.faults import trace_of
+from bridle.gateway.listener import most_connections
 from bridle.server.addresses import Addresses
 from bridle.server.auth import Auth, Caller, Role
 from bridle.server.permits import Permits
@@ -46,6 +50,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_BODY: Final = 64 << 20
 """Bytes of the largest request: a thousand tasks of 64 KB."""
+
+BODY_S: Final = 120.0
+"""Seconds that a request's body may take to arrive."""
+
+OWNERS: Final = 4
+"""One owner's requests under way take this part of all connections at most."""
 
 JSON_TYPE: Final = "application/json"
 MSGPACK_TYPE: Final = "application/msgpack"
@@ -79,6 +89,20 @@ class Served:
     auth: Auth
     addresses: Addresses
     """Where callbacks may go."""
+    under_way: Counter[str] = field(default_factory=Counter)
+    """Requests that are being answered, by owner."""
+
+    @contextmanager
+    def share(self, owner: str) -> Iterator[None]:
+        """Count a request of an owner inside. `QuotaError` beyond its share of connections."""
+        most = most_connections() // OWNERS
+        if self.under_way[owner] >= most:
+            raise QuotaError(f"owner {owner!r} has {most} requests under way, the most of one")
+        self.under_way[owner] += 1
+        try:
+            yield
+        finally:
+            self.under_way[owner] -= 1
 
 
 class Page(NamedTuple):
@@ -170,11 +194,15 @@ class Asked:
     async def _bytes(self) -> bytes:
         parts, size = [], 0
         announced = self.request.headers.get("content-length", "0")
-        async for part in self.request.stream():
-            size += len(part)
-            if size > MAX_BODY or (announced.isdigit() and int(announced) > MAX_BODY):
-                raise Refusal(413, "too_large", f"a body has at most {MAX_BODY} bytes")
-            parts.append(part)
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > MAX_BODY or (announced.isdigit() and int(announced) > MAX_BODY):
+                        raise Refusal(413, "too_large", f"a body has at most {MAX_BODY} bytes")
+                    parts.append(part)
+        except TimeoutError:
+            raise Refusal(408, "too_slow", f"the body did not arrive in {BODY_S:g} s") from None
         return b"".join(parts)
 
 
@@ -214,15 +242,18 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        try:
-            asked = Asked(request, self._caller(scope), self._served)
-            response = await self._answer(asked)
-        except ClientDisconnect:
-            return
-        except Exception as error:  # noqa: BLE001 - the top of a served request
-            response = _refused(error)
-        self._served.service.metrics.answered(request.method, self._path, response.status_code)
-        await response(scope, receive, send)
+        with ExitStack() as share:
+            try:
+                asked = Asked(request, self._caller(scope), self._served)
+                if not self.is_open:
+                    share.enter_context(self._served.share(asked.caller.name))
+                response = await self._answer(asked)
+            except ClientDisconnect:
+                return
+            except Exception as error:  # noqa: BLE001 - the top of a served request
+                response = _refused(error)
+            self._served.service.metrics.answered(request.method, self._path, response.status_code)
+            await response(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
         headers = scope["headers"]

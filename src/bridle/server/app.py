@@ -19,6 +19,7 @@ from bridle.errors import cannot_listen
 from bridle.hosts import Hosts
 from bridle.server import node_routes, polar_routes, v1_routes
 from bridle.server.answering import Asked, Served, reply, route
+from bridle.server.connections import Connection
 from bridle.server.openapi import describe
 from bridle.server.schemas import error_json
 
@@ -70,7 +71,12 @@ async def serving(
 
 @asynccontextmanager
 async def listening(
-    app: ASGIApp, *, host: str, port: int, allowed: Collection[str] = ()
+    app: ASGIApp,
+    *,
+    host: str,
+    port: int,
+    allowed: Collection[str] = (),
+    connection: type[Connection] = Connection,
 ) -> AsyncIterator[str]:
     """Serve any application inside; as `serving`."""
     listener = _bound(host, port)
@@ -84,6 +90,7 @@ async def listening(
         server_header=False,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=75,
+        http=connection,
     )
     server = _Server(config)
     async with asyncio.TaskGroup() as group:

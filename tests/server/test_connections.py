@@ -1,0 +1,59 @@
+"""Half requests of strangers, on real sockets."""
+
+import asyncio
+from contextlib import suppress
+
+import httpx
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from tests.server.house import until
+
+from bridle.server.app import listening
+from bridle.server.connections import Connection
+
+HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"
+
+
+class Few(Connection):
+    most = 8
+
+
+class Hasty(Connection):
+    head_s = 0.05
+
+
+async def answer(_):
+    return PlainTextResponse("ok")
+
+
+def served(connection):
+    app = Starlette(routes=[Route("/health", answer)])
+    return listening(app, host="127.0.0.1", port=0, connection=connection)
+
+
+async def half(url, sent=HALF):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(sent)
+    return reader, writer
+
+
+async def test_half_requests_keep_nobody_out():
+    async with served(Few) as url, httpx.AsyncClient(timeout=20) as http:
+        held = [await half(url) for _ in range(30)]
+        assert (await http.get(f"{url}/health")).text == "ok"
+        await until(lambda: sum(reader.at_eof() for reader, _ in held) >= 20)
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_head_that_does_not_come_ends_its_connection():
+    async with served(Hasty) as url, asyncio.timeout(20):
+        for first in (b"", HALF, HALF + b"a: b\r\n\r\n"):
+            reader, writer = await half(url, first)
+            if first.endswith(b"\r\n\r\n"):
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+                writer.write(HALF)
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
