@@ -68,7 +68,7 @@ async def test_aider_that_is_sent_back_by_a_test_starts_a_root_of_which_nothing_
     )
     (ran,) = await side_by_side(tmp_path, [run])
     succeeded(ran)
-    assert [e.root_reason for e in ran.exchanges] == ["foreign", "foreign"], ran.table()
+    assert [e.root_reason for e in ran.exchanges] == ["foreign", "history_changed"], ran.table()
     assert ran.stats["tokens_excluded"] == {}
 
 
