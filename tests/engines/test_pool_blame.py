@@ -6,6 +6,7 @@ import pytest
 from tests.engines.fakes import Fake, call, chunk, lost, pooled, said, state, until
 
 from bridle.engines.base import CutError
+from bridle.engines.pool_blame import BREAKS, STRIKES
 from bridle.engines.pool_replica import ReplicaState, RoutedCall
 from bridle.errors import EngineError
 from bridle.types import FinishReason
@@ -105,6 +106,79 @@ async def test_a_session_whose_call_killed_engines_gets_one_try_for_its_next():
         with pytest.raises(EngineError):
             await said(pool, call("bad", "poison"))
         assert fake.deaths == 11
+
+
+async def test_suspects_run_in_groups_that_shrink_until_the_killer_is_alone():
+    fake = Poisonable(lost("reset"), dies=True)
+    async with pooled(fake, attempts=5) as pool:
+        blame, together = pool._blame, []
+        async with asyncio.TaskGroup() as group:
+            bad = group.create_task(outcome(pool, call("bad", "poison")))
+            for number in range(BYSTANDERS):
+                group.create_task(outcome(pool, call(f"good{number}", f"s{number}")))
+            while not bad.done():
+                together.append(len(blame._held))
+                await asyncio.sleep(0.001)
+        assert fake.deaths == 5
+        assert 3 <= max(together) <= 9
+        assert not blame._held
+        assert not blame._waiting
+
+
+async def test_a_session_that_fails_again_and_again_while_others_are_served_is_quarantined():
+    fake = Poisonable(CutError("cut"), dies=False)
+    async with pooled(fake) as pool:
+        for number in range(STRIKES + 1):
+            assert isinstance(await outcome(pool, call("bad", "poison")), CutError)
+            assert (await said(pool, call(f"good{number}", "good")))[0] == ALL
+        asked = len(fake.asked)
+        for _ in range(20):
+            refused = await outcome(pool, call("bad", "poison"))
+            assert (refused.kind, refused.retryable) == ("engine_cut", False)
+        assert len(fake.asked) == asked
+        assert (await said(pool, call("good", "good")))[0] == ALL
+        assert len(fake.asked) == asked + 1
+        pool._blame._records["poison"].until = 0.0  # the time of its next trial has come
+        for error in (CutError, EngineError):
+            assert type(await outcome(pool, call("bad", "poison"))) is error
+        assert len(fake.asked) == asked + 2
+        pool.forget("poison")
+        assert isinstance(await outcome(pool, call("bad", "poison")), CutError)
+
+
+async def test_sessions_are_not_quarantined_for_an_engine_that_serves_nobody():
+    fake = Fake()
+    async with pooled(fake) as pool:
+        for number in range(STRIKES * 3):
+            fake.fail(CutError("cut"))
+            assert isinstance(await outcome(pool, call("r", f"s{number % 2}")), CutError)
+        assert (await said(pool, call("r", "s0")))[0] == ALL
+
+
+async def test_a_replica_that_cuts_the_calls_of_several_sessions_gets_none_while_others_serve():
+    a, b = Fake(), Fake()
+    async with pooled(a, b, backoff_s=0.2, max_backoff_s=0.2) as pool:
+        for number in range(100):
+            a.fail(CutError("cut"))
+            await outcome(pool, call(f"r{number}", f"s{number}"))
+            if state(pool, "a") == ReplicaState.QUARANTINED:
+                break
+        assert state(pool, "a") == ReplicaState.QUARANTINED
+        assert len(a.asked) == BREAKS
+        a.faults.clear()
+        for number in range(10):
+            assert (await said(pool, call(f"g{number}", f"g{number}")))[0] == ALL
+        assert len(a.asked) == BREAKS
+        await until(lambda: state(pool, "a") == ReplicaState.LIVE)
+
+
+async def test_the_only_replica_is_never_quarantined():
+    fake = Fake()
+    async with pooled(fake) as pool:
+        for number in range(BREAKS * 3):
+            fake.fail(CutError("cut"))
+            await outcome(pool, call("r", f"s{number}"))
+        assert state(pool, "a") == ReplicaState.LIVE
 
 
 async def test_a_call_that_its_lost_engine_ended_says_that_it_is_not_to_blame():

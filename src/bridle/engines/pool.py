@@ -180,8 +180,9 @@ class EnginePool(SeesByReplica, TakesWeights):
         """
         if not request.stream and self._must_stream(request):
             request = replace(request, stream=True)
-        call = self._calls[request.request_id] = RoutedCall(request)
+        call = RoutedCall(request)
         self._blame.begin(call)
+        self._calls[request.request_id] = call
         try:
             while (one := await self._admit(call)) is not None:
                 one.begin(call)
@@ -194,6 +195,8 @@ class EnginePool(SeesByReplica, TakesWeights):
                         async for chunk in chunks:
                             check.take(chunk)
                             yield call.took(chunk, one)
+                    if not call.aborted and not call.moved:
+                        self._blame.served(one, call)
                     return
                 except EngineError as error:
                     failure = error
@@ -275,6 +278,8 @@ class EnginePool(SeesByReplica, TakesWeights):
             return
         if status != BUSY and one.state is not ReplicaState.DOWN:
             await self._look(one, failures=1)
+        if one.state is not ReplicaState.DOWN and self._blame.broke(one, call, error):
+            self._quarantine(one)
         if one.state is ReplicaState.DOWN:
             spent = self._blame.died(one, call)
         elif not error.retryable:
@@ -303,7 +308,7 @@ class EnginePool(SeesByReplica, TakesWeights):
     async def health(self) -> None:
         """Return if some replica can sample; else `EngineError`."""
         for one in self._ready:
-            if (error := await self._well(one)) is None:
+            if (error := await one.well(self.settings.health_timeout_s)) is None:
                 return
             one.error = str(error)
         raise EngineError(self._nobody(0), retryable=True)
@@ -312,32 +317,25 @@ class EnginePool(SeesByReplica, TakesWeights):
         """Look at a replica again and again."""
         settings, failed = self.settings, 0
         while self._replicas.get(one.name) is one:
-            down = one.state is ReplicaState.DOWN
-            wait_s = min(settings.backoff_s * 2**failed, settings.max_backoff_s)
+            out = one.state.out
+            tries = min(failed + one.quarantines, 30)
+            wait_s = min(settings.backoff_s * 2**tries, settings.max_backoff_s)
             try:
-                async with asyncio.timeout(wait_s if down else settings.health_every_s):
+                async with asyncio.timeout(wait_s if out else settings.health_every_s):
                     await one.wake.wait()
             except TimeoutError:
                 pass
             one.wake.clear()
-            if one.state is ReplicaState.DOWN:
+            if one.state is ReplicaState.QUARANTINED and not out:
+                continue  # its first look waits as well: its health was good just now
+            if one.state.out:
                 failed = 0 if await self._revived(one) else min(failed + 1, 30)
             else:
                 await self._look(one, failures=settings.health_failures)
 
-    async def _well(self, one: Replica) -> EngineError | None:
-        """Ask a replica for its health; the error if it cannot sample."""
-        try:
-            with boundary(EngineError, f"asking {one.name} for its health"):
-                async with asyncio.timeout(self.settings.health_timeout_s):
-                    await one.engine.health()
-        except EngineError as error:
-            return error
-        return None
-
     async def _look(self, one: Replica, *, failures: int) -> None:
         """Ask for its health; after so many failed looks in a row it is down."""
-        error = await self._well(one)
+        error = await one.well(self.settings.health_timeout_s)
         one.unwell = 0 if error is None else one.unwell + 1
         if error is not None and one.unwell >= failures:
             self._lose(one, error)
@@ -356,9 +354,18 @@ class EnginePool(SeesByReplica, TakesWeights):
         for request_id in list(one.running):
             self._nursery.start(one.abort(request_id), name="abort")
 
+    def _quarantine(self, one: Replica) -> None:
+        """Give a replica that fails calls no new ones until it is looked at, if others serve."""
+        if one.state is ReplicaState.LIVE and any(other is not one for other in self._ready):
+            log.warning("replica_quarantined", replica=one.name, breaks=one.breaks)
+            one.quarantines += 1
+            one.enter(ReplicaState.QUARANTINED)
+            one.wake.set()
+            self._refresh()
+
     async def _revived(self, one: Replica) -> bool:
         """Whether a replica that was down gets calls again."""
-        error = await self._well(one) if one.info is not None else None
+        error = await one.well(self.settings.health_timeout_s) if one.info is not None else None
         if error is None and (one.info is None or (one.gone and one.reopen is not None)):
             error = await self._begun(one)
         elif error is None:
@@ -366,9 +373,10 @@ class EnginePool(SeesByReplica, TakesWeights):
         if error is not None:
             one.gone, one.error = True, str(error)
             return False
-        if one.state is ReplicaState.DOWN:
+        if one.state.out:
             log.info("replica_up", replica=one.name, version=one.version, policy=self._version)
-            one.gone, one.suspect = False, None
+            one.gone = False
+            one.suspects.clear()
             one.enter(ReplicaState.LIVE)
             self._refresh()
         return True

@@ -1,64 +1,136 @@
-"""Finds the call that kills engines, so that no other call pays for it.
+"""Finds calls, sessions and replicas that cause failures, so that no other call pays for them.
 
 When an engine dies, every call that it had may be the reason. A call that saw `SUSPECTED` deaths
-runs apart: only one such call runs at a time, and a death then counts against it alone. A session
-whose call used up its tries in this way is an offender: its next calls run apart and get one try.
+runs apart, in a group that gets smaller with each death until it is alone; a death counts against
+that group only. Of n suspects that takes about `3 * n ** (1 / 3)` rounds with 5 attempts, and no
+call fails that did not run alone at the last death. A session whose call used up its tries in this
+way is an offender: its next calls run alone and get one try.
+
+A session whose calls fail `STRIKES` times while others are served is quarantined: its calls fail at
+once with the same cause, but for one every `QUARANTINE_S`. A replica that fails `BREAKS` calls of
+several sessions in a row gets no calls until its health is good, while another one serves.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall
+from bridle.errors import EngineError
+
+log = structlog.get_logger()
 
 SUSPECTED: Final = 2
 """Engines that died around a call before it runs apart."""
 
+STRIKES: Final = 6
+"""Failures in a row, others being served between, before a session is quarantined."""
+
+QUARANTINE_S: Final = 10.0
+"""How often a quarantined session may try one call."""
+
+BREAKS: Final = 5
+"""Failures in a row, of two sessions at least, before a replica is quarantined."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """Failures in a row of one session."""
+
+    served: int
+    """Replies that the pool had given to all when the last failure was counted."""
+    strikes: int = 0
+    until: float = 0.0
+    """The time (of `time.monotonic`) of its next trial, once it is quarantined."""
+    kind: str = ""
+
 
 class Blame:
-    """Counts deaths against calls. `attempts` is how many fail a call."""
+    """Counts failures against calls, sessions and replicas. `attempts` is how many fail a call."""
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
-        self._held: RoutedCall | None = None
-        """The suspect that has the only place."""
-        self._waiting: set[RoutedCall] = set()
-        self._at: Replica | None = None
-        """The replica that runs it, or ran it last."""
+        self._held: dict[RoutedCall, Replica | None] = {}
+        """Suspects that may run, and the replica that runs each or ran it last."""
+        self._waiting: dict[RoutedCall, None] = {}
+        self._most = 0
+        """The most suspects at once since there were none."""
         self._offenders: set[str | None] = set()
+        self._records: dict[str, _Record] = {}
+        self._served = 0
 
     def begin(self, call: RoutedCall) -> None:
-        """Suspect a call at once if its session is an offender."""
-        if call.request.session_id in self._offenders:
+        """Suspect a call at once if its session is an offender.
+
+        `EngineError`, with the kind of the last failure, if its session is quarantined.
+        """
+        session_id = call.request.session_id
+        if session_id in self._offenders:
             call.deaths = max(SUSPECTED, self._attempts - 1)
+        record = self._records.get(session_id or "")
+        if record is None or record.strikes < STRIKES:
+            return
+        now = time.monotonic()
+        if now < record.until:
+            raise EngineError(
+                f"{STRIKES} tries of this session failed in a row while other sessions were "
+                f"served; one call is tried every {QUARANTINE_S:g} s",
+                kind=record.kind,
+            )
+        record.until = now + QUARANTINE_S
+
+    # ---- calls that kill
 
     async def apart(self, call: RoutedCall) -> None:
-        """Wait until no other suspect runs, if the call is one and is not aborted meanwhile.
+        """Wait until a suspect may run beside the others that do, if it is not aborted meanwhile.
 
         `end` gives the place up.
         """
-        while call.deaths >= SUSPECTED and self._held is not call and not call.aborted:
-            if self._held is None:
-                self._held, self._at = call, None
+        while call.deaths >= SUSPECTED and call not in self._held and not call.aborted:
+            self._waiting[call] = None
+            self._most = max(self._most, len(self._held) + len(self._waiting))
+            places = min(map(self._places, (*self._held, call)))
+            if next(iter(self._waiting)) is call and len(self._held) < places:
+                del self._waiting[call]
+                self._held[call] = None
+                self._wake()
                 return
-            self._waiting.add(call)
             await call.changed.wait()
             call.changed.clear()
 
+    def _places(self, call: RoutedCall) -> int:
+        """How many suspects may run at once beside this one; at its last try, it alone."""
+        left = self._attempts - 1 - call.deaths
+        if left <= 0:
+            return 1
+        return math.ceil(math.pow(self._most, left / (self._attempts - SUSPECTED)))
+
+    def _wake(self) -> None:
+        for one in self._waiting:
+            one.changed.set()
+
     def tries(self, one: Replica, call: RoutedCall) -> None:
         """Note that a replica is about to run a call."""
-        if self._held is call:
-            self._survived()
-            one.suspect, self._at = call, one
+        if call in self._held:
+            self._survived(call)
+            one.suspects.add(call)
+            self._held[call] = one
 
     def died(self, one: Replica, call: RoutedCall) -> bool:
         """Count the death of a replica against a call that it had; return if its tries are spent.
 
-        While a suspect ran there, the death counts against the suspect only.
+        While suspects ran there, the death counts against them only.
         """
-        if one.suspect is not None and one.suspect is not call:
+        if one.suspects and call not in one.suspects:
             return False
         call.deaths += 1
+        if self._held.pop(call, None) is not None:
+            self._wake()
         if call.deaths < self._attempts:
             return False
         if call.request.session_id is not None:
@@ -66,19 +138,48 @@ class Blame:
         return True
 
     def end(self, call: RoutedCall) -> None:
-        """Let the next suspect run, if the call was one that ran apart."""
-        self._waiting.discard(call)
-        if self._held is call:
-            self._survived()
-            self._held = self._at = None
-            for one in self._waiting:
-                one.changed.set()
+        """Let the next suspects run, if the call was one."""
+        self._waiting.pop(call, None)
+        if call in self._held:
+            self._survived(call)
+            del self._held[call]
+        self._wake()
+        if not self._held and not self._waiting:
+            self._most = 0
+
+    def _survived(self, call: RoutedCall) -> None:
+        """Clear the suspect of a replica that lives; a dead one keeps it until it is back."""
+        at = self._held[call]
+        if at is not None and at.state is not ReplicaState.DOWN:
+            at.suspects.discard(call)
+
+    # ---- sessions and replicas that fail again and again
+
+    def served(self, one: Replica, call: RoutedCall) -> None:
+        """A call ended well."""
+        self._served += 1
+        self._records.pop(call.request.session_id or "", None)
+        one.broke.clear()
+        one.breaks = one.quarantines = 0
+
+    def broke(self, one: Replica, call: RoutedCall, error: EngineError) -> bool:
+        """Count a failure that its replica survived; return if the replica is to be quarantined."""
+        if error.kind == "engine_error":
+            return False
+        session_id = call.request.session_id
+        one.breaks += 1
+        one.broke.add(session_id)
+        if session_id is not None:
+            record = self._records.setdefault(session_id, _Record(self._served))
+            if record.served != self._served:  # else the engine may be at fault
+                record.served, record.kind = self._served, error.kind
+                record.strikes += 1
+                if record.strikes == STRIKES:
+                    record.until = time.monotonic() + QUARANTINE_S
+                    log.warning("session_quarantined", session=session_id, kind=error.kind)
+        return one.breaks >= BREAKS and len(one.broke) > 1
 
     def forget(self, session_id: str) -> None:
         """Drop what is known of a session that has ended."""
         self._offenders.discard(session_id)
-
-    def _survived(self) -> None:
-        """Clear the suspect of a replica that lives; a dead one keeps it until it is back."""
-        if self._at is not None and self._at.state is not ReplicaState.DOWN:
-            self._at.suspect = None
+        self._records.pop(session_id, None)

@@ -71,8 +71,15 @@ class ReplicaState(StrEnum):
     LIVE = "live"
     DOWN = "down"
     """It failed; it is looked at until it answers."""
+    QUARANTINED = "quarantined"
+    """It answers for its health, but fails calls; others get them until it is looked at again."""
     DRAINING = "draining"
     """It gets no new calls; those it has go on."""
+
+    @property
+    def out(self) -> bool:
+        """Whether it is to be looked at until it may have calls again."""
+        return self in {ReplicaState.DOWN, ReplicaState.QUARANTINED}
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +111,14 @@ class Replica:
     """When its state last changed."""
     error: str | None = None
     """Why it failed last."""
-    suspect: RoutedCall | None = None
-    """The call that runs apart here, or that did when it died (`bridle.engines.pool_blame`)."""
+    suspects: set[RoutedCall] = field(default_factory=set)
+    """Calls that run apart here, or that did when it died (`bridle.engines.pool_blame`)."""
+    breaks: int = 0
+    """Calls in a row that it failed and survived."""
+    broke: set[str | None] = field(default_factory=set)
+    """The sessions of those."""
+    quarantines: int = 0
+    """How often it was quarantined since it last served a call."""
     calls: int = 0
     failures: int = 0
     """Calls that it failed."""
@@ -147,6 +160,16 @@ class Replica:
                 await self.engine.abort(request_id)
         except EngineError as error:
             log.warning("abort_failed", replica=self.name, error=str(error))
+
+    async def well(self, timeout_s: float) -> EngineError | None:
+        """Ask for its health; the error if it cannot sample."""
+        try:
+            with boundary(EngineError, f"asking {self.name} for its health"):
+                async with asyncio.timeout(timeout_s):
+                    await self.engine.health()
+        except EngineError as error:
+            return error
+        return None
 
     async def abort_all(self) -> None:
         for request_id in list(self.running):
