@@ -147,7 +147,7 @@ class FakeWorkers:
     def expect(self, run_id):
         return False
 
-    def settle(self):
+    async def settle(self):
         pass
 
     async def recall(self, run_id):

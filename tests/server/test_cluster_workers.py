@@ -69,7 +69,7 @@ async def test_the_next_life_of_a_server_takes_up_what_goes_on_and_runs_nothing_
         async with a_runner(*links, outlive=True, settled=False) as runner:
             workers = ClusterWorkers(runner)
             async with a_service(tmp_path, workers) as service:
-                workers.settle()
+                await workers.settle()
                 links[0].node.let("t.1")
                 links[0].node.let("t.2")
                 assert (await ended(service, "t"))["usable"] == 3

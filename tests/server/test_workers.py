@@ -95,13 +95,18 @@ async def test_a_run_that_could_not_have_been_leads_no_removal_astray(tmp_path):
         assert (node.folder.path / "precious").exists()
 
 
-async def test_ended_sessions_of_earlier_lives_take_no_memory(tmp_path):
+async def test_keys_of_earlier_lives_are_dead_and_their_sessions_take_no_memory(tmp_path):
     async with a_node(tmp_path) as node:
-        for name in ("ended", "living"):
+        for name in ("ended", "left"):
             await node.gateway.open_session(name)
         await node.gateway.seal("ended")
-        NodeWorkers(node, node.gateway, node.store).settle()
-        assert node.gateway.session_ids() == ["living"]
+        workers = NodeWorkers(node, node.gateway, node.store)
+        await node.gateway.open_session("new")
+        await workers.settle()
+        assert node.gateway.session_ids() == ["new"]
+        outcome = node.store.outcome("left")
+        assert outcome is not None
+        assert outcome.error == KILLED
 
 
 async def test_a_run_that_had_ended_is_recalled_and_one_that_had_not_is_closed(tmp_path):

@@ -180,7 +180,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
             owner=owner,
         )
         await stack.enter_async_context(service)
-        workers.settle()
+        await workers.settle()
         addresses = Addresses(settings.permits.callbacks)
         nursery = await stack.enter_async_context(Nursery(service.lost))
         deliverer = Deliverer(service, addresses, callback_secret(data))

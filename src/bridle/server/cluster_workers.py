@@ -55,7 +55,7 @@ class ClusterWorkers:
     def expect(self, run_id: str) -> bool:
         return self._runner.expect(run_id)
 
-    def settle(self) -> None:
+    async def settle(self) -> None:
         self._runner.settle()
 
     async def recall(self, run_id: str) -> SessionResult | None:

@@ -52,8 +52,8 @@ class Workers(Protocol):
     def expect(self, run_id: str) -> bool:
         """Whether a run of an earlier server goes on; `run` will take it up by its id."""
 
-    def settle(self) -> None:
-        """All runs of an earlier server that go on are expected, if anybody wants them."""
+    async def settle(self) -> None:
+        """All runs of an earlier server that go on are expected; the keys of others end."""
 
     async def recall(self, run_id: str) -> SessionResult | None:
         """The result of a run that ended under an earlier server; `None` = it came to no end.
@@ -122,6 +122,7 @@ class NodeWorkers:
         self._node = node
         self._gateway = gateway
         self._store = store
+        self._earlier = gateway.session_ids()
 
     @property
     def capacity(self) -> int:
@@ -156,10 +157,12 @@ class NodeWorkers:
     def _kept_bytes(self) -> int:
         return self._store.size() + bytes_in(self._node.folder.path / SESSIONS)
 
-    def settle(self) -> None:
-        """As `Workers.settle`: sessions of earlier lives that have ended leave memory."""
-        for session_id in self._gateway.session_ids():
-            self._gateway.forget(session_id)
+    async def settle(self) -> None:
+        """As `Workers.settle`: sessions of earlier lives are ended and leave memory."""
+        for session_id in self._earlier:
+            if not self._gateway.forget(session_id):
+                await recalled(session_id, self._gateway, self._store)
+                self._gateway.forget(session_id)
 
     async def set_policy(self, wanted: SetPolicy) -> None:
         await self._gateway.set_policy(wanted)
