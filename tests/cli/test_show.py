@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridle.cli.show import law_line, row
+from bridle.cli.show import law_line, left_lines, row
 
 
 def first_session(say, run) -> str:
@@ -82,3 +82,13 @@ def test_a_report_of_a_session_is_refused(say, finished_run):
 
     assert said.code == 2
     assert "is over a run" in said.err
+
+
+def test_files_that_were_not_scored_or_not_kept_are_named_without_obeying_them():
+    evaluation = {"unscorable": "too deep", "stayed": ["a\x1b[2Jb\u202e: no file"]}
+    assert list(left_lines({"evaluation": evaluation, "left_out": {"out/z": "not there"}})) == [
+        "reward 0: too deep",
+        "not scored: a\\x1b[2Jb\\u202e: no file",
+        "not kept: out/z: not there",
+    ]
+    assert list(left_lines({"evaluation": None})) == []

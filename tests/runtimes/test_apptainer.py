@@ -52,7 +52,7 @@ async def started(fake, tmp_path):
     """An instance whose paths are the machine's."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    spec = RuntimeSpec(image="x.sif", network="open", workdir=str(tmp_path / "work"))
+    spec = RuntimeSpec(image="x.sif", network="open", workdir=str(scratch / "work"))
     runtime = ApptainerRuntime(spec, "s", scratch)
     await runtime.start()
     yield runtime
@@ -110,7 +110,7 @@ async def test_commands_enter_it_and_files_go_in_and_out(started, fake, tmp_path
     result = await started.exec('echo "$KEY $BRIDLE_EXEC"; pwd; exit 3', env={"KEY": "a b"})
     assert (result.exit_code, result.stdout.splitlines()) == (
         3,
-        [b"a b s/1", str(tmp_path / "work").encode()],
+        [b"a b s/1", str(tmp_path / "scratch" / "work").encode()],
     )
     assert (await started.exec("exit 137")).signal == signal.SIGKILL
     await started.write("deep/file", b"written")

@@ -1,8 +1,11 @@
 """Removing folders, whatever was done to them."""
 
 import os
+from pathlib import Path, PurePosixPath
 
-from bridle.runtimes.folders import remove_folders
+import pytest
+
+from bridle.runtimes.folders import beside, remove_folders
 
 
 def test_folders_without_permissions_go_too(tmp_path):
@@ -38,3 +41,17 @@ def test_a_link_in_a_folders_place_goes_and_what_it_names_stays_as_it_is(tmp_pat
     remove_folders([tmp_path / "work", tmp_path / "home", tmp_path / "tmp"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
     assert (other / "inner").stat().st_mode & 0o777 == 0o500
+
+
+@pytest.mark.parametrize(
+    ("inside", "here"),
+    [
+        ("/work/a/b", Path("/s/work/a/b")),
+        ("/home/u", Path("/s/home")),
+        ("/workshop", None),
+        ("/work/../etc", None),
+    ],
+)
+def test_a_path_inside_is_found_in_the_folders_that_are_shared(inside, here):
+    folders = {"/work": Path("/s/work"), "/home/u": Path("/s/home")}
+    assert beside(PurePosixPath(inside), folders) == here

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.snapshot import Bounds, TooMuch, copy_out, copy_tree, replace_tree
+from bridle.runtimes.snapshot import Bounds, TooMuch, copy_out, copy_tree, replace_tree, take_out
 
 
 @pytest.fixture
@@ -121,3 +121,52 @@ def test_links_to_one_large_file_are_no_way_to_fill_the_disk(tmp_path):
     (folder / "1").symlink_to("0")
     with pytest.raises(TooMuch, match="more than 8192 MiB"):
         copy_out(folder, tmp_path / "target", tmp_path / "source")
+
+
+def test_what_is_taken_out_loses_only_what_cannot_leave_and_names_it(source, tmp_path):
+    out = source / "a"
+    os.mkfifo(out / "pipe")
+    (out / "b" / "up").symlink_to("../near")
+    (out / "near").symlink_to("b/file")
+    (out / "b" / "far").symlink_to("../../secret")
+    (out / "b" / "file").chmod(0)
+    (out / "b").chmod(0)
+    size, left = take_out(out, tmp_path / "taken", source, 1 << 20)
+    assert size == 4
+    assert left == (
+        "b/far: a link that leads elsewhere",
+        "link: a link that leads elsewhere",
+        "pipe: neither a regular file nor a folder nor a link",
+    )
+    assert (tmp_path / "taken" / "b" / "up").read_text() == "text"
+
+
+def test_a_file_is_taken_out_of_a_shut_folder_with_its_holes(source, tmp_path):
+    file = source / "a" / "b" / "file"
+    os.truncate(file, 1 << 30)
+    (source / "a").chmod(0)
+    assert take_out(file, tmp_path / "new" / "file", source, 1 << 30) == (1 << 30, ())
+    copy = (tmp_path / "new" / "file").stat()
+    assert (copy.st_size, copy.st_blocks * 512 < 1 << 20) == (1 << 30, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nothing", "is not there"),
+        ("a/link", "is not a regular file"),
+        ("door/b/file", "not a folder"),
+        ("a", "more than 0 MiB"),
+        ("a/b/file", "more than 0 MiB"),
+    ],
+)
+def test_what_cannot_be_taken_out_leaves_nothing(source, tmp_path, name, why):
+    (source / "door").symlink_to("a")
+    with pytest.raises(RuntimeFailure, match=why):
+        take_out(source / name, tmp_path / "taken", source, 1)
+    assert not (tmp_path / "taken").exists()
+
+
+def test_nothing_is_taken_out_of_another_folder(source, tmp_path):
+    with pytest.raises(RuntimeFailure, match="lies outside the session's own folder"):
+        take_out(source / ".." / "x", tmp_path / "taken", source, 1)

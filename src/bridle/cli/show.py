@@ -170,6 +170,22 @@ def _show_report(target: Path, *, json: bool) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
+def left_lines(metadata: JSON) -> Iterator[str]:
+    """What a result names of files that were not scored or not kept, a line each."""
+    evaluation = metadata.get("evaluation") or {}
+    if why := evaluation.get("unscorable"):
+        yield f"reward 0: {_shown(why)}"
+    for path in evaluation.get("stayed", ()):
+        yield f"not scored: {_shown(path)}"
+    for name, why in metadata.get("left_out", {}).items():
+        yield f"not kept: {_shown(f'{name}: {why}')}"
+
+
+def _shown(text: str) -> str:
+    """The text without characters that a terminal obeys."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def _show_session(capture: SessionCapture, *, json: bool) -> None:
     from bridle.lifecycle.results import result_from
     from bridle.trajectory.tree import draw
@@ -178,7 +194,9 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
     result = result_from(capture)
     trajectory = result.trajectory
     if json:
-        print_json({**result.summary(), "stats": trajectory.metadata["stats"]})
+        ours = ("evaluation", "left_out")
+        more = {name: result.metadata[name] for name in ours if name in result.metadata}
+        print_json({**result.summary(), "stats": trajectory.metadata["stats"], **more})
         return
     print_table("session", COLUMNS, [row(result.summary())])
     train = [Kind(kind) for kind in trajectory.metadata["train"]]
@@ -188,5 +206,7 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
     _print_unknown([result.summary()])
     if result.error:
         console.print(f"error: {result.error}", markup=False)
+    for line in left_lines(result.metadata):
+        console.print(line, markup=False, soft_wrap=True)
     if capture.outcome is None:
         console.print("this session has no outcome: it still runs, or its process was killed")

@@ -2,7 +2,7 @@
 
 It is taken when nothing of the harness lives and before an evaluator touches anything, under a cap
 of size each, and found from the result by name (`SessionResult.logs`). What is left out is told
-with its reason. Files come out as the runtime lets them: regular files and folders, and links that
+with its reason, also single entries of a folder. Regular files and folders come out, and links that
 stay among them.
 """
 
@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 FILE_S: Final = 60.0
 """How long taking one file or folder may last."""
 PATCH: Final = "patch.diff"
-NOT_THERE: Final = 3
-SIZE: Final = f"""
-[ -e "$1" ] || [ -L "$1" ] || exit {NOT_THERE}
-du -s -k --apparent-size -- "$1" 2>/dev/null || du -s -k -- "$1" 2>/dev/null && exit
-set -o pipefail
-bytes=$(tar -cf - -- "$1" 2>/dev/null | wc -c) && echo $((bytes / 1024))
-"""
-"""Prints the KiB of a file or folder, whatever of these programs an image has."""
+NAMED: Final = 50
+"""Paths of one folder that are named as left out."""
 GIT: Final = "git -c safe.directory='*' -c core.quotePath=false -c core.fsmonitor="
 BEGAN: Final = f"{GIT} rev-parse HEAD"
 TAKE: Final = f"""
@@ -78,7 +72,9 @@ async def keep_files(session: Session, opened: Opened) -> tuple[dict[str, str], 
                     if name is PATCH:
                         await _patch(session, opened, path, target)
                     else:
-                        await _copy(session, opened.runtime, path, target)
+                        for stayed in (await _copy(session, opened.runtime, path, target))[:NAMED]:
+                            part, _, reason = stayed.rpartition(": ")
+                            left[f"{name}/{part}"] = reason
         except BridleError as error:
             left[name] = str(error)
         else:
@@ -88,19 +84,12 @@ async def keep_files(session: Session, opened: Opened) -> tuple[dict[str, str], 
     return kept, left
 
 
-async def _copy(session: Session, runtime: Runtime, path: str, target: Path) -> None:
-    """Copy a file or folder that is not too large, before anything of it is moved."""
-    most = session.task.artifacts.max_mb
-    sized = await runtime.exec(["bash", "-c", SIZE, "bash", path])
-    if sized.exit_code == NOT_THERE:
-        raise RuntimeFailure(f"{path} is not there")
-    if not sized.ok:
-        raise RuntimeFailure(f"the size of {path} cannot be told: no du and no tar with wc inside")
-    if int(sized.stdout.split()[0]) > most << 10:
-        raise RuntimeFailure(f"{path} has more than {most} MiB")
+async def _copy(session: Session, runtime: Runtime, path: str, target: Path) -> tuple[str, ...]:
+    """Copy a file or folder; returns what of it stayed behind, each with its reason."""
     private_folder(target.parent)
-    await runtime.download(path, target)
+    stayed = await runtime.download(path, target, most=session.task.artifacts.max_mb << 20)
     await asyncio.to_thread(_keep_private, target)
+    return stayed
 
 
 def _keep_private(target: Path) -> None:

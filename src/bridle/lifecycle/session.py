@@ -37,6 +37,7 @@ from bridle.lifecycle.running import prewarm, run_harness
 from bridle.lifecycle.scoring import build, evaluate
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.trajectory import with_outcome
+from bridle.trajectory.result import writable
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -248,7 +249,7 @@ class Session:
             "logs": self._kept_logs(ending),
         }
         if self._left_out:
-            metadata["left_out"] = self._left_out
+            metadata["left_out"] = writable(self._left_out)
         if self._limits is not None:
             metadata["limits"] = self._limits
         if evaluation is not None and evaluation.metadata:

@@ -32,7 +32,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import Bounds
-from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.folders import beside, remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import listen_inside
 from bridle.runtimes.place import (
@@ -134,9 +134,8 @@ class ApptainerRuntime(Contained):
     def options(self) -> list[str]:
         """The options of `apptainer instance start`."""
         own, spec = self._scratch, self._spec
-        top = self.workdir if PurePosixPath(spec.workdir or "").is_absolute() else "/work"
         words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
-        words += ["--home", f"{own / 'home'}:{HOME}", "--bind", f"{own / 'work'}:{top}"]
+        words += ["--home", f"{own / 'home'}:{HOME}", "--bind", f"{own / 'work'}:{self._top}"]
         words += ["--bind", f"{own / 'tmp'}:/tmp", "--hostname", "sandbox"]
         for mount in self._mounts:
             words += ["--bind", f"{mount.source}:{mount.target}:ro"]
@@ -208,11 +207,18 @@ class ApptainerRuntime(Contained):
         """As `base.Runtime.put_work`."""
         return await self._put_here(self._work, folder, keep)
 
+    def _here(self, path: PurePosixPath) -> Path | None:
+        return beside(path, {self._top: self._scratch / "work", HOME: self._scratch / "home"})
+
+    @property
+    def _top(self) -> str:
+        """Where the scratch folder's `work` is seen inside."""
+        return self.workdir if PurePosixPath(self._spec.workdir or "").is_absolute() else "/work"
+
     @property
     def _work(self) -> Path:
         """The work folder, as this machine has it."""
-        top = self.workdir if PurePosixPath(self._spec.workdir or "").is_absolute() else "/work"
-        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(top)
+        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(self._top)
 
     async def _run(self, inside: Command) -> ExecResult:
         up = await self._running()

@@ -119,13 +119,17 @@ def _is_direct(name: str, folder: str) -> bool:
     return not any(Path(folder, step).is_symlink() for step in steps[:-1])
 
 
-def _stays(entry: tarfile.TarInfo) -> bool:
-    """Whether a link's target is inside: it goes up at its beginning only, and not above the
-    archive's one entry, which may be moved.
+def stays(link: str, above: int) -> bool:
+    """Whether a link's target is inside a tree: it goes up at its beginning only, fewer than
+    `above` folders.
 
     As the folders above a link are no links, and other links stay inside too, so does this one.
     """
-    to = PurePosixPath(entry.linkname)
+    to = PurePosixPath(link)
     ups = to.parts.count("..")
-    above = len(PurePosixPath(entry.name).parent.parts)
     return not to.is_absolute() and ups < above and ".." not in to.parts[ups:]
+
+
+def _stays(entry: tarfile.TarInfo) -> bool:
+    """Whether a link stays inside the archive's one entry, which may be moved."""
+    return stays(entry.linkname, len(PurePosixPath(entry.name).parent.parts))

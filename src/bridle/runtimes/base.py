@@ -87,8 +87,14 @@ class Runtime(Protocol):
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
         """Write a file inside; parents are made."""
 
-    async def download(self, source: str, target: Path) -> None:
-        """Copy a file or folder out to the host."""
+    async def download(
+        self, source: str, target: Path, *, most: int | None = None
+    ) -> tuple[str, ...]:
+        """Copy a file or folder out to the host, of at most `most` bytes with its holes.
+
+        Nothing may live inside that could change it meanwhile. Returns the paths in a folder that
+        stayed behind, each with its reason, as far as the runtime can tell them.
+        """
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
         """Copy the work folder to the host folder `folder`, which is made: all regular files,

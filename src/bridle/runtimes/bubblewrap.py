@@ -32,7 +32,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
-from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.folders import beside, remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import begin, enter, listen_inside
 from bridle.runtimes.owner import owner_mark
@@ -234,6 +234,9 @@ class BubblewrapRuntime(Contained):
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
         """As `base.Runtime.put_work`."""
         return await self._put_here(self._work, folder, keep)
+
+    def _here(self, path: PurePosixPath) -> Path | None:
+        return beside(path, {self._top: self._scratch / "work", HOME: self._scratch / "home"})
 
     @property
     def _work(self) -> Path:

@@ -254,6 +254,22 @@ async def folders_come_out(bench: Bench) -> None:
 
 
 @_check
+async def a_file_that_nobody_may_read_keeps_no_other_one_inside(bench: Bench) -> None:
+    shut = "chmod 000 out/shut/two out/shut"
+    await bench.runtime.exec(f"mkdir -p out/shut; echo 1 > out/one; echo 2 > out/shut/two; {shut}")
+    await bench.runtime.kill()
+    await bench.runtime.download("out", bench.folder / "out")
+    expect((bench.folder / "out" / "one").read_text() == "1\n", "out/one is missing")
+
+
+@_check
+async def more_than_was_asked_for_does_not_come_out(bench: Bench) -> None:
+    await bench.runtime.exec("truncate -s 3M out || dd if=/dev/zero of=out bs=1M count=3")
+    await _fails(bench.runtime.download("out", bench.folder / "out", most=2 << 20))
+    expect(not (bench.folder / "out").exists(), "something of it came out")
+
+
+@_check
 async def what_is_not_there_cannot_be_downloaded(bench: Bench) -> None:
     await _fails(bench.runtime.download("nowhere", bench.folder / "nowhere"))
 

@@ -1,12 +1,12 @@
-"""Removing the folders of a session, whatever the harness did to them."""
+"""A session's folders on this machine: where they lie, and removing them, whatever is in them."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from bridle.errors import RuntimeFailure
 
@@ -32,3 +32,13 @@ def remove_folders(folders: Iterable[Path]) -> None:
         if folder.exists():
             message = f"cannot remove {folder}"
             raise RuntimeFailure(message)
+
+
+def beside(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
+    """The path on this machine of one inside a runtime, by the folders that it shares; `None` = it
+    lies in none of them.
+    """
+    for top, folder in folders.items():
+        if path.is_relative_to(top) and ".." not in path.parts:
+            return folder / path.relative_to(top)
+    return None

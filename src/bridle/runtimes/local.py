@@ -25,7 +25,7 @@ from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.place import Place
 from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.snapshot import Keep, copy_out
+from bridle.runtimes.snapshot import Bounds, Keep, take_out
 
 KILL_GRACE_S = 1.0
 STOP_S = 30.0
@@ -102,15 +102,15 @@ class LocalRuntime(Place):
         with boundary(RuntimeFailure, f"cannot write {target}"):
             await asyncio.to_thread(_write, Path(self.workdir, target), content, mode)
 
-    async def download(self, source: str, target: Path) -> None:
-        """As `base.Runtime.download`.
-
-        Only regular files and folders of this session come out: a symbolic link to anything else, a
-        socket or a device stays behind; if it is `source` itself, that is a `RuntimeFailure`.
-        """
+    async def download(
+        self, source: str, target: Path, *, most: int | None = None
+    ) -> tuple[str, ...]:
+        """As `base.Runtime.download`; bounded as a copy of the work folder is."""
         self._must_be_usable()
+        path, room = Path(self.workdir, source), Bounds().bytes if most is None else most
         with boundary(RuntimeFailure, f"cannot download {source}"):
-            await asyncio.to_thread(copy_out, Path(self.workdir, source), target, self._scratch)
+            _, left = await asyncio.to_thread(take_out, path, target, self._scratch, room)
+        return left
 
     async def copied(self, scratch: Path) -> Self:
         """As `base.Runtime.copied`."""

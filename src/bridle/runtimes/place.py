@@ -25,7 +25,15 @@ from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
-from bridle.runtimes.snapshot import Bounds, Keep, TooMuch, copy_tree, put_by_archive, replace_tree
+from bridle.runtimes.snapshot import (
+    Bounds,
+    Keep,
+    TooMuch,
+    copy_tree,
+    put_by_archive,
+    replace_tree,
+    take_out,
+)
 
 PACK = """
 ulimit -f "$3" || exit
@@ -194,25 +202,54 @@ class Contained(Place):
         with boundary(RuntimeFailure, f"cannot write {target}"):
             await self._put(pack_bytes(content, path.name, mode), path.parent)
 
-    async def download(self, source: str, target: Path) -> None:
-        """As `base.Runtime.download`; what comes out is taken apart as `archive` says.
+    async def download(
+        self, source: str, target: Path, *, most: int | None = None
+    ) -> tuple[str, ...]:
+        """As `base.Runtime.download`; a folder of this machine is read entry by entry, and what
+        comes as an archive is taken apart as `archive` says.
 
         `RuntimeFailure` if more than `DOWNLOAD_BYTES`, with holes, would come out in one session.
         """
-        path = PurePosixPath(self.workdir, source)
-        with boundary(RuntimeFailure, f"cannot download {source}"), self._aside() as aside:
+        path, room = PurePosixPath(self.workdir, source), self._download_room
+        too_much = TOO_MUCH
+        if most is not None and most < room:
+            room, too_much = most, f"{source} has more than {most >> 20} MiB"
+        self._must_be_usable()
+        left: tuple[str, ...] = ()
+        with boundary(RuntimeFailure, f"cannot download {source}"):
+            try:
+                here = self._here(path)
+                if here is None:
+                    size = await self._unpacked(path, target, room)
+                else:
+                    size, left = await asyncio.to_thread(
+                        take_out, here, target, self._scratch, room
+                    )
+            except TooMuch as error:
+                raise RuntimeFailure(too_much) from error
+        self._download_room -= size
+        return left
+
+    def _here(self, path: PurePosixPath) -> Path | None:
+        """The folder of this machine that `path` inside is; `None` = it comes as an archive."""
+        del path
+        return None
+
+    async def _unpacked(self, path: PurePosixPath, target: Path, room: int) -> int:
+        """Take a file or folder out of an archive of at most `room` bytes; how many it has."""
+        with self._aside() as aside:
             archive = Path(aside, "out.tar")
             try:
-                await self._get(path, archive, self._download_room)
+                await self._get(path, archive, room)
             except RuntimeFailure as error:
-                if size_of(archive) >= self._download_room:
-                    raise RuntimeFailure(TOO_MUCH) from error
+                if size_of(archive) >= room:
+                    raise TooMuch(str(error)) from error
                 raise
             size = await asyncio.to_thread(contents_size, archive)
-            if size > self._download_room:
-                raise RuntimeFailure(TOO_MUCH)
-            self._download_room -= size
+            if size > room:
+                raise TooMuch(str(size))
             await asyncio.to_thread(unpack, archive, path.name, target)
+            return size
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
         """As `base.Runtime.snapshot`."""

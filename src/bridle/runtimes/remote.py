@@ -27,12 +27,13 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes import remote_runner
-from bridle.runtimes.archive import pack, pack_bytes, unpack
+from bridle.runtimes.archive import contents_size, pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
+from bridle.runtimes.place import DOWNLOAD_BYTES, FRAME_BYTES
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.rex import RexHost
-from bridle.runtimes.snapshot import Keep, put_by_archive
+from bridle.runtimes.snapshot import Bounds, Keep, TooMuch, put_by_archive
 from bridle.types import JSON
 
 SHARED = ("local", "remote")
@@ -240,13 +241,20 @@ class RemoteRuntime:
         await self._host.upload(archive, there)
         await self._host.execute(["bash", "-c", TAKE_OUT, "bash", there, str(folder)])
 
-    async def download(self, source: str, target: Path) -> None:
+    async def download(
+        self, source: str, target: Path, *, most: int | None = None
+    ) -> tuple[str, ...]:
         """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
-        await self._copy_out(source, target)
+        room = DOWNLOAD_BYTES if most is None else most
+        try:
+            await self._copy_out(source, target, room)
+        except TooMuch as error:
+            raise RuntimeFailure(f"{source} has more than {room >> 20} MiB") from error
+        return ()
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
         """As `base.Runtime.snapshot`; the runner of that machine reads the files."""
-        await self._copy_out(".", folder, any_link=True)
+        await self._copy_out(".", folder, Bounds().bytes, any_link=True)
         return ()
 
     async def copied(self, scratch: Path) -> Runtime:
@@ -259,18 +267,25 @@ class RemoteRuntime:
         """As `base.Runtime.put_work`."""
         return await put_by_archive(self, folder, keep)
 
-    async def _copy_out(self, source: str, target: Path, *, any_link: bool = False) -> None:
+    async def _copy_out(
+        self, source: str, target: Path, most: int, *, any_link: bool = False
+    ) -> None:
         self._must_be_usable()
         path, there = PurePosixPath(self.workdir, source), self._next("out")
         with boundary(RuntimeFailure, f"cannot download {source}"):
             pieces = int(
                 await self._run("pack", str(path), there, "" if self.contains else self._root)
             )
+            too_much = TooMuch(f"there are more than {most >> 20} MiB")
+            if (pieces - 1) * remote_runner.PIECE > most + FRAME_BYTES:
+                raise too_much
             with tempfile.TemporaryDirectory(dir=self._scratch) as aside:
                 archive = Path(aside, "out.tar")
                 for piece in range(pieces):
                     text = await self._host.read(f"{there}/tar.{piece}")
                     await asyncio.to_thread(_append, archive, base64.b64decode(text))
+                if await asyncio.to_thread(contents_size, archive) > most:
+                    raise too_much
                 await asyncio.to_thread(unpack, archive, path.name, target, any_link=any_link)
 
     # ---- addresses

@@ -242,7 +242,7 @@ def pack(path: str, folder: Path, allowed: str) -> int:
         raise OSError(message)
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
-        tar.add(str(source), arcname=source.name)
+        add(tar, source, source.name)
     data = made.getbuffer()
     folder.mkdir()
     count = 0
@@ -250,6 +250,26 @@ def pack(path: str, folder: Path, allowed: str) -> int:
         put(str(folder / f"tar.{count}"), base64.b64encode(data[start : start + PIECE]))
         count += 1
     return count
+
+
+def add(tar: tarfile.TarFile, source: Path, name: str) -> None:
+    """Add a file or folder to an archive. `OSError` of `source`; below it, what fails is left."""
+    info = tar.gettarinfo(str(source), name)
+    if info is None:  # a socket
+        return
+    needed = 0o500 if info.isdir() else 0o400
+    if (info.isdir() or info.isreg()) and info.mode & needed != needed:
+        source.chmod(info.mode | needed)
+    if info.isreg():
+        with source.open("rb") as file:
+            tar.addfile(info, file)
+        return
+    tar.addfile(info)
+    for entry in sorted(source.iterdir()) if info.isdir() else ():
+        try:
+            add(tar, entry, f"{name}/{entry.name}")
+        except OSError:
+            continue
 
 
 def left_behind(work: Callable[[], None]) -> None:

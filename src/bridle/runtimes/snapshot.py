@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.archive import stays
 
 
 class Keep(Protocol):
@@ -161,6 +162,42 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
         raise RuntimeFailure(message)
 
 
+def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tuple[str, ...]]:
+    """Copy a file or folder that lies in the session's folder `top`: `most` bytes, with holes.
+
+    Only links that stay inside the copy are copied. Returns the bytes and the paths that stayed
+    behind, each with its reason. Raises `RuntimeFailure` where `source` itself cannot leave; then
+    nothing is at `target`. `OSError` of the machine escapes.
+    """
+    if not source.is_relative_to(top) or ".." in source.relative_to(top).parts:
+        message = f"{source} lies outside the session's own folder"
+        raise RuntimeFailure(message)
+    copier = _Copier(_nothing, Bounds(bytes=most), inner_links=True)
+    try:
+        above = [source.parent, *source.parent.parents]
+        for folder in reversed(above[: len(source.relative_to(top).parts)]):
+            _readable(folder)
+        facts = source.lstat()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if stat.S_ISDIR(facts.st_mode):
+            target.mkdir(exist_ok=True)
+            copier.copy(source, target, PurePosixPath())
+        elif stat.S_ISREG(facts.st_mode):
+            copier.copy_file(source, target, facts)
+        else:
+            message = f"{source.name} is not a regular file or folder"
+            raise RuntimeFailure(message)
+    except FileNotFoundError:
+        message = f"{source.name} is not there"
+        raise RuntimeFailure(message) from None
+    except NotADirectoryError as error:
+        raise RuntimeFailure(f"{source.name}: {error}") from error
+    except TooMuch:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    return copier.bytes, tuple(copier.left)
+
+
 def _may_leave(path: Path, allowed: Path) -> bool:
     """A regular file or folder; a link only to a regular file of the same session."""
     mode = path.lstat().st_mode
@@ -171,11 +208,13 @@ def _may_leave(path: Path, allowed: Path) -> bool:
 
 
 class _Copier:
-    def __init__(self, keep: Keep, bounds: Bounds) -> None:
+    def __init__(self, keep: Keep, bounds: Bounds, *, inner_links: bool = False) -> None:
         self.left: list[str] = []
+        self.bytes = 0
         self._keep = keep
         self._bounds = bounds
-        self._entries = self._bytes = 0
+        self._inner_links = inner_links
+        self._entries = 0
 
     def clear(self, folder: Path, at: PurePosixPath) -> None:
         """Empty a folder of ours, except for what is kept and the folders that it lies in."""
@@ -218,14 +257,23 @@ class _Copier:
             self.copy(Path(entry.path), target, path)
             target.chmod(mode | 0o700)
         elif kind == stat.S_IFLNK:
-            target.symlink_to(Path(entry.path).readlink())
+            to = Path(entry.path).readlink()
+            if self._inner_links and not stays(str(to), len(path.parts)):
+                self.left.append(f"{path}: a link that leads elsewhere")
+            else:
+                target.symlink_to(to)
         elif kind == stat.S_IFREG:
-            self._bytes += facts.st_size
-            if self._bytes > self._bounds.bytes:
-                raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
-            _copy_file(entry.path, target, facts, mode | 0o400)
+            self.copy_file(Path(entry.path), target, facts)
         else:
             self.left.append(f"{path}: neither a regular file nor a folder nor a link")
+
+    def copy_file(self, source: Path, target: Path, facts: os.stat_result) -> None:
+        """Copy a regular file."""
+        self.bytes += facts.st_size
+        if self.bytes > self._bounds.bytes:
+            raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
+        mode = stat.S_IMODE(facts.st_mode) & 0o777 | 0o400
+        _copy_file(str(source), target, facts, mode)
 
 
 def _readable(folder: Path) -> Path:
