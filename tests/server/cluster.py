@@ -11,6 +11,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -113,6 +115,26 @@ class Cluster:
                 continue
         self._server.wait()
         self._server = None
+
+    def stop(self) -> None:
+        """End the server as an administrator does: its connections are told, and closed."""
+        if self._server is not None:
+            self._server.send_signal(signal.SIGINT)
+            self._server.wait()
+            self._server = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The server answers nothing inside, and closes no connection."""
+        assert self._server is not None
+        frozen = [*_children(self._server.pid), self._server.pid]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in frozen:
+                os.kill(pid, signal.SIGCONT)
 
     @property
     def _data(self) -> Path:

@@ -162,6 +162,20 @@ async def test_a_session_that_is_to_be_run_again_waits_for_its_time(tmp_path):
         assert await state.next_due() is None
 
 
+@pytest.mark.parametrize("jump_s", [-3600, 3600])
+async def test_a_session_that_waits_to_run_again_is_not_lost_to_a_clock_that_jumps(
+    tmp_path, jump_s
+):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", retry_backoff_s=5.0))
+        await claim(state)
+        failed = Ended("a.0", 1, "ERROR", Cause.INFRASTRUCTURE, usable=False, result={"error": "x"})
+        await state.finish(failed, owner="me", now=NOW + 1)
+        assert await claim(state, now=NOW + 2) == []
+        (again,) = await claim(state, now=NOW + 2 + jump_s)
+        assert (again.session_id, again.attempt) == ("a.0", 2)
+
+
 async def test_groups_are_acknowledged_by_cursor_or_by_name_and_once(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, *(submission(name) for name in "abcd"))

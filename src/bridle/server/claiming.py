@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, Table, func, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, Table, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.server import closing
@@ -86,10 +86,12 @@ async def _claim_again(
     connection: AsyncConnection, owner: str, slots: int, lease: dict[str, Any], now: float
 ) -> list[Claim]:
     s = t.sessions.c
+    # A last run that began in the future: the clock has been set back, or is another server's.
+    due = or_(s.not_before <= now, s.started_at > now)
     query = (
         select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
         .join(t.tasks)
-        .where(s.state == SessionState.QUEUED, s.owner == owner, s.not_before <= now)
+        .where(s.state == SessionState.QUEUED, s.owner == owner, due)
         .order_by(s.priority.desc(), s.task_seq, s.sample_index)
         .limit(slots)
         .with_for_update(skip_locked=True)

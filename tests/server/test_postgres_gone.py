@@ -1,0 +1,68 @@
+"""PostgreSQL that goes for a while and comes back: the server says so, and goes on by itself."""
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+from tests.server.cluster import Cluster
+from tests.server.house import FakeWorkers, an_app, body, ended, until
+
+
+@pytest.fixture
+def own_cluster(monkeypatch):
+    """A PostgreSQL of the test's own, which it may end."""
+    with Cluster() as running:
+        monkeypatch.setenv("BRIDLE_TEST_DATABASE", running.fresh())
+        yield running
+
+
+async def health(http):
+    told = await http.get("/health")
+    return told.status_code, told.json()["status"]
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("end", ["kill", "stop"])
+async def test_a_server_outlives_its_database_and_runs_each_session_once(
+    own_cluster, tmp_path, end
+):
+    workers = FakeWorkers(held=True)
+    async with an_app(tmp_path, workers) as http:
+        await http.post("/v1/tasks", json={"tasks": [body("a"), body("b")]})
+        await until(lambda: len(workers.living) == 2)
+        getattr(own_cluster, end)()
+        try:
+            assert await health(http) == (503, "store_error")
+            told = await http.post("/v1/tasks", json={"tasks": [body("c")]})
+            assert (told.status_code, told.json()["error"]["code"]) == (503, "store_error")
+            assert "retry-after" in told.headers
+            with capture_logs() as log:
+                workers.let("a.0")
+                await until(lambda: any(one.get("doing") == "storing a.0" for one in log))
+        finally:
+            await asyncio.to_thread(own_cluster.start)
+        await until(lambda: is_well(http))
+        assert (await http.post("/v1/tasks", json={"tasks": [body("c")]})).status_code == 200
+        await until(lambda: len(workers.living) == 2)
+        workers.let("b.0")
+        workers.let("c.0")
+        for task_id in ("a", "b", "c"):
+            assert (await ended(http.service, task_id))["usable"] == 1
+        assert workers.ran == ["a.0", "b.0", "c.0"]
+
+
+@pytest.mark.postgres
+async def test_health_answers_while_the_database_does_not(own_cluster, tmp_path):
+    async with an_app(tmp_path) as http:
+        assert await health(http) == (200, "ok")
+        with own_cluster.frozen():
+            await until(lambda: is_store_error(http))
+        await until(lambda: is_well(http))
+
+
+async def is_store_error(http):
+    return await health(http) == (503, "store_error")
+
+
+async def is_well(http):
+    return await health(http) == (200, "ok")
