@@ -96,11 +96,11 @@ WORDS = st.sampled_from(
 def test_pieces_have_the_ids_of_the_whole(name, words, shift):
     backend = BACKENDS[name]
     text = "x" * shift + "".join(words) * 20
-    whole = pieces._ids(backend, text)
+    whole = pieces.ids_of(backend, text)
     assert takes_pieces(backend)
     parts = list(pieces._pieces(backend, text, ADDED, piece=300))
     assert "".join(parts) == text
-    assert [id_ for part in parts for id_ in pieces._ids(backend, part)] == whole
+    assert [id_ for part in parts for id_ in pieces.ids_of(backend, part)] == whole
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
@@ -108,7 +108,7 @@ def test_pieces_have_the_ids_of_the_whole(name, words, shift):
 @given(text=st.one_of(st.text(max_size=400), st.lists(WORDS).map("".join)))
 def test_a_token_stands_for_no_more_characters_than_the_bound(name, text):
     backend = BACKENDS[name]
-    assert len(text) <= chars_per_token(backend) * len(pieces._ids(backend, text))
+    assert len(text) <= chars_per_token(backend) * len(pieces.ids_of(backend, text))
 
 
 def test_a_long_text_is_given_up_where_no_context_holds_it():
@@ -169,4 +169,4 @@ def test_what_looks_back_or_adds_to_a_text_takes_it_whole(normalizer, pre_tokeni
 
 
 def test_a_short_text_is_not_taken_apart():
-    assert tokenised(BACKEND, "some words", added=ADDED) == pieces._ids(BACKEND, "some words")
+    assert tokenised(BACKEND, "some words", added=ADDED) == pieces.ids_of(BACKEND, "some words")

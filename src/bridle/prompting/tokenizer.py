@@ -23,6 +23,7 @@ import numpy as np
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.pieces import chars_per_token, takes_pieces, tokenised
+from bridle.prompting.quick import guarded, quick_encoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -113,6 +114,8 @@ class PromptTokenizer:
         self._long_lock = threading.Lock()
         names_apart = self._to_part or re.compile(r"(?!)")
         self._apart = names_apart if takes_pieces(backend) else None
+        quick = quick_encoder(backend)
+        self._encoder, self._bare_encoder = guarded(backend, quick), guarded(self._bare, quick)
         self.chars_per_token = chars_per_token(backend)
         """The most characters that one token can stand for; infinite = no bound is known."""
 
@@ -198,7 +201,7 @@ class PromptTokenizer:
         if add_special_tokens:
             return self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
         if MARK not in text and _MARK_ASCII not in text:
-            return tokenised(self._backend, text, added=self._apart)
+            return tokenised(self._backend, text, added=self._apart, encode=self._encoder)
         ids: list[int] = []
         for piece in self._to_split.split(text) if self._to_split else [text]:
             known = self.added.get(piece, self.added.get(piece.strip()))
@@ -206,7 +209,7 @@ class PromptTokenizer:
                 ids.append(known)
             elif piece:
                 plain = _TO_UNESCAPE.sub(lambda found: _UNESCAPED[found.group()], piece)
-                ids += tokenised(self._bare, plain, added=self._apart)
+                ids += tokenised(self._bare, plain, added=self._apart, encode=self._bare_encoder)
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:  # noqa: ANN401, FBT001, FBT002 - the shape that is asked for
