@@ -65,9 +65,10 @@ def _engine_failed(error: EngineError) -> RequestError:
     if error.status in REFUSED:
         return RequestError("the model's server refused this request as invalid")
     if error.kind in FAILURES:
+        message = f"{error.kind}: {FAILURES[error.kind]}"
         if error.retryable:
-            return _passing(f"{FAILURES[error.kind]}; try again later", 503, error.kind, error)
-        return RequestError(FAILURES[error.kind], status=500, code=error.kind)
+            return _passing(f"{message}; try again later", 503, error.kind, error)
+        return RequestError(message, status=500, code=error.kind)
     if error.retryable:
         return _passing("the model is overloaded; try again later", 503, "overloaded", error)
     return RequestError("the model failed to answer", status=500, code="engine_error")
