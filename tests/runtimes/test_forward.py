@@ -1,13 +1,15 @@
 """Carrying connections to one address."""
 
 import asyncio
+import os
+import resource
 import socket
 import struct
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.forward import MAX_CONNECTIONS, Forwarder
 
 
 def listening():
@@ -103,3 +105,45 @@ async def test_after_its_end_nobody_listens():
         pass
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_machine_without_a_free_descriptor_ends_no_forwarder():
+    async with a_forwarder(echo) as (_, port):
+        client = socket.create_connection(("127.0.0.1", port))
+        with every_descriptor_taken():
+            for _ in range(20):  # it tries to accept meanwhile
+                await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection(sock=client)
+        writer.write(b"x")
+        async with asyncio.timeout(15):
+            assert await reader.readexactly(1) == b"x"
+        writer.close()
+
+
+@contextmanager
+def every_descriptor_taken():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open(os.devnull, os.O_RDONLY)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, hard))  # it was the lowest free one
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(taken)
+
+
+async def test_a_client_that_stays_when_the_gateway_has_closed_holds_no_descriptor():
+    async def close(reader, writer):
+        await reader.readexactly(1)
+        writer.close()
+
+    async with a_forwarder(close) as (forwarder, port):
+        forwarder.linger_s = 0.01
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"x")
+        async with asyncio.timeout(15):
+            assert await reader.read() == b""
+            # One place is for the next connection.
+            while forwarder._room._value < MAX_CONNECTIONS - 1:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.005)
+        writer.close()

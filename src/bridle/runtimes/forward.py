@@ -18,6 +18,12 @@ CHUNK = 1 << 16
 MAX_CONNECTIONS = 1024
 """Open connections of one sandbox; more wait to be accepted."""
 
+LINGER_S = 5.0
+"""How long a client may still send after the gateway has closed its side."""
+
+FULL_S = 0.1
+"""Wait before another look when no descriptor is free to accept a connection."""
+
 
 class Forwarder:
     """Carries what arrives at a listening socket to one address, until it is closed."""
@@ -27,6 +33,7 @@ class Forwarder:
         """Host and port; `None` = connections are closed at once."""
         self._listener = listener
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
+        self.linger_s = LINGER_S
         self._nursery = Nursery(_ignored)
 
     async def __aenter__(self) -> Self:
@@ -44,7 +51,12 @@ class Forwarder:
         loop = asyncio.get_running_loop()
         while True:
             await self._room.acquire()
-            inside, _ = await loop.sock_accept(self._listener)
+            try:
+                inside, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no descriptor is free
+                self._room.release()
+                await asyncio.sleep(FULL_S)
+                continue
             self._nursery.start(self._carried(inside), name="sandbox-connection")
 
     async def _carried(self, inside: socket.socket) -> None:
@@ -65,8 +77,10 @@ class Forwarder:
             outside.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().sock_connect(outside, target)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pump(inside, outside))
-                group.create_task(_pump(outside, inside))
+                sent = group.create_task(_pump(inside, outside))
+                await _pump(outside, inside)
+                await asyncio.wait({sent}, timeout=self.linger_s)
+                sent.cancel()
 
 
 async def _pump(source: socket.socket, sink: socket.socket) -> None:
