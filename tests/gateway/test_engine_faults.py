@@ -7,6 +7,7 @@ the samples of the sessions beside it are those of an engine without faults.
 import asyncio
 from contextlib import asynccontextmanager
 
+import aiohttp
 import orjson
 import pytest
 from aiohttp import web
@@ -14,6 +15,7 @@ from tests.engines.shapes import SHAPES
 from tests.engines.spoilers import each_token, prompt_ids
 from tests.engines.test_hostile import SAMPLING, Proxy
 from tests.gateway.house import house, scripted, user
+from tests.gateway.test_storms import two_workers
 
 TURN = {"content": "Hello, world, and all who live in it. " * 4}
 GOOD_BUDGET = 78
@@ -184,3 +186,43 @@ async def test_every_dialect_tells_the_kind_of_a_fault_and_so_does_the_session()
             assert error["message"].startswith(f"{kind}: ")
             assert caller.facts.last_error.startswith(f"{kind}: ")
             assert caller.facts.last_error_code == kind
+
+
+DRAWN = ("cut", "500", "unknown id")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("route", ["vllm chat", "sglang"])
+async def test_faults_stay_with_their_calls_over_two_workers(route, tmp_path):
+    shape = SHAPES[route]
+    spec = "sglang:" if route == "sglang" else ""
+    async with (
+        shape.server(scripted(TURN), **shape.serving) as server,
+        Faulty(server).open_with() as (proxy, url),
+        two_workers(tmp_path / "data", spec + url) as (_, control),
+        aiohttp.ClientSession() as client,
+    ):
+
+        async def one(budget):
+            """Status and reply of a call of its own session, and what that session has recorded."""
+            _, opened = await control("POST", "/sessions", {})
+            body = {"model": "m", "messages": [MESSAGE], "max_tokens": budget}
+            headers = {"Authorization": f"Bearer {opened['key']}"}
+            where = opened["base_url"]["openai"] + "/chat/completions"
+            async with client.post(where, json=body, headers=headers) as response:
+                said = response.status, await response.json()
+            path = f"/sessions/{opened['session_id']}/exchanges"
+            return *said, (await control("GET", path))[1]["exchanges"]
+
+        budgets = [budget for budget, name in BUDGETS.items() if name in DRAWN]
+        async with asyncio.TaskGroup() as group:
+            bad = [group.create_task(one(budget)) for budget in budgets]
+            good = [group.create_task(one(GOOD_BUDGET)) for _ in range(4)]
+        for budget, task in zip(budgets, bad, strict=True):
+            _, reply, recorded = task.result()
+            assert (reply["error"]["code"], recorded) == (FAULTS[BUDGETS[budget]][1], [])
+        texts = {task.result()[1]["choices"][0]["message"]["content"].strip() for task in good}
+        assert texts == {TURN["content"].strip()}
+        assert [len(task.result()[2]) for task in good] == [1] * 4
+        assert proxy.others == 4
