@@ -334,3 +334,19 @@ def test_every_text_stands_in_its_role_and_order(dialect, told):
         if isinstance(part, TextPart)
     ]
     assert parts == [(ROLES[who], text) for who, text in told]
+
+
+NULLS = {
+    Dialect.OPENAI_CHAT: ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    Dialect.OPENAI_RESPONSES: ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
+    Dialect.ANTHROPIC: ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    Dialect.GOOGLE: ({"contents": [{"role": "user", "parts": None}]}, "contents[0].parts"),
+}
+
+
+@ALL
+def test_null_in_place_of_a_users_content_is_refused_by_its_name(dialect):
+    changed, field = NULLS[dialect]
+    with pytest.raises(RequestError, match="got null instead") as refused:
+        read(dialect, json.dumps({**SEEDS[dialect][0], **changed}).encode())
+    assert refused.value.param == field

@@ -52,6 +52,8 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
         return _read_assistant(content, where)
     if role is Role.SYSTEM:
         return (Message(role, tuple(_parts(content, where))),)
+    if content is None and "content" in value:
+        raise wrong(where, "a string or an array of blocks", None)
     return _read_user(content, where)
 
 

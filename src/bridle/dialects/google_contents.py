@@ -85,6 +85,8 @@ def read_content(value: JSON, path: str) -> tuple[Message, ...]:
         raise RequestError(message, param=member(path, "role"))
     if role is Role.ASSISTANT:
         return _read_model(value, path)
+    if value.get("parts", ()) is None:
+        raise wrong(member(path, "parts"), "an array", None)
     return _read_user(value, path)
 
 

@@ -239,7 +239,10 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
         message = f"Invalid value: '{name}'. Supported values are: {known}."
         raise RequestError(message, param=member(path, "role"))
     thoughts: list[str] = []
-    content = tuple(read_content(value.get("content"), member(path, "content"), thoughts))
+    given = value.get("content")
+    if given is None and role is Role.USER and "content" in value:
+        raise wrong(member(path, "content"), "a string or an array of parts", None)
+    content = tuple(read_content(given, member(path, "content"), thoughts))
     if role is Role.ASSISTANT:
         return (_read_assistant(value, path, content, thoughts),)
     if role is Role.TOOL:

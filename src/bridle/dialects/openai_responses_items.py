@@ -138,7 +138,10 @@ def _read_message(item: JSON, path: str) -> Message:
         known = ", ".join(f"'{known}'" for known in _ROLES)
         message = f"Invalid value: '{name}'. Supported values are: {known}."
         raise RequestError(message, param=member(path, "role"))
-    parts = tuple(read_parts(item.get("content"), member(path, "content")))
+    content = item.get("content")
+    if content is None and role is Role.USER and "content" in item:
+        raise wrong(member(path, "content"), "a string or an array of parts", None)
+    parts = tuple(read_parts(content, member(path, "content")))
     return Message(role, parts, issued_ids=_ids(item, path) if role is Role.ASSISTANT else ())
 
 
