@@ -58,19 +58,22 @@ class ReplyCheck:
             raise GarbledError(
                 f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        low, high = int(chunk.output_ids.min()), int(chunk.output_ids.max())
-        self._check_range("sampled", low, high)
+        # Not `min()`, which goes through Python: streams have a piece per token.
+        low, high = np.minimum.reduce(chunk.output_ids), np.maximum.reduce(chunk.output_ids)
+        self._check_range("sampled", int(low), int(high))
         self._check_logprobs(chunk)
 
     def _check_logprobs(self, chunk: GenerateChunk) -> None:
         count, values = len(chunk.output_ids), chunk.logprobs
         if len(values) != count and (len(values) or self._needs_logprobs):
             raise GarbledError(f"the engine gave {count} ids, but {len(values)} logprobs")
-        # A comparison with NaN is false.
-        if len(values) and not (float(values.max()) <= ROUNDING and float(values.min()) > -np.inf):
+        if not len(values):
+            return
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
             raise GarbledError(
-                f"the engine gave logprobs between {values.min()} and {values.max()}: finite "
-                "numbers not above 0 are expected"
+                f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
+                "are expected"
             )
 
     def _check_prompt(self, told: bytes) -> None:

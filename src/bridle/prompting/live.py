@@ -224,10 +224,10 @@ class _Decoder:
 
 def begun(text: str, markers: Sequence[str]) -> int:
     """How many last characters may be the beginning of a marker."""
-    most = 0
+    size = first = len(text)
     for marker in markers:
-        for count in range(min(len(marker) - 1, len(text)), most, -1):
-            if marker.startswith(text[-count:]):
-                most = count
-                break
-    return most
+        at = text.find(marker[:1], max(size - len(marker) + 1, 0), first)
+        while at >= 0 and not marker.startswith(text[at:]):
+            at = text.find(marker[:1], at + 1, first)
+        first = first if at < 0 else at
+    return size - first

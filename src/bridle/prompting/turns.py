@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from bridle.prompting.canonical import Atom, Canonical, Hint
 from bridle.prompting.index import Index, Indexed, content_key
@@ -42,7 +42,13 @@ class TurnCounts:
 
     def as_json(self) -> JSON:
         """The counts as capture keeps them."""
-        return asdict(self)
+        return {
+            "verbatim": self.verbatim,
+            "rerendered": self.rerendered,
+            "foreign": self.foreign,
+            "given": self.given,
+            "tokens_rerendered": self.tokens_rerendered,
+        }
 
     @classmethod
     def of_json(cls, kept: JSON | None) -> TurnCounts | None:
