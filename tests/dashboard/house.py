@@ -20,6 +20,9 @@ from bridle.dashboard.folder import Folder
 from bridle.types import FinishReason, Kind
 
 HOSTILE = '<script>alert("x")</script><img src=//evil.example/x onerror=alert(1)>\u202e"\'&lt;'
+FILE = "</script><script>alert(1)</script>\"'\u202e javascript:alert(1).svg"
+"""A name of a kept file, which is a picture with a script."""
+SVG = '<svg xmlns="http://www.w3.org/2000/svg"><script>document.title = "ran"</script></svg>'
 SYSTEM = {"role": "system", "content": "You fix tests."}
 
 
@@ -78,11 +81,16 @@ async def captured(folder, *, rewards=(1.0, 0.0, None)):
             log = folder / "sessions" / caller.session_id / "stdout.log"
             log.parent.mkdir(parents=True)
             log.write_text(HOSTILE)
+            picture = log.with_name("picture.svg")
+            picture.write_text(SVG)
+            logs = {"stdout": log, FILE: picture}
             more = {
                 "timing": {"queue": 0.5, "run": 2.0, "evaluate": 0.1},
                 "exit_code": 0,
-                "logs": {"stdout": str(log.relative_to(folder)), "escape": "../../secret"},
-                "evaluation": {"output": HOSTILE},
+                "logs": {name: str(path.relative_to(folder)) for name, path in logs.items()}
+                | {"escape": "../../secret"},
+                "left_out": {FILE: HOSTILE},
+                "evaluation": {"output": HOSTILE, "stayed": [FILE]},
             }
             await store.close_session(
                 Outcome(

@@ -81,8 +81,11 @@ def test_hostile_text_is_text_on_every_page(found):
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["referrer-policy"] == "same-origin"
         if not answer.headers["content-type"].startswith("text/html"):
             assert answer.headers["content-type"].startswith("text/plain"), at
+            assert "sandbox" in answer.headers["content-security-policy"], at
             continue
         page = Page(answer.text)
         own = [*page.scripts, *page.loads]

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 from tests.dashboard.house import captured, shown
@@ -211,6 +211,9 @@ def test_without_scripts_every_page_tells_the_same(browser, url):
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
+SHOWN = ("exchange", "trace", "file")
+
+
 def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
     import asyncio
 
@@ -221,13 +224,19 @@ def test_hostile_text_runs_and_loads_nothing(browser, tmp_path_factory):
         links = {
             link.get_attribute("href")
             for link in every(browser, "main a")
-            if "/exchange/" in link.get_attribute("href") or "/trace/" in link.get_attribute("href")
+            if any(f"/{part}/" in link.get_attribute("href") for part in SHOWN)
         }
         assert len(links) > 5
-        for address in sorted(links):
+        assert sum("/file/" in link for link in links) == 3
+        hostile = quote('"><script>document.title = "ran"</script>', safe="")
+        asked = {f"/session/{hostile}", f"/task?id={hostile}", f"/sessions?text={hostile}"}
+        for address in sorted(links | {f"{where}{path}" for path in asked}):
             browser.get(address)
+            assert browser.title != "ran"
             assert every(browser, "img[src*='evil']") == []
             assert every(browser, "main script") == []
+    told = [line["message"] for line in browser.get_log("browser")]
+    assert [message for message in told if "404" not in message] == []
 
 
 def test_a_token_is_typed_once(browser, tmp_path_factory):

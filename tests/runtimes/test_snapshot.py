@@ -1,11 +1,20 @@
 import os
+import tarfile
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.snapshot import Bounds, TooMuch, copy_out, copy_tree, replace_tree, take_out
+from bridle.runtimes.snapshot import (
+    Bounds,
+    TooMuch,
+    check_archive,
+    copy_out,
+    copy_tree,
+    replace_tree,
+    take_out,
+)
 
 
 @pytest.fixture
@@ -170,3 +179,38 @@ def test_what_cannot_be_taken_out_leaves_nothing(source, tmp_path, name, why):
 def test_nothing_is_taken_out_of_another_folder(source, tmp_path):
     with pytest.raises(RuntimeFailure, match="lies outside the session's own folder"):
         take_out(source / ".." / "x", tmp_path / "taken", source, 1)
+
+
+def archived(path, *entries):
+    """An archive of (name, size) whose contents are all of one hole: headers without their data."""
+    with path.open("wb") as file:
+        for name, size in entries:
+            entry = tarfile.TarInfo(name)
+            entry.size = size
+            file.write(entry.tobuf())
+            file.truncate(file.tell() + (size + 511) // 512 * 512)
+            file.seek(0, os.SEEK_END)
+        file.truncate(file.tell() + 1024)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([("out/a", 9 << 30)], "more than 8192 MiB"),
+        ([("out/a", 5 << 30), ("out/b", 5 << 30)], "more than 8192 MiB"),
+        ([("out" + "/d" * 200, 0)], "out is deeper than 100 folders"),
+        ([(f"out/{number}", 0) for number in range(30)], "more than 20 files"),
+    ],
+)
+def test_an_archive_that_is_a_bomb_is_refused_before_it_is_taken_out(tmp_path, entries, why):
+    with pytest.raises(TooMuch, match=why):
+        check_archive(archived(tmp_path / "x.tar", *entries), Bounds(entries=20))
+
+
+def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
+    archive = archived(tmp_path / "x.tar", ("out/a", 7), ("out/b", 5))
+    assert check_archive(archive, Bounds(bytes=12)) == 12
+    archive.write_bytes(b"no archive" * 100)
+    with pytest.raises(RuntimeFailure, match="no whole archive"):
+        check_archive(archive, Bounds())

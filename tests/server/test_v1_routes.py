@@ -134,7 +134,11 @@ async def test_artifacts_are_files_of_the_run_and_nothing_else(tmp_path):
     async with an_app(tmp_path, FakeWorkers(artifacts={("a.0", "stdout.log"): log})) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
-        assert (await http.get("/v1/sessions/a.0/artifacts/stdout.log")).text == "hello"
+        found = await http.get("/v1/sessions/a.0/artifacts/stdout.log")
+        assert found.text == "hello"
+        assert found.headers["content-disposition"] == "attachment"
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert found.headers["content-security-policy"] == "default-src 'none'; sandbox"
         assert (await http.get("/v1/sessions/a.0/artifacts/none")).status_code == 404
 
 

@@ -45,6 +45,9 @@ POLICY: Final = (
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 
+AS_TEXT: Final = {"content-security-policy": "default-src 'none'; frame-ancestors 'none'; sandbox"}
+"""Headers of what an agent wrote, shown by itself: it is text, and nothing in it may run."""
+
 HEADERS: Final = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -203,7 +206,7 @@ class _Pages:
             raise HTTPException(404, f"no file {path['name'][:200]!r} of this session is kept")
         if isinstance(found, bytes):
             return _as_text(found)
-        return FileResponse(found, media_type="text/plain; charset=utf-8")
+        return FileResponse(found, media_type="text/plain; charset=utf-8", headers=AS_TEXT)
 
     def login(self, request: Request, *, wrong: bool) -> Response:
         """The form that asks for a token."""
@@ -286,4 +289,4 @@ def _holding(shown: Shown) -> AbstractContextManager[object]:
 
 
 def _as_text(content: bytes) -> Response:
-    return Response(content, media_type="text/plain; charset=utf-8")
+    return Response(content, media_type="text/plain; charset=utf-8", headers=AS_TEXT)

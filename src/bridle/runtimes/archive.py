@@ -42,16 +42,6 @@ def size_of(archive: Path) -> int:
     return archive.stat().st_size if archive.exists() else 0
 
 
-def contents_size(archive: Path) -> int:
-    """Bytes of all files of `archive` with their holes. `RuntimeFailure` if it is none."""
-    try:
-        with tarfile.open(archive, "r:") as tar:
-            return sum(entry.size for entry in tar)
-    except tarfile.TarError as error:
-        message = f"what came out is no whole archive: {error}"
-        raise RuntimeFailure(message) from error
-
-
 def unpack(archive: Path, name: str, target: Path, *, any_link: bool = False) -> None:
     """Take the entry `name` of `archive` out as `target`; a folder is merged into an existing one.
 

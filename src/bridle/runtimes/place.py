@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import contents_size, pack, pack_bytes, size_of, unpack
+from bridle.runtimes.archive import pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
@@ -29,6 +29,7 @@ from bridle.runtimes.snapshot import (
     Bounds,
     Keep,
     TooMuch,
+    check_archive,
     copy_tree,
     put_by_archive,
     replace_tree,
@@ -226,7 +227,7 @@ class Contained(Place):
                         take_out, here, target, self._scratch, room
                     )
             except TooMuch as error:
-                raise RuntimeFailure(too_much) from error
+                raise RuntimeFailure(f"{too_much}: {error}") from error
         self._download_room -= size
         return left
 
@@ -245,9 +246,7 @@ class Contained(Place):
                 if size_of(archive) >= room:
                     raise TooMuch(str(error)) from error
                 raise
-            size = await asyncio.to_thread(contents_size, archive)
-            if size > room:
-                raise TooMuch(str(size))
+            size = await asyncio.to_thread(check_archive, archive, Bounds(bytes=room))
             await asyncio.to_thread(unpack, archive, path.name, target)
             return size
 
@@ -262,6 +261,7 @@ class Contained(Place):
                 if size_of(archive) >= most:
                     raise TooMuch(f"there are more than {most >> 20} MiB") from error
                 raise
+            await asyncio.to_thread(check_archive, archive, Bounds())
             await asyncio.to_thread(unpack, archive, path.name, folder, any_link=True)
         return ()
 

@@ -27,13 +27,13 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes import remote_runner
-from bridle.runtimes.archive import contents_size, pack, pack_bytes, unpack
+from bridle.runtimes.archive import pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
 from bridle.runtimes.place import DOWNLOAD_BYTES, FRAME_BYTES
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.rex import RexHost
-from bridle.runtimes.snapshot import Bounds, Keep, TooMuch, put_by_archive
+from bridle.runtimes.snapshot import Bounds, Keep, TooMuch, check_archive, put_by_archive
 from bridle.types import JSON
 
 SHARED = ("local", "remote")
@@ -276,16 +276,14 @@ class RemoteRuntime:
             pieces = int(
                 await self._run("pack", str(path), there, "" if self.contains else self._root)
             )
-            too_much = TooMuch(f"there are more than {most >> 20} MiB")
             if (pieces - 1) * remote_runner.PIECE > most + FRAME_BYTES:
-                raise too_much
+                raise TooMuch(f"there are more than {most >> 20} MiB")
             with tempfile.TemporaryDirectory(dir=self._scratch) as aside:
                 archive = Path(aside, "out.tar")
                 for piece in range(pieces):
                     text = await self._host.read(f"{there}/tar.{piece}")
                     await asyncio.to_thread(_append, archive, base64.b64decode(text))
-                if await asyncio.to_thread(contents_size, archive) > most:
-                    raise too_much
+                await asyncio.to_thread(check_archive, archive, Bounds(bytes=most))
                 await asyncio.to_thread(unpack, archive, path.name, target, any_link=any_link)
 
     # ---- addresses

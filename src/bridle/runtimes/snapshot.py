@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import stat
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +56,29 @@ class Bounds:
 
 class TooMuch(RuntimeFailure):
     """A tree is over the bounds of a copy; the text says which."""
+
+
+def check_archive(archive: Path, bounds: Bounds) -> int:
+    """Bytes of all files of an archive with their holes, read before anything of it is taken out.
+
+    Raises `TooMuch`, and `RuntimeFailure` if it is no whole archive.
+    """
+    size = 0
+    try:
+        with tarfile.open(archive, "r:") as tar:
+            for count, entry in enumerate(tar, 1):
+                size += entry.size
+                if count > bounds.entries:
+                    raise TooMuch(f"there are more than {bounds.entries} files")
+                if size > bounds.bytes:
+                    raise TooMuch(f"there are more than {bounds.bytes >> 20} MiB")
+                if len(PurePosixPath(entry.name).parts) > bounds.depth + 2:
+                    top = entry.name.partition("/")[0]
+                    raise TooMuch(f"{top} is deeper than {bounds.depth} folders")
+    except tarfile.TarError as error:
+        message = f"what comes out is no whole archive: {error}"
+        raise RuntimeFailure(message) from error
+    return size
 
 
 def replace_tree(

@@ -216,6 +216,14 @@ async def show_trajectory(asked: Asked) -> Response:
     return reply(await asyncio.to_thread(trajectory_json, found))
 
 
+ARTIFACT: Final = {
+    "content-disposition": "attachment",
+    "x-content-type-options": "nosniff",
+    "content-security-policy": "default-src 'none'; sandbox",
+}
+"""Headers that keep a browser from showing or running a file that an agent wrote."""
+
+
 async def artifact(asked: Asked) -> Response:
     """`GET /v1/sessions/{session_id}/artifacts/{name}`: a log, or a file that was kept."""
     row = await _session(asked)
@@ -225,8 +233,8 @@ async def artifact(asked: Asked) -> Response:
     if found is None:
         raise Refusal(404, "not_found", f"no artifact {name[:200]!r}", param="name")
     if isinstance(found, bytes):
-        return Response(found, media_type="application/octet-stream")
-    return FileResponse(found, media_type="application/octet-stream")
+        return Response(found, media_type="application/octet-stream", headers=ARTIFACT)
+    return FileResponse(found, media_type="application/octet-stream", headers=ARTIFACT)
 
 
 # ---- groups
