@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import io
+import itertools
 import threading
 import tracemalloc
 import zlib
@@ -271,6 +272,26 @@ async def test_a_bystander_is_served_while_a_body_drips():
             await slow.until(lambda: slow.facts.calls == 1)
             await other.ask([user("go")])
             sending.cancel()
+
+
+async def test_others_have_their_turn_between_the_pieces_of_a_bomb():
+    async with house({"content": "a"}, max_body_bytes=1 << 23) as home:
+        caller, seen = await home.session(), set[int]()
+        in_hand = home.gateway._registry.get(caller.session_id).in_hand
+
+        async def others():
+            while True:
+                seen.add(in_hand.size)
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(others())
+        raw = gzip.compress(b" " * (1 << 24))
+        status, _ = await caller.post(raw, {"Content-Encoding": "gzip"})
+        ticking.cancel()
+    sizes = sorted(seen)
+    assert status == 413
+    assert max(after - before for before, after in itertools.pairwise(sizes)) <= 1 << 20
+    assert sizes[-1] >= 1 << 22
 
 
 async def test_a_client_that_goes_leaves_its_place_when_its_body_is_parsed():

@@ -126,6 +126,7 @@ class Admission:
                 raise self._too_large()
             taken.grow(len(chunk))
             chunks.append(chunk)
+            await asyncio.sleep(0)  # the next piece may be there at once, or be in this one's bytes
         return b"".join(chunks)
 
     def _too_large(self) -> RequestError:
