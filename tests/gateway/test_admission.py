@@ -277,11 +277,12 @@ async def test_a_bystander_is_served_while_a_body_drips():
 async def test_others_have_their_turn_between_the_pieces_of_a_bomb():
     async with house({"content": "a"}, max_body_bytes=1 << 23) as home:
         caller, seen = await home.session(), set[int]()
-        in_hand = home.gateway._registry.get(caller.session_id).in_hand
+        session = home.gateway._registry.get(caller.session_id)
+        assert session is not None
 
         async def others():
             while True:
-                seen.add(in_hand.size)
+                seen.add(session.in_hand.size)
                 await asyncio.sleep(0)
 
         ticking = asyncio.create_task(others())

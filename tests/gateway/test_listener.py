@@ -1,6 +1,7 @@
 """Connections: opened, limited in size and time, closed without a trace."""
 
 import asyncio
+import gzip
 import socket
 from contextlib import asynccontextmanager
 
@@ -171,6 +172,24 @@ async def test_headers_of_many_kilobytes_are_taken():
         client.post(listener.url, data=b"ok", headers=headers) as response,
     ):
         assert response.status == 200
+
+
+async def test_a_body_that_was_not_read_is_not_unpacked_after_its_answer():
+    found = []
+
+    async def refuse(http: web.BaseRequest) -> web.StreamResponse:
+        found.append(http.content)
+        return web.Response(status=401)
+
+    bomb = gzip.compress(bytes(1 << 24))
+    head = (
+        b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Encoding: gzip\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(bomb)
+    )
+    async with listening(refuse) as listener:
+        answer = await exchanged(listener, head + bomb)
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert found[0].total_bytes <= 1 << 20
 
 
 async def test_what_is_not_http_is_refused():

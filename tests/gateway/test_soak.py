@@ -100,7 +100,7 @@ def own_objects():
 
 
 def resident_kib():
-    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
 
 async def soak(seed, calls):

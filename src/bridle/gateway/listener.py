@@ -185,7 +185,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
 
     async def __aenter__(self) -> Self:
         server = _Server(
-            self._handler,
+            self._answer,
             most=self._most,
             request_factory=self._request,
             handler_cancellation=True,
@@ -216,6 +216,18 @@ class Listener(AbstractAsyncContextManager["Listener"]):
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Answer, and have what was not read of a compressed body left as it is.
+
+        aiohttp reads on after an answer, for seconds and without a turn for others while there is
+        more to unpack. It takes a `TimeoutError` for the end of that time.
+        """
+        try:
+            return await self._handler(http)
+        finally:
+            if "Content-Encoding" in http.headers and not http.content.is_eof():
+                http.content.set_exception(TimeoutError())
 
     def _request(
         self,
