@@ -285,10 +285,11 @@ async def test_others_have_their_turn_between_the_pieces_of_a_bomb():
                 seen.add(session.in_hand.size)
                 await asyncio.sleep(0)
 
-        ticking = asyncio.create_task(others())
-        raw = gzip.compress(b" " * (1 << 24))
-        status, _ = await caller.post(raw, {"Content-Encoding": "gzip"})
-        ticking.cancel()
+        async with asyncio.TaskGroup() as group:
+            ticking = group.create_task(others())
+            raw = gzip.compress(b" " * (1 << 24))
+            status, _ = await caller.post(raw, {"Content-Encoding": "gzip"})
+            ticking.cancel()
     sizes = sorted(seen)
     assert status == 413
     assert max(after - before for before, after in itertools.pairwise(sizes)) <= 1 << 20
