@@ -462,3 +462,28 @@ async def test_an_engine_without_eyes_refuses_images_clearly():
         status, told = await caller.post({"model": "m", "messages": [shown()]})
         assert status == 400
         assert "user message 0 holds image/png (part 0)" in told["error"]["message"]
+
+
+async def test_a_loop_of_screenshots_is_one_agent_s_conversation_and_trains_whole():
+    shots = [
+        {"tool_calls": [{"name": "bash", "arguments": {"command": f"shot {n}"}}]} for n in range(5)
+    ]
+    async with house(engine=Sighted(*shots, {"content": "done"})) as home:
+        caller = await home.session()
+        messages = [user("go")]
+        for number in range(6):
+            said = await caller.ask(messages, tools=[{"type": "function", "function": TOOL}])
+            messages.append(said)
+            for call in said.get("tool_calls") or ():
+                png = base64.b64encode(b"\x89PNG" + bytes([number])).decode()
+                url = {"url": f"data:image/png;base64,{png}"}
+                shown = [{"type": "image_url", "image_url": url}]
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
+        assert {exchange.kind for exchange in caller.exchanges} == {"agent"}
+        assert [e.root_reason for e in caller.exchanges] == ["first", *["image"] * 5]
+        trajectory = rebuild(home.store.read(caller.session_id))
+        stats = trajectory.metadata["stats"]
+        assert (stats["turns_shown"], stats["turns_verbatim"]) == (15, 15)
+        assert stats["tokens_captured"] == stats["tokens_trained"] > 0
+        [trace] = trajectory.traces
+        assert len(trace.media) == 5
