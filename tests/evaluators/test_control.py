@@ -67,8 +67,8 @@ async def test_the_same_failure_on_the_untouched_work_folder_is_the_evaluators(
 async def test_a_budget_that_the_agents_files_use_up_is_reward_0(tmp_path):
     async with evaluation(tmp_path) as context:
         await context.places.agents.exec("touch bad")
-        with pytest.raises(Unscorable, match=r"its budget of 3 s ran out"):
-            await scored(context, "command", 3.0, command=BAD.format("sleep 60"))
+        with pytest.raises(Unscorable, match=r"its budget of 6 s ran out"):
+            await scored(context, "command", 6.0, command=BAD.format("sleep 60"))
 
 
 async def test_a_part_of_a_composite_is_controlled_by_itself(tmp_path):
