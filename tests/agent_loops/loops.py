@@ -150,6 +150,8 @@ class Loop:
     says: str = "717710"
     """Text that the program prints when it has done its work."""
     facts: Facts = Facts()
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    """`stats.unknown`: fields that the provider's API does not have."""
     note: str = ""
     """The reason of each fork."""
 
@@ -273,7 +275,11 @@ LOOPS: Sequence[Loop] = (
         facts=Facts(calls=3, conversations=3, verbatim=0, shown=0),
         note="It writes its history into the user message of a new conversation.",
     ),
-    Loop("qwen_agent_assistant.py"),
+    Loop(
+        "qwen_agent_assistant.py",
+        unknown={"message.extra": 5, "message.id": 5},
+        note="It adds fields of its own to messages, which `stats.unknown` names.",
+    ),
     Loop(
         "gptme_run.py",
         "agents-gptme",
