@@ -1,12 +1,13 @@
 """A call that breaks its engine fails alone; the other calls of the engine are served."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from tests.engines.fakes import Fake, call, chunk, lost, pooled, said, state, until
 
 from bridle.engines.base import CutError
-from bridle.engines.pool_blame import BREAKS, STRIKES
+from bridle.engines.pool_blame import BREAKS, STRIKES, SUSPECTED
 from bridle.engines.pool_replica import ReplicaState, RoutedCall
 from bridle.errors import EngineError
 from bridle.types import FinishReason
@@ -26,22 +27,36 @@ class Poisonable(Fake):
         self.deaths = 0
         self.down = asyncio.Event()
         self.poisoned = 0
+        self.running = 0
+        self.lost_with = []
+        """The calls that were there at each death."""
 
     async def generate(self, request):
         """Calls run together: nobody ends before all bystanders have begun."""
+        self.running += 1
+        try:
+            async for piece in self._reply(request):
+                yield piece
+        finally:
+            self.running -= 1
+
+    async def _reply(self, request):
         self.asked.append(request)
         if request.session_id == "poison":
             self.poisoned += 1
             await asyncio.sleep(0.002)
             if self.dies:
                 self.deaths += 1
+                self.lost_with.append(self.running)
                 self.sick = lost()
                 self.down.set()
                 asyncio.get_running_loop().call_later(0.03, self._restarted)
             raise self.error
         down = self.down
         for token in range(self.tokens):
-            await asyncio.sleep(0.002)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.002):
+                    await down.wait()  # all connections of a server break at once
             if down.is_set() or self.sick is not None:
                 raise lost()
             if request.request_id in self.aborted:
@@ -51,6 +66,30 @@ class Poisonable(Fake):
 
     def _restarted(self):
         self.sick, self.down = None, asyncio.Event()
+        self.aborted.clear()
+
+
+class Crowded(Poisonable):
+    """The first two deaths hit the poisoned call and all bystanders."""
+
+    def __init__(self, error, *, dies):
+        super().__init__(error, dies=dies)
+        self.all_here = asyncio.Event()
+
+    async def _reply(self, request):
+        if self.deaths < SUSPECTED:
+            if self.running > BYSTANDERS:
+                self.all_here.set()
+            await self.all_here.wait()
+            if request.session_id != "poison":
+                await self.down.wait()
+                raise lost()
+        async for piece in super()._reply(request):
+            yield piece
+
+    def _restarted(self):
+        super()._restarted()
+        self.all_here.clear()
 
 
 async def outcome(pool, request):
@@ -109,20 +148,14 @@ async def test_a_session_whose_call_killed_engines_gets_one_try_for_its_next():
 
 
 async def test_suspects_run_in_groups_that_shrink_until_the_killer_is_alone():
-    fake = Poisonable(lost("reset"), dies=True)
+    fake = Crowded(lost("reset"), dies=True)
     async with pooled(fake, attempts=5) as pool:
-        blame, together = pool._blame, []
-        async with asyncio.TaskGroup() as group:
-            bad = group.create_task(outcome(pool, call("bad", "poison")))
-            for number in range(BYSTANDERS):
-                group.create_task(outcome(pool, call(f"good{number}", f"s{number}")))
-            while not bad.done():
-                together.append(len(blame._held))
-                await asyncio.sleep(0.001)
-        assert fake.deaths == 5
-        assert 3 <= max(together) <= 9
-        assert not blame._held
-        assert not blame._waiting
+        bad, good = await beside(pool)
+        assert isinstance(bad, EngineError)
+        assert [ids for ids, *_ in good] == [ALL] * BYSTANDERS
+        assert fake.lost_with == [BYSTANDERS + 1, BYSTANDERS + 1, 9, 3, 1]
+        assert not pool._blame._held
+        assert not pool._blame._waiting
 
 
 async def test_a_session_that_fails_again_and_again_while_others_are_served_is_quarantined():
