@@ -20,7 +20,7 @@ from tests.gateway.test_storms import two_workers
 TURN = {"content": "Hello, world, and all who live in it. " * 4}
 GOOD_BUDGET = 78
 ROUTES = ["vllm chat", "vllm generate", "vllm completions", "sglang", "sglang chat"]
-SILENT_S = 2.0
+SILENT_S = 5.0
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
@@ -125,18 +125,22 @@ async def test_a_fault_costs_the_call_that_met_it_and_no_other(route):
         first = await home.session()
         assert (await asked(first))[0] == 200
         clean, proxy.others = tokens(first), 0
-        poisoned = {name: await home.session() for name in BUDGETS.values()}
+        faults = dict(FAULTS)
+        if route != ROUTES[0]:
+            del faults["silence"]  # it takes three times SILENT_S, and is no other there
+        poisoned = {name: await home.session() for name in faults}
         beside = [await home.session() for _ in range(4)]
         async with asyncio.TaskGroup() as group:
             bad = {
                 name: group.create_task(asked(poisoned[name], budget))
                 for budget, name in BUDGETS.items()
+                if name in faults
             }
             good = [group.create_task(asked(one)) for one in beside]
         assert [one.result()[0] for one in good] == [200] * len(beside)
         assert [tokens(one) for one in beside] == [clean] * len(beside)
         assert proxy.others == len(beside)
-        for name, (_, kind) in FAULTS.items():
+        for name, (_, kind) in faults.items():
             status, reply = bad[name].result()
             facts = poisoned[name].facts
             if kind is None:

@@ -114,7 +114,14 @@ async def soak(seed, calls):
         grown, more = own_objects() - objects, resident_kib() - memory
         _, text = await home.control("GET", "/metrics")
     took = time.monotonic() - began
-    log.info("soaked", calls=calls, took_s=round(took), answered=answered, faults=engine.faults)
+    log.info(
+        "soaked",
+        seed=seed,
+        calls=calls,
+        took_s=round(took),
+        answered=answered,
+        faults=engine.faults,
+    )
     log.info("left", sessions=rest, objects=grown, kib=more)
     told = numbers(text)
     asked = {name: value for name, value in told.items() if 'route="generate"' in name}
