@@ -17,6 +17,15 @@ async def recovered(http):
     await until(well)
 
 
+async def noticed(http):
+    """A check is made once a second at most."""
+
+    async def full():
+        return (await health(http)) == (503, "store_error", "File too large")
+
+    await until(full)
+
+
 async def held_run(http):
     await http.post("/v1/tasks", json={"tasks": [body("a")]})
     await until(lambda: http.service.workers.living)
@@ -26,7 +35,7 @@ async def test_a_result_waits_for_room_and_nothing_is_begun_meanwhile(tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         with full_disk(), capture_logs() as log:
-            assert await health(http) == (503, "store_error", "File too large")
+            await noticed(http)
             http.service.workers.let("a.0", error="x" * 2000)
             await until(lambda: any("a trajectory cannot" in one["event"] for one in log))
             assert (await http.get("/v1/tasks/a")).json()["state"] == "running"
@@ -68,6 +77,7 @@ async def test_while_a_disk_is_full_no_session_is_begun(tmp_path):
         await http.post("/v1/pause")
         await http.post("/v1/tasks", json={"tasks": [body("a")]})
         with full_disk(), capture_logs() as log:
+            await noticed(http)
             http.service.dispatcher.paused = False
             http.service.dispatcher.wake.beat()
             await until(lambda: any(one.get("doing") == "claiming sessions" for one in log))
