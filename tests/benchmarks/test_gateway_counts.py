@@ -25,4 +25,4 @@ def test_a_linear_turn_takes_no_more_function_calls(way):
 
 def test_calls_of_a_turn_do_not_grow_with_the_context():
     short, long = (calls_a_turn(Way("chat"), context=size)[0] for size in (2_000, 16_000))
-    assert abs(long - short) <= 0.01 * short
+    assert abs(long - short) <= 0.05 * short, "eight times the context"
