@@ -211,7 +211,8 @@ class AgentSpec(Settings):
     import_path: str | None = None
     """`package.module:Class` of a harness of your own."""
     version: str | None = None
-    """Pinned version; `None` = the one that Bridle tests."""
+    """`None` = the version that Bridle is tested with. Any other one is installed without a lock,
+    is checked once, and is recorded as `<version> (unlocked)`."""
     model_name: str = "bridle-policy"
     """The model name the harness is told; one that no harness knows, so none switches protocol."""
     command: str | None = None

@@ -99,8 +99,3 @@ def report(**facts):
 )
 def test_exit_code_0_counts_only_if_its_report_does_not_say_failed(exit_code, stdout, cause):
     assert hermes().exit_cause(exit_code, None, stdout) is cause
-
-
-def test_another_version_is_refused():
-    with pytest.raises(ConfigError, match=r"packaged as 0\.19\.0"):
-        Hermes(AgentSpec(harness="hermes", version="1.0"))

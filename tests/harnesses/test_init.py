@@ -48,9 +48,16 @@ def test_exactly_one_way_of_naming_it(agent):
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])
-def test_a_version_that_is_not_packaged_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"'{name}' is packaged as .*, not '0\.0\.1'"):
-        open_harness(AgentSpec(harness=name, version="0.0.1"))
+def test_another_version_than_the_pinned_is_recorded_as_unlocked(name):
+    assert open_harness(AgentSpec(harness=name, version="0.0.1")).version == "0.0.1 (unlocked)"
+    pinned = open_harness(name).version
+    assert open_harness(AgentSpec(harness=name, version=pinned)).version == pinned
+
+
+@pytest.mark.parametrize("version", ["", "latest", ">=2", "2 --index-url http://x", "2\nevil"])
+def test_a_version_is_the_number_of_exactly_one(version):
+    with pytest.raises(ConfigError, match=r"agent\.version: .* is not the number of one version"):
+        open_harness(AgentSpec(harness="pi", version=version))
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "pi"])

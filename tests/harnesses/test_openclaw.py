@@ -4,7 +4,6 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec, McpServer
-from bridle.errors import ConfigError
 from bridle.harnesses.openclaw import Openclaw
 from bridle.types import Cause, Dialect
 
@@ -79,8 +78,3 @@ def test_mcp_servers_and_skills_are_written_in_its_own_form(tmp_path):
 )
 def test_its_exit_codes_are_believed(exit_code, cause):
     assert openclaw().exit_cause(exit_code, None, b"") is cause
-
-
-def test_another_version_is_refused():
-    with pytest.raises(ConfigError, match=r"packaged as 2026\.9\.6"):
-        Openclaw(AgentSpec(harness="openclaw", version="1.0"))

@@ -13,6 +13,7 @@ from bridle.executors.local import LocalExecutor
 from bridle.harnesses import open_harness
 from bridle.harnesses.bundles import Builder, ensure
 from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.packaged import CHECK_FILE
 from bridle.harnesses.pi import CLI
 from bridle.lifecycle.results import result_from
 from bridle.testing import scripted_engine
@@ -143,6 +144,17 @@ async def test_two_processes_that_install_at_once_give_one_bundle(tmp_path):
         ]
     assert installs[0].result() == installs[1].result()
     assert any("waiting" in line for line in said)
+
+
+async def test_a_version_of_the_users_choice_is_checked_once_before_its_first_session(tmp_path):
+    harness, said = open_harness(AgentSpec(harness="openai_agents", version="0.23.1")), []
+    folder = await harness.install(tmp_path, said.append)
+    assert folder is not None
+    assert said[-1].startswith("openai_agents 0.23.1 (unlocked): works; fields that the gateway")
+    assert json.loads((folder / CHECK_FILE).read_text())["version"] == "0.23.1 (unlocked)"
+    said.clear()
+    assert await harness.install(tmp_path, said.append) == folder
+    assert not said
 
 
 async def test_without_npm_on_the_machine_pi_is_installed_all_the_same(tmp_path, monkeypatch):

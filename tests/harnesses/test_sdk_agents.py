@@ -4,7 +4,8 @@ import pytest
 from tests.harnesses.made import context
 
 from bridle.config import AgentSpec, McpServer
-from bridle.harnesses.sdk_agents import plain_servers, script_cause, script_launch
+from bridle.harnesses.google_adk import GoogleAdk
+from bridle.harnesses.sdk_agents import plain_servers, script_launch
 from bridle.types import Cause
 
 
@@ -32,7 +33,8 @@ def test_a_script_gets_its_configuration_as_a_file_and_the_task_on_stdin():
     ],
 )
 def test_a_scripts_exit_codes_tell_all(exit_code, signal, cause):
-    assert script_cause(exit_code, signal) is cause
+    agent = GoogleAdk(AgentSpec(harness="google_adk"))
+    assert agent.exit_cause(exit_code, signal, b"") is cause
 
 
 def test_servers_reach_a_script_as_plain_json():

@@ -33,15 +33,16 @@ EDITS: dict[str, tuple[JSON, list[JSON]]] = {
 """Programs without tools, which change files as the model's text says: settings and turns."""
 
 
-def check_harness(name: str) -> JSON:
+def check_harness(name: str, version: str | None = None) -> JSON:
     """Install harness `name`, let it write a file in its own way, and say how it went.
 
-    `works` in the report is whether the file is there and the session completed. `ConfigError` for
-    an unknown name.
+    `version` is another one than the pinned. `works` in the report is whether the file is there and
+    the session completed. `ConfigError` for an unknown name.
     """
-    harness = open_harness(name)
+    pinned = default_agent(name)
+    agent = pinned.model_copy(update={"version": version}) if version else pinned
+    harness = open_harness(agent)
     settings, turns = EDITS.get(name, ({}, CALLS))
-    agent = default_agent(name)
     task = Task(
         task_id=f"check-{name}",
         instruction=f"Write the word bridle into {PROOF}.",

@@ -77,6 +77,9 @@ def prune(
 @app.command()
 def check(
     name: Annotated[str, typer.Argument(help="Short name of the harness.")],
+    version: Annotated[
+        str | None, typer.Option(help="Another version than the pinned one, without its lock.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Install a harness, let it do one piece of work against the scripted engine, and report.
@@ -85,7 +88,7 @@ def check(
     """
     from bridle.cli.check import check_harness
 
-    report = check_harness(name)
+    report = check_harness(name, version)
     if json:
         print_json(report)
     else:

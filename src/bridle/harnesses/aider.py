@@ -8,25 +8,16 @@ commit message) are off unless asked for. It exits 0 after API errors; the gatew
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from pathlib import Path
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import (
-    PATIENCE_S,
-    accepted,
-    as_json,
-    merged,
-    output_budget,
-)
-from bridle.harnesses.installers import PYTHON, find_python, python_recipe
-from bridle.types import JSON, Cause, Dialect
+from bridle.config import Settings
+from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.configuration import PATIENCE_S, as_json, merged, output_budget
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import Packaged, PyPI
+from bridle.types import JSON, Dialect
 
-VERSION = "0.86.2"
 OLDEST, BELOW = (3, 10), (3, 13)
 """Pythons that it installs on."""
 
@@ -44,27 +35,17 @@ class AiderSettings(Settings):
     """Merged over our `.aider.conf.yml`: any of its options, e.g. `{"map-tokens": 2048}`."""
 
 
-class Aider:
+class Aider(Packaged[AiderSettings]):
     """aider; implements `base.Harness`."""
 
     name = "aider"
-    version = VERSION
+    pinned = "0.86.2"
     dialect = Dialect.OPENAI_CHAT
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._settings = accepted(agent, VERSION, AiderSettings, transports=(), skills=False)
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""
-        python = await find_python(OLDEST, f"{self.name} {VERSION}", below=BELOW)
-        recipe = python_recipe(
-            self.name,
-            VERSION,
-            size_mb=700,
-            python=python,
-            probe=(PYTHON, "-m", "aider", "--version"),
-        )
-        return await ensure(recipe, bundles, report)
+    settings_class = AiderSettings
+    transports = ()
+    has_skills = False
+    package = PyPI(size_mb=700, probe=(PYTHON, "-m", "aider", "--version"), pythons=(OLDEST, BELOW))
+    """A Python with 690 MB of packages, most of it what litellm and its parsers bring."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`aider --config <ours> --message-file <instruction>`, files in the home."""
@@ -121,12 +102,3 @@ class Aider:
         if self._settings.edit_format is not None:
             ours["edit-format"] = self._settings.edit_format
         return merged(merged(ours, self._settings.config), {"model": model, "weak-model": model})
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - it exits 0 after API errors; the gateway tells
-    ) -> Cause | None:
-        """Exit code 0 means that it ended, not that the model could be reached."""
-        return crash(exit_code, signal)

@@ -106,13 +106,8 @@ def parse_settings(agent: AgentSpec, kind: type[SettingsT]) -> SettingsT:
         raise explain(error, f"agent.settings of harness {agent.harness!r}") from None
 
 
-def refuse_unpinned(agent: AgentSpec, version: str) -> None:
-    """Raise `ConfigError` if another version, a command or a function is asked for."""
-    if agent.version not in (None, version):
-        message = (
-            f"agent.version: {agent.harness!r} is packaged as {version}, not {agent.version!r}"
-        )
-        raise ConfigError(message)
+def refuse_commands(agent: AgentSpec) -> None:
+    """Raise `ConfigError` if a command or a function is asked for."""
     for field_name in ("command", "function"):
         if getattr(agent, field_name) is not None:
             message = (

@@ -7,21 +7,17 @@ title of the conversation in a side call of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
-from bridle.config import AgentSpec, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.bundles import ensure
 from bridle.harnesses.claude_code import claude_env, claude_mcp
-from bridle.harnesses.configuration import accepted, as_json, skill_folders
-from bridle.harnesses.installers import PYTHON, python_recipe
-from bridle.harnesses.sdk_agents import script_cause, script_launch
-from bridle.types import JSON, Cause, Dialect
+from bridle.harnesses.configuration import as_json, skill_folders
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import PyPI
+from bridle.harnesses.sdk_agents import SdkAgent, script_launch
+from bridle.types import JSON, Dialect
 
-VERSION = "0.2.184"
 SCRIPT = "claude_agent_sdk_agent.py"
 SAY_VERSION = "from importlib.metadata import version; print(version('claude-agent-sdk'))"
 
@@ -37,21 +33,15 @@ class ClaudeAgentSdkSettings(Settings):
     """Claude Code's own `settings.json`."""
 
 
-class ClaudeAgentSdk:
+class ClaudeAgentSdk(SdkAgent[ClaudeAgentSdkSettings]):
     """An agent on claude-agent-sdk; implements `base.Harness`."""
 
     name = "claude_agent_sdk"
-    version = VERSION
+    pinned = "0.2.184"
     dialect = Dialect.ANTHROPIC
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, ClaudeAgentSdkSettings)
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 430 MB of packages, most of it the Claude Code in it."""
-        recipe = python_recipe(self.name, VERSION, size_mb=440, probe=(PYTHON, "-c", SAY_VERSION))
-        return await ensure(recipe, bundles, report)
+    settings_class = ClaudeAgentSdkSettings
+    package = PyPI(size_mb=440, probe=(PYTHON, "-c", SAY_VERSION))
+    """A Python with 430 MB of packages, most of it the Claude Code in it."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`python claude_agent_sdk_agent.py <config>`, the instruction on stdin."""
@@ -77,12 +67,3 @@ class ClaudeAgentSdk:
             folders=launch.folders,
             stdin=launch.stdin,
         )
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the script's exit codes tell all
-    ) -> Cause | None:
-        """The script's exit codes are true."""
-        return script_cause(exit_code, signal)

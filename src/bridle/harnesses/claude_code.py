@@ -9,27 +9,23 @@ node serves only to install it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
 from bridle.config import AgentSpec, McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import Builder, ensure
+from bridle.harnesses.bundles import Builder
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_json,
     events_backwards,
     mcp_entries,
     output_budget,
     skill_folders,
 )
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "2.1.328"
 PACKAGE = "node_modules/@anthropic-ai/claude-code"
 PROGRAM = f"{PACKAGE}/bin/claude.exe"
 LONGEST_STREAM_PAUSE_S = 1800
@@ -50,23 +46,21 @@ class ClaudeCodeSettings(Settings):
     """More arguments for its command line, e.g. `["--disallowed-tools", "WebSearch"]`."""
 
 
-class ClaudeCode:
+async def _place_binary(builder: Builder) -> None:
+    # What its npm post-install step does.
+    folder = builder.folder
+    await builder.run((str(folder / NODE), str(folder / PACKAGE / "install.cjs")))
+
+
+class ClaudeCode(Packaged[ClaudeCodeSettings]):
     """Claude Code; implements `base.Harness`."""
 
     name = "claude_code"
-    version = VERSION
+    pinned = "2.1.328"
     dialect = Dialect.ANTHROPIC
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, ClaudeCodeSettings)
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """540 MB: the program and the node that installs it."""
-        recipe = node_recipe(
-            self.name, VERSION, size_mb=550, setup=_place_binary, probe=(PROGRAM, "--version")
-        )
-        return await ensure(recipe, bundles, report)
+    settings_class = ClaudeCodeSettings
+    package = Npm(size_mb=550, setup=_place_binary, probe=(PROGRAM, "--version"))
+    """540 MB: the program and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`claude -p --model <model> --dangerously-skip-permissions`, the instruction on stdin."""
@@ -102,12 +96,6 @@ class ClaudeCode:
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
         """Its last event says whether the run ended in an error, and in which."""
         return claude_cause(exit_code, signal, stdout)
-
-
-async def _place_binary(builder: Builder) -> None:
-    # What its npm post-install step does.
-    folder = builder.folder
-    await builder.run((str(folder / NODE), str(folder / PACKAGE / "install.cjs")))
 
 
 def claude_env(context: LaunchContext) -> dict[str, str]:

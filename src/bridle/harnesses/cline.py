@@ -7,18 +7,13 @@ patient timeout. With the local session backend it starts no daemon that would o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.errors import ConfigError
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_json,
     events_backwards,
     mcp_entries,
@@ -26,10 +21,9 @@ from bridle.harnesses.configuration import (
     output_budget,
     skill_folders,
 )
-from bridle.harnesses.installers import node_recipe
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "3.0.65"
 PROGRAM = "node_modules/.bin/cline"
 PROVIDERS = {
     Dialect.OPENAI_CHAT: ("openai-compatible", "openai", ""),
@@ -56,23 +50,14 @@ class ClineSettings(Settings):
     """More arguments for its command line, e.g. `["--compaction", "off"]`."""
 
 
-class Cline:
+class Cline(Packaged[ClineSettings]):
     """Cline CLI; implements `base.Harness`."""
 
     name = "cline"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, ClineSettings)
-        self.dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """630 MB: the program, the packages that it names, and the node that installs it."""
-        recipe = node_recipe(
-            self.name, VERSION, size_mb=640, probe=(PROGRAM, "--version"), whole_lock=False
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "3.0.65"
+    settings_class = ClineSettings
+    package = Npm(size_mb=640, probe=(PROGRAM, "--version"), whole_lock=False)
+    """630 MB: the program, the packages that it names, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`cline --json --auto-approve true -P <provider> -m <model> -- <instruction>`."""

@@ -8,27 +8,22 @@ are switched off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_toml,
     events_backwards,
     mcp_entries,
     merged,
     skill_folders,
 )
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "0.169.0"
 CLI = "node_modules/@openai/codex/bin/codex.js"
 PROVIDER = "gw"
 COMPACT_AT = 0.8
@@ -46,25 +41,16 @@ class CodexSettings(Settings):
     """More arguments for `codex exec`."""
 
 
-class Codex:
+class Codex(Packaged[CodexSettings]):
     """Codex CLI; implements `base.Harness`."""
 
     name = "codex"
-    version = VERSION
+    pinned = "0.169.0"
     dialect = Dialect.OPENAI_RESPONSES
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(
-            agent, VERSION, CodexSettings, transports=("stdio", "streamable-http")
-        )
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """590 MB: the program and the node that starts it."""
-        recipe = node_recipe(
-            self.name, VERSION, size_mb=600, probe=(NODE, f"../{CLI}", "--version")
-        )
-        return await ensure(recipe, bundles, report)
+    settings_class = CodexSettings
+    transports = ("stdio", "streamable-http")
+    package = Npm(size_mb=600, probe=(NODE, f"../{CLI}", "--version"))
+    """590 MB: the program and the node that starts it."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`codex exec --json --dangerously-bypass-approvals-and-sandbox -`, task on stdin."""

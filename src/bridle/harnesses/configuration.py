@@ -14,7 +14,6 @@ from typing import Any
 
 from bridle.config import AgentSpec, McpServer
 from bridle.errors import ConfigError
-from bridle.harnesses.base import SettingsT, parse_settings, refuse_unpinned
 from bridle.types import JSON
 
 SKILL = "SKILL.md"
@@ -49,20 +48,6 @@ def as_toml(value: Mapping[str, Any]) -> bytes:
 def output_budget(context_length: int) -> int:
     """Tokens that a program may ask for in one reply: most of them keep this much free."""
     return max(256, min(32_000, context_length // 4))
-
-
-def accepted(
-    agent: AgentSpec,
-    version: str,
-    kind: type[SettingsT],
-    *,
-    transports: Collection[str] = TRANSPORTS,
-    skills: bool = True,
-) -> SettingsT:
-    """A packaged program's settings of a task. Raises `ConfigError` for what it does not have."""
-    refuse_unpinned(agent, version)
-    refuse_extras(agent, transports=transports, skills=skills)
-    return parse_settings(agent, kind)
 
 
 def refuse_extras(

@@ -9,26 +9,17 @@ take no disk.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import Builder, ensure
-from bridle.harnesses.configuration import (
-    accepted,
-    as_json,
-    mcp_entries,
-    output_budget,
-    skill_folders,
-)
-from bridle.harnesses.installers import node_recipe
-from bridle.types import JSON, Cause, Dialect
+from bridle.config import McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.bundles import Builder
+from bridle.harnesses.configuration import as_json, mcp_entries, output_budget, skill_folders
+from bridle.harnesses.packaged import Npm, Packaged
+from bridle.types import JSON, Dialect
 
-VERSION = "1.0.102"
 UNPACKED = "unpacked"
 PROVIDERS = {
     Dialect.OPENAI_CHAT: ("openai", "completions"),
@@ -57,23 +48,23 @@ class CopilotSettings(Settings):
     """More arguments for its command line, e.g. `["--reasoning-effort", "low"]`."""
 
 
-class Copilot:
+async def _unpack(builder: Builder) -> None:
+    env = {
+        "COPILOT_SEA_EXTRACT_ONLY": "1",
+        "COPILOT_PKG_CACHE_HOME": str(builder.folder / UNPACKED),
+        "COPILOT_AUTO_UPDATE": "false",
+    }
+    await builder.run((str(builder.folder / program()),), env=env)
+
+
+class Copilot(Packaged[CopilotSettings]):
     """GitHub Copilot CLI; implements `base.Harness`."""
 
     name = "copilot"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, CopilotSettings)
-        self.dialect: Dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """610 MB: the program, packed and unpacked, and the node that installs it."""
-        recipe = node_recipe(
-            self.name, VERSION, size_mb=620, setup=_unpack, probe=(program(), "--version")
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "1.0.102"
+    settings_class = CopilotSettings
+    package = Npm(size_mb=620, setup=_unpack, probe=(program(), "--version"))
+    """610 MB: the program, packed and unpacked, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`copilot --allow-all-tools --output-format json`, the instruction on stdin."""
@@ -122,21 +113,3 @@ class Copilot:
 
         entries = mcp_entries(self._agent, remote)
         return {name: {"type": "local", "tools": ["*"], **e} for name, e in entries.items()}
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the exit code is believed
-    ) -> Cause | None:
-        """Exit codes are true: 1 after an API error."""
-        return crash(exit_code, signal)
-
-
-async def _unpack(builder: Builder) -> None:
-    env = {
-        "COPILOT_SEA_EXTRACT_ONLY": "1",
-        "COPILOT_PKG_CACHE_HOME": str(builder.folder / UNPACKED),
-        "COPILOT_AUTO_UPDATE": "false",
-    }
-    await builder.run((str(builder.folder / program()),), env=env)

@@ -9,26 +9,21 @@ believes in a context of a million tokens, so where it compresses is set as a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
-    accepted,
     as_json,
     events_backwards,
     mcp_entries,
     merged,
     skill_folders,
 )
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "0.61.0"
 CLI = "node_modules/@google/gemini-cli/bundle/gemini.js"
 TURN_LIMIT = 53
 BELIEVED_CONTEXT = 1_048_576
@@ -49,23 +44,15 @@ class GeminiCliSettings(Settings):
     """More arguments for its command line."""
 
 
-class GeminiCli:
+class GeminiCli(Packaged[GeminiCliSettings]):
     """Gemini CLI; implements `base.Harness`."""
 
     name = "gemini_cli"
-    version = VERSION
+    pinned = "0.61.0"
     dialect = Dialect.GOOGLE
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, GeminiCliSettings)
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """290 MB: the program and its own node 22."""
-        recipe = node_recipe(
-            self.name, VERSION, size_mb=300, probe=(NODE, f"../{CLI}", "--version")
-        )
-        return await ensure(recipe, bundles, report)
+    settings_class = GeminiCliSettings
+    package = Npm(size_mb=300, probe=(NODE, f"../{CLI}", "--version"))
+    """290 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`gemini --yolo --model <model> --output-format stream-json`, the task on stdin."""

@@ -6,20 +6,16 @@ ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
-from bridle.config import AgentSpec, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import accepted, skill_folders
-from bridle.harnesses.installers import PYTHON, python_recipe
-from bridle.harnesses.sdk_agents import INSTRUCTIONS, plain_servers, script_cause, script_launch
-from bridle.types import Cause, Dialect
+from bridle.harnesses.configuration import skill_folders
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import PyPI
+from bridle.harnesses.sdk_agents import INSTRUCTIONS, SdkAgent, plain_servers, script_launch
+from bridle.types import Dialect
 
-VERSION = "2.13.0"
 SCRIPT = "google_adk_agent.py"
 SAY_VERSION = "from importlib.metadata import version; print(version('google-adk'))"
 
@@ -35,21 +31,15 @@ class GoogleAdkSettings(Settings):
     """Model calls after which it gives up."""
 
 
-class GoogleAdk:
+class GoogleAdk(SdkAgent[GoogleAdkSettings]):
     """An agent on google-adk; implements `base.Harness`."""
 
     name = "google_adk"
-    version = VERSION
+    pinned = "2.13.0"
     dialect = Dialect.GOOGLE
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, GoogleAdkSettings)
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 155 MB of packages."""
-        recipe = python_recipe(self.name, VERSION, size_mb=160, probe=(PYTHON, "-c", SAY_VERSION))
-        return await ensure(recipe, bundles, report)
+    settings_class = GoogleAdkSettings
+    package = PyPI(size_mb=160, probe=(PYTHON, "-c", SAY_VERSION))
+    """A Python with 155 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`python google_adk_agent.py <config>`, the instruction on stdin."""
@@ -70,12 +60,3 @@ class GoogleAdk:
             "ADK_DISABLE_TELEMETRY": "1",
         }
         return script_launch(context, SCRIPT, config, env, skills)
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the script's exit codes tell all
-    ) -> Cause | None:
-        """The script's exit codes are true."""
-        return script_cause(exit_code, signal)

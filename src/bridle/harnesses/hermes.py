@@ -10,29 +10,25 @@ are off.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.errors import ConfigError
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_json,
     mcp_entries,
     merged,
     output_budget,
     skill_folders,
 )
-from bridle.harnesses.installers import PYTHON, python_recipe
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import Packaged, PyPI
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "0.19.0"
 PROVIDER = "gw"
 LEAST_CONTEXT = 64_000
 """Tokens; it starts with no model that takes fewer."""
@@ -62,26 +58,14 @@ class HermesSettings(Settings):
     """Merged over our `config.yaml`, e.g. `{"agent": {"max_turns": 20}}`."""
 
 
-class Hermes:
+class Hermes(Packaged[HermesSettings]):
     """Hermes Agent; implements `base.Harness`."""
 
     name = "hermes"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, HermesSettings)
-        self.dialect: Dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 240 MB of packages."""
-        recipe = python_recipe(
-            self.name,
-            VERSION,
-            size_mb=250,
-            probe=(PYTHON, "-m", "hermes_cli.main", "--version"),
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "0.19.0"
+    settings_class = HermesSettings
+    package = PyPI(size_mb=250, probe=(PYTHON, "-m", "hermes_cli.main", "--version"))
+    """A Python with 240 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`hermes --oneshot=<instruction> --toolsets <names> --usage-file /dev/stdout`.

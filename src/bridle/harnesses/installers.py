@@ -37,6 +37,7 @@ PYTHON = "bin/python"
 NODE = "node_modules/.bin/node"
 NPM_TOOL = ".npm-tool"
 PIP_TOOL = ".pip-tool"
+Setup = Callable[[Builder], Awaitable[None]]
 CARRIED_MB = 150
 """About how much disk a Python takes that is carried along."""
 SAY = "import json, sys; print(json.dumps([sys.version, sys.base_prefix]))"
@@ -47,6 +48,7 @@ def python_recipe(
     version: str,
     *,
     size_mb: int,
+    pinned: str | None = None,
     links: Sequence[tuple[str, str]] = (),
     python: Interpreter | None = None,
     probe: Sequence[str] = (),
@@ -56,17 +58,21 @@ def python_recipe(
 
     `links` are (name in the bundle, `package/path` in its site-packages): the way to package data
     that does not depend on the Python's version. `python` makes it; `None` = our own. `probe` is a
-    command, its program relative to the bundle, that must print the version.
+    command, its program relative to the bundle, that must print the version. `pinned` is the
+    version of the lock; for any other one the packages that `<locks>/<name>.in` names are
+    installed with what they require, by no hash.
     """
-    lock = locks / f"{name}.txt"
+    locked = pinned in (None, version)
+    lock = locks / f"{name}.{'txt' if locked else 'in'}"
+    requirements = lock.read_text().replace(f"=={pinned}", f"=={version}")
     python = python or Interpreter(sys.executable, sys.version, sys.base_prefix)
 
     async def build(builder: Builder) -> None:
-        builder.say(f"installing {_pins(lock)} pinned packages, about {size_mb} MB")
+        builder.say(f"installing {_pins(requirements)} pinned packages, about {size_mb} MB")
         if carries(c_library()):
-            await _install_carried(builder, lock, python.path)
+            await _install_carried(builder, requirements, python.path, locked=locked)
         else:
-            await _make_venv(builder, builder.folder, lock, python.path)
+            await _make_venv(builder, builder.folder, requirements, python.path, locked=locked)
         for link, target in links:
             found = sorted(builder.folder.glob(f"lib/python3*/site-packages/{target}"))
             if not found:
@@ -77,7 +83,7 @@ def python_recipe(
     return Recipe(
         name=name,
         version=version,
-        inputs=(lock.read_text(), python.version, python.base_prefix, repr(links), FORM),
+        inputs=(requirements, python.version, python.base_prefix, repr(links), FORM),
         needs=PYTHON,
         size_mb=size_mb + CARRIED_MB,
         build=build,
@@ -89,7 +95,8 @@ def node_recipe(
     version: str,
     *,
     size_mb: int,
-    setup: Callable[[Builder], Awaitable[None]] | None = None,
+    pinned: str | None = None,
+    setup: Setup | None = None,
     probe: Sequence[str] = (),
     whole_lock: bool = True,
     locks: Path = LOCKS,
@@ -100,18 +107,22 @@ def node_recipe(
     `probe` is a command, its program relative to the bundle, that must print the version.
     `whole_lock` is False where the lock lacks packages for other kinds of machine, which `npm ci`
     refuses; what the lock does name is checked all the same. `locks` may have an npm of its own,
-    `npm.txt`.
+    `npm.txt`. `pinned` is the version of the lock; any other one is installed without it.
     """
-    manifest, lock = locks / f"{name}.package.json", locks / f"{name}.package-lock.json"
+    manifest = (locks / f"{name}.package.json").read_text()
+    lock = (locks / f"{name}.package-lock.json").read_text()
+    if pinned not in (None, version):
+        manifest, lock = manifest.replace(f'"{pinned}"', f'"{version}"'), ""
 
     async def build(builder: Builder) -> None:
         npm = await _npm(builder, locks)
-        shutil.copyfile(manifest, builder.folder / "package.json")
-        shutil.copyfile(lock, builder.folder / "package-lock.json")
+        (builder.folder / "package.json").write_text(manifest)
+        if lock:
+            (builder.folder / "package-lock.json").write_text(lock)
         builder.say(f"installing from npm, about {size_mb} MB")
         flags = ("--omit=dev", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
         await builder.run(
-            (*npm, "ci" if whole_lock else "install", *flags),
+            (*npm, "ci" if whole_lock and lock else "install", *flags),
             env={"npm_config_update_notifier": "false", "CI": "1"},
         )
         shutil.rmtree(builder.folder / NPM_TOOL, ignore_errors=True)
@@ -121,7 +132,7 @@ def node_recipe(
             await setup(builder)
         await check_version(builder, version, probe)
 
-    inputs = (manifest.read_text(), lock.read_text(), FORM)
+    inputs = (manifest, lock, FORM)
     return Recipe(name, version, inputs, needs=NODE, size_mb=size_mb, build=build)
 
 
@@ -147,7 +158,7 @@ async def _npm(builder: Builder, locks: Path) -> tuple[str, ...]:
     tool, lock = builder.folder / NPM_TOOL, locks / "npm.txt"
     try:
         lock = lock if lock.exists() else LOCKS / "npm.txt"
-        await _make_venv(builder, tool, lock, sys.executable)
+        await _make_venv(builder, tool, lock.read_text(), sys.executable)
     except HarnessError as error:
         raise HarnessError(
             f"{builder.label}: npm is not on PATH and could not be fetched from PyPI: install node "
@@ -218,17 +229,25 @@ def _pythons(minimum: tuple[int, int], below: tuple[int, int]) -> list[str]:
     return found
 
 
-async def _install_carried(builder: Builder, lock: Path, python: str) -> None:
+async def _install_carried(
+    builder: Builder, requirements: str, python: str, *, locked: bool
+) -> None:
     """A copy of `python` with these packages, and what they load."""
     folder, tool = builder.folder, builder.folder / PIP_TOOL
     await carry_python(builder, python)
-    await _make_venv(builder, tool, lock, python, into=folder)
+    await _make_venv(builder, tool, requirements, python, locked=locked, into=folder)
     shutil.rmtree(tool)
     await carry_libraries(builder, [folder / CARRIED / "python", *libraries_of(folder)])
 
 
 async def _make_venv(
-    builder: Builder, folder: Path, lock: Path, python: str, *, into: Path | None = None
+    builder: Builder,
+    folder: Path,
+    requirements: str,
+    python: str,
+    *,
+    locked: bool = True,
+    into: Path | None = None,
 ) -> None:
     """A virtual environment; its pip installs into it, or into the prefix `into`."""
     try:
@@ -239,13 +258,16 @@ async def _make_venv(
             f"{builder.label}: {python} cannot make a virtual environment (Debian: "
             f"apt install python3-venv). {error}"
         ) from error
-    flags = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    flags = ["--quiet", "--disable-pip-version-check", "--no-input"]
+    if locked:
+        flags += ["--no-deps", "--require-hashes"]
     if into is not None:
         flags += ["--ignore-installed", "--no-warn-script-location", "--prefix", str(into)]
-    await builder.run(
-        (str(folder / PYTHON), "-m", "pip", "install", *flags, "--require-hashes", "-r", str(lock))
-    )
+    file = folder / "requirements.txt"
+    file.write_text(requirements)
+    await builder.run((str(folder / PYTHON), "-m", "pip", "install", *flags, "-r", str(file)))
+    file.unlink()
 
 
-def _pins(lock: Path) -> int:
-    return sum("==" in line and line[:1].isalnum() for line in lock.read_text().splitlines())
+def _pins(requirements: str) -> int:
+    return sum("==" in line and line[:1].isalnum() for line in requirements.splitlines())

@@ -10,19 +10,16 @@ and not the program's, so the session completes and the evaluator says what it w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import accepted, merged
-from bridle.harnesses.installers import PYTHON, python_recipe
-from bridle.types import JSON, Cause, Dialect
+from bridle.config import Settings
+from bridle.harnesses.base import Launch, LaunchContext
+from bridle.harnesses.configuration import merged
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import Packaged, PyPI
+from bridle.types import JSON, Dialect
 
-VERSION = "2.4.6"
 BASE_CONFIG = "mini.yaml"
 PROVIDERS = {
     Dialect.OPENAI_CHAT: ("openai", "OPENAI", "openai", ""),
@@ -44,26 +41,20 @@ class MiniSettings(Settings):
     """Tries of one model call, 4 to 60 s apart, before it gives up (its own default is 10)."""
 
 
-class MiniSweAgent:
+class MiniSweAgent(Packaged[MiniSettings]):
     """mini-swe-agent; implements `base.Harness`."""
 
     name = "mini_swe_agent"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._settings = accepted(agent, VERSION, MiniSettings, transports=(), skills=False)
-        self.dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 735 MB of packages, most of it what litellm brings."""
-        recipe = python_recipe(
-            self.name,
-            VERSION,
-            size_mb=740,
-            # A bare `mini.yaml` is looked for in the work folder first.
-            links=((BASE_CONFIG, "minisweagent/config/mini.yaml"),),
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "2.4.6"
+    settings_class = MiniSettings
+    transports = ()
+    has_skills = False
+    package = PyPI(
+        size_mb=740,
+        # A bare `mini.yaml` is looked for in the work folder first.
+        links=((BASE_CONFIG, "minisweagent/config/mini.yaml"),),
+    )
+    """A Python with 735 MB of packages, most of it what litellm brings."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`mini -c mini.yaml -c <ours> --yolo --exit-immediately`, with its files in the home."""
@@ -94,12 +85,3 @@ class MiniSweAgent:
         # JSON is YAML.
         text = json.dumps(merged(self._settings.config, own)).encode()
         return Launch(command, env, files={config: text}, logs=(log,))
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the exit code is believed
-    ) -> Cause | None:
-        """Exit code 1 is a traceback of its own, most often a model call that kept failing."""
-        return crash(exit_code, signal)

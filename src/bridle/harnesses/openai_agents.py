@@ -6,21 +6,18 @@ Completions it does not send reasoning back; a call of a tool that does not exis
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import PATIENCE_S, accepted
-from bridle.harnesses.installers import PYTHON, python_recipe
-from bridle.harnesses.sdk_agents import INSTRUCTIONS, plain_servers, script_cause, script_launch
-from bridle.types import Cause, Dialect
+from bridle.harnesses.configuration import PATIENCE_S
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import PyPI
+from bridle.harnesses.sdk_agents import INSTRUCTIONS, SdkAgent, plain_servers, script_launch
+from bridle.types import Dialect
 
-VERSION = "0.24.0"
 SCRIPT = "openai_agents_agent.py"
 SAY_VERSION = "from importlib.metadata import version; print(version('openai-agents'))"
 
@@ -38,21 +35,15 @@ class OpenaiAgentsSettings(Settings):
     """Model calls after which it gives up."""
 
 
-class OpenaiAgents:
+class OpenaiAgents(SdkAgent[OpenaiAgentsSettings]):
     """An agent on openai-agents; implements `base.Harness`."""
 
     name = "openai_agents"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, OpenaiAgentsSettings, skills=False)
-        self.dialect: Dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 120 MB of packages."""
-        recipe = python_recipe(self.name, VERSION, size_mb=130, probe=(PYTHON, "-c", SAY_VERSION))
-        return await ensure(recipe, bundles, report)
+    pinned = "0.24.0"
+    settings_class = OpenaiAgentsSettings
+    has_skills = False
+    package = PyPI(size_mb=130, probe=(PYTHON, "-c", SAY_VERSION))
+    """A Python with 120 MB of packages."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`python openai_agents_agent.py <config>`, the instruction on stdin."""
@@ -72,12 +63,3 @@ class OpenaiAgents:
             "OPENAI_AGENTS_DISABLE_TRACING": "1",
         }
         return script_launch(context, SCRIPT, config, env)
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the script's exit codes tell all
-    ) -> Cause | None:
-        """The script's exit codes are true."""
-        return script_cause(exit_code, signal)

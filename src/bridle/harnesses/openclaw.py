@@ -11,29 +11,25 @@ for tools, which would change their list in the middle of a conversation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
-from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
+from bridle.config import McpServer, Settings
+from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_json,
     mcp_entries,
     merged,
     output_budget,
     skill_folders,
 )
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.harnesses.pi import ADAPTERS
-from bridle.types import JSON, Cause, Dialect
+from bridle.types import JSON, Dialect
 
-VERSION = "2026.9.6"
 CLI = "node_modules/openclaw/openclaw.mjs"
 PROVIDER = "gw"
 DEADLINE_S = 86_400
@@ -58,27 +54,14 @@ class OpenclawSettings(Settings):
     """More arguments for `openclaw agent exec`."""
 
 
-class Openclaw:
+class Openclaw(Packaged[OpenclawSettings]):
     """openclaw; implements `base.Harness`."""
 
     name = "openclaw"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, OpenclawSettings)
-        self.dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """830 MB: the program, what it can talk to, and its own node 24."""
-        recipe = node_recipe(
-            self.name,
-            VERSION,
-            size_mb=840,
-            probe=(NODE, f"../{CLI}", "--version"),
-            whole_lock=False,
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "2026.9.6"
+    settings_class = OpenclawSettings
+    package = Npm(size_mb=840, probe=(NODE, f"../{CLI}", "--version"), whole_lock=False)
+    """830 MB: the program, what it can talk to, and its own node 24."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`openclaw agent exec --config <ours> --message-file - --json`, the task on stdin."""
@@ -146,12 +129,3 @@ class Openclaw:
             "models": {"mode": "replace", "providers": {PROVIDER: provider}},
         }
         return merged(merged(ours, self._settings.config), gateway)
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the exit code is believed
-    ) -> Cause | None:
-        """Exit codes are true."""
-        return crash(exit_code, signal)

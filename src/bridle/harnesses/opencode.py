@@ -7,27 +7,23 @@ models, the pruning of old tool outputs (it would change history) and its git sn
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import Builder, ensure
+from bridle.harnesses.bundles import Builder
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_json,
     events_backwards,
     merged,
     output_budget,
     skill_folders,
 )
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "1.18.33"
 PACKAGE = "node_modules/opencode-ai"
 PROGRAM = f"{PACKAGE}/bin/opencode.exe"
 PROVIDER = "gw"
@@ -51,28 +47,20 @@ class OpencodeSettings(Settings):
     """More arguments for `opencode run`."""
 
 
-class Opencode:
+async def _place_binary(builder: Builder) -> None:
+    # What its npm post-install step does.
+    folder = builder.folder
+    await builder.run((str(folder / NODE), str(folder / PACKAGE / "postinstall.mjs")))
+
+
+class Opencode(Packaged[OpencodeSettings]):
     """opencode; implements `base.Harness`."""
 
     name = "opencode"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, OpencodeSettings)
-        self.dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """540 MB: the program for two kinds of processor, and the node that installs it."""
-        recipe = node_recipe(
-            self.name,
-            VERSION,
-            size_mb=550,
-            setup=_place_binary,
-            probe=(PROGRAM, "--version"),
-            whole_lock=False,
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "1.18.33"
+    settings_class = OpencodeSettings
+    package = Npm(size_mb=550, setup=_place_binary, probe=(PROGRAM, "--version"), whole_lock=False)
+    """540 MB: the program for two kinds of processor, and the node that installs it."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`opencode run --format json --model gw/<model>`, the instruction on stdin."""
@@ -144,9 +132,3 @@ def _mcp(server: McpServer) -> JSON:
         command = [server.command, *server.args]
         return {"type": "local", "command": command, "environment": server.env, "enabled": True}
     return {"type": "remote", "url": server.url, "headers": server.headers, "enabled": True}
-
-
-async def _place_binary(builder: Builder) -> None:
-    # What its npm post-install step does.
-    folder = builder.folder
-    await builder.run((str(folder / NODE), str(folder / PACKAGE / "postinstall.mjs")))

@@ -7,27 +7,18 @@ third of the time, without a look-up of skills on the network. It never streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import (
-    PATIENCE_S,
-    accepted,
-    mcp_entries,
-    output_budget,
-    skill_folders,
-)
-from bridle.harnesses.installers import PYTHON, find_python, python_recipe
-from bridle.harnesses.sdk_agents import script_cause, script_launch
-from bridle.types import JSON, Cause, Dialect
+from bridle.harnesses.configuration import PATIENCE_S, mcp_entries, output_budget, skill_folders
+from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import PyPI
+from bridle.harnesses.sdk_agents import SdkAgent, script_launch
+from bridle.types import JSON, Dialect
 
-VERSION = "1.58.0"
 OLDEST, BELOW = (3, 12), (3, 15)
 """Pythons that it installs on."""
 SCRIPT = "openhands_agent.py"
@@ -48,24 +39,14 @@ class OpenhandsSettings(Settings):
     """More fields of its `LLM`, e.g. `{"reasoning_effort": "low"}`."""
 
 
-class Openhands:
+class Openhands(SdkAgent[OpenhandsSettings]):
     """OpenHands; implements `base.Harness`."""
 
     name = "openhands"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, OpenhandsSettings)
-        self.dialect: Dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """A Python with 700 MB of packages, made with a Python of 3.12 or newer."""
-        python = await find_python(OLDEST, f"{self.name} {VERSION}", below=BELOW)
-        recipe = python_recipe(
-            self.name, VERSION, size_mb=710, python=python, probe=(PYTHON, "-c", SAY_VERSION)
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "1.58.0"
+    settings_class = OpenhandsSettings
+    package = PyPI(size_mb=710, probe=(PYTHON, "-c", SAY_VERSION), pythons=(OLDEST, BELOW))
+    """A Python with 700 MB of packages, made with a Python of 3.12 or newer."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`python openhands_agent.py <config>`, the instruction on stdin."""
@@ -93,15 +74,6 @@ class Openhands:
         }
         skills = skill_folders(self._agent, f"{context.home}/.openhands/skills")
         return script_launch(context, SCRIPT, config, env, skills)
-
-    def exit_cause(
-        self,
-        exit_code: int | None,
-        signal: int | None,
-        stdout: bytes,  # noqa: ARG002 - the script's exit codes tell all
-    ) -> Cause | None:
-        """The script's exit codes are true."""
-        return script_cause(exit_code, signal)
 
 
 def _remote(server: McpServer) -> JSON:

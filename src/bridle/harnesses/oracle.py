@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bridle.config import AgentSpec, Settings
 from bridle.errors import ConfigError
-from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_unpinned
+from bridle.harnesses.base import Launch, LaunchContext, crash, parse_settings, refuse_commands
 from bridle.types import Cause, Dialect
 
 
@@ -41,7 +41,7 @@ class Empty:
     needs_model = False
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, self.version)
+        refuse_commands(agent)
         parse_settings(agent, EmptySettings)
 
     async def install(
@@ -71,7 +71,7 @@ class Oracle(Empty):
     name = "oracle"
 
     def __init__(self, agent: AgentSpec) -> None:
-        refuse_unpinned(agent, self.version)
+        refuse_commands(agent)
         self._settings = parse_settings(agent, OracleSettings)
 
     def launch(self, context: LaunchContext) -> Launch:

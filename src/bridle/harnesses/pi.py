@@ -8,18 +8,16 @@ looks nothing up on the network when told so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Literal
 
-from bridle.config import AgentSpec, Settings
+from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext, crash
-from bridle.harnesses.bundles import ensure
-from bridle.harnesses.configuration import accepted, skill_folders
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.configuration import skill_folders
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "0.87.1"
 CLI = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
 PROVIDER = "gw"
 ADAPTERS = {
@@ -46,20 +44,15 @@ class PiSettings(Settings):
     """Output budget that it asks for in each call, at most half of the model's context."""
 
 
-class Pi:
+class Pi(Packaged[PiSettings]):
     """pi; implements `base.Harness`."""
 
     name = "pi"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, PiSettings, transports=())
-        self.dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """345 MB: the program and its own node 22."""
-        return await ensure(node_recipe(self.name, VERSION, size_mb=350), bundles, report)
+    pinned = "0.87.1"
+    settings_class = PiSettings
+    transports = ()
+    package = Npm(size_mb=350)
+    """345 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`pi -p --mode json --provider gw --model <model> <instruction>`, files in the home."""

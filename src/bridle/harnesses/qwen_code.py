@@ -8,29 +8,25 @@ Known flaw of the program: of two quick parallel shell calls one may come back w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from bridle.config import AgentSpec, McpServer, Settings
+from bridle.config import McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext
-from bridle.harnesses.bundles import ensure
 from bridle.harnesses.claude_code import claude_cause
 from bridle.harnesses.configuration import (
     PATIENCE_S,
-    accepted,
     as_json,
     mcp_entries,
     merged,
     output_budget,
     skill_folders,
 )
-from bridle.harnesses.installers import NODE, node_recipe
+from bridle.harnesses.installers import NODE
+from bridle.harnesses.packaged import Npm, Packaged
 from bridle.types import JSON, Cause, Dialect
 
-VERSION = "0.24.4"
 CLI = "node_modules/@qwen-code/qwen-code/cli-entry.js"
 AUTH = {Dialect.OPENAI_CHAT: "openai", Dialect.ANTHROPIC: "anthropic", Dialect.GOOGLE: "gemini"}
 
@@ -49,27 +45,14 @@ class QwenCodeSettings(Settings):
     """More arguments for its command line."""
 
 
-class QwenCode:
+class QwenCode(Packaged[QwenCodeSettings]):
     """Qwen Code; implements `base.Harness`."""
 
     name = "qwen_code"
-    version = VERSION
-
-    def __init__(self, agent: AgentSpec) -> None:
-        self._agent = agent
-        self._settings = accepted(agent, VERSION, QwenCodeSettings)
-        self.dialect: Dialect = self._settings.api
-
-    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
-        """330 MB: the program and its own node 22."""
-        recipe = node_recipe(
-            self.name,
-            VERSION,
-            size_mb=340,
-            probe=(NODE, f"../{CLI}", "--version"),
-            whole_lock=False,
-        )
-        return await ensure(recipe, bundles, report)
+    pinned = "0.24.4"
+    settings_class = QwenCodeSettings
+    package = Npm(size_mb=340, probe=(NODE, f"../{CLI}", "--version"), whole_lock=False)
+    """330 MB: the program and its own node 22."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """`qwen --auth-type <api> --yolo --output-format stream-json`, the task on stdin."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bridle.config import AgentSpec
-from bridle.harnesses.base import SCRIPTS, Launch, LaunchContext, crash
+from bridle.harnesses.base import SCRIPTS, Launch, LaunchContext, SettingsT
 from bridle.harnesses.configuration import as_json
 from bridle.harnesses.installers import PYTHON
+from bridle.harnesses.packaged import Packaged
 from bridle.types import JSON, Cause
 
 TOOL = "bash_tool.py"
@@ -47,13 +48,21 @@ def script_launch(
     )
 
 
-def script_cause(exit_code: int | None, signal: int | None) -> Cause | None:
-    """What a script's exit code means."""
-    if signal is None and exit_code == TURN_LIMIT:
-        return Cause.LIMIT
-    if signal is None and exit_code == API_FAILED:
-        return Cause.HARNESS_MODEL_ERROR
-    return crash(exit_code, signal)
+class SdkAgent(Packaged[SettingsT]):
+    """A harness that is such a script."""
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,
+    ) -> Cause | None:
+        """The scripts' exit codes are true."""
+        if signal is None and exit_code == TURN_LIMIT:
+            return Cause.LIMIT
+        if signal is None and exit_code == API_FAILED:
+            return Cause.HARNESS_MODEL_ERROR
+        return super().exit_cause(exit_code, signal, stdout)
 
 
 def plain_servers(agent: AgentSpec) -> list[JSON]:

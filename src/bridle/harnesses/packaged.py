@@ -1,0 +1,155 @@
+"""The base of harnesses that come from PyPI or npm: settings, bundle, and a version of the user's.
+
+`AgentSpec.version` may name another version than the pinned one. It is installed by the same recipe
+without the lock, is recorded as `<version> (unlocked)`, and does one scripted piece of work
+(`bridle harness check`) before any session: what that shows stands in its bundle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Generic
+
+from bridle.config import AgentSpec
+from bridle.errors import ConfigError, HarnessError
+from bridle.harnesses.base import SettingsT, crash, parse_settings, refuse_commands
+from bridle.harnesses.bundles import Builder, Recipe, ensure
+from bridle.harnesses.configuration import TRANSPORTS, refuse_extras
+from bridle.harnesses.installers import Setup, find_python, node_recipe, python_recipe
+from bridle.runtimes.process import Command, run_process
+from bridle.types import JSON, Cause, Dialect
+
+CHECK_FILE = "bridle-check.json"
+"""In the bundle of an unlocked version: the report of its check."""
+CHECKING = "BRIDLE_CHECKING_HARNESS"
+"""Variable of the process that checks, whose own installation is not checked again."""
+CHECK_TIMEOUT_S = 600.0
+EXACT = re.compile(r"\d[\w.+!-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PyPI:
+    """A program of the Python package index. Members are `installers.python_recipe`'s."""
+
+    size_mb: int
+    probe: Sequence[str] = ()
+    links: Sequence[tuple[str, str]] = ()
+    pythons: tuple[tuple[int, int], tuple[int, int]] | None = None
+    """The first Python that it runs on and the first that it does not; `None` = Bridle's own."""
+
+    async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
+        """Raises `HarnessError` where this machine has no Python that fits."""
+        python = None
+        if self.pythons is not None:
+            oldest, below = self.pythons
+            python = await find_python(oldest, f"{name} {version}", below=below)
+        return python_recipe(
+            name,
+            version,
+            pinned=pinned,
+            size_mb=self.size_mb,
+            probe=self.probe,
+            links=self.links,
+            python=python,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Npm:
+    """A program of npm. Members are `installers.node_recipe`'s."""
+
+    size_mb: int
+    probe: Sequence[str] = ()
+    setup: Setup | None = None
+    whole_lock: bool = True
+
+    async def recipe(self, name: str, version: str, pinned: str) -> Recipe:
+        return node_recipe(
+            name,
+            version,
+            pinned=pinned,
+            size_mb=self.size_mb,
+            probe=self.probe,
+            setup=self.setup,
+            whole_lock=self.whole_lock,
+        )
+
+
+class Packaged(Generic[SettingsT]):
+    """Most of `base.Harness`; a subclass adds `launch`, and `exit_cause` where exit codes lie."""
+
+    name: ClassVar[str]
+    pinned: ClassVar[str]
+    """The version of the lock."""
+    package: ClassVar[PyPI | Npm]
+    settings_class: type[SettingsT]
+    transports: ClassVar[Collection[str]] = TRANSPORTS
+    """Of MCP servers that it can use."""
+    has_skills: ClassVar[bool] = True
+    dialect: Dialect
+    """Set by the class, or from the setting `api`."""
+
+    def __init__(self, agent: AgentSpec) -> None:
+        refuse_commands(agent)
+        refuse_extras(agent, transports=self.transports, skills=self.has_skills)
+        wanted = self.pinned if agent.version is None else agent.version
+        if not EXACT.fullmatch(wanted):
+            raise ConfigError(
+                f"agent.version: {wanted!r} is not the number of one version, such as "
+                f"{self.pinned!r}, the version of {self.name!r} that Bridle is tested with"
+            )
+        self._agent = agent
+        self._settings = parse_settings(agent, self.settings_class)
+        self._wanted = wanted
+        self.version = wanted if wanted == self.pinned else f"{wanted} (unlocked)"
+        self.dialect = getattr(self._settings, "api", None) or type(self).dialect
+
+    async def install(self, bundles: Path, report: Callable[[str], None]) -> Path | None:
+        """Build the bundle; see `base.Harness`. An unlocked version is checked once."""
+        recipe = await self.package.recipe(self.name, self._wanted, self.pinned)
+        folder = await ensure(recipe, bundles, report)
+        unchecked = self._wanted != self.pinned and not (folder / CHECK_FILE).is_file()
+        if unchecked and CHECKING not in os.environ:
+            await self._check(folder, report)
+        return folder
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,  # noqa: ARG002 - for a program whose exit codes are true
+    ) -> Cause | None:
+        """`None` for exit code 0."""
+        return crash(exit_code, signal)
+
+    async def _check(self, folder: Path, report: Callable[[str], None]) -> None:
+        builder = Builder(folder, report, f"{self.name} {self.version}")
+        builder.say("one scripted session shows whether this version works")
+        verb = ("harness", "check", self.name, "--version", self._wanted, "--json")
+        checked = await run_process(
+            Command(
+                (sys.executable, "-m", "bridle.cli", *verb),
+                cwd=str(folder),
+                env={**os.environ, CHECKING: "1"},
+                timeout_s=CHECK_TIMEOUT_S,
+            )
+        )
+        try:
+            found: JSON = json.loads(checked.stdout)
+        except ValueError:
+            error = checked.stderr.decode(errors="replace")[-500:]
+            raise HarnessError(f"{builder.label}: its check failed: {error}") from None
+        if not found["works"]:
+            raise HarnessError(
+                f"{builder.label}: does not work with Bridle as version {self.pinned} does: "
+                f"{found['status']}, {found['cause']}: {found['error']}"
+            )
+        unknown = found["unknown to the gateway"]
+        builder.say(f"works; fields that the gateway does not know: {unknown or 'none'}")
+        (folder / CHECK_FILE).write_text(json.dumps(found))
