@@ -42,8 +42,10 @@ class Proxy:
         )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as self._session:
-            yield self, f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            async with aiohttp.ClientSession() as self._session:
+                yield self, f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
             await runner.cleanup()
 
     async def _answer(self, request):
@@ -63,23 +65,29 @@ class Proxy:
 
 SAMPLING = {"/generate", "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
 ALL = {**SHAPES, "openai": None}
-SILENT_S = 1.0
+
+
+@asynccontextmanager
+async def connect(name, silent_s=60.0):
+    """Open a server of that kind, a proxy and an adapter that has started through the proxy."""
+    shape = ALL[name]
+    inside = scripted_engine([TURN])
+    server = EngineServer(inside) if shape is None else shape.server(inside, **shape.serving)
+    async with server, Proxy(server).open_with() as (proxy, url):
+        if shape is None:
+            adapter = OpenAIEngine(url + "/v1", timeout_s=silent_s)
+        else:
+            adapter = shape.adapter(url, timeout_s=silent_s, **shape.reading)
+        async with aclosing(adapter):
+            await adapter.start()
+            yield adapter, proxy
 
 
 @pytest.fixture(params=ALL, name="reached")
 async def opened(request):
     """An adapter that has started, and the proxy between it and its server."""
-    shape = ALL[request.param]
-    inside = scripted_engine([TURN])
-    server = EngineServer(inside) if shape is None else shape.server(inside, **shape.serving)
-    async with server, Proxy(server).open_with() as (proxy, url):
-        if shape is None:
-            adapter = OpenAIEngine(url + "/v1", timeout_s=SILENT_S)
-        else:
-            adapter = shape.adapter(url, timeout_s=SILENT_S, **shape.reading)
-        async with aclosing(adapter):
-            await adapter.start()
-            yield adapter, proxy
+    async with connect(request.param) as pair:
+        yield pair
 
 
 def call(**fields):
@@ -119,17 +127,24 @@ async def test_a_server_that_refuses_is_an_error_of_its_kind(
     assert not adapter._calls
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_server_that_hangs_is_given_up(reached, stream):
+async def test_a_server_that_hangs_is_given_up():
     async def silence(_request):
         await asyncio.sleep(30)
 
-    adapter, proxy = reached
-    proxy.spoil = silence
-    async with asyncio.timeout(15):
+    async def give_up(adapter, stream):
         with pytest.raises(EngineError, match="silent") as caught:
-            await collect(adapter, call(stream=stream))
-    assert caught.value.retryable
+            await collect(adapter, call(request_id=f"hung-{stream}", stream=stream))
+        assert caught.value.retryable
+
+    async def try_both(name):
+        async with connect(name, silent_s=5.0) as (adapter, proxy), asyncio.TaskGroup() as group:
+            proxy.spoil = silence
+            for stream in (False, True):
+                group.create_task(give_up(adapter, stream))
+
+    async with asyncio.timeout(25), asyncio.TaskGroup() as group:
+        for name in ALL:
+            group.create_task(try_both(name))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,7 +18,7 @@ async def client():
     """Makes a stub server with these replies, and a client of it."""
     opened = []
 
-    async def make(timeout_s=5.0, api_key=None, **replies):
+    async def make(timeout_s=30.0, api_key=None, **replies):
         stub = Stub(**replies)
         await stub.__aenter__()
         made = EngineClient(stub.url + "/v1/", api_key=api_key, timeout_s=timeout_s)

@@ -33,7 +33,7 @@ async def opened():
 
     async def make(**replies):
         stub = await Stub(**{CHAT: said(), **replies}).__aenter__()
-        engine = OpenAIEngine(stub.url + "/v1", api_key=KEY, timeout_s=5)
+        engine = OpenAIEngine(stub.url + "/v1", api_key=KEY, timeout_s=30)
         made.append((stub, engine))
         await engine.start()
         return stub, engine

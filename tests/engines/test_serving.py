@@ -42,7 +42,7 @@ def test_end_tokens_come_from_the_models_own_files(tmp_path, files, found):
 )
 async def test_ids_are_asked_for_and_may_be_refused(stub, reply, found):
     server = await stub(tokenize=reply)
-    client = EngineClient(server.url, api_key=None, timeout_s=5)
+    client = EngineClient(server.url, api_key=None, timeout_s=30)
     ids = await tokenized(client, {"prompt": "x"})
     await client.aclose()
     assert (None if ids is None else ids.tolist()) == found

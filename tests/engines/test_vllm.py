@@ -466,16 +466,6 @@ async def test_versions_come_from_here_where_replies_do_not_tell_them(turned):
     assert chunk.versions == (VersionSpan(6, 0, 2),)
 
 
-async def test_an_unanswered_call_times_out(turned):
-    async def silence(_request):
-        await asyncio.sleep(30)
-
-    engine = await turned(silence, timeout_s=0.2)
-    with pytest.raises(EngineError, match="was silent") as caught:
-        await collect(engine, request())
-    assert caught.value.retryable
-
-
 async def test_an_engine_that_is_gone_can_be_tried_again(connected):
     server = EngineServer(scripted_engine([TURN]))
     async with server:

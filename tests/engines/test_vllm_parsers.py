@@ -36,7 +36,7 @@ def without_tools(reply):
 )
 async def test_parsers_show_in_one_token(stub, reply, found):
     server = await stub(**{CHAT: reply})
-    client = EngineClient(server.url, api_key=None, timeout_s=5.0)
+    client = EngineClient(server.url, api_key=None, timeout_s=30.0)
     finding = await find_parsers(client, "stub")
     await client.aclose()
     assert (finding.what, finding.found, finding.ok) == ("parsers", found, True)

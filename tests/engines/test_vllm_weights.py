@@ -26,7 +26,7 @@ def model(folder, *, weights="model.safetensors", **changes):
 async def told(stub, source, **replies):
     """Have a server told to load a folder as version 7; the bodies that it got."""
     server = await stub(**{**GOOD, **replies})
-    client = EngineClient(server.url, api_key=None, timeout_s=10)
+    client = EngineClient(server.url, api_key=None, timeout_s=30)
     try:
         await load(client, source, 7)
     finally:
