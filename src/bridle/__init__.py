@@ -4,9 +4,52 @@ Every agent must call a model; Bridle stands at that call. A harness changes its
 its key, nothing else. The gateway answers in four providers' wire formats, keeps the exact tokens
 that were sampled, and the trajectory builders turn them into training sequences.
 
-This package imports nothing: each room loads when it is asked for.
+`Gateway` and `rollout` run agents from Python, `Client` and `AsyncClient` talk to a rollout server;
+`Task` and `Trajectory` are what goes in and comes out. Each loads when it is asked for.
 """
 
-__all__ = ["__version__"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridle.api import Gateway, Session, rollout
+    from bridle.client import AsyncClient, Client
+    from bridle.config import Task
+    from bridle.trajectory.sample import Trace, Trajectory
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Gateway",
+    "Session",
+    "Task",
+    "Trace",
+    "Trajectory",
+    "__version__",
+    "rollout",
+]
+
+_HOMES = {
+    "AsyncClient": "bridle.client",
+    "Client": "bridle.client",
+    "Gateway": "bridle.api",
+    "Session": "bridle.api",
+    "Task": "bridle.config",
+    "Trace": "bridle.trajectory.sample",
+    "Trajectory": "bridle.trajectory.sample",
+    "rollout": "bridle.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        message = f"module 'bridle' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

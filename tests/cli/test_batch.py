@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.progress import Progress, TextColumn
 
 from bridle.bridges.parquet import read_trajectories
-from bridle.cli.batch import Batch, Board, new_run_folder
+from bridle.cli.batch import Batch, Board
 from bridle.config import AgentSpec, Task
 from bridle.lifecycle.events import Installing, SessionChanged
 from bridle.types import SessionStatus
@@ -15,15 +15,6 @@ def test_a_finished_run_has_the_same_trajectories_as_lines_and_as_parquet(finish
     lines = (finished_run / "trajectories.jsonl").read_text().splitlines()
 
     assert len(read_trajectories(finished_run / "trajectories.parquet")) == len(lines) == 3
-
-
-def test_a_new_run_folder_is_never_one_that_exists(tmp_path):
-    first = new_run_folder(tmp_path)
-    first.mkdir()
-    second = new_run_folder(tmp_path)
-
-    assert second != first
-    assert not second.exists()
 
 
 def board(total: int) -> tuple[Board, Progress]:

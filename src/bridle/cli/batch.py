@@ -6,8 +6,6 @@ Ctrl-C, a failure), the run folder is left complete: capture, trajectories and s
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,27 +14,18 @@ from pathlib import Path
 import uvloop
 from rich.progress import Progress, TaskID
 
-from bridle.aio import run_shielded
-from bridle.bridges.parquet import TrajectoryWriter
-from bridle.capture.sqlite import SqliteStore
+from bridle.api import Gateway
 from bridle.cli.config import FileConfig, load_config
 from bridle.cli.gateway import Streaming
 from bridle.cli.output import notes, progress
-from bridle.cli.parts import open_all
 from bridle.cli.serving import long_running
 from bridle.config import AUTO, Task
 from bridle.executors.local import LocalExecutor
-from bridle.gateway.app import Gateway
 from bridle.lifecycle.events import Event, Installing, SessionChanged
 from bridle.lifecycle.manager import Node, NodeSettings, check
-from bridle.lifecycle.results import trajectory_of
-from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import FINAL
 from bridle.runtimes import default_backend
 from bridle.types import JSON, SessionStatus
-
-FINISH_S = 120.0
-"""How long writing the last files may take once a batch is being ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +52,6 @@ class Batch:
         return load_config(None, engines=[self.engine], tokenizer=self.tokenizer, gateway=gateway)
 
 
-def new_run_folder(runs: Path) -> Path:
-    """A folder name that is not taken yet: the time of day, and a number if it must be."""
-    stem = time.strftime("%Y-%m-%d-%H%M%S")
-    names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
-    return next(runs / name for name in names if not (runs / name).exists())
-
-
 def run_batch(batch: Batch) -> list[JSON]:
     """Run a batch to its end; its sessions' summaries in the order they were opened.
 
@@ -83,33 +65,22 @@ def run_batch(batch: Batch) -> list[JSON]:
 async def _run(batch: Batch, board: Board) -> list[JSON]:
     check(batch.tasks)
     _say_where(batch)
+    facts: JSON = {"concurrency": batch.concurrency}
+    facts["tasks"] = [task.model_dump(mode="json") for task in batch.tasks]
+    served = Gateway(batch.setup(), data=batch.folder, facts=facts)
+    board.say("starting the engine")
     async with AsyncExitStack() as stack:
-        setup = batch.setup()
-        parts = open_all(setup)
-        folder = stack.enter_context(RunFolder.create(batch.folder, config=_config(batch)))
-        stack.callback(folder.discard_if_unused)
-        store = await stack.enter_async_context(await SqliteStore.open(folder.capture))
-        board.say("starting the engine")
-        gateway = Gateway(
-            engine=parts.engine,
-            renderer=parts.renderer,
-            store=store,
-            settings=setup.gateway,
-            models=parts.models,
-        )
-        await stack.enter_async_context(gateway)
+        await stack.enter_async_context(served)
         stack.enter_context(long_running())
-        node = Node(gateway=gateway, store=store, folder=folder, settings=_settings(batch))
+        node = Node(
+            gateway=served.app, store=served.store, folder=served.folder, settings=_settings(batch)
+        )
         await stack.enter_async_context(node)
         stack.enter_context(node.events.listening(board.hear))
-        try:
-            async with LocalExecutor(node).run(batch.tasks) as results:
-                async for _ in results:
-                    pass
-        finally:
-            finishing = asyncio.to_thread(_finish, folder, store)
-            summary = await run_shielded(finishing, timeout_s=FINISH_S)
-    sessions: list[JSON] = summary["sessions"]
+        async with LocalExecutor(node).run(batch.tasks) as results:
+            async for _ in results:
+                pass
+    sessions: list[JSON] = served.summary["sessions"]
     return sessions
 
 
@@ -124,25 +95,6 @@ def _settings(batch: Batch) -> NodeSettings:
     if batch.concurrency is None:
         return NodeSettings()
     return NodeSettings(run_slots=batch.concurrency)
-
-
-def _finish(folder: RunFolder, store: SqliteStore) -> JSON:
-    """Write what is made from all sessions together."""
-    with TrajectoryWriter(folder.trajectories_parquet) as parquet:
-        for session in store.sessions():
-            if not session.is_aside:
-                parquet.write(trajectory_of(store.read(session.session_id)))
-    return folder.finish(store)
-
-
-def _config(batch: Batch) -> JSON:
-    return {
-        **batch.setup().model_dump(mode="json", include={"engines", "tokenizer", "models"}),
-        "concurrency": batch.concurrency,
-        "stream": batch.setup().gateway.stream,
-        "prompt": batch.setup().gateway.prompt,
-        "tasks": [task.model_dump(mode="json") for task in batch.tasks],
-    }
 
 
 class Board:

@@ -66,7 +66,8 @@ def run(  # noqa: PLR0913 - one parameter per flag
 
     Ends with code 0 if every session COMPLETED, 1 if some did not; rewards do not matter for it.
     """
-    from bridle.cli.batch import Batch, new_run_folder, run_batch
+    from bridle.api import new_run_folder
+    from bridle.cli.batch import Batch, run_batch
     from bridle.cli.config import load_config
     from bridle.config import assets_dir
     from bridle.harnesses import CHECKS

@@ -109,15 +109,15 @@ class FunctionHarness:
         return crash(exit_code, signal)
 
 
-def import_path(function: Callable[..., object]) -> str:
+def import_path(function: Callable[..., object], what: str = "agent.function") -> str:
     """The path that `AgentSpec.function` takes for this function.
 
-    Raises `ConfigError` for one that no module holds under its name (a lambda, a method, an inner
-    function).
+    Raises `ConfigError`, which names the setting `what`, for one that no module holds under its
+    name (a lambda, a method, an inner function).
     """
-    module, name = function.__module__, getattr(function, "__qualname__", "")
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if not name.isidentifier():
-        raise ConfigError(f"agent.function: no module holds {function!r} under its name")
+        raise ConfigError(f"{what}: no module holds {function!r} under its name")
     if module == "__main__" and (script := getattr(sys.modules[module], "__file__", None)):
         module = str(Path(script).absolute())
     return f"{module}:{name}"

@@ -1,0 +1,443 @@
+"""The Python API: a gateway in this process, and rollouts of an agent over tasks.
+
+    async with Gateway("http://127.0.0.1:8000", tokenizer="path/to/model") as gateway:
+        async with gateway.session(task="sum-1") as session:
+            await my_agent(base_url=session.openai_url, api_key=session.key)
+            session.reward = 1.0
+    trajectories = gateway.trajectories()
+
+    trajectories = rollout(my_agent, tasks, scorer=score, engine=..., samples=8)
+
+Everything is captured in a run folder, which `bridle show`, `export` and `dashboard` read as they
+read the folder of `bridle run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from bridle.aio import run_shielded
+from bridle.bridges.parquet import TrajectoryWriter
+from bridle.capture.records import Outcome
+from bridle.capture.sqlite import SqliteReader, SqliteStore
+from bridle.cli.config import FileConfig, load_config
+from bridle.cli.parts import open_all
+from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task
+from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.function_runner import Attempt
+from bridle.gateway import app
+from bridle.harnesses import HARNESSES
+from bridle.harnesses.function import import_path
+from bridle.lifecycle.results import result_from, trajectory_of
+from bridle.lifecycle.run_folder import RunFolder
+from bridle.trajectory.sample import Trajectory
+from bridle.types import JSON, Cause, SessionStatus
+
+if TYPE_CHECKING:
+    from bridle.gateway.registry import SessionHandle
+
+FINISH_S = 120.0
+"""Time for writing the last files once a run is being ended."""
+
+Agent = Callable[["Session"], Awaitable[object]]
+"""Called with an open session, whose `task` it does through the session's base URL and key."""
+
+Scorer = Callable[[Attempt], float | JSON | Awaitable[float | JSON]]
+"""Returns a reward, or an object with `reward` and perhaps `trace_rewards`, as the `function`
+evaluator's does."""
+
+
+def new_run_folder(runs: Path = Path("runs")) -> Path:
+    """A folder name that is not taken yet: the time of day, and a number if it must be."""
+    stem = time.strftime("%Y-%m-%d-%H%M%S")
+    names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
+    return next(runs / name for name in names if not (runs / name).exists())
+
+
+class Gateway:
+    """A gateway, its engine and a run folder. Use it as an async context manager, once."""
+
+    def __init__(
+        self,
+        engine: str | Sequence[str] | FileConfig,
+        *,
+        tokenizer: str | None = None,
+        data: str | Path | None = None,
+        settings: JSON | None = None,
+        facts: JSON | None = None,
+    ) -> None:
+        """Nothing is started. `ConfigError` for settings that are wrong.
+
+        Args:
+            engine: URL of a served engine, `embedded:DIR` or `scripted:FILE`; several are replicas.
+            tokenizer: Folder or `builtin`; `None` = the engine's own where it has one.
+            data: Run folder, which must not hold a run; `None` = a new one in `runs`.
+            settings: Those of `[gateway]` in a config file, e.g. `{"port": 8100}`.
+            facts: Recorded in the folder's `run.json`.
+        """
+        if not isinstance(engine, FileConfig):
+            engines = (engine,) if isinstance(engine, str) else tuple(engine)
+            engine = load_config(None, engines=engines, tokenizer=tokenizer, gateway=settings)
+        self._config = engine
+        self._facts = facts or {}
+        self.path = new_run_folder() if data is None else Path(data)
+        """The run folder."""
+        self._stack = AsyncExitStack()
+        self._started = False
+        self.summary: JSON = {}
+        """What `summary.json` holds; known after the end."""
+        self.folder: RunFolder
+        self.store: SqliteStore
+        self.app: app.Gateway
+        """The gateway itself, for a node, a trainer or tests."""
+
+    async def __aenter__(self) -> Self:
+        """Start. `ConfigError` or `EngineError` say what is missing."""
+        config = self._config
+        async with AsyncExitStack() as stack:
+            parts = open_all(config)
+            kept = config.model_dump(mode="json", include={"engines", "tokenizer", "models"})
+            kept |= {"stream": config.gateway.stream, "prompt": config.gateway.prompt}
+            created = RunFolder.create(self.path, config={**kept, **self._facts})
+            self.folder = stack.enter_context(created)
+            stack.callback(self.folder.discard_if_unused)
+            opened = await SqliteStore.open(self.folder.capture)
+            self.store = await stack.enter_async_context(opened)
+            stack.push_async_callback(self._finish)
+            self.app = await stack.enter_async_context(
+                app.Gateway(
+                    engine=parts.engine,
+                    renderer=parts.renderer,
+                    store=self.store,
+                    settings=config.gateway,
+                    models=parts.models,
+                )
+            )
+            self._stack, self._started = stack.pop_all(), True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the sessions that are open and complete the run folder."""
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def session(
+        self,
+        task: str | Task | None = None,
+        *,
+        session_id: str | None = None,
+        sampling: SamplingPolicy | None = None,
+        limits: Limits | None = None,
+        **metadata: object,
+    ) -> AsyncIterator[Session]:
+        """Open a session; at the end its key is dead and its reward and ending are recorded.
+
+        An exception of the block ends it as ERROR (CANCELLED where the task is cancelled), without
+        a reward, and is raised again.
+        """
+        whole = task if isinstance(task, Task) else None
+        opened = await self.app.open_session(
+            session_id,
+            task_id=whole.task_id if whole else str(task) if task else None,
+            metadata={"harness": "python", **_kept(whole), **metadata},
+            sampling=sampling or (whole.sampling if whole else None),
+            limits=limits or (whole.limits if whole else None),
+        )
+        session = Session(self, opened, whole)
+        try:
+            yield session
+        except BaseException as error:
+            await run_shielded(self._close(session, *_ending(error)), timeout_s=FINISH_S)
+            raise
+        await run_shielded(self._close(session), timeout_s=FINISH_S)
+
+    async def _close(
+        self,
+        session: Session,
+        status: SessionStatus = SessionStatus.COMPLETED,
+        cause: Cause | None = None,
+        error: str | None = None,
+    ) -> None:
+        facts = await self.app.seal(session.session_id)
+        session.ended = True
+        if cause is None and not facts.turns:
+            status, cause = SessionStatus.ERROR, Cause.HARNESS_NO_CALL
+            error = "the agent ended without one delivered turn"
+        outcome = Outcome(
+            session_id=session.session_id,
+            status=status,
+            ended_at=time.time(),
+            reward=session.reward if cause is None else None,
+            trace_rewards=session.trace_rewards if cause is None else None,
+            cause=cause,
+            error=error,
+            metadata={"evaluation": session.evaluation} if session.evaluation else {},
+        )
+        await self.store.close_session(outcome)
+        self.app.forget(session.session_id)
+        result = await asyncio.to_thread(lambda: result_from(self.store.read(session.session_id)))
+        await asyncio.to_thread(self.folder.append, result)
+
+    async def _finish(self) -> None:
+        if self._started:
+            await run_shielded(asyncio.to_thread(self._write), timeout_s=FINISH_S)
+
+    def _write(self) -> None:
+        """Write the files that are made from all sessions together."""
+        with TrajectoryWriter(self.folder.trajectories_parquet) as parquet:
+            for session in self.store.sessions():
+                if not session.is_aside:
+                    parquet.write(trajectory_of(self.store.read(session.session_id)))
+        self.summary = self.folder.finish(self.store)
+
+    def trajectories(self) -> list[Trajectory]:
+        """All sessions' trajectories in the order in which they were opened; also after the end."""
+        with SqliteReader(self.path / "capture.sqlite") as reader:
+            return [
+                trajectory_of(reader.read(session.session_id))
+                for session in reader.sessions()
+                if not session.is_aside
+            ]
+
+
+class Session:
+    """An open session of `Gateway.session`."""
+
+    def __init__(self, gateway: Gateway, handle: SessionHandle, task: Task | None) -> None:
+        self._gateway = gateway
+        self.session_id = handle.session_id
+        self.key = handle.key
+        """The API key of this session alone."""
+        self.task = task
+        """`None` where the session was opened without a `Task`."""
+        self.openai_url = handle.base_urls["openai"]
+        """Base URL for clients of OpenAI (Chat Completions and Responses)."""
+        self.anthropic_url = handle.base_urls["anthropic"]
+        self.google_url = handle.base_urls["google"]
+        self.evaluation: JSON = {}
+        """Recorded beside the reward."""
+        self.trace_rewards: tuple[float, ...] | None = None
+        self.ended = False
+        self._reward: float | None = None
+
+    @property
+    def reward(self) -> float | None:
+        """Recorded when the session's block ends; `None` = not known."""
+        return self._reward
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        if self.ended:
+            message = f"session {self.session_id} has ended; its reward stays {self._reward}"
+            raise ConfigError(message)
+        if value is not None and not math.isfinite(value):
+            message = f"reward: {value!r} is not a finite number"
+            raise ConfigError(message)
+        self._reward = None if value is None else float(value)
+
+    def trajectory(self) -> Trajectory:
+        """What was captured so far."""
+        return trajectory_of(self._gateway.store.read(self.session_id))
+
+
+def rollout(
+    agent: Agent | str | AgentSpec,
+    tasks: Iterable[Task | JSON | str],
+    *,
+    engine: str | Sequence[str],
+    scorer: Scorer | EvaluatorSpec | None = None,
+    tokenizer: str | None = None,
+    samples: int | None = None,
+    concurrency: int | None = None,
+    data: str | Path | None = None,
+) -> list[Trajectory]:
+    """Run an agent on tasks and return one trajectory per session, by task, then by sample.
+
+    Works inside a running event loop too (a notebook): the work has a thread and a loop of its own.
+    A session that fails is a trajectory with its status and error, never an exception.
+
+    Args:
+        agent: An async function that gets a `Session`, in this process and outside every sandbox;
+            or the name of a packaged harness, a command line, or an `AgentSpec`, in a sandbox.
+        tasks: `Task`s, their fields, or plain instructions.
+        engine: As for `Gateway`.
+        scorer: Called with an `Attempt` of each session that completed. For an agent in a sandbox
+            a function of an importable module, or an `EvaluatorSpec`; `None` = the tasks' own.
+        tokenizer: As for `Gateway`.
+        samples: Sessions per task; `None` = each task's `num_samples`.
+        concurrency: Sessions at once; `None` = 16 for a function, else twice the cores.
+        data: As for `Gateway`.
+
+    Raises:
+        ConfigError: A task, the agent or the scorer is wrong; nothing was sampled.
+    """
+    given = [_task(task, number, samples) for number, task in enumerate(tasks)]
+    if not isinstance(agent, (str, AgentSpec)):
+        gateway = Gateway(engine, tokenizer=tokenizer, data=data)
+        _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
+        return _by_task(gateway.path, given)
+    from bridle.cli.batch import Batch, run_batch
+
+    spec = agent if isinstance(agent, AgentSpec) else _agent(agent)
+    update: dict[str, object] = {"agent": spec}
+    if scorer is not None:
+        update["evaluator"] = scorer if isinstance(scorer, EvaluatorSpec) else _evaluator(scorer)
+    folder = new_run_folder() if data is None else Path(data)
+    config = load_config(
+        None, engines=(engine,) if isinstance(engine, str) else engine, tokenizer=tokenizer
+    )
+    changed = [task.model_copy(update=update) for task in given]
+    _in_thread(lambda: run_batch(Batch(changed, config, None, folder, concurrency)))
+    return _by_task(folder, given)
+
+
+async def _play(
+    agent: Agent,
+    tasks: Sequence[Task],
+    scorer: Scorer | EvaluatorSpec | None,
+    gateway: Gateway,
+    concurrency: int,
+) -> None:
+    """Run a function's sessions in this process."""
+    if not inspect.iscoroutinefunction(agent):
+        message = f"agent: {agent!r} is no async function, harness name, command or AgentSpec"
+        raise ConfigError(message)
+    if isinstance(scorer, EvaluatorSpec):
+        message = "scorer: an agent that is a function is scored by a function, not an evaluator"
+        raise ConfigError(message)
+    places = asyncio.Semaphore(concurrency)
+
+    async def one(task: Task, sample: int) -> None:
+        async with places:
+            try:
+                async with gateway.session(task, sample_index=sample) as session:
+                    returned = await agent(session)
+                    if scorer is not None:
+                        await _score(scorer, session, returned)
+            except Exception:  # noqa: BLE001, S110 - recorded as the session's ending
+                pass
+
+    async with gateway, asyncio.TaskGroup() as group:
+        for task in tasks:
+            for sample in range(task.num_samples):
+                group.create_task(one(task, sample))
+
+
+async def _score(scorer: Scorer, session: Session, returned: object) -> None:
+    """Set the session's reward. `EvaluatorError` if the scorer raises or returns no reward."""
+    try:
+        await _scored(scorer, session, returned)
+    except Exception as error:
+        message = f"scorer: {type(error).__name__}: {error}"
+        raise EvaluatorError(message) from error
+
+
+async def _scored(scorer: Scorer, session: Session, returned: object) -> None:
+    task, trajectory = session.task, await asyncio.to_thread(session.trajectory)
+    assert task is not None
+    messages = ([*trace.prompt_messages, *trace.response_messages] for trace in trajectory.traces)
+    attempt = Attempt(
+        session_id=session.session_id,
+        task_id=task.task_id,
+        instruction=task.instruction,
+        metadata=task.metadata,
+        exit_code=0,
+        stdout="",
+        stderr="",
+        traces=[{"messages": each} for each in messages],
+        folder=None,
+        returned=returned,
+    )
+    found = scorer(attempt)
+    if inspect.isawaitable(found):
+        found = await found
+    if isinstance(found, dict):
+        session.evaluation = dict(found)
+        rewards = session.evaluation.pop("trace_rewards", None)
+        session.trace_rewards = None if rewards is None else tuple(map(float, rewards))
+        found = session.evaluation.pop("reward")
+    session.reward = found
+
+
+def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:
+    order = {task.task_id: place for place, task in enumerate(tasks)}
+    with SqliteReader(folder / "capture.sqlite") as reader:
+        sessions = [each.session_id for each in reader.sessions() if not each.is_aside]
+        results = [result_from(reader.read(session_id)) for session_id in sessions]
+    results.sort(key=lambda result: (order[result.task_id], result.sample_index))
+    return [result.trajectory for result in results]
+
+
+def _task(task: Task | JSON | str, number: int, samples: int | None) -> Task:
+    if isinstance(task, str):
+        task = {"task_id": f"task-{number}", "instruction": task}
+    if not isinstance(task, Task):
+        task = Task.model_validate({"task_id": f"task-{number}", **task})
+    return task if samples is None else task.model_copy(update={"num_samples": samples})
+
+
+def _agent(words: str) -> AgentSpec:
+    if words in HARNESSES:
+        return AgentSpec(harness=words)
+    return AgentSpec(harness="command", command=words)
+
+
+def _evaluator(scorer: Scorer) -> EvaluatorSpec:
+    path = import_path(scorer, "scorer")
+    if path.rpartition(":")[0].endswith(".py"):
+        message = f"scorer: {path} is no module; put the function into one that can be imported"
+        raise ConfigError(message)
+    return EvaluatorSpec(strategy="function", config={"function": path})
+
+
+def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:
+    """How an exception of its block ends a session."""
+    if isinstance(error, asyncio.CancelledError):
+        return SessionStatus.CANCELLED, Cause.CANCELLED, None
+    scorer = isinstance(error, EvaluatorError)
+    cause = Cause.EVALUATOR if scorer else Cause.HARNESS_CRASH
+    return SessionStatus.ERROR, cause, str(error) if scorer else f"{type(error).__name__}: {error}"
+
+
+def _kept(task: Task | None) -> JSON:
+    """What rebuilding needs of a task."""
+    if task is None:
+        return {}
+    return {
+        "builder": task.builder.model_dump(mode="json"),
+        "train": [str(kind) for kind in task.train],
+        "rejected": task.rejected,
+        "rejected_reward": task.rejected_reward,
+        "task_metadata": task.metadata,
+    }
+
+
+def _in_thread(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever `work` returns
+    """Do `work` here, or in a thread where this thread's event loop is running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="bridle-rollout")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]

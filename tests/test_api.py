@@ -1,0 +1,213 @@
+"""The Python API, used as its users do: with a provider's SDK and functions of their own."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+import bridle
+from bridle.api import new_run_folder
+from bridle.capture.sqlite import SqliteReader
+from bridle.config import RuntimeSpec
+from bridle.errors import ConfigError
+from bridle.harnesses.base import SCRIPTS
+from bridle.lifecycle.results import result_from
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def engine(tmp_path):
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Four."}]}]}))
+    return f"scripted:{script}"
+
+
+async def ask(session, text="2 + 2?"):
+    async with openai.AsyncOpenAI(
+        base_url=session.openai_url, api_key=session.key, max_retries=0
+    ) as client:
+        reply = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": text}]
+        )
+    return reply.choices[0].message.content
+
+
+async def agent(session):
+    return await ask(session, session.task.instruction)
+
+
+def right(attempt):
+    """A scorer that a sandboxed run finds by its module's name."""
+    return float(attempt.traces[-1]["messages"][-1]["content"] == "Four.")
+
+
+def results(folder):
+    with SqliteReader(folder / "capture.sqlite") as reader:
+        return [result_from(reader.read(each.session_id)) for each in reader.sessions()]
+
+
+def test_a_new_run_folder_is_never_one_that_exists(tmp_path):
+    first = new_run_folder(tmp_path)
+    first.mkdir()
+    second = new_run_folder(tmp_path)
+
+    assert second != first
+    assert not second.exists()
+
+
+async def test_a_session_has_the_reward_that_its_block_set(engine, tmp_path):
+    async with bridle.Gateway(engine, data=tmp_path / "run") as gateway:
+        async with gateway.session("sum-1", level=3) as session:
+            assert await ask(session) == "Four."
+            assert len(session.trajectory().traces) == 1
+            session.reward = 0.5
+        with pytest.raises(ConfigError, match="has ended"):
+            session.reward = 1.0
+        with pytest.raises(openai.AuthenticationError):
+            await ask(session)
+        assert [each.reward for each in gateway.trajectories()] == [0.5]
+    (trajectory,) = gateway.trajectories()
+    assert trajectory.status == "COMPLETED"
+    assert trajectory.metadata["stats"]["tokens_trained"] == 4
+    assert gateway.summary["sessions"][0]["task_id"] == "sum-1"
+    assert {"trajectories.jsonl", "trajectories.parquet", "summary.json"} <= {
+        path.name for path in gateway.path.iterdir()
+    }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_reward_is_a_finite_number(engine, tmp_path, value):
+    async with (
+        bridle.Gateway(engine, data=tmp_path / "run") as gateway,
+        gateway.session() as session,
+    ):
+        with pytest.raises(ConfigError, match="is not a finite number"):
+            session.reward = value
+
+
+async def test_a_failed_or_cancelled_block_is_no_reward_but_an_ending(engine, tmp_path):
+    async with bridle.Gateway(engine, data=tmp_path / "run") as gateway:
+
+        async def crash():
+            async with gateway.session("crash") as session:
+                await ask(session)
+                session.reward = 1.0
+                raise ZeroDivisionError("by hand")
+
+        with pytest.raises(ZeroDivisionError):
+            await crash()
+        async with gateway.session("silent") as session:
+            session.reward = 1.0
+        started = asyncio.Event()
+
+        async def endless():
+            async with gateway.session("endless"):
+                started.set()
+                await asyncio.Event().wait()
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(endless())
+            await started.wait()
+            task.cancel()
+    crashed, silent, cancelled = results(gateway.path)
+    assert (crashed.status, crashed.cause, crashed.reward) == ("ERROR", "harness_crash", None)
+    assert crashed.error == "ZeroDivisionError: by hand"
+    assert (silent.status, silent.cause, silent.reward) == ("ERROR", "harness_no_call", None)
+    assert (cancelled.status, cancelled.cause) == ("CANCELLED", "cancelled")
+
+
+KILLED = """
+import asyncio, os, bridle
+from tests.test_api import ask
+async def main():
+    async with bridle.Gateway({engine!r}, data={data!r}) as gateway:
+        async with gateway.session("t") as session:
+            await ask(session)
+            session.reward = 0.25
+        os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+
+
+def test_a_reward_outlives_a_process_that_is_killed_right_after_the_block(engine, tmp_path):
+    program = KILLED.format(engine=engine, data=str(tmp_path / "run"))
+    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert killed.returncode == -9
+    (result,) = results(tmp_path / "run")
+    assert (result.status, result.reward) == ("COMPLETED", 0.25)
+
+
+def test_a_rollout_scores_each_session_of_a_function(engine, tmp_path):
+    def scorer(attempt):
+        assert attempt.returned == "Four."
+        assert attempt["instruction"] == attempt.instruction
+        return {"reward": len(attempt.instruction), "why": "length", "trace_rewards": [2]}
+
+    tasks: list[str | dict[str, str]] = ["2 + 2?", {"task_id": "own", "instruction": "5 - 1?!"}]
+    trajectories = bridle.rollout(
+        agent, tasks, scorer=scorer, engine=engine, samples=2, data=tmp_path / "run"
+    )
+    assert [each.reward for each in trajectories] == [6, 6, 7, 7]
+    found = results(tmp_path / "run")
+    assert {(each.task_id, each.sample_index) for each in found} == {
+        (name, sample) for name in ("task-0", "own") for sample in (0, 1)
+    }
+    assert found[0].metadata["evaluation"] == {"why": "length"}
+    assert trajectories[0].traces[0].reward == 2
+
+
+def test_what_fails_in_a_rollout_is_one_sessions_ending(engine, tmp_path):
+    async def often(session):
+        if session.task.task_id == "task-0":
+            raise OSError("no disk")
+        return await agent(session)
+
+    def never(attempt):
+        raise KeyError(attempt.task_id)
+
+    bridle.rollout(often, ["a", "b"], scorer=never, engine=engine, data=tmp_path / "run")
+    found = {each.task_id: each for each in results(tmp_path / "run")}
+    assert (found["task-0"].cause, found["task-0"].error) == ("harness_crash", "OSError: no disk")
+    assert (found["task-1"].cause, found["task-1"].reward) == ("evaluator", None)
+    assert found["task-1"].error == "scorer: KeyError: 'task-1'"
+
+
+async def test_a_rollout_works_where_an_event_loop_runs(engine, tmp_path):
+    (trajectory,) = bridle.rollout(
+        agent, ["2 + 2?"], scorer=lambda _: 1, engine=engine, data=tmp_path / "run"
+    )
+    assert trajectory.reward == 1
+
+
+def test_a_command_line_is_scored_by_a_function_of_a_module(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    task = bridle.Task(
+        task_id="t", instruction="2 + 2?", runtime=RuntimeSpec(backend="local"),
+    )  # fmt: skip
+    command = f"{sys.executable} {SCRIPTS / 'shell_agent.py'}"
+    (trajectory,) = bridle.rollout(
+        command, [task], scorer=right, engine=engine, data=tmp_path / "run"
+    )
+    assert (trajectory.status, trajectory.reward) == ("COMPLETED", 1.0)
+    assert bridle.Trajectory is type(trajectory)
+
+
+@pytest.mark.parametrize(
+    ("agent", "scorer", "match"),
+    [
+        (lambda session: None, None, "is no async function"),
+        ("true", lambda attempt: 1.0, "no module holds"),
+        ("true", 5, "no module holds"),
+    ],
+)
+def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
+    engine, tmp_path, agent, scorer, match
+):
+    with pytest.raises(ConfigError, match=match):
+        bridle.rollout(agent, ["a"], scorer=scorer, engine=engine, data=tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
