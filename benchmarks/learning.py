@@ -33,7 +33,7 @@ from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
 from bridle.cli.parts import Parts
 from bridle.cli.training import TrainSettings, train_here
-from bridle.cli.training_place import local_place
+from bridle.cli.training import local_place
 from bridle.config import BuilderSpec, Task
 from bridle.prompting.renderer import TokenRenderer
 from bridle.training.loop import Course

@@ -6,7 +6,7 @@ import pytest
 from tests.lifecycle.house import AGENT
 
 from bridle.cli.config import load_config
-from bridle.cli.hosting import OpensNode, workers_of
+from bridle.cli.server import OpensNode, workers_of
 from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError
 

@@ -18,8 +18,7 @@ from tests.cli.models import untrained
 from tests.server.house import with_token
 from tests.training.server import Death, a_server, tasks
 
-from bridle.cli.training import TrainSettings, train_here
-from bridle.cli.training_place import LocalPlace, Weights, _name, open_place
+from bridle.cli.training import LocalPlace, TrainSettings, Weights, _name, open_place, train_here
 from bridle.errors import ConfigError
 from bridle.training.checkpoint import checkpoints, read_state
 from bridle.training.grpo import Learner

@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.datasets.dockerfile import dockerfile_steps
+from bridle.datasets.harbor import dockerfile_steps
 from bridle.errors import ConfigError
 
 

@@ -24,28 +24,21 @@ def findings(check_layout, tmp_path):
     return check
 
 
-def test_a_source_file_without_a_twin_is_found(findings):
-    found = findings(
-        {"src/bridle/gateway/app.py": "", "src/bridle/gateway/__init__.py": '"""A."""'}
-    )
-    assert found == ["src/bridle/gateway/app.py: has no twin tests/gateway/test_app.py"]
+def test_a_source_folder_without_tests_is_found(findings):
+    found = findings({"src/bridle/gateway/app.py": "", "tests/gateway/conftest.py": ""})
+    assert found == ["src/bridle/gateway: has no tests in tests/gateway"]
 
 
-def test_a_twin_satisfies(findings):
-    files = {"src/bridle/gateway/app.py": "", "tests/gateway/test_app.py": ""}
+def test_tests_of_a_folder_may_have_any_name(findings):
+    files = {"src/bridle/gateway/app.py": "", "tests/gateway/test_replies.py": ""}
     assert findings(files) == []
-
-
-def test_an_init_with_code_needs_a_twin_too(findings):
-    found = findings({"src/bridle/cli/__init__.py": "def main(): ..."})
-    assert found == ["src/bridle/cli/__init__.py: has no twin tests/cli/test_init.py"]
 
 
 def test_a_long_file_is_found_unless_it_says_why(findings):
     found = findings(
-        {"tests/a.py": "x = 1\n" * 501, "tests/b.py": '"""Longer than most: a table."""\n' * 501}
+        {"tests/a.py": "x = 1\n" * 701, "tests/b.py": '"""Longer than most: a table."""\n' * 701}
     )
-    assert found == ["tests/a.py: 501 lines, over 500 without a reason"]
+    assert found == ["tests/a.py: 701 lines, over 700 without a reason"]
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -62,8 +55,8 @@ def test_a_long_function_is_found_unless_it_says_why(findings, kind):
 
 
 def test_scripts_without_suffix_are_checked(findings):
-    found = findings({"scripts/it": "#!/usr/bin/env python3\n" + "x = 1\n" * 500})
-    assert found == ["scripts/it: 501 lines, over 500 without a reason"]
+    found = findings({"scripts/it": "#!/usr/bin/env python3\n" + "x = 1\n" * 700})
+    assert found == ["scripts/it: 701 lines, over 700 without a reason"]
 
 
 def test_material_is_no_code(findings):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bridle import __version__
 from bridle.cli import (
-    cancel,
+    client,
     dashboard,
     demo,
     doctor,
@@ -25,10 +25,7 @@ from bridle.cli import (
     run,
     serve,
     show,
-    status,
-    submit,
     train,
-    watch,
 )
 from bridle.cli.output import log_to_stderr
 from bridle.errors import BridleError, ConfigError, install_extra
@@ -79,10 +76,10 @@ app.command("dashboard")(dashboard.dashboard)
 app.command("doctor")(doctor.doctor)
 app.command("gateway")(gateway.gateway)
 app.command("serve")(serve.serve)
-app.command("submit")(submit.submit)
-app.command("status")(status.status)
-app.command("watch")(watch.watch)
-app.command("cancel")(cancel.cancel)
+app.command("submit")(client.submit)
+app.command("status")(client.status)
+app.command("watch")(client.watch)
+app.command("cancel")(client.cancel)
 app.command("engine")(engine.engine)
 app.command("init")(init.init)
 app.add_typer(harness.app, name="harness")

@@ -152,7 +152,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.cli.hosting import workers_of
+    from bridle.cli.server import workers_of
     from bridle.credentials import announced
     from bridle.server import answering
     from bridle.server.addresses import Addresses
@@ -188,7 +188,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         served = answering.Served(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
-            from bridle.cli.looking import mounted
+            from bridle.cli.server import mounted
 
             mounts.append(stack.enter_context(mounted(service, auth, data)))
         url = await stack.enter_async_context(

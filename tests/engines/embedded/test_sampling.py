@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridle.engines.embedded.batch import sample
 from bridle.engines.embedded.call import Call
-from bridle.engines.embedded.sampling import sample
 from bridle.types import Sampling
 
 VOCAB = 12

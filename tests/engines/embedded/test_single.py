@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bridle.engines.embedded.call import Call
-from bridle.engines.embedded.single import Feeding, SingleDecoder
+from bridle.engines.embedded.model import Feeding, SingleDecoder
 from bridle.types import Sampling
 
 VOCAB = 64

@@ -7,13 +7,13 @@ anything large, serve the model with vLLM or SGLang and point Bridle at it.
 
 Who does what, from the outside in:
 
-- `engine`: the asyncio face, `EmbeddedEngine`; checks a call, hands it over, awaits chunks.
-- `batch`: the thread; who joins, who leaves, what is computed in the next step.
-- `call`: one call on its way, with its tokens, its stop rules and its own randomness.
-- `slots`, `single`: how a step is computed, for models with plain attention and for all others.
-- `prefixes`: what is remembered of finished calls, found by longest common beginning.
-- `sampling`: logits to tokens and logprobs.
-- `model`: a folder to a model that is known to work, or an error that says what is wrong.
+- `engine`: the asyncio face, `EmbeddedEngine`, which checks calls and awaits their chunks.
+- `batch`: the thread that decides which calls are in the next step and samples their tokens.
+- `call`: one call with its tokens, its stop rules and its own randomness.
+- `slots`: the step of models with plain attention.
+- `prefixes`: the caches of finished calls, found by longest common prefix.
+- `model`: loads a folder, proves that the model computes right, and steps models that `slots`
+  does not fit.
 
 Importing this package does not import torch; `EmbeddedEngine.start` does.
 """

@@ -8,7 +8,7 @@ slots 0..n-1 without a hole, so that decoding reads a view and copies nothing.
 
 The model's own code is used: transformers lets an attention function be registered by name, and
 hands a cache object of ours through to it. `bridle.engines.embedded.model` proves at load time that
-a model works this way; what doesn't is computed by `bridle.engines.embedded.single`.
+a model works this way; what doesn't is computed by `bridle.engines.embedded.model`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from tests.cli.test_serve import a_server, script, tasks
 from tests.dashboard.test_app import links_to
 
 from bridle.cli.config import load_config
-from bridle.cli.looking import ServiceRollouts, may_read
 from bridle.cli.serve import executor_flags, server_of
+from bridle.cli.server import ServiceRollouts, may_read
 from bridle.client import AsyncClient, Client
 from bridle.errors import ServerError
 from bridle.server.auth import Auth, Role, Token

@@ -1,28 +1,45 @@
-"""The dashboard of `bridle serve --dashboard`: the server's own state, behind its tokens.
+"""Parts of `bridle serve`: its nodes, here or on Ray, and its dashboard.
 
-Pages are made on worker threads; what they ask of the service is done on its event loop.
+The dashboard shows the server's own state, behind its tokens. Pages are made on worker threads;
+what they ask of the service is done on its event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    suppress,
+)
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.routing import Mount
 
+from bridle.capture.sqlite import SqliteStore
+from bridle.cli.config import FileConfig
+from bridle.cli.parts import open_all
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.guard import Guard
 from bridle.dashboard.served import Served
-from bridle.errors import ConfigError, ServerError
+from bridle.errors import ConfigError, ServerError, install_extra
+from bridle.executors.hosting import Hosted
+from bridle.gateway.app import Gateway
+from bridle.lifecycle.manager import Node, NodeSettings
 from bridle.server import results, wire
 from bridle.server.auth import Auth, Caller, Role
 from bridle.server.rows import run_id
 from bridle.server.states import SessionState
+from bridle.server.workers import NodeWorkers, ServerFolder, Workers
 
 if TYPE_CHECKING:
     from bridle.server.service import Service
@@ -30,6 +47,7 @@ if TYPE_CHECKING:
     from bridle.server.wire import Row
     from bridle.trajectory.sample import Trajectory
     from bridle.types import JSON
+
 
 T = TypeVar("T")
 
@@ -165,3 +183,64 @@ def _there(row: Row | None, what: str) -> Row:
     if row is None:
         raise ServerError(f"no {what}", status=404)
     return row
+
+
+@dataclass(frozen=True, slots=True)
+class OpensNode:
+    """Opens the node of a config on any machine (`bridle.executors.hosting.Opens`)."""
+
+    config: FileConfig
+
+    def __call__(
+        self, folder: Path, cpus: float | None = None
+    ) -> AbstractAsyncContextManager[Hosted]:
+        """A node whose run slots follow `cpus` where the config gives none."""
+        return _opened(self.config, folder, cpus)
+
+
+@asynccontextmanager
+async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[Hosted]:
+    given = config.executor.node.model_dump(exclude_unset=True)
+    if cpus is not None:
+        given.setdefault("run_slots", max(1, round(2 * cpus)))
+    parts = open_all(config)
+    async with AsyncExitStack() as stack:
+        logs = stack.enter_context(ServerFolder.open(folder / "node"))
+        store = await stack.enter_async_context(await SqliteStore.open(folder / "capture.sqlite"))
+        gateway = Gateway(
+            engine=parts.engine,
+            renderer=parts.renderer,
+            store=store,
+            settings=config.gateway.model_copy(update={"data_dir": folder}),
+            models=parts.models,
+        )
+        await stack.enter_async_context(gateway)
+        settings = NodeSettings.model_validate(given)
+        node = Node(gateway=gateway, store=store, folder=logs, settings=settings)
+        await stack.enter_async_context(node)
+        yield Hosted(node, gateway, store)
+
+
+@asynccontextmanager
+async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[Workers]:
+    """Where the sessions of a server are computed; `owner` is the server's name.
+
+    `ConfigError` or `EngineError` if it cannot be had.
+    """
+    if config.executor.kind == "local":
+        async with OpensNode(config)(data) as hosted:
+            yield NodeWorkers(hosted.node, hosted.gateway, hosted.store)
+        return
+    from bridle.executors.cluster import ClusterRunner
+    from bridle.server.cluster_workers import ClusterWorkers
+
+    try:
+        from bridle.executors.ray import RayCluster
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"executor ray: {error}; run {install_extra('ray')}") from error
+    settings = config.executor.ray
+    async with (
+        ClusterRunner(owner, outlive=True, patience=settings) as runner,
+        RayCluster(runner, settings, opens=OpensNode(config), folder=data / "nodes"),
+    ):
+        yield ClusterWorkers(runner)
