@@ -15,6 +15,7 @@ from itertools import product
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
+from bridle.prompting.layouts import Layouts
 from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
 from bridle.types import JSON
 
@@ -49,11 +50,12 @@ class HeldFamily:
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
         """Whether the end of reasoning is a token of its own, not text that must be looked for."""
+        self._layouts = Layouts(tokenizer)
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
     ) -> list[int]:
-        ids = self._laid_out(
+        ids = self._tokenizer.laid_out(
             lambda: self._family.render_ids(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
@@ -69,23 +71,21 @@ class HeldFamily:
         *,
         tools: list[JSON] | None,
     ) -> Bridged | None:
-        """See `Family`. Of a turn that is all plain text only the end is shown to the family."""
-        shown = previous_completion_ids
-        if self._marked and self._tokenizer.control_ids.isdisjoint(shown[:-1]):
-            shown = shown[-2:]
-        before = len(previous_prompt_ids) + len(shown)
-        whole = [*previous_prompt_ids, *previous_completion_ids]
+        """See `Family`; it is asked only where no layout is known."""
 
-        def suffix() -> list[int] | None:
-            found = self._family.bridge_to_next_turn(
-                previous_prompt_ids, shown, new_messages, tools=tools
-            )
-            if found is None or found.token_ids[:before] != [*previous_prompt_ids, *shown]:
-                return None  # a family that does not keep what was sampled is of no use
-            return found.token_ids[before:]
+        def ask(tail: list[int], sampled: list[int], new: list[JSON]) -> list[int] | None:
+            return self._suffix(tail, sampled, new, tools=tools)
 
-        ids = self._laid_out(suffix)
-        return None if ids is None else _Ids(whole + ids)
+        ids = self._layouts.suffix(
+            previous_prompt_ids,
+            previous_completion_ids,
+            new_messages,
+            tools=tools is not None,
+            ask=ask,
+        )
+        if ids is None:
+            return None
+        return _Ids([*previous_prompt_ids, *previous_completion_ids, *ids])
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
@@ -95,18 +95,18 @@ class HeldFamily:
     def get_stop_token_ids(self) -> list[int]:
         return list(self._family.get_stop_token_ids())
 
-    def _laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
-        with self._tokenizer.holding() as texts:
-            ids = lay()
-        if ids is None or not texts:
-            return ids
-        whole: list[int] = []
-        start = 0
-        for place in [index for index, id_ in enumerate(ids) if id_ < 0]:
-            whole += ids[start:place]
-            whole += self._tokenizer.encode(texts[-ids[place] - 1])
-            start = place + 1
-        return whole + ids[start:]
+    def _suffix(
+        self, tail: list[int], sampled: list[int], new: list[JSON], *, tools: list[JSON] | None
+    ) -> list[int] | None:
+        """The family's own suffix. Of a turn that is all plain text it is shown only the end."""
+        shown = sampled
+        if self._marked and self._tokenizer.control_ids.isdisjoint(shown[:-1]):
+            shown = shown[-2:]
+        found = self._family.bridge_to_next_turn(tail, shown, new, tools=tools)
+        before = [*tail, *shown]
+        if found is None or found.token_ids[: len(before)] != before:
+            return None  # a family that does not keep what was sampled is of no use
+        return found.token_ids[len(before) :]
 
 
 def held(family: Family, tokenizer: PromptTokenizer) -> Family:

@@ -13,7 +13,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -196,6 +196,20 @@ class PromptTokenizer:
             yield held
         finally:
             _HELD.reset(token)
+
+    def laid_out(self, lay: Callable[[], list[int] | None]) -> list[int] | None:
+        """The ids that `lay` gives, with long texts tokenised when it is done."""
+        with self.holding() as texts:
+            ids = lay()
+        if ids is None or not texts:
+            return ids
+        whole: list[int] = []
+        start = 0
+        for place in [index for index, id_ in enumerate(ids) if id_ < 0]:
+            whole += ids[start:place]
+            whole += self.encode(texts[-ids[place] - 1])
+            start = place + 1
+        return whole + ids[start:]
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if add_special_tokens:
