@@ -24,6 +24,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import orjson
+
 from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
@@ -32,6 +34,8 @@ from bridle.cli.config import FileConfig, load_config
 from bridle.cli.parts import open_all
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task
 from bridle.errors import ConfigError, EvaluatorError
+from bridle.evaluators.base import Evaluation
+from bridle.evaluators.function import evaluation_of
 from bridle.evaluators.function_runner import Attempt
 from bridle.gateway import app
 from bridle.harnesses import HARNESSES
@@ -60,6 +64,15 @@ def new_run_folder(runs: Path = Path("runs")) -> Path:
     stem = time.strftime("%Y-%m-%d-%H%M%S")
     names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
     return next(runs / name for name in names if not (runs / name).exists())
+
+
+def write_results(folder: RunFolder, store: SqliteStore) -> JSON:
+    """Write the files that are made from all sessions together; return the summary."""
+    with TrajectoryWriter(folder.trajectories_parquet) as parquet:
+        for session in store.sessions():
+            if not session.is_aside:
+                parquet.write(trajectory_of(store.read(session.session_id)))
+    return folder.finish(store)
 
 
 class Gateway:
@@ -188,15 +201,8 @@ class Gateway:
 
     async def _finish(self) -> None:
         if self._started:
-            await run_shielded(asyncio.to_thread(self._write), timeout_s=FINISH_S)
-
-    def _write(self) -> None:
-        """Write the files that are made from all sessions together."""
-        with TrajectoryWriter(self.folder.trajectories_parquet) as parquet:
-            for session in self.store.sessions():
-                if not session.is_aside:
-                    parquet.write(trajectory_of(self.store.read(session.session_id)))
-        self.summary = self.folder.finish(self.store)
+            writing = asyncio.to_thread(write_results, self.folder, self.store)
+            self.summary = await run_shielded(writing, timeout_s=FINISH_S)
 
     def trajectories(self) -> list[Trajectory]:
         """All sessions' trajectories in the order in which they were opened; also after the end."""
@@ -281,7 +287,8 @@ def rollout(
     """
     given = [_task(task, number, samples) for number, task in enumerate(tasks)]
     if not isinstance(agent, (str, AgentSpec)):
-        gateway = Gateway(engine, tokenizer=tokenizer, data=data)
+        facts = {"tasks": [task.model_dump(mode="json") for task in given]}
+        gateway = Gateway(engine, tokenizer=tokenizer, data=data, facts=facts)
         _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
         return _by_task(gateway.path, given)
     from bridle.cli.batch import Batch, run_batch
@@ -333,38 +340,42 @@ async def _play(
 
 async def _score(scorer: Scorer, session: Session, returned: object) -> None:
     """Set the session's reward. `EvaluatorError` if the scorer raises or returns no reward."""
-    try:
-        await _scored(scorer, session, returned)
-    except Exception as error:
-        message = f"scorer: {type(error).__name__}: {error}"
-        raise EvaluatorError(message) from error
-
-
-async def _scored(scorer: Scorer, session: Session, returned: object) -> None:
     task, trajectory = session.task, await asyncio.to_thread(session.trajectory)
     assert task is not None
-    messages = ([*trace.prompt_messages, *trace.response_messages] for trace in trajectory.traces)
-    attempt = Attempt(
-        session_id=session.session_id,
+    attempt = attempt_of(
+        trajectory,
         task_id=task.task_id,
         instruction=task.instruction,
         metadata=task.metadata,
         exit_code=0,
-        stdout="",
-        stderr="",
-        traces=[{"messages": each} for each in messages],
-        folder=None,
         returned=returned,
     )
-    found = scorer(attempt)
-    if inspect.isawaitable(found):
-        found = await found
-    if isinstance(found, dict):
-        session.evaluation = dict(found)
-        rewards = session.evaluation.pop("trace_rewards", None)
-        session.trace_rewards = None if rewards is None else tuple(map(float, rewards))
-        found = session.evaluation.pop("reward")
-    session.reward = found
+    found = await call_scorer(scorer, attempt)
+    session.reward, session.trace_rewards = found.reward, found.trace_rewards
+    session.evaluation = found.metadata
+
+
+def attempt_of(trajectory: Trajectory, **facts: object) -> Attempt:
+    """Make a scorer's argument from a trajectory; `facts` replace its other, empty fields."""
+    messages = ([*trace.prompt_messages, *trace.response_messages] for trace in trajectory.traces)
+    empty = {"exit_code": None, "stdout": "", "stderr": "", "folder": None}
+    traces = [{"messages": each} for each in messages]
+    return Attempt({"session_id": trajectory.session_id, **empty, **facts, "traces": traces})
+
+
+async def call_scorer(scorer: Scorer, attempt: Attempt) -> Evaluation:
+    """Call a scorer. `EvaluatorError` if it raises or returns no reward."""
+    name = getattr(scorer, "__qualname__", repr(scorer))
+    try:
+        found = scorer(attempt)
+        if inspect.isawaitable(found):
+            found = await found
+        return evaluation_of(orjson.dumps(found), name)
+    except EvaluatorError:
+        raise
+    except Exception as error:
+        message = f"scorer: {type(error).__name__}: {error}"
+        raise EvaluatorError(message) from error
 
 
 def _by_task(folder: Path, tasks: Sequence[Task]) -> list[Trajectory]:

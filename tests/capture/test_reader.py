@@ -108,6 +108,6 @@ async def test_outcomes_and_extents_are_those_of_each_session(path):
         await two.write(store)
         with closing(SqliteReader(path)) as reader:
             assert reader.outcomes() == {"one": one.outcome}
-            assert reader.extent("one") == (2, 2, 1)
-            assert reader.extent("two") == (1, 1, 0)
-            assert reader.extent("none") == (0, 0, 0)
+            assert reader.extent("one") == (2, 2, 1, 0)
+            assert reader.extent("two") == (1, 1, 0, 0)
+            assert reader.extent("none") == (0, 0, 0, 0)

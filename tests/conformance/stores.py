@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.capture.made import MadeSession
 
-from bridle.capture.records import Delivery, SessionRecord
+from bridle.capture.records import Delivery, Score, SessionRecord
 from bridle.capture.store import Store
 from bridle.errors import StoreError
 from bridle.types import DeliveryState, FinishReason, Kind, LogprobMode, VersionSpan
@@ -62,6 +62,50 @@ class StoreConformance:
             assert_same(capture.exchanges, made.exchanges)
             assert (capture.deliveries, capture.bodies) == (made.deliveries, made.bodies)
             assert capture.outcome is None
+
+    async def test_the_last_of_a_sessions_scores_is_its_reward(self):
+        made = MadeSession()
+        made.call()
+        given = [
+            Score("s1", 2000.0, 0.5, (0.5, 1.0), "ann", "first look", {"tests": 3}),
+            Score("s1", 3000.0, 0.25, by="\udcff", why="a second look"),
+        ]
+        async with self.open_store() as store:
+            await made.write(store)
+            await store.score(given[0])
+            assert store.outcome("s1") is None
+            made.end(1.0, metadata={"exit_code": 0, "token_rewards": [[1.0]]})
+            assert made.outcome is not None
+            await store.close_session(made.outcome)
+            first = store.outcome("s1")
+            assert first is not None
+            assert (first.reward, first.trace_rewards) == (0.5, (0.5, 1.0))
+            assert first.metadata["evaluation"] == {"tests": 3}
+            assert "token_rewards" not in first.metadata
+            await store.score(given[1])
+            last = store.read("s1").outcome
+            assert last is not None
+            assert (last.reward, last.trace_rewards, last.status) == (0.25, None, "COMPLETED")
+            assert [each["why"] for each in last.metadata["scores"]] == [
+                "first look", "a second look",
+            ]  # fmt: skip
+            with pytest.raises(StoreError, match="never opened"):
+                await store.score(Score("nobody", 1.0, 1.0))
+
+    async def test_a_score_completes_a_session_whose_evaluator_failed(self):
+        made = MadeSession()
+        made.call()
+        made.end(None, status="ERROR", cause="evaluator", error="NameError: scroe")
+        async with self.open_store() as store:
+            await made.write(store)
+            await store.score(Score("s1", 2000.0, None, why="still not known"))
+            kept = store.outcome("s1")
+            assert kept is not None
+            assert (kept.status, kept.cause) == ("ERROR", "evaluator")
+            await store.score(Score("s1", 3000.0, 1.0))
+            now = store.outcome("s1")
+            assert now is not None
+            assert (now.status, now.cause, now.error, now.reward) == ("COMPLETED", None, None, 1.0)
 
     async def test_an_exchange_without_tokens_is_kept(self):
         made = MadeSession()

@@ -34,6 +34,7 @@ async def test_every_control_route_but_health_asks_for_the_token(token):
         ("POST", "/sessions"),
         ("GET", "/sessions/one"),
         ("DELETE", "/sessions/one"),
+        ("POST", "/sessions/one/reward"),
         ("GET", "/sessions/one/exchanges"),
         ("GET", "/sessions/one/trajectory"),
         ("GET", "/policy"),
@@ -98,6 +99,42 @@ async def test_a_session_is_opened_used_read_and_ended_over_http():
         _, facts = await home.control("GET", "/sessions/one")
         assert facts["outcome"]["status"] == "COMPLETED"
         assert len((await home.control("GET", "/sessions/one/exchanges"))[1]["exchanges"]) == 2
+
+
+async def test_the_last_reward_given_to_a_session_counts_once_it_has_ended():
+    async with house({"content": "hello"}) as home:
+        await home.session("one")
+        first = {"reward": 1, "trace_rewards": [0.5], "by": "ann", "why": "looked right"}
+        status, given = await home.control("POST", "/sessions/one/reward", first)
+        assert (status, given["reward"], given["by"]) == (200, 1.0, "ann")
+        assert (await home.control("GET", "/sessions/one/trajectory"))[1]["reward"] is None
+        await home.control("DELETE", "/sessions/one")
+        assert (await home.control("GET", "/sessions/one/trajectory"))[1]["reward"] == 1.0
+        await home.control("POST", "/sessions/one/reward", {"reward": 0.25, "why": "was not"})
+        status, facts = await home.control("GET", "/sessions/one")
+        assert facts["outcome"]["reward"] == 0.25
+        assert [each["why"] for each in facts["outcome"]["metadata"]["scores"]] == [
+            "looked right", "was not",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "reward"),
+        ({"reward": "much"}, "reward"),
+        ({"reward": 1, "trace_rewards": [None]}, "trace_rewards"),
+        ({"reward": 1, "score": 2}, "score"),
+    ],
+)
+async def test_a_reward_that_is_none_is_refused_by_its_field(body, field):
+    async with house({"content": "hello"}) as home:
+        await home.session("one")
+        status, answer = await home.control("POST", "/sessions/one/reward", body)
+        assert status == 400
+        assert field in answer["error"]["message"]
+        status, _ = await home.control("POST", "/sessions/two/reward", {"reward": 1})
+        assert status == 404
 
 
 async def test_a_deleted_session_leaves_no_object_and_is_still_known_by_its_id():

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from bridle.capture.records import (
     Exchange,
     Outcome,
     RequestRecord,
+    Score,
     SessionRecord,
 )
 from bridle.capture.texts import DIGEST_BYTES, SessionTexts, StoredExchange
@@ -56,7 +57,7 @@ PAGE_BYTES = 4096
 SCHEMA = """
 CREATE TABLE sessions (
     n INTEGER PRIMARY KEY, session_id TEXT NOT NULL, opened_at REAL NOT NULL, task_id TEXT,
-    metadata TEXT NOT NULL);
+    metadata TEXT NOT NULL, scores TEXT);
 CREATE UNIQUE INDEX sessions_by_id ON sessions (session_id);
 CREATE TABLE exchanges (
     n INTEGER PRIMARY KEY, session INTEGER NOT NULL, exchange_id TEXT NOT NULL,
@@ -113,7 +114,12 @@ def _record_joins(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'")
 
 
-CURRENT = Format(version=3, converters={1: _keep_data_apart, 2: _record_joins})
+def _record_scores(connection: sqlite3.Connection) -> None:
+    """From 3: rewards may be given after a session's end."""
+    connection.execute("ALTER TABLE sessions ADD COLUMN scores TEXT")
+
+
+CURRENT = Format(version=4, converters={1: _keep_data_apart, 2: _record_joins, 3: _record_scores})
 
 
 # ---- files
@@ -464,6 +470,22 @@ def outcome_of(session_id: str, row: tuple[Any, ...]) -> Outcome:
         error=row[6],
         metadata=_of_json(row[7]),
     )
+
+
+def score_json(score: Score) -> str:
+    """One entry of the list `sessions.scores`."""
+    facts = dataclasses.asdict(score)
+    return _json(facts | {"by": _text(score.by), "why": _text(score.why)})
+
+
+def scores_of(text: str | None) -> Sequence[Score]:
+    """The scores of `sessions.scores`, oldest first."""
+    entries = () if text is None else _of_json(text)
+    return [
+        Score(**entry | {"trace_rewards": rewards and tuple(rewards)})
+        for entry in entries
+        for rewards in (entry["trace_rewards"],)
+    ]
 
 
 def sync_file(file: Path) -> None:

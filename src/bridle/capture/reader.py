@@ -16,6 +16,7 @@ from bridle.capture.records import (
     SessionCapture,
     SessionRecord,
     Totals,
+    scored,
 )
 from bridle.errors import StoreError, boundary
 
@@ -27,7 +28,8 @@ FROM exchanges e JOIN sessions s ON s.n = e.session WHERE e.n > ? GROUP BY e.ses
 _EXTENT = """
 SELECT (SELECT count(*) FROM exchanges e JOIN sessions s ON s.n = e.session WHERE session_id = ?),
        (SELECT count(*) FROM deliveries d JOIN sessions s ON s.n = d.session WHERE session_id = ?),
-       (SELECT count(*) FROM outcomes o JOIN sessions s ON s.n = o.session WHERE session_id = ?)
+       (SELECT count(*) FROM outcomes o JOIN sessions s ON s.n = o.session WHERE session_id = ?),
+       coalesce((SELECT json_array_length(scores) FROM sessions WHERE session_id = ?), 0)
 """
 
 
@@ -56,9 +58,14 @@ class SqliteReader:
 
     def outcomes(self) -> Mapping[str, Outcome]:
         """How sessions ended, by id; those that have not are missing."""
-        query = "SELECT s.session_id, o.* FROM outcomes o JOIN sessions s ON s.n = o.session"
+        query = "SELECT session_id, scores, o.* FROM outcomes o JOIN sessions s ON n = session"
         with self._reading():
-            return {row[0]: formats.outcome_of(row[0], row[1:]) for row in self._rows(query)}
+            return {
+                session_id: scored(
+                    formats.outcome_of(session_id, tuple(row)), formats.scores_of(scores)
+                )
+                for session_id, scores, *row in self._rows(query)
+            }
 
     def totals(self, after: int = 0) -> tuple[Mapping[str, Totals], int]:
         """What the exchanges behind row `after` add up to, by session id, and the last row.
@@ -75,7 +82,7 @@ class SqliteReader:
     def extent(self, session_id: str) -> tuple[int, ...]:
         """How much is recorded of a session: it changes when, and only when, something is added."""
         with self._reading():
-            ((*counts,),) = self._rows(_EXTENT, (session_id,) * 3)
+            ((*counts,),) = self._rows(_EXTENT, (session_id,) * 4)
             return tuple(counts)
 
     def size(self) -> int:
@@ -114,8 +121,10 @@ class SqliteReader:
     def outcome(self, session_id: str) -> Outcome | None:
         """How the session ended; `None` = it has not, or was killed."""
         with self._reading():
-            rows = self._session_rows("SELECT * FROM outcomes WHERE session = ?", session_id)
-            return formats.outcome_of(session_id, rows[0]) if rows else None
+            query = "SELECT scores, o.* FROM outcomes o JOIN sessions ON n = session WHERE n = ?"
+            for scores, *row in self._session_rows(query, session_id):
+                return scored(formats.outcome_of(session_id, tuple(row)), formats.scores_of(scores))
+            return None
 
     def read(self, session_id: str) -> SessionCapture:
         """Everything of one session, read once; texts are unpacked when one is asked for.

@@ -8,19 +8,21 @@ their logprobs, the messages that were not stored before. Everything else is rea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridle.types import (
     JSON,
+    Cause,
     DeliveryState,
     Dialect,
     FinishReason,
     Kind,
     LogprobMode,
     Sampling,
+    SessionStatus,
     VersionSpan,
 )
 
@@ -173,6 +175,44 @@ class Outcome:
     error: str | None = None
     metadata: JSON = field(default_factory=dict)
     """Evaluator's own metadata, exit code, timings, log paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward that was given to a session later; of several the last one counts."""
+
+    session_id: str
+    at: float
+    """Unix time, seconds."""
+    reward: float | None
+    """`None` = not known: takes an earlier reward back."""
+    trace_rewards: tuple[float, ...] | None = None
+    by: str = ""
+    """Person or program that gave it."""
+    why: str = ""
+    metadata: JSON = field(default_factory=dict)
+    """What the scorer returned beside the reward."""
+
+
+def scored(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
+    """Return the outcome with the last score's reward and with all scores in its metadata.
+
+    A session whose evaluator had failed is COMPLETED by a score.
+    """
+    if not scores:
+        return outcome
+    last = scores[-1]
+    metadata = {name: kept for name, kept in outcome.metadata.items() if name != "token_rewards"}
+    metadata["scores"] = [
+        {"at": s.at, "reward": s.reward, "trace_rewards": s.trace_rewards, "by": s.by, "why": s.why}
+        for s in scores
+    ]
+    if last.metadata:
+        metadata["evaluation"] = last.metadata
+    now = replace(outcome, reward=last.reward, trace_rewards=last.trace_rewards, metadata=metadata)
+    if outcome.cause != Cause.EVALUATOR or last.reward is None:
+        return now
+    return replace(now, status=SessionStatus.COMPLETED.value, cause=None, error=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,14 @@ from typing import Any, Literal, Self
 from bridle.capture import formats
 from bridle.capture.jobs import Job, Jobs, Written
 from bridle.capture.reader import SqliteReader
-from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.capture.records import (
+    Delivery,
+    Exchange,
+    Outcome,
+    Score,
+    SessionCapture,
+    SessionRecord,
+)
 from bridle.capture.texts import (
     DIGEST_BYTES,
     HEAD,
@@ -128,6 +135,10 @@ class SqliteStore:
     async def close_session(self, outcome: Outcome) -> None:
         """Record how a session ended; a second outcome of the same session is an error."""
         await self._write(lambda writer: writer.close_session(outcome))
+
+    async def score(self, score: Score) -> None:
+        """Record a reward that is given later; every reading of the outcome has the last one."""
+        await self._write(lambda writer: writer.score(score))
 
     async def forget(self, session_id: str) -> None:
         """Remove all of a session; the room in the file is used again, the file is not shorter."""
@@ -452,6 +463,16 @@ class _Writer:
             formats.outcome_row(state.number, outcome),
         )
         self._states.pop(outcome.session_id)
+
+    def score(self, score: Score) -> None:
+        found = self._connection.execute(
+            "UPDATE sessions SET scores = json_insert(coalesce(scores, '[]'), '$[#]', json(?))"
+            " WHERE session_id = ?",
+            (formats.score_json(score), score.session_id),
+        )
+        if not found.rowcount:
+            message = f"{self._path}: session {score.session_id!r} was never opened"
+            raise StoreError(message)
 
     def forget(self, session_id: str) -> None:
         if (state := self._find(session_id)) is not None:

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bridle.capture.records import Delivery, Exchange, Outcome, SessionCapture, SessionRecord
+from bridle.capture.records import (
+    Delivery,
+    Exchange,
+    Outcome,
+    Score,
+    SessionCapture,
+    SessionRecord,
+    scored,
+)
 from bridle.errors import StoreError
 
 
@@ -32,6 +40,9 @@ class Store(Protocol):
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record how a session ended; a second outcome of the same session is an error."""
+
+    async def score(self, score: Score) -> None:
+        """Record a reward that is given later; every reading of the outcome has the last one."""
 
     async def forget(self, session_id: str) -> None:
         """Remove all that is recorded of a session; of one that is not known there is nothing."""
@@ -78,6 +89,7 @@ class _Session:
     deliveries: dict[str, Delivery] = field(default_factory=dict)
     bodies: dict[bytes, bytes] = field(default_factory=dict)
     outcome: Outcome | None = None
+    scores: list[Score] = field(default_factory=list)
 
 
 class MemoryStore:
@@ -119,6 +131,10 @@ class MemoryStore:
             raise StoreError(message)
         session.outcome = outcome
 
+    async def score(self, score: Score) -> None:
+        """Record a reward that is given later."""
+        self._session(score.session_id).scores.append(score)
+
     async def forget(self, session_id: str) -> None:
         """Remove all that is recorded of a session; of one that is not known there is nothing."""
         self._check_open()
@@ -159,7 +175,9 @@ class MemoryStore:
     def outcome(self, session_id: str) -> Outcome | None:
         """How the session ended; `None` = it has not."""
         session = self._find(session_id)
-        return None if session is None else session.outcome
+        if session is None or session.outcome is None:
+            return None
+        return scored(session.outcome, session.scores)
 
     def read(self, session_id: str) -> SessionCapture:
         """Everything of one session. `StoreError` if it was never opened."""
@@ -169,7 +187,7 @@ class MemoryStore:
             list(session.exchanges.values()),
             dict(session.deliveries),
             dict(session.bodies),
-            session.outcome,
+            self.outcome(session_id),
         )
 
     def size(self) -> int:

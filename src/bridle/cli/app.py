@@ -23,6 +23,7 @@ from bridle.cli import (
     init,
     rebuild,
     run,
+    score,
     serve,
     show,
     train,
@@ -69,6 +70,7 @@ app.command("demo")(demo.demo)
 app.command("run")(run.run)
 app.command("show")(show.show)
 app.command("rebuild")(rebuild.rebuild)
+app.command("score")(score.score)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("train")(train.train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -171,12 +172,15 @@ def _show_report(target: Path, *, json: bool) -> None:
 
 
 def left_lines(metadata: JSON) -> Iterator[str]:
-    """What a result names of files that were not scored or not kept, a line each."""
+    """Name files that were not scored or not kept, and rewards that were given later."""
     evaluation = metadata.get("evaluation") or {}
     if why := evaluation.get("unscorable"):
         yield f"reward 0: {_shown(why)}"
     for path in evaluation.get("stayed", ()):
         yield f"not scored: {_shown(path)}"
+    for given in metadata.get("scores", ()):
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(given["at"]))
+        yield _shown(f"scored {given['reward']} by {given['by'] or '?'}, {at}: {given['why']}")
     for name, why in metadata.get("left_out", {}).items():
         yield f"not kept: {_shown(f'{name}: {why}')}"
 
@@ -194,7 +198,7 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
     result = result_from(capture)
     trajectory = result.trajectory
     if json:
-        ours = ("evaluation", "left_out")
+        ours = ("evaluation", "scores", "left_out")
         more = {name: result.metadata[name] for name in ours if name in result.metadata}
         print_json({**result.summary(), "stats": trajectory.metadata["stats"], **more})
         return

@@ -110,7 +110,9 @@ class Folder:
                 "exit_code": result.exit_code,
                 "signal": result.signal,
                 "contained": found.capture.session.metadata.get("contains"),
-                **{name: result.metadata.get(name) for name in ("evaluation", "left_out")},
+                **{
+                    name: result.metadata.get(name) for name in ("evaluation", "scores", "left_out")
+                },
             }
             known = {name: value for name, value in facts.items() if value is not None}
             return Shown(line, found.trajectory, found, result.logs, known)

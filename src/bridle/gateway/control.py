@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qs
 
 import numpy as np
@@ -23,7 +23,7 @@ from aiohttp import web
 from pydantic import Field, ValidationError
 
 from bridle.aio import Checkup
-from bridle.capture.records import Delivery, Exchange, Outcome
+from bridle.capture.records import Delivery, Exchange, Outcome, Score
 from bridle.capture.store import Store
 from bridle.config import BuilderSpec, Limits, SamplingPolicy, Settings, explain
 from bridle.credentials import kept_token
@@ -84,6 +84,17 @@ class OpenSession(Settings):
     metadata: JSON = Field(default_factory=dict)
     sampling: SamplingPolicy = SamplingPolicy()
     limits: Limits = Limits()
+
+
+class GiveReward(Settings):
+    """Body of `POST /sessions/{id}/reward`."""
+
+    reward: float | None = Field(allow_inf_nan=False)
+    """`None` takes an earlier reward back."""
+    trace_rewards: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
+    by: str = Field(default="", max_length=200)
+    why: str = Field(default="", max_length=10_000)
+    metadata: JSON = Field(default_factory=dict)
 
 
 class Sessions(Protocol):
@@ -197,6 +208,7 @@ class ControlPlane:
             ("POST", "sessions"): self._open,
             ("GET", "sessions", ID): self._show,
             ("DELETE", "sessions", ID): self._delete,
+            ("POST", "sessions", ID, "reward"): self._reward,
             ("GET", "sessions", ID, "exchanges"): self._exchanges,
             ("GET", "sessions", ID, "trajectory"): self._trajectory,
         }
@@ -327,6 +339,14 @@ class ControlPlane:
             await self._store.close_session(outcome)
             self._sessions.forget(asked.session_id)
         return _json(asdict(facts))
+
+    async def _reward(self, asked: Asked) -> web.StreamResponse:
+        """Record a reward beside what is known; it counts once the session has ended."""
+        given = await _body(asked.http, GiveReward)
+        self._facts(asked.session_id)
+        score = Score(asked.session_id, time.time(), **dict(given))
+        await self._store.score(score)
+        return _json(asdict(score))
 
     async def _exchanges(self, asked: Asked) -> web.StreamResponse:
         self._facts(asked.session_id)

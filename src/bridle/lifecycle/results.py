@@ -38,8 +38,9 @@ class SessionResult:
     logs: dict[str, str]
     """Name -> path relative to the run folder."""
     metadata: JSON
-    """The task's own metadata; under `evaluation` the evaluator's, under `left_out` the files that
-    were not kept, with the reason, under `limits` who kept the runtime's limits."""
+    """The task's own metadata; under `evaluation` the evaluator's, under `scores` the rewards that
+    were given later, under `left_out` the files that were not kept, with the reason, under `limits`
+    who kept the runtime's limits."""
     node_id: str | None = None
     """Which node computed it; `None` = the only one there is."""
 
@@ -93,7 +94,7 @@ def result_of(
     """The result of a session from its records; `trajectory` has its outcome already."""
     kept = session.metadata
     ended = outcome.metadata if outcome is not None else {}
-    ours = ("evaluation", "left_out", "limits")
+    ours = ("evaluation", "scores", "left_out", "limits")
     more: JSON = {name: ended[name] for name in ours if name in ended}
     return SessionResult(
         session_id=session.session_id,

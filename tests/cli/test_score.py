@@ -1,0 +1,102 @@
+"""`bridle score`: another reward for sessions that have ended."""
+
+import json
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+
+from bridle.folders import FolderLock
+
+SCORER = """
+def length(attempt):
+    if attempt.traces == []:
+        raise ValueError("nothing was said")
+    return {"reward": len(attempt.instruction), "trace_rewards": [2.0] * len(attempt.traces)}
+
+async def failing(attempt):
+    raise KeyError(attempt.task_id)
+
+def text(attempt):
+    return "good"
+
+def two(attempt, more):
+    return 1
+"""
+
+
+@pytest.fixture
+def run(finished_run, tmp_path):
+    """A run folder of its own, and a file of scorers beside it."""
+    (tmp_path / "my_scores.py").write_text(SCORER)
+    shutil.copytree(finished_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def rewards(run):
+    lines = (run / "trajectories.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward"] for line in lines]
+
+
+def test_a_function_of_a_file_scores_every_session_again(say, run):
+    said = say("score", run, "--function", f"{run.parent}/my_scores.py:length", "--json")
+    assert said.code == 0, said.err
+    tasks = json.loads((run / "run.json").read_text())["config"]["tasks"]
+    lengths = {task["task_id"]: float(len(task["instruction"])) for task in tasks}
+    summary = json.loads((run / "summary.json").read_text())["sessions"]
+    assert [each["reward"] for each in summary] == [lengths[each["task_id"]] for each in summary]
+    assert rewards(run) == [each["reward"] for each in said.json["sessions"]]
+    assert set(pq.read_table(run / "trajectories.parquet")["reward"].to_pylist()) == {2.0}
+
+
+def test_one_session_gets_a_reward_by_hand_and_keeps_what_it_had_before(say, run):
+    before = rewards(run)
+    (first, *_) = say("show", run, "--json").json
+    said = say(
+        "score", run, first["session_id"], "--reward", "0.125", "--why", "half done", "--json"
+    )
+    assert [each["before"] for each in said.json["sessions"]] == before[:1]
+    assert rewards(run) == [0.125, *before[1:]]
+    shown = say("show", first["session_id"], "--run", run)
+    assert "scored 0.125 by " in shown.out
+    assert "half done" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("failing", "KeyError"), ("text", "must return a finite number")]
+)
+def test_a_scorer_that_fails_changes_no_reward(say, run, name, error):
+    before = rewards(run)
+    said = say("score", run, "--function", f"{run.parent}/my_scores.py:{name}", "--json")
+    assert said.code == 1
+    assert all(error in each["error"] for each in said.json["sessions"])
+    assert rewards(run) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((), "give either --function or --reward"),
+        (("--reward", "nan"), "not a finite number"),
+        (("--function", "nowhere.py:f"), "there is no file nowhere.py"),
+        (("--function", "json:nothing"), "has no attribute 'nothing'"),
+        (("--function", "my_scores.py:two"), "must take one argument"),
+        (("nobody", "--reward", "1"), "no session nobody"),
+    ],
+)
+def test_a_wrong_scorer_or_session_is_refused_before_any_is_scored(
+    say, run, monkeypatch, words, error
+):
+    monkeypatch.chdir(run.parent)
+    before = rewards(run)
+    said = say("score", run, *words)
+    assert said.code == 2
+    assert error in " ".join(said.err.split())
+    assert rewards(run) == before
+
+
+def test_a_run_that_still_goes_on_is_not_scored(say, run):
+    with FolderLock(run):
+        said = say("score", run, "--reward", "1")
+    assert said.code == 2
+    assert "is in use by process" in " ".join(said.err.split())
