@@ -186,3 +186,27 @@ def growing(dialect, turns):
     field = "input" if dialect is Dialect.OPENAI_RESPONSES else "messages"
     body = {"model": "m", "max_tokens": 5, field: messages}
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("dialect", [d for d in Dialect if d in DIALECTS])
+def test_fields_beside_the_messages_are_read_once_for_all_requests(dialect):
+    wire, memo = DIALECTS[dialect], History()
+    message = {"role": "user", "content": "a", "parts": [{"text": "a"}]}
+    hot, cold = (
+        {"model": "m", "max_tokens": 9, "temperature": t, "generationConfig": {"temperature": t}}
+        for t in (1.0, 0.5)
+    )
+
+    def read(head, count):
+        body = json.dumps({**head, wire.messages_field: [message] * count}).encode()
+        fresh = parsed(wire, body, {})
+        made = parsed(wire, body, memo)
+        assert made == fresh
+        return made.sampling
+
+    first = read(hot, 1)
+    assert read(cold, 2).temperature == 0.5
+    assert read(hot, 3) is first
+    for seed in range(KEPT):
+        read({**hot, "user": f"{seed}"}, 1)
+    assert read(hot, 1) is not first

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -40,6 +40,7 @@ from bridle.dialects.reading import (
     number_at,
     object_at,
     objects,
+    read_head,
     read_spans,
     shallow,
     split_array,
@@ -70,6 +71,16 @@ from bridle.types import (
 
 _SALT = b"messages:"
 _PROBES = (("HEAD", "/"), ("HEAD", "/api/hello"), ("GET", "/api/hello"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A request's fields beside its messages, as read."""
+
+    system: tuple[Message, ...]
+    tools: ToolList
+    members: JSON
+    """Those of the `ModelRequest` that no message decides."""
 
 
 class Anthropic(WireFormat):
@@ -113,17 +124,30 @@ class Anthropic(WireFormat):
             spans = split_field(fields, "messages")
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
+        key = (_SALT, head_bytes, tools_span)
+        head = read_head(memo, key, lambda: self._read_head(head_bytes, tools_span))
+        if not spans and head.members["extra"].get("previous") is None:
+            raise RequestError("messages: at least one message is required", param="messages")
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
+        if head.tools.deferred:
+            messages = [_with_loaded_tools(message, head.tools) for message in messages]
+        thinks = head.members["extra"]["thinking"] is not None
+        return ModelRequest(
+            messages=(*head.system, *messages),
+            message_spans=spans,
+            span_digests=digests,
+            span_lengths=lengths,
+            prefill=_read_prefill(messages[-1], spans[-1], thinks=thinks) if spans else None,
+            **head.members,
+        )
+
+    def _read_head(self, head_bytes: bytes, tools_span: bytes | None) -> _Head:
         head = an_object(decode(head_bytes, ""), "")
         thread = object_at(head, "thread", "")
         previous = None if thread is None else _read_thread(thread)
-        if not spans and previous is None:
-            raise RequestError("messages: at least one message is required", param="messages")
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
         allow_removed(tools.removed, self._rules, "tools")
         system, removed = read_system(head.get("system"), "system", self._rules)
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
-        if tools.deferred:
-            messages = [_with_loaded_tools(message, tools) for message in messages]
         thinking = object_at(head, "thinking", "") or {}
         output = object_at(head, "output_config", "") or {}
         choice = object_at(head, "tool_choice", "") or {}
@@ -131,33 +155,29 @@ class Anthropic(WireFormat):
         alone = flag_at(choice, "disable_parallel_tool_use", "tool_choice")
         told = account(head, self.dialect)
         _note_format(object_at(output, "format", "output_config"), told)
-        return ModelRequest(
-            dialect=self.dialect,
-            model=name_at(head, "model", ""),
-            messages=(*system, *messages),
-            tools=tools.specs,
-            sampling=_read_sampling(head),
-            stream=flag_at(head, "stream", "") or False,
-            tool_choice=_read_choice(choice, tools),
-            response_schema=_read_schema(head, output),
-            thinking=True if shown else False if thinking.get("type") == "disabled" else None,
-            reasoning_effort=text_at(output, "effort", "output_config"),
-            parallel_tool_calls=None if alone is None else not alone,
-            head=head_bytes,
-            message_spans=spans,
-            span_digests=digests,
-            span_lengths=lengths,
-            head_messages=len(system),
-            tools_span=tools_span,
-            prefill=_read_prefill(messages[-1], spans[-1], thinks=shown) if spans else None,
-            extra={
+        members: JSON = {
+            "dialect": self.dialect,
+            "model": name_at(head, "model", ""),
+            "tools": tools.specs,
+            "sampling": _read_sampling(head),
+            "stream": flag_at(head, "stream", "") or False,
+            "tool_choice": _read_choice(choice, tools),
+            "response_schema": _read_schema(head, output),
+            "thinking": True if shown else False if thinking.get("type") == "disabled" else None,
+            "reasoning_effort": text_at(output, "effort", "output_config"),
+            "parallel_tool_calls": None if alone is None else not alone,
+            "head": head_bytes,
+            "head_messages": len(system),
+            "tools_span": tools_span,
+            "extra": {
                 "removed": {**tools.removed, **removed},
                 "thinking": _shown(thinking) if shown else None,
                 **({"toolsets": list(tools.wire)} if tools.wire else {}),
                 **({} if thread is None else {"store": True, "previous": previous}),
                 **told,
             },
-        )
+        }
+        return _Head(tuple(system), tools, members)
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage

@@ -29,6 +29,7 @@ from bridle.dialects.reading import (
     object_at,
     objects,
     objects_at,
+    read_head,
     read_spans,
     shallow,
     split_body,
@@ -107,42 +108,54 @@ class Google(WireFormat):
             raise RequestError(message, param="contents")
         tools_span = sent(fields.pop("tools", None))
         head_bytes = encode(fields)
+        key = (_SALT, head_bytes, tools_span, route.model)
+        system, members = read_head(
+            memo, key, lambda: self._read_head(head_bytes, tools_span, route.model)
+        )
+        messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", self._read)
+        extra = {**members["extra"], "sse": route.sse}
+        return ModelRequest(
+            messages=(*system, *messages),
+            stream=route.stream or False,
+            message_spans=spans,
+            span_digests=digests,
+            span_lengths=lengths,
+            **{**members, "extra": extra},
+        )
+
+    def _read_head(
+        self, head_bytes: bytes, tools_span: bytes | None, named: str | None
+    ) -> tuple[Sequence[Message], JSON]:
+        """The system's messages, and the members of a `ModelRequest` that no message decides."""
         head = camel(an_object(decode(head_bytes, ""), ""))
-        model = route.model or name_at(head, "model", "")
+        model = named or name_at(head, "model", "")
         known = self._older_tools if speaks_older(model) else self._tools
         tools = ToolList() if tools_span is None else known.read(tools_span, "tools")
         allow_removed(tools.removed, self._rules, "tools")
         system = read_system(head.get("systemInstruction"), "systemInstruction")
-        messages, digests, lengths = read_spans(spans, memo, _SALT, "contents", self._read)
         config = camel(object_at(head, "generationConfig", "") or {})
         thinking = camel(object_at(config, "thinkingConfig", "generationConfig") or {})
         where = "generationConfig.thinkingConfig"
         shown = flag_at(thinking, "includeThoughts", where) or False
         level = text_at(thinking, "thinkingLevel", where)
-        return ModelRequest(
-            dialect=self.dialect,
-            model=model,
-            messages=(*system, *messages),
-            tools=tools.specs,
-            sampling=_read_sampling(config),
-            stream=route.stream or False,
-            tool_choice=_read_choice(head, tools),
-            response_schema=_read_schema(config),
-            thinking=_read_thinking(thinking, where, shown=shown),
-            reasoning_effort=level.lower() if level else None,
-            head=head_bytes,
-            message_spans=spans,
-            span_digests=digests,
-            span_lengths=lengths,
-            head_messages=len(system),
-            tools_span=tools_span,
-            extra={
+        return system, {
+            "dialect": self.dialect,
+            "model": model,
+            "tools": tools.specs,
+            "sampling": _read_sampling(config),
+            "tool_choice": _read_choice(head, tools),
+            "response_schema": _read_schema(config),
+            "thinking": _read_thinking(thinking, where, shown=shown),
+            "reasoning_effort": level.lower() if level else None,
+            "head": head_bytes,
+            "head_messages": len(system),
+            "tools_span": tools_span,
+            "extra": {
                 "removed": dict(tools.removed),
                 "thoughts": shown,
-                "sse": route.sse,
                 **_not_seen_to(head, config),
             },
-        )
+        }
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage

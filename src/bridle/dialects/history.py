@@ -10,8 +10,9 @@ splitting and hashing them 110. Where a body ends as the earlier one did, too, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -73,8 +74,11 @@ class Begun:
         return None
 
 
+T = TypeVar("T")
+
+
 class History(dict[bytes, tuple[Message, ...]]):
-    """A `bridle.dialects.base.SpanMemo` that remembers beginnings too; one per session.
+    """A `bridle.dialects.base.SpanMemo` that remembers beginnings and heads too; one per session.
 
     Used by `bridle.dialects.reading` in this order: `grown` and `find` when a body is split,
     `reads` when its items are known, `begun` and `remember` when they are read.
@@ -84,6 +88,7 @@ class History(dict[bytes, tuple[Message, ...]]):
         super().__init__()
         self._begun: list[Begun] = []
         """Newest first."""
+        self._heads: dict[Hashable, Any] = {}
         self._found: Begun | None = None
         self._place: tuple[bytes, int, int, Mapping[str, msgspec.Raw]] | None = None
         """Body, start and end of the items that are being read, and the other fields."""
@@ -96,6 +101,19 @@ class History(dict[bytes, tuple[Message, ...]]):
         """The longest known beginning of `body`, and the body without its items."""
         self._found = self._place = None
         return self._longest(Begun.rest, body, key, salt)
+
+    def head(self, key: Hashable, read: Callable[[], T]) -> T:
+        """What `read` makes of a request's fields beside its messages; `key` is all of them.
+
+        The last `KEPT` are remembered, so the caller must not change what it gets.
+        """
+        found: T | None = self._heads.get(key)
+        if found is None:
+            found = read()
+            if len(self._heads) >= KEPT:
+                del self._heads[next(iter(self._heads))]
+            self._heads[key] = found
+        return found
 
     def news(self, body: bytes) -> int:
         """Count the bytes of `body` behind the longest known beginning."""
@@ -147,15 +165,24 @@ class History(dict[bytes, tuple[Message, ...]]):
             return None
         return found
 
-    def remember(self, begun: Begun | None, read: Begun) -> None:
-        """Keep what was read of the present body, in place of the shorter beginning `begun`.
-
-        Of `read`, what tells of the body is filled in here.
-        """
+    def remember(
+        self,
+        begun: Begun | None,
+        salt: bytes,
+        key: str,
+        items: tuple[bytes, ...],
+        digests: tuple[bytes, ...],
+        lengths: tuple[int, ...],
+        messages: tuple[Message, ...],
+    ) -> None:
+        """Keep what was read of the present body, in place of the shorter beginning `begun`."""
         place, self._place = self._place, None
         if place is None:
             return
         body, start, end, fields = place
         kept = [other for other in self._begun if other is not begun]
-        newest = replace(read, prefix=body[:end], start=start, tail=body[end:], fields=fields)
+        prefix, tail = body[:end], body[end:]
+        newest = Begun(
+            salt, key, prefix, start, items, digests, lengths, messages, tail=tail, fields=fields
+        )
         self._begun = [newest, *kept][:KEPT]

@@ -36,6 +36,7 @@ from bridle.dialects.reading import (
     object_at,
     objects,
     objects_at,
+    read_head,
     read_spans,
     shallow,
     split_body,
@@ -117,39 +118,48 @@ class OpenAIChat(WireFormat):
         legacy = "functions" if "tools" not in fields and "functions" in fields else "tools"
         tools_span = sent(fields.pop(legacy, None))
         head_bytes = encode(fields)
-        head = an_object(decode(head_bytes, ""), "")
-        _refuse_many(head)
-        model = name_at(head, "model", "")
-        stream = flag_at(head, "stream", "") or False
-        options = object_at(head, "stream_options", "") or {}
-        tools = ToolList() if tools_span is None else self._tools.read(tools_span, legacy)
-        allow_removed(tools.removed, self._rules, legacy)
+        head = read_head(
+            memo,
+            (_SALT, head_bytes, legacy, tools_span),
+            lambda: self._read_head(head_bytes, legacy, tools_span),
+        )
         messages, digests, lengths = read_spans(spans, memo, _SALT, "messages", self._read)
         return ModelRequest(
-            dialect=self.dialect,
-            model=model,
             messages=tuple(messages),
-            tools=tools.specs,
-            sampling=read_sampling(head),
-            stream=stream,
-            tool_choice=read_choice(head, tools),
-            response_schema=read_schema(head),
-            thinking=read_thinking(head),
-            reasoning_effort=text_at(head, "reasoning_effort", ""),
-            parallel_tool_calls=flag_at(head, "parallel_tool_calls", ""),
-            head=head_bytes,
             message_spans=spans,
             span_digests=digests,
             span_lengths=lengths,
-            tools_span=tools_span,
-            logprobs=flag_at(head, "logprobs", "") or False,
-            include_usage=flag_at(options, "include_usage", "stream_options") or False,
-            extra={
+            **head,
+        )
+
+    def _read_head(self, head_bytes: bytes, legacy: str, tools_span: bytes | None) -> JSON:
+        """The members of a `ModelRequest` that its messages do not decide."""
+        head = an_object(decode(head_bytes, ""), "")
+        _refuse_many(head)
+        options = object_at(head, "stream_options", "") or {}
+        tools = ToolList() if tools_span is None else self._tools.read(tools_span, legacy)
+        allow_removed(tools.removed, self._rules, legacy)
+        return {
+            "dialect": self.dialect,
+            "model": name_at(head, "model", ""),
+            "tools": tools.specs,
+            "sampling": read_sampling(head),
+            "stream": flag_at(head, "stream", "") or False,
+            "tool_choice": read_choice(head, tools),
+            "response_schema": read_schema(head),
+            "thinking": read_thinking(head),
+            "reasoning_effort": text_at(head, "reasoning_effort", ""),
+            "parallel_tool_calls": flag_at(head, "parallel_tool_calls", ""),
+            "head": head_bytes,
+            "tools_span": tools_span,
+            "logprobs": flag_at(head, "logprobs", "") or False,
+            "include_usage": flag_at(options, "include_usage", "stream_options") or False,
+            "extra": {
                 "freeform": tools.freeform,
                 "removed": dict(tools.removed),
                 **_not_seen_to(head),
             },
-        )
+        }
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage

@@ -51,6 +51,7 @@ from bridle.dialects.reading import (
     number_at,
     object_at,
     one_line,
+    read_head,
     read_spans,
     shallow,
     split_array,
@@ -120,18 +121,46 @@ class OpenAIResponses(WireFormat):
             items = (*items, _TRIGGER)
             fields["object"] = msgspec.Raw(encode(_COMPACTED))
         tools_span = sent(fields.pop("tools", None))
-        head_bytes = encode(fields)
-        head = an_object(decode(head_bytes, ""), "")
-        told = account(head, self.dialect)
-        previous = text_at(head, "previous_response_id", "")
-        if not items and previous is None:
-            raise RequestError("'input' must hold at least one item.", param="input")
         read, digests, lengths = read_spans(items, memo, _SALT, "input", self._read)
+        spans = _Spans(items, digests, lengths, read)
+        compacts = bool(read) and read[-1].text == COMPACTION_PROMPT
+        silent = tuple(place for place, length in enumerate(lengths) if length == 0)
+        added = tuple((items[place], f"input[{place}].tools") for place in silent)
+        head_bytes = encode(fields)
+        key = (_SALT, head_bytes, tools_span, added, compacts, route.resource)
+        system, members = read_head(
+            memo, key, lambda: self._read_head(route, fields, tools_span, added, compacts=compacts)
+        )
+        if not items and members["extra"]["previous"] is None:
+            raise RequestError("'input' must hold at least one item.", param="input")
+        return ModelRequest(
+            messages=(*system, *spans.messages),
+            head=head_bytes,
+            message_spans=tuple(spans.spans),
+            span_digests=tuple(spans.digests),
+            span_lengths=tuple(spans.lengths),
+            **members,
+        )
+
+    def _read_head(
+        self,
+        route: Route,
+        fields: dict[str, msgspec.Raw],
+        tools_span: bytes | None,
+        added: Sequence[tuple[bytes, str]],
+        *,
+        compacts: bool,
+    ) -> tuple[Sequence[Message], JSON]:
+        """The instructions, and the members of a `ModelRequest` that no message decides.
+
+        `added` are items that no message comes from, and the paths of their tools.
+        """
+        head = an_object(decode(encode(fields), ""), "")
+        told = account(head, self.dialect)
         tools = ToolList() if tools_span is None else self._tools.read(tools_span, "tools")
-        tools = _with_added_tools(tools, items, lengths, self._tools)
+        tools = _with_added_tools(tools, added, self._tools)
         allow_removed(tools.removed, self._rules, "tools")
         system = read_instructions(head.get("instructions"))
-        spans = _Spans(items, digests, lengths, read)
         text = object_at(head, "text", "") or {}
         for name, found in account(text, "text", "text.").items():
             told.setdefault(name, []).extend(found)
@@ -140,34 +169,28 @@ class OpenAIResponses(WireFormat):
             told.setdefault("unenforced", []).append("text.format")
         reasoning = object_at(head, "reasoning", "") or {}
         effort = text_at(reasoning, "effort", "reasoning")
-        compacts = bool(read) and read[-1].text == COMPACTION_PROMPT
-        return ModelRequest(
-            dialect=self.dialect,
-            model=name_at(head, "model", ""),
-            messages=(*system, *spans.messages),
-            tools=tools.specs,
-            sampling=_read_sampling(head),
-            stream=(flag_at(head, "stream", "") or False) and route.resource != "compact",
-            tool_choice="none" if compacts else read_choice(head, tools),
-            response_schema=_read_schema(form),
-            thinking=False if effort == "none" else None,
-            reasoning_effort=effort,
-            parallel_tool_calls=flag_at(head, "parallel_tool_calls", ""),
-            head=head_bytes,
-            message_spans=tuple(spans.spans),
-            span_digests=tuple(spans.digests),
-            span_lengths=tuple(spans.lengths),
-            head_messages=len(system),
-            tools_span=tools_span,
-            extra={
+        return system, {
+            "dialect": self.dialect,
+            "model": name_at(head, "model", ""),
+            "tools": tools.specs,
+            "sampling": _read_sampling(head),
+            "stream": (flag_at(head, "stream", "") or False) and route.resource != "compact",
+            "tool_choice": "none" if compacts else read_choice(head, tools),
+            "response_schema": _read_schema(form),
+            "thinking": False if effort == "none" else None,
+            "reasoning_effort": effort,
+            "parallel_tool_calls": flag_at(head, "parallel_tool_calls", ""),
+            "head_messages": len(system),
+            "tools_span": tools_span,
+            "extra": {
                 "removed": dict(tools.removed),
                 "dress": _dress(head, fields, tools, reasoning, compacts=compacts),
-                "previous": previous,
+                "previous": text_at(head, "previous_response_id", ""),
                 "store": flag_at(head, "store", "") is not False,
                 **({"compact": True} if head.get("object") == _COMPACTED else {}),
                 **told,
             },
-        )
+        }
 
     def reply_json(
         self, request: ModelRequest, head: ReplyHead, reply: Reply, usage: Usage
@@ -297,14 +320,13 @@ def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:
 
 
 def _with_added_tools(
-    tools: ToolList, items: Sequence[bytes], lengths: Sequence[int], memo: ToolMemo
+    tools: ToolList, added: Sequence[tuple[bytes, str]], memo: ToolMemo
 ) -> ToolList:
     """`tools` and those that come as `additional_tools` items (Codex's code mode)."""
-    for index, (item, length) in enumerate(zip(items, lengths, strict=True)):
-        if length == 0:
-            listed = split_object(item).get("tools")
-            if listed is not None:
-                tools = tools.plus(memo.read(bytes(listed), f"input[{index}].tools"))
+    for item, path in added:
+        listed = split_object(item).get("tools")
+        if listed is not None:
+            tools = tools.plus(memo.read(bytes(listed), path))
     return tools
 
 

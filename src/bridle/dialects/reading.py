@@ -15,9 +15,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from bridle.types import JSON, Message
 
 ReadMessages: TypeAlias = Callable[[JSON, str], tuple[Message, ...]]
 """Reads one decoded span; the second argument is its path."""
+T = TypeVar("T")
 
 _VALUE = msgspec.json.Decoder()
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -267,6 +268,14 @@ def split_field(fields: dict[str, msgspec.Raw], key: str) -> tuple[bytes, ...]:
     return split_array(raw, key)
 
 
+def read_head(memo: SpanMemo, key: Hashable, read: Callable[[], T]) -> T:
+    """What `read` makes of the fields that `key` holds; at once where the session sent them before.
+
+    The caller must not change it.
+    """
+    return memo.head(key, read) if isinstance(memo, History) else read()
+
+
 def read_spans(
     spans: Sequence[bytes], memo: SpanMemo, salt: bytes, path: str, read: ReadMessages
 ) -> tuple[list[Message], tuple[bytes, ...], tuple[int, ...]]:
@@ -290,10 +299,10 @@ def read_spans(
         messages += known
         digests.append(digest)
         lengths.append(len(known))
-    found = Begun(salt, path, b"", 0, tuple(spans), tuple(digests), tuple(lengths), tuple(messages))
+    found = tuple(digests), tuple(lengths), tuple(messages)
     if history is not None:
-        history.remember(begun, found)
-    return messages, found.digests, found.lengths
+        history.remember(begun, salt, path, tuple(spans), *found)
+    return messages, found[0], found[1]
 
 
 @contextmanager

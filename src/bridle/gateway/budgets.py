@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 from bridle.config import FieldPolicy, Limits, SamplingPolicy
@@ -45,6 +44,8 @@ class SamplingPlan:
         self._fields: tuple[tuple[str, FieldPolicy], ...] = tuple(
             (name, getattr(policy, name)) for name in FIELDS
         )
+        self._decided: tuple[Sampling | None, tuple[int, ...], dict[str, Any]] = (None, (), {})
+        """The last request's sampling, the model's stop ids, and what follows from them alone."""
 
     def effective(
         self, asked: Sampling, *, budget: int, stop_token_ids: tuple[int, ...], salt: str
@@ -55,16 +56,17 @@ class SamplingPlan:
         own) are added to those asked for. `salt` (session and call) makes a seed of ours another
         one for each call, so that a group is not copies of one run.
         """
-        decided = {name: _decide(field, getattr(asked, name)) for name, field in self._fields}
-        if decided["seed"] is not None and decided["seed"] != asked.seed:
-            decided["seed"] = derived_seed(int(decided["seed"]), salt)
-        return replace(
-            asked,
-            **decided,
-            max_tokens=budget,
-            min_tokens=None if asked.min_tokens is None else min(asked.min_tokens, budget),
-            stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *asked.stop_token_ids))),
-        )
+        known, stops, decided = self._decided
+        if known is not asked or stops is not stop_token_ids:
+            decided = {name: _decide(field, getattr(asked, name)) for name, field in self._fields}
+            both = tuple(dict.fromkeys((*stop_token_ids, *asked.stop_token_ids)))
+            decided |= {"stop": asked.stop, "stop_token_ids": both}
+            self._decided = asked, stop_token_ids, decided
+        seed = decided["seed"]
+        if seed is not None and seed != asked.seed:
+            seed = derived_seed(int(seed), salt)
+        least = None if asked.min_tokens is None else min(asked.min_tokens, budget)
+        return Sampling(**{**decided, "seed": seed}, max_tokens=budget, min_tokens=least)
 
 
 def _decide(field: FieldPolicy, asked: Any) -> Any:  # noqa: ANN401 - the field's own type

@@ -70,7 +70,9 @@ def unenforced(
     found = list(request.extra.get("unenforced", ()))
     for name in (*_NEUTRAL, "logit_bias"):
         asked = getattr(request.sampling, name)
-        if asked not in (None, _NEUTRAL.get(name), getattr(effective, name)):
+        if asked is None:
+            continue
+        if asked not in (_NEUTRAL.get(name), getattr(effective, name)):
             found.append(name)
     if request.parallel_tool_calls is False and len(reply.tool_calls) > 1:
         found.append("parallel_tool_calls")

@@ -128,5 +128,5 @@ def media_of(messages: Sequence[Message]) -> list[MediaPart]:
         part
         for message in messages
         for part in message.content
-        if isinstance(part, MediaPart) and shown_block(part) is None
+        if type(part) is MediaPart and shown_block(part) is None
     ]

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
+from struct import pack
 
 from bridle.dialects.tools import list_digest
 from bridle.prompting.arguments import (
@@ -125,9 +126,8 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
 
 def digest(kind: str, *fields: bytes) -> bytes:
     """16 bytes over kind, number of fields, and each field with its length before it."""
-    lengths = b"".join(len(field).to_bytes(8, "little") for field in fields)
-    head = f"{kind}:{len(fields)}:".encode() + lengths
-    return sha256(b"".join((head, *fields))).digest()[:16]
+    lengths = pack(f"<{len(fields)}Q", *map(len, fields))
+    return sha256(b"".join((f"{kind}:{len(fields)}:".encode(), lengths, *fields))).digest()[:16]
 
 
 SEEDS = {dialect: digest("bridle-chain-1", dialect.encode()) for dialect in Dialect}
@@ -388,6 +388,8 @@ class _Walk:
 def _span_atoms(
     messages: Sequence[Message], dialect: Dialect, defaults: Defaults
 ) -> tuple[Atom, ...]:
+    if len(messages) == 1:
+        return message_atoms(messages[0], dialect, defaults)
     return tuple(
         atom
         for offset, message in enumerate(messages)
