@@ -12,6 +12,7 @@ from bridle.prompting.renderer import TAIL
 WORDS = [
     *("ok", "\n", "<think>", "</think>", "{}", '{"a": 1}', "[1]", "a <b> c", "/nothink", " "),
     *("<tool_response>", "</tool_response>", "\u00e9\u2003", "\x7f", "<|im_end|>", "<image>", "x"),
+    *("<|channel>thought\n", "<channel|>", "<tool_call>", "</tool_call>", "assistant\n"),
     *("long " * 60, "\u2028", "\x1c", "null", "<|endoftext|>", "\r\n", "0"),
 ]
 TURNS = [

@@ -16,6 +16,7 @@ from itertools import product
 from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Bridged, Family, Parsed
 from bridle.prompting.layouts import Layouts
+from bridle.prompting.plain import PlainReplies
 from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
 from bridle.types import JSON
 
@@ -51,6 +52,7 @@ class HeldFamily:
         self._marked = "</think>" in tokenizer.added
         """Whether the end of reasoning is a token of its own, not text that must be looked for."""
         self._layouts = Layouts(tokenizer)
+        self._plain = PlainReplies(family, tokenizer)
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
@@ -90,6 +92,9 @@ class HeldFamily:
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
+        end = self._layouts.end(prompt_ids)
+        if end is not None and (said := self._plain.read(token_ids, end, tools)) is not None:
+            return said
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:

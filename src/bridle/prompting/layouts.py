@@ -32,7 +32,13 @@ MOST_MARKS = 32
 _FIELDS = ("content", "tool_call_id", "name")
 _SPACE = " \n\t\r\x0b\x0c\x1c\x85\u2003\n "
 _WORDS = "some words about a file, and what stands in it " * (HELD_CHARS // 40)
-_SPELLED = "<think> </think> <tool_call> </tool_call> <|channel>thought <channel|> <|im_end|>"
+_SPELLED = (
+    "a few words",
+    "<think> <tool_call> <|channel>thought\n",
+    "</think> </tool_call> <channel|> <|im_end|>",
+    "\n",
+)
+"""Ordinary tokens of a prompt or a reply, in which a family may look for markers."""
 _TEXTS = (
     "{0} plain",
     "7{0}",
@@ -96,9 +102,7 @@ class Layouts:
         """For the ids that end a prompt: the layouts by shape; `None` = this shape has none."""
         self._looked = 0
         """How many times an end was looked for."""
-        self._fillers = [
-            tokenizer.encode(tokenizer.escape(text)) for text in ("a few words", _SPELLED, "\n")
-        ]
+        self._fillers = [tokenizer.encode(tokenizer.escape(text)) for text in _SPELLED]
 
     def suffix(
         self, tail: list[int], sampled: list[int], messages: list[JSON], *, tools: bool, ask: Suffix
@@ -109,7 +113,7 @@ class Layouts:
         """
         tokenizer = self._tokenizer
         shape = self._shape(sampled, messages, tools=tools)
-        end = None if shape is None else self._end(tail)
+        end = None if shape is None else self.end(tail)
         known = {} if end is None else self._ends[end]
         layout = None if shape is None else known.get(shape)
         if layout is not None:
@@ -162,7 +166,7 @@ class Layouts:
                 marks.append(mark)
         return tuple(marks)
 
-    def _end(self, tail: list[int]) -> tuple[int, ...] | None:
+    def end(self, tail: list[int]) -> tuple[int, ...] | None:
         """The known end of a prompt, behind an ordinary token."""
         control = self._tokenizer.control_ids
         for end in self._ends:

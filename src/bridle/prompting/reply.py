@@ -75,6 +75,9 @@ def parse_reply(  # noqa: PLR0913 - one fact of the reply each
     except RenderError:  # e.g. nesting that no JSON parser takes
         text = tokenizer.decode(output_ids[:end])
         return Reply(_until(text, stop_text), None, (), finish, stop_text=stop_text)
+    if not (parsed.tool_calls or parsed.reasoning_content or stop_text or bare):
+        unseen = max(0, len(output_ids) - end - 1)
+        return Reply(parsed.content.lstrip(), None, (), finish, tokens_unseen=unseen)
     spans = [call.token_span for call in parsed.tool_calls if call.token_span is not None]
     # White space before a part means nothing, and some families keep it only where a part is open.
     ended = finish is FinishReason.STOP and stop_text is None
