@@ -125,7 +125,9 @@ _DATE = re.compile(r"[-=]v?20\d\d-?\d\d-?\d\d$")
 
 def unknown_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
     """The betas that a request's headers name and `BETAS` lacks; header names in lower case."""
-    named = (headers.get(name, "") for name in ("anthropic-beta", "openai-beta"))
+    named = [headers[name] for name in ("anthropic-beta", "openai-beta") if name in headers]
+    if not named:
+        return ()
     betas = [beta.strip() for value in named for beta in value.split(",")]
     return tuple(beta for beta in betas if beta and _DATE.sub("", beta) not in BETAS)
 
@@ -252,9 +254,17 @@ def watched(
     dialect: Dialect, read: Callable[[JSON, str], tuple[Message, ...]]
 ) -> Callable[[JSON, str], tuple[Message, ...]]:
     """`read`, whose first message also names what of the wire message is not known."""
+    common = _MEMBERS[dialect]["message"]
+    flat = {str, type(None)}
 
     def reads(value: JSON, path: str) -> tuple[Message, ...]:
         messages = read(value, path)
+        if (
+            "type" not in value
+            and value.keys() <= common
+            and flat.issuperset(map(type, value.values()))
+        ):
+            return messages
         unknown = tuple(_unknown_inside(_MEMBERS[dialect], value, "message"))
         if not unknown or not messages:
             return messages

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -342,15 +343,15 @@ def kind_of(
     harnesses that they were read from only: by the name of the session's `harness`, or by the user
     agent.
     """
-    callers = _callers(headers) | {harness}
-    for rule in (*declared, *RULES):
-        if rule.harnesses and not rule.harnesses & callers:
-            continue
+    for rule in (*declared, *_rules_of(headers.get("user-agent", ""), harness)):
         if rule.applies(headers, request):
             return rule.kind, rule.name
     return Kind.AGENT, None
 
 
-def _callers(headers: Headers) -> frozenset[str]:
-    agent = headers.get("user-agent", "").lower()
-    return frozenset[str]().union(*(names for mark, names in USER_AGENTS.items() if mark in agent))
+@lru_cache(maxsize=64)
+def _rules_of(agent: str, harness: str | None) -> tuple[KindRule, ...]:
+    """The packaged rules for a user agent and the session's harness."""
+    agent = agent.lower()
+    callers = {harness}.union(*(names for mark, names in USER_AGENTS.items() if mark in agent))
+    return tuple(rule for rule in RULES if not rule.harnesses or rule.harnesses & callers)

@@ -16,7 +16,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -305,13 +304,20 @@ def read_spans(
     return messages, found[0], found[1]
 
 
-@contextmanager
-def shallow(path: str) -> Iterator[None]:
+class shallow:  # noqa: N801 - used as a function
     """Refuse what is nested too deeply to be read. An empty `path` is the body."""
-    try:
-        yield
-    except RecursionError:
-        raise too_deep(path) from None
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
+        if isinstance(cause, RecursionError):
+            raise too_deep(self._path) from None
 
 
 # ---- typed members

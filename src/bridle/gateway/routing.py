@@ -66,7 +66,7 @@ def asked(
     count = headers.get("x-stainless-retry-count", "0")
     kind, rule = kind_of(headers, request, harness, declared)
     return Asked(
-        retry_count=int(count) if re.fullmatch(r"[0-9]{1,9}", count) else 0,
+        retry_count=0 if count == "0" or not re.fullmatch(r"[0-9]{1,9}", count) else int(count),
         idempotency_key=headers.get("idempotency-key") or None,
         user_agent=headers.get("user-agent"),
         kind=kind,

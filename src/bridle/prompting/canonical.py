@@ -458,6 +458,8 @@ def _joined(content: Iterable[Part]) -> list[MediaPart | str]:
     """R2, R3: adjacent texts as one, empty ones gone."""
     joined: list[MediaPart | str] = []
     texts: list[str] = []
+    if type(content) is tuple and len(content) == 1 and type(content[0]) is TextPart:
+        return [content[0].text] if content[0].text else joined
     for part in content:
         if isinstance(part, TextPart):
             texts.append(part.text)

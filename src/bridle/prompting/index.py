@@ -166,10 +166,19 @@ class Index:
             return
         exchange.state = state
         if state is DeliveryState.DELIVERED:
-            self._index_turn(exchange, exchange.answer)
+            if not self._alone(exchange):
+                self._index_turn(exchange, exchange.answer)
         elif delivered is not None:
             seen = tuple(atom for atom in delivered if atom.kind is not AtomKind.EVIDENCE)
             self._index_turn(exchange, seen)
+
+    def _alone(self, exchange: Indexed) -> bool:
+        """Whether the whole answer is indexed, and no other exchange under the same keys."""
+        if exchange.shown is not exchange.answer:
+            return False
+        turns = [len(self._by_turn[key]) for key in exchange.turn_keys]
+        contents = [len(self._by_content[key]) for key in exchange.content_keys]
+        return max([*turns, *contents], default=1) == 1
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
         """Put the exchange under the keys of the atoms that can come back."""
