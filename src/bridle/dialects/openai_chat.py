@@ -67,6 +67,7 @@ _UNSUPPORTED = (
     *("fine_tuning", "tokenize", "uploads", "vector_stores", "assistants", "threads", "evals"),
     *("containers", "conversations", "realtime", "videos", "chatkit", "rerank", "score"),
 )
+_CALLING = frozenset({"tool_calls", "function_call"})
 _ROLES = {
     "system": Role.SYSTEM,
     "developer": Role.SYSTEM,
@@ -252,7 +253,10 @@ def read_message(value: JSON, path: str) -> tuple[Message, ...]:
     given = value.get("content")
     if given is None and role is Role.USER and "content" in value:
         raise wrong(member(path, "content"), "a string or an array of parts", None)
-    content = tuple(read_content(given, member(path, "content"), thoughts))
+    if type(given) is str:  # most messages
+        content: tuple[Part, ...] = (TextPart(given),) if given else ()
+    else:
+        content = tuple(read_content(given, member(path, "content"), thoughts))
     if role is Role.ASSISTANT:
         return (_read_assistant(value, path, content, thoughts),)
     if role is Role.TOOL:
@@ -279,7 +283,7 @@ def _read_assistant(
         Role.ASSISTANT,
         content,
         reasoning=told or "".join(thoughts) or None,
-        tool_calls=tuple(_read_calls(value, path)),
+        tool_calls=tuple(_read_calls(value, path)) if value.keys() & _CALLING else (),
     )
 
 

@@ -7,9 +7,11 @@ names are in `bridle.engines.wire`.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
@@ -108,12 +110,8 @@ def _with_ids(head: JSON, key: bytes, text: bytes) -> bytes:
 
 
 def _sampling_fields(sampling: Sampling) -> JSON:
-    fields: JSON = {}
-    for name in _SAMPLING_NAMES:
-        value = getattr(sampling, name)
-        if value is not None and value != ():
-            fields[name] = value
-    return fields
+    values = zip(_SAMPLING_NAMES, _SAMPLING_VALUES(sampling), strict=True)
+    return {name: value for name, value in values if value is not None and value != ()}
 
 
 _SAMPLING_NAMES = (
@@ -131,6 +129,7 @@ _SAMPLING_NAMES = (
     "min_p",
     "logit_bias",
 )
+_SAMPLING_VALUES = attrgetter(*_SAMPLING_NAMES)
 
 
 def _structured_outputs(grammar: JSON) -> JSON:
@@ -251,13 +250,12 @@ def _logprobs(
         named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
         same = ",".join(names).encode() == named
     paired = True if same else _paired(names, numbers, ids)
-    with np.errstate(over="ignore"):  # an infinite one is refused by `reported`
-        array = np.array(values, dtype=np.float64).astype(np.float32)
-    if not bool((array > _MISSING).all()):
-        raise GarbledError(
-            f"the engine gave no logprob for token {int(np.argmin(array))} of a reply"
-        )
-    return array, paired
+    least = None if None in values else min(cast("list[float]", values))
+    if least is None or least <= _MISSING:
+        missing = values.index(least)
+        raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
+    # Not by `np.array`, which warns of overflow: `reported` refuses an infinite one.
+    return np.frombuffer(array("f", cast("list[float]", values)), np.float32), paired
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:

@@ -73,21 +73,23 @@ class HeldFamily:
         *,
         tools: list[JSON] | None,
     ) -> Bridged | None:
-        """See `Family`; it is asked only where no layout is known."""
+        """See `Family`."""
+        before = [*previous_prompt_ids, *previous_completion_ids]
+        ids = self.suffix(previous_prompt_ids, previous_completion_ids, new_messages, tools)
+        return None if ids is None else _Ids(before + ids)
+
+    def suffix(
+        self, prompt: list[int], completion: list[int], new: list[JSON], tools: list[JSON] | None
+    ) -> list[int] | None:
+        """The ids of a bridge behind those that it is given; `None` = it refuses.
+
+        The family is asked only where no layout is known.
+        """
 
         def ask(tail: list[int], sampled: list[int], new: list[JSON]) -> list[int] | None:
             return self._suffix(tail, sampled, new, tools=tools)
 
-        ids = self._layouts.suffix(
-            previous_prompt_ids,
-            previous_completion_ids,
-            new_messages,
-            tools=tools is not None,
-            ask=ask,
-        )
-        if ids is None:
-            return None
-        return _Ids([*previous_prompt_ids, *previous_completion_ids, *ids])
+        return self._layouts.suffix(prompt, completion, new, tools=tools is not None, ask=ask)
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
@@ -107,11 +109,24 @@ class HeldFamily:
         shown = sampled
         if self._marked and self._tokenizer.control_ids.isdisjoint(shown[:-1]):
             shown = shown[-2:]
-        found = self._family.bridge_to_next_turn(tail, shown, new, tools=tools)
-        before = [*tail, *shown]
-        if found is None or found.token_ids[: len(before)] != before:
-            return None  # a family that does not keep what was sampled is of no use
-        return found.token_ids[len(before) :]
+        return suffix_of(self._family, tail, shown, new, tools)
+
+
+def suffix_of(
+    family: Family,
+    prompt: list[int],
+    completion: list[int],
+    new: list[JSON],
+    tools: list[JSON] | None,
+) -> list[int] | None:
+    """The ids of a family's bridge behind those that it is given; `None` = it refuses."""
+    if isinstance(family, HeldFamily):
+        return family.suffix(prompt, completion, new, tools)
+    found = family.bridge_to_next_turn(prompt, completion, new, tools=tools)
+    before = [*prompt, *completion]
+    if found is None or found.token_ids[: len(before)] != before:
+        return None  # a family that does not keep what was sampled is of no use
+    return found.token_ids[len(before) :]
 
 
 def held(family: Family, tokenizer: PromptTokenizer) -> Family:

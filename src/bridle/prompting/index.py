@@ -173,12 +173,13 @@ class Index:
             self._index_turn(exchange, seen)
 
     def _alone(self, exchange: Indexed) -> bool:
-        """Whether the whole answer is indexed, and no other exchange under the same keys."""
+        """Whether the whole answer is indexed, and ends no other exchange's turn.
+
+        Then it need not go behind the others; of one content the newest is found by its `order`.
+        """
         if exchange.shown is not exchange.answer:
             return False
-        turns = [len(self._by_turn[key]) for key in exchange.turn_keys]
-        contents = [len(self._by_content[key]) for key in exchange.content_keys]
-        return max([*turns, *contents], default=1) == 1
+        return all(len(self._by_turn[key]) == 1 for key in exchange.turn_keys)
 
     def _index_turn(self, exchange: Indexed, shown: tuple[Atom, ...]) -> None:
         """Put the exchange under the keys of the atoms that can come back."""

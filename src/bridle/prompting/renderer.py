@@ -33,7 +33,7 @@ from bridle.prompting.family import (
     make_family,
     plain_parser,
 )
-from bridle.prompting.held import held
+from bridle.prompting.held import held, suffix_of
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
 from bridle.prompting.prompt import PromptIds
@@ -268,20 +268,13 @@ class TokenRenderer:
         on = self._effective(thinking=thinking)
         family = self._family_for(thinking=on)
         chat = chat_messages(new_messages, self._tokens.escape)
-        listed = chat_tools(tools)
         sampled: list[int] = output_ids.tolist()
-        if family is not None and not any(m.role is Role.ASSISTANT for m in new_messages):
+        if family is not None and Role.ASSISTANT not in [m.role for m in new_messages]:
             tail: list[int] = parent.tail(TAIL).tolist()
             with boundary(RenderError, f"extending as {self.family!r}"):
-                bridged = family.bridge_to_next_turn(
-                    tail,
-                    sampled,
-                    chat,
-                    tools=listed,
-                )
-            kept = len(tail) + len(sampled)
-            if bridged is not None and bridged.token_ids[:kept] == tail + sampled:
-                return _array(bridged.token_ids[kept:])
+                suffix = suffix_of(family, tail, sampled, chat, chat_tools(tools))
+            if suffix is not None:
+                return _array(suffix)
         if self._history == "template":
             return None
         closed = bool(sampled) and sampled[-1] in self.stop_token_ids
