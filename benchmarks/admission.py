@@ -3,9 +3,10 @@
 Starts `bridle gateway` with the scripted engine as a process, asks `/health` every 20 ms, sends one
 attack after the other with a bystander's calls beside it, and prints for each attack the status of
 its requests, `/health` p50, p99 and the longest, the bystander's calls, and the process's memory
-before and at its highest. Last it sends SIGTERM in the middle of an attack and times the end.
+before and at its highest. `--times` sends an attack so often to one process and judges all answers
+together. Last it sends SIGTERM in the middle of an attack and times the end.
 
-    python benchmarks/admission.py [--folder DIR]
+    python benchmarks/admission.py [--folder DIR] [--times N] [ATTACK ...]
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ def told(took: list[float], failed: int) -> str:
     return f"{len(took):5} {p50:7.1f} {p99:8.1f} {took[-1]:8.1f} {failed:6}"
 
 
-async def measure(attack: Attack, folder: Path) -> None:
-    """Print one attack's line."""
+async def measure(attack: Attack, folder: Path, times: int) -> None:
+    """Print the line of one attack that is sent `times` times."""
     async with attacked(folder) as (on, _):
         await on.post(on.bystander, body_of("go"))
         before, begun = on.memory("VmRSS"), time.perf_counter()
@@ -205,8 +206,9 @@ async def measure(attack: Attack, folder: Path) -> None:
         watching.start()
         async with Nursery(print) as nursery:
             nursery.start(on.stand_by(), name="bystander")
-            found = await attack(on)
-            await asyncio.sleep(1)
+            for _ in range(times):
+                found = await attack(on)
+                await asyncio.sleep(1)
         seconds = time.perf_counter() - begun
         over.set()
         health = told(*await asyncio.to_thread(answers.get))
@@ -226,7 +228,7 @@ async def end(folder: Path) -> None:
         print(f"SIGTERM in an attack: ended with {code} after {time.perf_counter() - begun:.1f} s")
 
 
-async def main(folder: Path, names: list[str]) -> None:
+async def main(folder: Path, names: list[str], times: int) -> None:
     """Run all attacks."""
     print(
         "attack         statuses         seconds health  p50 ms   p99 ms  most ms failed  calls "
@@ -235,7 +237,7 @@ async def main(folder: Path, names: list[str]) -> None:
     for attack in ATTACKS:
         if not names or attack.__name__ in names:
             (folder / attack.__name__).mkdir(parents=True)
-            await measure(attack, folder / attack.__name__)
+            await measure(attack, folder / attack.__name__, times)
     (folder / "end").mkdir()
     await end(folder / "end")
 
@@ -244,6 +246,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("attacks", nargs="*", choices=[[], *(one.__name__ for one in ATTACKS)])
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--times", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as made:
-        asyncio.run(main(Path(made), given.attacks))
+        asyncio.run(main(Path(made), given.attacks, given.times))

@@ -33,19 +33,23 @@ async def run_shielded(
 
     task = asyncio.ensure_future(bounded())
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if not task.cancelled():  # else the error may be the task's own, raised below
-                cancelled = error
-                on_cancel()
-        except BaseException:  # noqa: BLE001 - raised below, from task.result()
-            break
-    if cancelled is not None:
-        task.exception() if not task.cancelled() else None
-        raise cancelled
-    return task.result()
+    try:
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                if not task.cancelled():  # else the error may be the task's own, raised below
+                    cancelled = error
+                    on_cancel()
+            except BaseException:  # noqa: BLE001 - raised below, from task.result()
+                break
+        if cancelled is not None:
+            task.exception() if not task.cancelled() else None
+            raise cancelled
+        return task.result()
+    finally:
+        # The traceback of the error that leaves has this frame, and all frames above it.
+        del task, cancelled
 
 
 class Nursery:

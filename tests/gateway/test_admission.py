@@ -1,6 +1,7 @@
 """What a request may cost before it is known what it asks."""
 
 import asyncio
+import gc
 import gzip
 import io
 import itertools
@@ -40,6 +41,11 @@ ROUTES = {
     ),
 }
 TOO_LONG = ("context length", "context window", "prompt is too long", "input token count")
+
+
+def request_of(text: str) -> bytes:
+    """A Chat request with this text."""
+    return orjson.dumps({"model": "m", "messages": [user(text)]})
 
 
 async def send(home: House, name: str, text: str) -> tuple[int, Any]:
@@ -227,6 +233,39 @@ async def test_counting_tokens_fills_no_memory():
             ) as answer:
                 assert answer.status == 200, await answer.read()
         assert len(caller._session.messages) < 5
+
+
+REFUSED_BODIES = {
+    "too long by its characters": (400, request_of("a" * 600_000), {}),
+    "too long by its tokens": (400, request_of("some words in a row, " * 28_000), {}),
+    "no JSON": (400, b"[" + b"a" * 600_000, {}),
+    "too large": (413, gzip.compress(request_of("a" * (4 << 20))), {"Content-Encoding": "gzip"}),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED_BODIES))
+async def test_a_refused_body_is_freed_without_the_garbage_collector(name):
+    expected, body, encoding = REFUSED_BODIES[name]
+    engine = scripted({"content": "a"}, context_length=20_000)
+    async with house(engine=engine, max_body_bytes=1 << 20) as home:
+        caller = await home.session()
+
+        async def send() -> None:
+            headers = {**caller.headers, **encoding, "Connection": "close"}
+            async with home.client.post(caller.url, data=body, headers=headers) as response:
+                assert response.status == expected, await response.read()
+
+        await send()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(4):
+                await send()
+            await caller.until(lambda: tracemalloc.get_traced_memory()[0] < 500_000)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 def test_a_session_has_a_share_of_bytes_and_all_have_one():

@@ -182,9 +182,13 @@ class DataPlane:
             return await self._exchanges.admit(session, wire, request, said), request
         except BridleError as error:
             self._admission.refused(session, body)
-            refusal = faults.request_error(error)
-            session.told_error(str(refusal), refusal.code)
+            _note(session, faults.request_error(error))
             raise
+
+
+def _note(session: Session, refusal: RequestError) -> None:
+    """Note a refusal; a variable with it in a frame that it left would keep that frame alive."""
+    session.told_error(str(refusal), refusal.code)
 
 
 def _upgrade_refused() -> web.Response:

@@ -208,7 +208,7 @@ class Exchanges:
         session.conversation.forget(call.exchange_id)
         session.calls.pop(call.exchange_id, None)
         session.tries.failed(call)
-        call.error = error
+        call.error = faults.without_frames(error)
         call.enter(Stage.FAILED)
         self._metrics.call(outcome)
 

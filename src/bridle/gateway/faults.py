@@ -54,6 +54,12 @@ def request_error(error: BaseException) -> RequestError:
             return RequestError("internal error of the gateway", status=500, code="engine_error")
 
 
+def without_frames(error: RequestError) -> RequestError:
+    """Forget where an error was raised: those frames hold its call, and a call holds its error."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
 def trace_of(error: BaseException) -> str:
     """Where a bug of ours is, without the values of variables: they may hold keys and prompts."""
     return redact("".join(traceback.format_exception(error)))
