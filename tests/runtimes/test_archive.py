@@ -134,6 +134,31 @@ def test_half_an_archive_is_refused(tmp_path, stage):
         unpack(stage, "out", tmp_path / "taken")
 
 
+def test_only_what_is_kept_comes_out_with_all_folders(tmp_path, stage):
+    packed(
+        stage,
+        ("out/a/mine/below", tarfile.REGTYPE, b"1"),
+        ("out/a/theirs", tarfile.REGTYPE, b"2"),
+        ("out/empty", tarfile.DIRTYPE, ""),
+        ("out/a/link", tarfile.SYMTYPE, "theirs"),
+        ("out/first", tarfile.REGTYPE, b"3"),
+        ("out/b/mine", tarfile.LNKTYPE, "out/first"),
+    )
+
+    unpack(stage, "out", tmp_path / "taken", only=lambda path, *, is_folder: path.name == "mine")
+
+    found = {str(path.relative_to(tmp_path / "taken")) for path in (tmp_path / "taken").rglob("*")}
+    assert found == {"a", "a/mine", "a/mine/below", "b", "b/mine", "empty", "first"}
+    assert (tmp_path / "taken/b/mine").read_bytes() == b"3"
+
+
+def test_a_folder_comes_out_without_a_second_copy(tmp_path, stage):
+    packed(stage, ("x/a", tarfile.REGTYPE, b"text"))
+    unpack(stage, "x", tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_text() == "text"
+    assert not list(tmp_path.glob("stage/**/a"))
+
+
 def test_a_folder_is_merged_into_one_that_is_there(tmp_path, stage):
     packed(stage, ("out/new", tarfile.REGTYPE, b"1"))
     (tmp_path / "taken").mkdir()

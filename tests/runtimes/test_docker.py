@@ -1,5 +1,6 @@
 """Containers: the contract's suite, and what is their own."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
 from bridle.runtimes.docker import DockerRuntime
+from bridle.runtimes.docker_client import program
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,22 @@ class TestContainers:
         result = await runtime.exec("pwd; touch here")
         await runtime.stop()
         assert (result.stdout, runtime.workdir) == (b"/testbed\n", "/testbed")
+
+    async def test_files_for_a_folder_that_is_there_are_one_call(self, tmp_path, monkeypatch):
+        runtime = await self.started(tmp_path)
+        calls, wrapper = tmp_path / "calls", tmp_path / "programs" / "docker"
+        wrapper.parent.mkdir()
+        wrapper.write_text(f'#!/bin/sh\necho "$1" >>{calls}\nexec {program()} "$@"\n')
+        wrapper.chmod(0o755)
+        with monkeypatch.context() as patched:
+            patched.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+            await runtime.write("here", b"1")
+            one = [call for call in calls.read_text().split() if call != "inspect"]
+            await runtime.write("new/folder/there", b"2")
+        result = await runtime.exec("cat here new/folder/there")
+        await runtime.stop()
+        assert one == ["cp"]
+        assert result.stdout == b"12"
 
     async def test_a_value_of_the_environment_is_not_on_the_command_line(self, tmp_path):
         runtime = await self.started(tmp_path)

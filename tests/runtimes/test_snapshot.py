@@ -1,17 +1,23 @@
+import asyncio
 import os
+import subprocess
 import tarfile
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 
 from bridle.errors import RuntimeFailure
+from bridle.runtimes.archive import pack, unpack
 from bridle.runtimes.snapshot import (
+    EMPTY,
     Bounds,
     TooMuch,
     check_archive,
     copy_out,
     copy_tree,
+    put_by_archive,
     replace_tree,
     take_out,
 )
@@ -214,3 +220,62 @@ def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
     archive.write_bytes(b"no archive" * 100)
     with pytest.raises(RuntimeFailure, match="no whole archive"):
         check_archive(archive, Bounds())
+
+
+def test_a_work_folder_of_1200_files_is_emptied_by_three_calls_of_rm(tmp_path):
+    work, programs = tmp_path / "work", tmp_path / "programs"
+    (work / "-rf" / "below").mkdir(parents=True)
+    (work / "a b\n*").symlink_to(programs)
+    for number in range(1198):
+        (work / f".{number}").touch()
+    programs.mkdir()
+    (programs / "rm").write_text(f'#!/bin/sh\necho >>{tmp_path}/calls\nexec /bin/rm "$@"\n')
+    (programs / "rm").chmod(0o755)
+
+    path = f"{programs}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", EMPTY], cwd=work, env={"PATH": path}, check=True)
+
+    assert list(work.iterdir()) == []
+    assert (tmp_path / "calls").read_text() == 3 * "\n"
+    assert (programs / "rm").exists()
+
+
+class OnlyArchives:
+    """A place whose work folder is reached by commands and archives alone."""
+
+    def __init__(self, work):
+        self.work = work
+        self.shared = set()
+
+    async def exec(self, command):
+        done = await asyncio.to_thread(
+            subprocess.run, ["bash", "-c", command], cwd=self.work, capture_output=True
+        )
+        return SimpleNamespace(ok=done.returncode == 0, stderr=done.stderr)
+
+    async def copy_kept(self, folder, keep):
+        archive = folder.parent / "x.tar"
+        pack(self.work, PurePosixPath(), archive)
+        unpack(archive, ".", folder, any_link=True, only=keep)
+        return ()
+
+    async def upload(self, source, target):
+        self.shared |= {path.name for path in source.rglob("*") if path.lstat().st_nlink > 1}
+        copy_tree(source, self.work / target)
+
+
+async def test_a_fresh_work_folder_gets_what_was_left_and_keeps_its_own(source, tmp_path):
+    work = tmp_path / "work"
+    (work / "a" / "own").mkdir(parents=True)
+    (work / "a" / "own" / "tool").write_text("ours")
+    (work / "a" / "gone").touch()
+    (source / "a" / "own").write_text("theirs")
+    place = OnlyArchives(work)
+
+    stayed = await put_by_archive(place, source, lambda path, *, is_folder: path.name == "own")
+
+    assert stayed == ("a/own: the checker's own is used",)
+    names = {str(path.relative_to(work)) for path in work.rglob("*")}
+    assert names == {"a", "a/b", "a/b/file", "a/link", "a/own", "a/own/tool"}
+    assert (work / "a/own/tool").read_text() == "ours"
+    assert "file" in place.shared

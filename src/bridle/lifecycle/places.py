@@ -16,9 +16,10 @@ from typing import Final
 
 from bridle.errors import RuntimeFailure
 from bridle.evaluators.base import OBEYED, CheckerFailure, Unscorable
+from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import Runtime
 from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.snapshot import Keep, TooMuch
+from bridle.runtimes.snapshot import TooMuch
 from bridle.types import JSON
 
 GIT_OBEYS: Final = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})

@@ -30,6 +30,7 @@ from typing import Literal, Self
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import Bounds
 from bridle.runtimes.folders import beside, remove_folders
@@ -44,7 +45,6 @@ from bridle.runtimes.place import (
 )
 from bridle.runtimes.proc import KILL_S, POLL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.snapshot import Keep
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
 PROGRAMS = ("apptainer", "singularity")

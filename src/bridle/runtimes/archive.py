@@ -12,8 +12,16 @@ import io
 import shutil
 import tarfile
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 from bridle.errors import RuntimeFailure
+
+
+class Keep(Protocol):
+    """Says which paths of a folder stay in it."""
+
+    def __call__(self, path: PurePosixPath, *, is_folder: bool) -> bool:
+        """Whether to keep `path`, which is relative to the top, with all below it."""
 
 
 def pack(source: Path, target: PurePosixPath, archive: Path) -> PurePosixPath:
@@ -42,8 +50,12 @@ def size_of(archive: Path) -> int:
     return archive.stat().st_size if archive.exists() else 0
 
 
-def unpack(archive: Path, name: str, target: Path, *, any_link: bool = False) -> None:
+def unpack(
+    archive: Path, name: str, target: Path, *, any_link: bool = False, only: Keep | None = None
+) -> None:
     """Take the entry `name` of `archive` out as `target`; a folder is merged into an existing one.
+
+    With `only`, all folders come out, but only the files and links that it keeps.
 
     With `any_link`, symbolic links come out wherever they point to: for a copy that goes into
     another sandbox and that nobody here reads by following links. The folder that `archive` lies in
@@ -54,7 +66,8 @@ def unpack(archive: Path, name: str, target: Path, *, any_link: bool = False) ->
     aside.mkdir()
     try:
         with tarfile.open(archive, "r:") as tar:
-            tar.extractall(aside, filter=_any_link if any_link else _harmless)  # noqa: S202 - the filters leave out what leads elsewhere
+            entries = None if only is None else _kept(tar.getmembers(), only)
+            tar.extractall(aside, entries, filter=_any_link if any_link else _harmless)  # noqa: S202 - the filters leave out what leads elsewhere
     except tarfile.TarError as error:
         message = f"what came out is no whole archive: {error}"
         raise RuntimeFailure(message) from error
@@ -63,10 +76,23 @@ def unpack(archive: Path, name: str, target: Path, *, any_link: bool = False) ->
         message = f"{name} is not there, or is no regular file or folder"
         raise RuntimeFailure(message)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if found.is_dir():
+    if found.is_dir() and target.exists():
         shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
     else:
         shutil.move(found, target)
+
+
+def _kept(entries: list[tarfile.TarInfo], keep: Keep) -> list[tarfile.TarInfo]:
+    """The folders, what `keep` names, and the files that this is a hard link to."""
+
+    def is_kept(entry: tarfile.TarInfo) -> bool:
+        path = PurePosixPath(*PurePosixPath(entry.name).parts[1:])
+        above = (keep(folder, is_folder=True) for folder in path.parents[:-1])
+        return keep(path, is_folder=entry.isdir()) or any(above)
+
+    kept = {entry.name: entry for entry in entries if is_kept(entry)}
+    linked = {entry.linkname for entry in kept.values() if entry.islnk()}
+    return [one for one in entries if one.isdir() or one.name in kept or one.name in linked]
 
 
 def _nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bridle.config import RuntimeSpec
-from bridle.runtimes.snapshot import Keep
+from bridle.runtimes.archive import Keep
 
 
 @dataclass(frozen=True, slots=True)

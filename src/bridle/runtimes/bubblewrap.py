@@ -30,6 +30,7 @@ from typing import Literal, Self
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
 from bridle.runtimes.folders import beside, remove_folders
@@ -40,7 +41,6 @@ from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.seccomp import MACHINES, filter_program
-from bridle.runtimes.snapshot import Keep
 from bridle.runtimes.view import ENVIRONMENT, HOME, OWN, make_folders, view
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 

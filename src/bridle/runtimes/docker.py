@@ -29,6 +29,7 @@ from typing import Self
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.docker_client import (
     CALL_S,
@@ -58,6 +59,7 @@ HOLD = "exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
 """Process 1: it collects what others leave, and nothing inside can end it."""
 
 ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
+FOLDERS = 'mkdir -p -- "$1" "$2"; chmod 700 -- "$2"'
 END = """
 marked() { for at in /proc/[0-9]*; do while IFS= read -r -d '' word; do
   [ "$word" = "$1" ] && echo "${at#/proc/}" && break; done < "$at/environ"; done 2>/dev/null; }
@@ -132,9 +134,9 @@ class DockerRuntime(Contained):
             await run_shielded(self._create(await self._options()), timeout_s=2 * CALL_S)
         self._usable = True
         await self._running()
-        folders = [self.workdir, HOME]
-        await self._run(Command(["mkdir", "-p", *folders], env={}, cwd="/"))
-        await self._run(Command(["chmod", "700", HOME], env={}, cwd="/"))
+        if self.made_of is None:  # else they are there
+            argv = ["bash", "-c", FOLDERS, "bash", self.workdir, HOME]
+            await self._run(Command(argv, env={}, cwd="/"))
 
     async def _create(self, options: Sequence[str]) -> None:
         words = ["create", *options, str(self._spec.image), "/bin/bash", "-c", HOLD]
@@ -354,10 +356,10 @@ class DockerRuntime(Contained):
 
     # ---- files
 
-    async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """As `base.Runtime.snapshot`; a work folder that the harness deleted is empty."""
+    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
+        """As `Contained.copy_kept`; a work folder that the harness deleted is empty."""
         try:
-            return await super().snapshot(folder)
+            return await super().copy_kept(folder, keep)
         except RuntimeFailure as error:
             if MISSING not in str(error):
                 raise
@@ -379,10 +381,14 @@ class DockerRuntime(Contained):
         return copy
 
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
+        words = ["cp", "-", f"{self._id}:{folder}"]
+        with suppress(RuntimeFailure):  # the folder is not there yet, or the next try says why
+            await docker(words, stdin=archive)
+            return
         made = await self._run(Command(["mkdir", "-p", "--", str(folder)], env={}, cwd="/"))
         if not made.ok:
             raise RuntimeFailure(made.stderr.decode(errors="replace").strip())
-        await docker(["cp", "-", f"{self._id}:{folder}"], stdin=archive)
+        await docker(words, stdin=archive)
 
     async def _get(self, path: PurePosixPath, archive: Path, most: int) -> None:
         room = most + FRAME_BYTES

@@ -20,12 +20,13 @@ from typing import Self
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.place import Place
 from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.snapshot import Bounds, Keep, take_out
+from bridle.runtimes.snapshot import Bounds, take_out
 
 KILL_GRACE_S = 1.0
 STOP_S = 30.0

@@ -20,14 +20,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import pack, pack_bytes, size_of, unpack
+from bridle.runtimes.archive import Keep, pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 from bridle.runtimes.snapshot import (
     Bounds,
-    Keep,
     TooMuch,
     check_archive,
     copy_tree,
@@ -252,6 +251,10 @@ class Contained(Place):
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
         """As `base.Runtime.snapshot`."""
+        return await self.copy_kept(folder)
+
+    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
+        """As `snapshot`, but of files and links only those that `keep` names (`None` = all)."""
         path = PurePosixPath(self.workdir)
         with boundary(RuntimeFailure, "cannot copy the work folder"), self._aside() as aside:
             archive, most = Path(aside, "out.tar"), Bounds().bytes
@@ -262,7 +265,7 @@ class Contained(Place):
                     raise TooMuch(f"there are more than {most >> 20} MiB") from error
                 raise
             await asyncio.to_thread(check_archive, archive, Bounds())
-            await asyncio.to_thread(unpack, archive, path.name, folder, any_link=True)
+            await asyncio.to_thread(unpack, archive, path.name, folder, any_link=True, only=keep)
         return ()
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:

@@ -27,13 +27,13 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes import remote_runner
-from bridle.runtimes.archive import pack, pack_bytes, unpack
+from bridle.runtimes.archive import Keep, pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
 from bridle.runtimes.place import DOWNLOAD_BYTES, FRAME_BYTES
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.rex import RexHost
-from bridle.runtimes.snapshot import Bounds, Keep, TooMuch, check_archive, put_by_archive
+from bridle.runtimes.snapshot import Bounds, TooMuch, check_archive, put_by_archive
 from bridle.types import JSON
 
 SHARED = ("local", "remote")
@@ -254,7 +254,11 @@ class RemoteRuntime:
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
         """As `base.Runtime.snapshot`; the runner of that machine reads the files."""
-        await self._copy_out(".", folder, Bounds().bytes, any_link=True)
+        return await self.copy_kept(folder)
+
+    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
+        """As `Contained.copy_kept`."""
+        await self._copy_out(".", folder, Bounds().bytes, any_link=True, only=keep)
         return ()
 
     async def copied(self, scratch: Path) -> Runtime:
@@ -268,7 +272,13 @@ class RemoteRuntime:
         return await put_by_archive(self, folder, keep)
 
     async def _copy_out(
-        self, source: str, target: Path, most: int, *, any_link: bool = False
+        self,
+        source: str,
+        target: Path,
+        most: int,
+        *,
+        any_link: bool = False,
+        only: Keep | None = None,
     ) -> None:
         self._must_be_usable()
         path, there = PurePosixPath(self.workdir, source), self._next("out")
@@ -284,7 +294,9 @@ class RemoteRuntime:
                     text = await self._host.read(f"{there}/tar.{piece}")
                     await asyncio.to_thread(_append, archive, base64.b64decode(text))
                 await asyncio.to_thread(check_archive, archive, Bounds(bytes=most))
-                await asyncio.to_thread(unpack, archive, path.name, target, any_link=any_link)
+                await asyncio.to_thread(
+                    unpack, archive, path.name, target, any_link=any_link, only=only
+                )
 
     # ---- addresses
 

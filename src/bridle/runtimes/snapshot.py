@@ -20,15 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.archive import stays
-
-
-class Keep(Protocol):
-    """Says what a copy leaves as its target has it."""
-
-    def __call__(self, path: PurePosixPath, *, is_folder: bool) -> bool:
-        """Whether to keep `path`, which is relative to the top."""
-
+from bridle.runtimes.archive import Keep, stays
 
 OF_THE_ENTRY = frozenset(
     {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}
@@ -40,7 +32,11 @@ NOT_BETWEEN = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 """Errors of `copy_file_range` between file systems that it does not serve."""
 
 
-EMPTY = 'shopt -s dotglob nullglob; for at in *; do rm -rf -- "$at" || exit; done'
+EMPTY = """
+shopt -s dotglob nullglob
+all=(*)
+for ((at = 0; at < ${#all[@]}; at += 500)); do rm -rf -- "${all[@]:at:500}" || exit; done
+"""
 """Empties the folder that it is run in."""
 
 
@@ -82,16 +78,22 @@ def check_archive(archive: Path, bounds: Bounds) -> int:
 
 
 def replace_tree(
-    source: Path, target: Path, *, keep: Keep | None = None, bounds: Bounds | None = None
+    source: Path,
+    target: Path,
+    *,
+    keep: Keep | None = None,
+    bounds: Bounds | None = None,
+    link: bool = False,
 ) -> tuple[str, ...]:
     """Make the folder `target` hold what the folder `source` holds, and nothing else.
 
     Paths that `keep` names stay as `target` has them and are not taken from `source`. Regular
     files, folders and links are copied, with modes and times; their owner may read all of them, and
-    write to the folders. Returns the paths that stayed behind, each with its reason. Raises
-    `TooMuch`; `OSError` of the machine (a full disk) escapes.
+    write to the folders. With `link`, files of `target` are hard links to those of `source`, with
+    their modes: both must be ours, and on one file system. Returns the paths that stayed behind,
+    each with its reason. Raises `TooMuch`; `OSError` of the machine (a full disk) escapes.
     """
-    copier = _Copier(keep or _nothing, bounds or Bounds())
+    copier = _Copier(keep or _nothing, bounds or Bounds(), link=link)
     target.mkdir(parents=True, exist_ok=True)
     copier.clear(target, PurePosixPath())
     copier.copy(source, target, PurePosixPath())
@@ -133,17 +135,17 @@ class _Filled(Protocol):
 
     async def exec(self, command: str) -> _Ended: ...
 
-    async def snapshot(self, folder: Path) -> tuple[str, ...]: ...
+    async def copy_kept(self, folder: Path, keep: Keep) -> tuple[str, ...]: ...
 
     async def upload(self, source: Path, target: str) -> None: ...
 
 
 async def put_by_archive(runtime: _Filled, folder: Path, keep: Keep) -> tuple[str, ...]:
     """Do what `Runtime.put_work` says where the work folder is no folder of this machine."""
-    with tempfile.TemporaryDirectory(prefix="bridle-work-") as aside:
+    with tempfile.TemporaryDirectory(prefix="bridle-work-", dir=folder.parent) as aside:
         whole = Path(aside, "work")
-        await runtime.snapshot(whole)
-        left = await asyncio.to_thread(replace_tree, folder, whole, keep=keep)
+        await runtime.copy_kept(whole, keep)
+        left = await asyncio.to_thread(replace_tree, folder, whole, keep=keep, link=True)
         emptied = await runtime.exec(EMPTY)
         if not emptied.ok:
             raise RuntimeFailure(emptied.stderr.decode(errors="replace").strip())
@@ -232,12 +234,15 @@ def _may_leave(path: Path, allowed: Path) -> bool:
 
 
 class _Copier:
-    def __init__(self, keep: Keep, bounds: Bounds, *, inner_links: bool = False) -> None:
+    def __init__(
+        self, keep: Keep, bounds: Bounds, *, inner_links: bool = False, link: bool = False
+    ) -> None:
         self.left: list[str] = []
         self.bytes = 0
         self._keep = keep
         self._bounds = bounds
         self._inner_links = inner_links
+        self._link = link
         self._entries = 0
 
     def clear(self, folder: Path, at: PurePosixPath) -> None:
@@ -296,6 +301,9 @@ class _Copier:
         self.bytes += facts.st_size
         if self.bytes > self._bounds.bytes:
             raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
+        if self._link:
+            os.link(source, target)
+            return
         mode = stat.S_IMODE(facts.st_mode) & 0o777 | 0o400
         _copy_file(str(source), target, facts, mode)
 
