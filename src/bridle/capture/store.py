@@ -7,6 +7,7 @@ lets the last event of a reply go only then (law 4). Implementations: `MemorySto
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,6 +34,13 @@ class Store(Protocol):
         """Record an exchange and the message, tool and media `bodies` that are new to its session.
 
         `bodies` maps 16-byte content digests to raw bytes; one that is known already is ignored.
+        """
+
+    def commit_soon(
+        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
+    ) -> asyncio.Future[None]:
+        """Record as `commit` does, in one group with others that are given in the same turn of the
+        loop; the future is done, or has the `StoreError`, when `commit` would return or raise.
         """
 
     async def deliver(self, delivery: Delivery) -> None:
@@ -111,6 +119,22 @@ class MemoryStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
+        await self.commit_soon(exchange, bodies)
+
+    def commit_soon(
+        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
+    ) -> asyncio.Future[None]:
+        """Record an exchange now; the future has the error, if there is one."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            self._record(exchange, bodies)
+        except StoreError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return done
+
+    def _record(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         session = self._session(exchange.session_id)
         if exchange.exchange_id in session.exchanges:
             message = f"memory: exchange {exchange.exchange_id!r} is recorded already"
