@@ -210,3 +210,29 @@ def test_fields_beside_the_messages_are_read_once_for_all_requests(dialect):
     for seed in range(KEPT):
         read({**hot, "user": f"{seed}"}, 1)
     assert read(hot, 1) is not first
+
+
+ITEMS = [
+    {"role": "user", "content": "u"},
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
+    {"type": "message", "role": "assistant", "id": "msg_1", "content": "said"},
+    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "look", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "seen"},
+    {"type": "additional_tools", "tools": [{"type": "function", "name": "look"}]},
+]
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from(range(len(ITEMS))), min_size=1), st.integers(1, 9)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_items_are_put_together_the_same_whatever_was_read_before(conversations):
+    wire, memo = DIALECTS[Dialect.OPENAI_RESPONSES], History()
+    for places, step in conversations:
+        for count in range(1, len(places) + 1, step):
+            items = [ITEMS[place] for place in places[:count]]
+            body = json.dumps({"model": "m", "input": items}).encode()
+            assert parsed(wire, body, memo) == parsed(wire, body, {})

@@ -9,7 +9,7 @@ field that stands in no table is served and its name stands in `extra["unknown"]
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -265,31 +265,39 @@ def watched(
             and flat.issuperset(map(type, value.values()))
         ):
             return messages
-        unknown = tuple(_unknown_inside(_MEMBERS[dialect], value, "message"))
+        unknown: list[str] = []
+        _note_unknown(_MEMBERS[dialect], value, "message", unknown)
         if not unknown or not messages:
             return messages
-        return (replace(messages[0], unknown=unknown), *messages[1:])
+        return (replace(messages[0], unknown=tuple(unknown)), *messages[1:])
 
     return reads
 
 
-def _unknown_inside(tables: dict[str, frozenset[str]], value: JSON, key: str) -> Iterator[str]:
+def _note_unknown(
+    tables: dict[str, frozenset[str]], value: JSON, key: str, found: list[str]
+) -> None:
+    """Add the names of what is not known of an object and of those inside it."""
     named = value.get("type")
     kind = named if isinstance(named, str) and named else key
     known = tables.get(kind)
-    fields = {_camel(name): item for name, item in value.items()} if "parts" in tables else value
-    if known is None or (kind == "parts" and not known & fields.keys()):
+    if "parts" in tables and "_" in "".join(value):
+        value = {_camel(name): item for name, item in value.items()}
+    if known is None or (kind == "parts" and not known & value.keys()):
         return
-    for name, item in fields.items():
+    for name, item in value.items():
         if item and name not in known:
-            yield f"{kind}.{name}"
-        for inner in item if isinstance(item, list) else [item]:
-            if name in _INSIDE and isinstance(inner, dict):
-                yield from _unknown_inside(tables, inner, name)
-    sealed, texts = _OPAQUE.get(kind, ("", ()))
+            found.append(f"{kind}.{name}")
+        if name in _INSIDE:
+            for inner in item if type(item) is list else (item,):
+                if type(inner) is dict:
+                    _note_unknown(tables, inner, name, found)
+    if kind not in _OPAQUE:
+        return
+    sealed, texts = _OPAQUE[kind]
     opaque = value.get(sealed)
     if isinstance(opaque, str) and opaque and not any(value.get(text) for text in texts):
-        yield from () if is_signature(opaque) else (f"{kind}.{sealed}",)
+        found += [] if is_signature(opaque) else [f"{kind}.{sealed}"]
 
 
 def _camel(name: str) -> str:

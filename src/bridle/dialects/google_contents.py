@@ -39,7 +39,7 @@ _ROLES = {"user": Role.USER, "function": Role.USER, "tool": Role.USER, "model": 
 
 def camel(value: JSON) -> JSON:
     """The object with its own keys in camelCase; deeper objects are left alone."""
-    if not any("_" in key for key in value):
+    if "_" not in "".join(value):
         return value
     return {_SNAKE.sub(lambda found: found[1].upper(), key): item for key, item in value.items()}
 

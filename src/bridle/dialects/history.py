@@ -89,6 +89,8 @@ class History(dict[bytes, tuple[Message, ...]]):
         self._begun: list[Begun] = []
         """Newest first."""
         self._heads: dict[Hashable, Any] = {}
+        self.joined: list[Any] = []
+        """What a dialect made of the items of its last requests, newest first."""
         self._found: Begun | None = None
         self._place: tuple[bytes, int, int, Mapping[str, msgspec.Raw]] | None = None
         """Body, start and end of the items that are being read, and the other fields."""

@@ -28,6 +28,7 @@ from bridle.dialects.base import (
     content_digest,
 )
 from bridle.dialects.fields import account, watched
+from bridle.dialects.history import KEPT, History
 from bridle.dialects.noise import RULES, allow_removed
 from bridle.dialects.openai_chat_write import models_json
 from bridle.dialects.openai_errors import error_response, responses_message
@@ -122,10 +123,10 @@ class OpenAIResponses(WireFormat):
             fields["object"] = msgspec.Raw(encode(_COMPACTED))
         tools_span = sent(fields.pop("tools", None))
         read, digests, lengths = read_spans(items, memo, _SALT, "input", self._read)
-        spans = _Spans(items, digests, lengths, read)
+        spans = _joined(memo, items, digests, lengths, read)
         compacts = bool(read) and read[-1].text == COMPACTION_PROMPT
-        silent = tuple(place for place, length in enumerate(lengths) if length == 0)
-        added = tuple((items[place], f"input[{place}].tools") for place in silent)
+        silent = [place for place, length in enumerate(lengths) if length == 0]
+        added = tuple([(items[place], f"input[{place}].tools") for place in silent])
         head_bytes = encode(fields)
         key = (_SALT, head_bytes, tools_span, added, compacts, route.resource)
         system, members = read_head(
@@ -283,13 +284,18 @@ class _Spans:
         digests: Sequence[bytes],
         lengths: Sequence[int],
         read: Sequence[Message],
+        begun: _Spans | None = None,
     ) -> None:
-        self.spans: list[bytes] = []
-        self.digests: list[bytes] = []
-        self.lengths: list[int] = []
-        self.messages: list[Message] = []
-        place = 0
-        for item, digest, length in zip(items, digests, lengths, strict=True):
+        """`begun` is what the first of these items were put together to."""
+        self.items = items
+        self.spans: list[bytes] = [] if begun is None else begun.spans.copy()
+        self.digests: list[bytes] = [] if begun is None else begun.digests.copy()
+        self.lengths: list[int] = [] if begun is None else begun.lengths.copy()
+        self.messages: list[Message] = [] if begun is None else begun.messages.copy()
+        self.read = len(read)
+        place, done = (0, 0) if begun is None else (begun.read, len(begun.items))
+        new = items[done:], digests[done:], lengths[done:]
+        for item, digest, length in zip(*new, strict=True):
             found = read[place : place + length]
             place += length
             joined = None
@@ -304,6 +310,23 @@ class _Spans:
                 self.messages[-1] = joined
                 self.spans[-1] += b"," + item
                 self.digests[-1] = content_digest(self.spans[-1])
+
+
+def _joined(
+    memo: SpanMemo,
+    items: tuple[bytes, ...],
+    digests: Sequence[bytes],
+    lengths: Sequence[int],
+    read: Sequence[Message],
+) -> _Spans:
+    """The items put together, after those that the session's requests began with before."""
+    if not isinstance(memo, History):
+        return _Spans(items, digests, lengths, read)
+    known = [one for one in memo.joined if one.items == items[: len(one.items)]]
+    begun = max(known, key=lambda one: len(one.items), default=None)
+    made = _Spans(items, digests, lengths, read, begun)
+    memo.joined = [made, *(one for one in memo.joined if one is not begun)][:KEPT]
+    return made
 
 
 def _input_items(fields: dict[str, msgspec.Raw]) -> tuple[bytes, ...]:

@@ -146,8 +146,8 @@ def _read_message(item: JSON, path: str) -> Message:
 
 
 def _ids(item: JSON, path: str) -> tuple[str, ...]:
-    found = (text_at(item, key, path) for key in ("id", "encrypted_content"))
-    return tuple(value for value in found if value)
+    found = [text_at(item, key, path) for key in ("id", "encrypted_content") if key in item]
+    return tuple([value for value in found if value])
 
 
 def _read_reasoning(item: JSON, path: str) -> Message:
