@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,9 +43,13 @@ def programs() -> Path:
 
 
 class Cluster:
-    """A PostgreSQL server; made when entered, removed when left."""
+    """A PostgreSQL server; made when entered, removed when left.
 
-    def __init__(self) -> None:
+    A standby of `primary` where that is given: see `follow`.
+    """
+
+    def __init__(self, primary: Cluster | None = None) -> None:
+        self._primary = primary
         self._bin = programs()
         self._user = UNPRIVILEGED if os.geteuid() == 0 else None
         self._folder = Path(tempfile.mkdtemp(prefix="pg-"))
@@ -56,6 +60,9 @@ class Cluster:
         try:
             if self._user is not None:
                 shutil.chown(self._folder, self._user)
+            if self._primary is not None:
+                self.follow(self._primary)
+                return self
             options = ("--auth=trust", "--no-sync", "--encoding=UTF8", "--locale=C", "-U", USER)
             self._run("initdb", "-D", self._data, *options)
             self.start()
@@ -123,6 +130,28 @@ class Cluster:
             self._server.wait()
             self._server = None
 
+    def follow(self, primary: Cluster) -> None:
+        """Become a standby of `primary`, which from now on commits nothing that is not here too.
+
+        A server that was killed may do so, in place of what it had.
+        """
+        shutil.rmtree(self._data, ignore_errors=True)
+        options = ("-R", "--checkpoint=fast", "--no-sync", "-h", primary._folder, "-U", USER)
+        self._run("pg_basebackup", "-D", self._data, *options)
+        self.start()
+        primary._ask("ALTER SYSTEM SET synchronous_commit = 'remote_apply'")
+        primary._ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        primary._ask("SELECT pg_reload_conf()")
+        deadline = time.monotonic() + STARTING_S
+        while primary._ask("SELECT state, sync_state FROM pg_stat_replication") != "streaming|sync":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the standby does not stream:\n{self._log.read_text()}")
+            time.sleep(0.05)
+
+    def promote(self) -> None:
+        """Be a standby no more."""
+        self._run("pg_ctl", "promote", "-w", "-D", self._data)
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """The server answers nothing inside, and closes no connection."""
@@ -157,6 +186,12 @@ class Cluster:
                 extra_groups=None if self._user is None else [],
             )
 
+    def _ask(self, statement: str) -> str:
+        """What a statement gives, as `psql` writes it without ornament."""
+        where = ("-h", str(self._folder), "-U", USER, "postgres")
+        words = [str(self._bin / "psql"), "-Atc", statement, *where]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
     def _run(self, program: str, *arguments: str | Path) -> None:
         if self._begin(program, *arguments).wait() != 0:
             raise RuntimeError(f"{program} failed:\n{self._log.read_text()}")
@@ -164,6 +199,51 @@ class Cluster:
     def _remove(self) -> None:
         self.kill()
         shutil.rmtree(self._folder)
+
+
+class Pair:
+    """A primary and a standby that has all that it committed; entered and left as a `Cluster`."""
+
+    def __init__(self) -> None:
+        self._primary = Cluster()
+        self._standby = Cluster(self._primary)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for one in (self._primary, self._standby):
+                stack.enter_context(one)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._stack.close()
+
+    def fresh(self) -> str:
+        """The URL of a new database on whichever is the primary."""
+        self._primary.fresh()
+        return self._url(self._primary, self._standby) + "&target_session_attrs=primary"
+
+    def url_of_standby(self) -> str:
+        """The URL of the newest database on the standby alone."""
+        return self._url(self._standby, self._standby)
+
+    def _url(self, *clusters: Cluster) -> str:
+        hosts = "&".join(f"host={one._folder}:5432" for one in clusters)
+        return f"postgresql://{USER}@/fresh_{self._primary._made}?{hosts}"
+
+    def kill_primary(self) -> None:
+        """End the primary; there is none until `promote`."""
+        self._primary.kill()
+
+    def promote(self) -> None:
+        """Make the standby the primary."""
+        self._primary, self._standby = self._standby, self._primary
+        self._primary.promote()
+
+    def replace_standby(self) -> None:
+        """Make what was killed a standby of the one that was promoted."""
+        self._standby.follow(self._primary)
 
 
 def _children(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ import os
 import random
 
 import pytest
-from tests.server.cluster import Cluster
+from tests.server.cluster import Cluster, Pair
 from tests.server.killing import crash_run
 
 KILLS = int(os.environ.get("BRIDLE_TEST_CRASHES", "20"))
@@ -40,6 +40,25 @@ async def test_over_postgresql_every_accepted_session_ends_exactly_once(victim, 
     others = {"postgres": postgres}
     came_to = await crash_run(tmp_path, victim.fresh(), kills=KILLS, seed=SEED, others=others)
     assert sum(came_to["kills"].values()) == KILLS
+    print(came_to)  # noqa: T201 - with -s, the numbers
+
+
+@pytest.mark.postgres
+@pytest.mark.timeout(120 + 20 * KILLS)
+async def test_over_promoted_standbys_every_accepted_session_ends_exactly_once(tmp_path):
+    drawn = random.Random(SEED)
+    kills = max(4, KILLS // 5)
+
+    async def primary():
+        await asyncio.to_thread(pair.kill_primary)
+        await asyncio.sleep(drawn.uniform(0, 0.3))
+        await asyncio.to_thread(pair.promote)
+        await asyncio.to_thread(pair.replace_standby)
+
+    with Pair() as pair:
+        others = {"primary": primary}
+        came_to = await crash_run(tmp_path, pair.fresh(), kills=kills, seed=SEED, others=others)
+    assert came_to["kills"]["primary"] >= 1
     print(came_to)  # noqa: T201 - with -s, the numbers
 
 

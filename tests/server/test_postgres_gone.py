@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 from structlog.testing import capture_logs
-from tests.server.cluster import Cluster
+from tests.server.cluster import Cluster, Pair
 from tests.server.house import FakeWorkers, an_app, body, ended, until
+
+from bridle.errors import StateError
+from bridle.server.database import Database
 
 
 @pytest.fixture
@@ -49,6 +52,43 @@ async def test_a_server_outlives_its_database_and_runs_each_session_once(
         for task_id in ("a", "b", "c"):
             assert (await ended(http.service, task_id))["usable"] == 1
         assert workers.ran == ["a.0", "b.0", "c.0"]
+
+
+@pytest.mark.postgres
+@pytest.mark.timeout(180)
+async def test_a_promoted_standby_has_every_group_once(monkeypatch, tmp_path):
+    workers = FakeWorkers(held=True)
+    with Pair() as pair:
+        monkeypatch.setenv("BRIDLE_TEST_DATABASE", pair.fresh())
+        async with an_app(tmp_path, workers) as http:
+            await http.post("/v1/tasks", json={"tasks": [body("a"), body("b")]})
+            await until(lambda: len(workers.living) == 2)
+            workers.let("a.0")
+            await ended(http.service, "a")
+            pair.kill_primary()
+            assert await health(http) == (503, "store_error")
+            with capture_logs() as log:
+                workers.let("b.0")
+                await until(lambda: any(one.get("doing") == "storing b.0" for one in log))
+            await asyncio.to_thread(pair.promote)
+            await until(lambda: is_well(http))
+            assert (await http.post("/v1/tasks", json={"tasks": [body("c")]})).status_code == 200
+            await until(lambda: "c.0" in workers.living)
+            workers.let("c.0")
+            for task_id in ("b", "c"):
+                assert (await ended(http.service, task_id))["usable"] == 1
+            groups = (await http.get("/v1/groups")).json()["groups"]
+            assert [one["task_id"] for one in groups] == ["a", "b", "c"]
+            assert workers.ran == ["a.0", "b.0", "c.0"]
+
+
+@pytest.mark.postgres
+async def test_a_standby_alone_is_a_database_that_may_be_tried_again():
+    with Pair() as pair:
+        pair.fresh()
+        for attributes in ("", "&target_session_attrs=primary"):
+            with pytest.raises(StateError, match="the database cannot be used"):
+                await Database.open(pair.url_of_standby() + attributes)
 
 
 @pytest.mark.postgres

@@ -28,6 +28,7 @@ from sqlalchemy.exc import (
     DatabaseError,
     DBAPIError,
     InterfaceError,
+    InternalError,
     OperationalError,
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -219,14 +220,16 @@ class _as_state_error:  # noqa: N801 - used as a function
             raise StateError(f"the database cannot be used: {_short(cause)}") from cause
 
 
-_DOWN = ("08", "40", "53", "57", "58")
-"""Classes of PostgreSQL's states: the connection, a deadlock, resources, a shutdown or a start, the
-system."""
+_DOWN = ("08", "25006", "40", "53", "57", "58")
+"""Classes of PostgreSQL's states: the connection, a standby that is not promoted yet, a deadlock,
+resources, a shutdown or a start, the system."""
 
 
 def _is_down(error: DBAPIError) -> bool:
     """Whether the statement may do well later: the server is away, or said that it cannot now."""
     state = getattr(error.orig, "sqlstate", None)
+    if state is None and isinstance(error, InternalError):  # the driver's: no host is a primary
+        return True
     return error.connection_invalidated or (isinstance(state, str) and state.startswith(_DOWN))
 
 
