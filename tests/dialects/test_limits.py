@@ -2,10 +2,13 @@
 
 import msgspec
 import pytest
+from tests.dialects.exchange import POSTED
 
+from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.limits import MOST_ITEMS, MOST_NESTED, check_json, field_too_deep
 from bridle.dialects.reading import decode, encode, split_array, split_body
 from bridle.errors import RequestError
+from bridle.types import Dialect
 
 
 def nested(levels: int) -> bytes:
@@ -40,11 +43,17 @@ def test_the_field_that_is_nested_too_deeply_is_named():
     body = b'{"model":"a{[\\"","tools":[{"type":"f"},{"function":%b}],"n":1}' % deep
     assert field_too_deep(body) == "tools[1].function"
     assert field_too_deep(b"[" * 900) == "[0][0][0]"
-    with pytest.raises(
-        RequestError, match=r"'tools\[1\].function' is nested too deeply"
-    ) as refused:
-        split_body(body, "messages")
-    assert refused.value.param == "tools[1].function"
+
+
+@pytest.mark.parametrize("levels", [200, 5000, 100_000])
+def test_a_schema_that_is_nested_too_deeply_is_refused_by_its_field(levels):
+    schema = b'{"type":"function","function":{"name":"f","parameters":%b}}' % nested(levels)
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"tools":[%b]}' % schema
+    route = recognise("POST", POSTED[Dialect.OPENAI_CHAT], "", {})
+    assert route is not None
+    with pytest.raises(RequestError, match=r"'tools.*' is nested too deeply") as refused:
+        DIALECTS[Dialect.OPENAI_CHAT].parse(route, body, {})
+    assert (refused.value.param or "").startswith("tools")
 
 
 @pytest.mark.parametrize("digits", [20, 400, 5000])
