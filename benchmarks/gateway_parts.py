@@ -404,16 +404,19 @@ async def gateway(
     engine: str, data: str, *, fsync: str = "off", stream: str = "whole"
 ) -> AsyncIterator[Gateway]:
     """A gateway on a SQLite store; token in, if the engine's URL stands alone."""
-    store = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
+    opened = await SqliteStore.open(Path(data) / "capture.sqlite", fsync=fsync)  # type: ignore[arg-type]
     settings = GatewaySettings(
         data_dir=Path(data),
         allow_untokenized=engine.startswith("openai:"),
         stream=stream,  # type: ignore[arg-type]
     )
     renderer = load_renderer("builtin")
-    async with Gateway(
-        engine=open_engine(engine), renderer=renderer, store=store, settings=settings
-    ) as served:
+    async with (
+        opened as store,
+        Gateway(
+            engine=open_engine(engine), renderer=renderer, store=store, settings=settings
+        ) as served,
+    ):
         yield served
 
 
