@@ -32,8 +32,7 @@ from examples.demo.policy import lookup_task
 from examples.demo.training import AT_ONCE, GRPO, LOOP, SAMPLES, TRAIN_SEED
 
 from bridle.cli.parts import Parts
-from bridle.cli.training import TrainSettings, train_here
-from bridle.cli.training import local_place
+from bridle.cli.training import TrainSettings, local_place, train_here
 from bridle.config import BuilderSpec, Task
 from bridle.prompting.renderer import TokenRenderer
 from bridle.training.loop import Course
