@@ -46,13 +46,13 @@ class _Ids:
 class HeldFamily:
     """A family that never sees the tokens of long texts."""
 
-    def __init__(self, family: Family, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> None:
         self._family = family
         self._tokenizer = tokenizer
         self._marked = "</think>" in tokenizer.added
         """Whether the end of reasoning is a token of its own, not text that must be looked for."""
         self._layouts = Layouts(tokenizer)
-        self._plain = PlainReplies(family, tokenizer)
+        self._plain = PlainReplies(family, tokenizer) if plain else None
 
     def render_ids(
         self, messages: list[JSON], *, tools: list[JSON] | None, add_generation_prompt: bool
@@ -94,9 +94,10 @@ class HeldFamily:
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
-        end = self._layouts.end(prompt_ids)
-        if end is not None and (said := self._plain.read(token_ids, end, tools)) is not None:
-            return said
+        if self._plain is not None and (end := self._layouts.end(prompt_ids)) is not None:
+            said = self._plain.read(token_ids, end, tools)
+            if said is not None:
+                return said
         return self._family.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def get_stop_token_ids(self) -> list[int]:
@@ -129,9 +130,12 @@ def suffix_of(
     return found.token_ids[len(before) :]
 
 
-def held(family: Family, tokenizer: PromptTokenizer) -> Family:
-    """`family` with its long texts held; itself where that changes what it lays out."""
-    made = HeldFamily(family, tokenizer)
+def held(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> Family:
+    """Return `family` with its long texts held, or itself where that changes its ids.
+
+    `plain` replies, which hold no control token, are then read without its parser.
+    """
+    made = HeldFamily(family, tokenizer, plain=plain)
     return made if _agree(family, made) else family
 
 

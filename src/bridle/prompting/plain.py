@@ -2,7 +2,8 @@
 
 A parser looks for reasoning and calls by control tokens, and at the end of the prompt for reasoning
 that it opens. Where a reply holds no control token and the prompt ends as known, none of that is
-there. Each end is tried first, with texts that a parser may take for more than text.
+there. That is used for the families which tests compare (`FAMILIES`), and each end is tried first,
+with texts that a parser may take for more than text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from bridle.errors import RenderError, boundary
 from bridle.prompting.family import Parsed, ParsedCall, Parser
 from bridle.prompting.tokenizer import PromptTokenizer
 from bridle.types import JSON
+
+FAMILIES = frozenset(
+    {"gemma4", "deepseek-v3", "inkling", "kimi-k2", "prime-qwen3", "qwen3", "qwen3-vl"}
+)
+"""Families whose calls are no text. For any other, also one of a later `renderers`, the parser is
+asked, because no list of texts tells that it takes none for a call."""
 
 End = tuple[int, ...]
 Strip = Callable[[str], str]

@@ -36,6 +36,7 @@ from bridle.prompting.family import (
 from bridle.prompting.held import held, suffix_of
 from bridle.prompting.live import LiveReader
 from bridle.prompting.messages import chat_messages, chat_tools
+from bridle.prompting.plain import FAMILIES
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.reply import parse_reply, read_calls
 from bridle.prompting.template import ChatTemplate, tool_parser_of
@@ -374,7 +375,7 @@ class TokenRenderer:
             return None
         if thinking not in self._families:
             made = make_family(self.family, self._tokens, thinking=thinking, history=self._history)
-            self._families[thinking] = held(made, self._tokens)
+            self._families[thinking] = held(made, self._tokens, plain=self.family in FAMILIES)
         return self._families[thinking]
 
 
