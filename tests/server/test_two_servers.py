@@ -1,6 +1,7 @@
 """Two real `bridle serve` on one PostgreSQL: each session runs once, and one outlives the other.
 
-Killing one also kills a node in the midst of its sessions, with its gateway and its harnesses.
+Killing one also kills a node in the midst of its sessions, with its gateway and its harnesses. One
+that is stopped (SIGSTOP) for longer than its lease comes back to sessions that are another's.
 """
 
 import asyncio
@@ -21,6 +22,14 @@ from bridle.client import AsyncClient
 
 TASKS, SAMPLES = 10, 2
 PATIENCE_S = 100.0
+
+SKEWED = """
+import runpy, time
+now = time.time
+time.time = lambda: now() + {skew_s}
+runpy.run_module("bridle.cli", run_name="__main__", alter_sys=True)
+"""
+"""The command line of a machine whose clock is wrong."""
 
 SCRIPT = {
     "conversations": [
@@ -47,14 +56,15 @@ def tasks(receiver):
 class Server:
     """A server's process."""
 
-    def __init__(self, folder, database, stack):
+    def __init__(self, folder, database, stack, *, skew_s=0):
         folder.mkdir()
         (folder / "script.json").write_text(json.dumps(SCRIPT))
         # Long enough for a busy machine: one that renews late is no dead one.
         (folder / "bridle.toml").write_text("[server]\nlease_s = 10\n")
         self.data = folder / "data"
         command = (
-            *(sys.executable, "-m", "bridle.cli", "serve", "--port", "0", "--concurrency", "2"),
+            *(sys.executable, "-c", SKEWED.format(skew_s=skew_s)),
+            *("serve", "--port", "0", "--concurrency", "2"),
             *("--engine", f"scripted:{folder / 'script.json'}", "--data", self.data),
             *("--database", database, "--callback-to", "127.0.0.0/8"),
             *("--config", folder / "bridle.toml", "--trajectories", folder.parent / "trajectories"),
@@ -66,11 +76,16 @@ class Server:
 
     async def url(self):
         """Where it listens, once it does."""
+        said = await self.says("rollout server at ")
+        return said.partition("rollout server at ")[2].partition(",")[0]
+
+    async def says(self, words):
+        """Its log, once it has these words."""
         async with asyncio.timeout(PATIENCE_S):
-            while "rollout server at " not in (said := self.log.read_text()):
+            while words not in (said := self.log.read_text()):
                 assert self.process.poll() is None, said
                 await asyncio.sleep(0.05)
-        return said.partition("rollout server at ")[2].partition(",")[0]
+        return said
 
     def runs(self):
         """Run ids of the sessions that its node captured."""
@@ -87,27 +102,61 @@ async def test_two_servers_do_a_batch_and_one_takes_over_from_the_other(tmp_path
                 Server(tmp_path / name, str(database_of(tmp_path)), stack) for name in "ab"
             )
             url = await second.url()
-            async with AsyncClient(await first.url()) as client:
-                await client.submit_many(tasks(receiver))
-                async with asyncio.timeout(PATIENCE_S):
-                    while len(receiver.got) < 6 or not (await client.status())["running"]:  # noqa: ASYNC110 - others do it
-                        await asyncio.sleep(0.01)
+            await in_mid_batch(first, receiver)
             first.process.send_signal(signal.SIGKILL)
             first.process.wait()
-            async with AsyncClient(url, patience_s=PATIENCE_S) as client:
-                for number in range(TASKS):
-                    await client.wait(f"task-{number}", timeout_s=PATIENCE_S)
-                async with asyncio.timeout(PATIENCE_S):
-                    while (await client.status())["callbacks"].keys() != {"delivered"}:  # noqa: ASYNC110 - others do it
-                        await asyncio.sleep(0.05)
-                sessions = [
-                    session
-                    for number in range(TASKS)
-                    for session in await client.sessions(f"task-{number}")
-                ]
+            sessions = await all_ended(url)
             second.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(second.process.wait, 60) == 0
         judge(sessions, first.runs(), second.runs(), receiver)
+
+
+@pytest.mark.postgres
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("skew_s", [-3600, 3600])
+async def test_a_server_that_was_stopped_finds_its_sessions_ended_by_another(tmp_path, skew_s):
+    with ExitStack() as stack:
+        async with Receiver().up() as receiver:
+            database = str(database_of(tmp_path))
+            first = Server(tmp_path / "a", database, stack, skew_s=skew_s)
+            second = Server(tmp_path / "b", database, stack)
+            url = await second.url()
+            await in_mid_batch(first, receiver)
+            assert "took over" not in second.log.read_text()
+            first.process.send_signal(signal.SIGSTOP)
+            await second.says("took over what a server was running")
+            first.process.send_signal(signal.SIGCONT)
+            sessions = await all_ended(url)
+            for server in (first, second):
+                server.process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(server.process.wait, 60) == 0
+        assert "took over" not in first.log.read_text()
+        assert any(one["attempt"] == 2 for one in sessions)
+        judge(sessions, first.runs(), second.runs(), receiver)
+
+
+async def in_mid_batch(server, receiver):
+    """Submit all tasks to a server, and wait until a few have ended and it runs others."""
+    async with AsyncClient(await server.url()) as client:
+        await client.submit_many(tasks(receiver))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(receiver.got) < 6 or not (await client.status())["running"]:  # noqa: ASYNC110 - others do it
+                await asyncio.sleep(0.01)
+
+
+async def all_ended(url):
+    """All sessions, once their tasks have ended and all callbacks are delivered."""
+    async with AsyncClient(url, patience_s=PATIENCE_S) as client:
+        for number in range(TASKS):
+            await client.wait(f"task-{number}", timeout_s=PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.status())["callbacks"].keys() != {"delivered"}:  # noqa: ASYNC110 - others do it
+                await asyncio.sleep(0.05)
+        return [
+            session
+            for number in range(TASKS)
+            for session in await client.sessions(f"task-{number}")
+        ]
 
 
 def judge(sessions, by_first, by_second, receiver):
