@@ -158,3 +158,12 @@ async def test_containers_keep_docker_s_filter_and_get_no_new_powers(place, back
     assert backend == "docker" or "CapBnd:\t0000000000000000" in said
     done = await runtime.exec("unshare -U true")
     assert not done.ok
+
+
+async def test_a_checker_s_runtime_shares_no_namespace_with_the_agent_s(place, backend):
+    agents, checkers = await place(), await place()
+    names = ["ipc", "mnt", "net", "pid", "uts"] + ["user"] * (backend == "bubblewrap")
+    command = f"for at in {' '.join(names)}; do readlink /proc/self/ns/$at; done"
+    here, there = [(await one.exec(command)).stdout.split() for one in (agents, checkers)]
+    assert len(here) == len(there) == len(names)
+    assert not {*here} & {*there}

@@ -1,8 +1,10 @@
 """Several services on one database, as several servers are."""
 
 import asyncio
+import random
 from contextlib import asynccontextmanager
 
+import pytest
 from tests.server.house import (
     FakeWorkers,
     a_service,
@@ -16,6 +18,7 @@ from tests.server.house import (
 from bridle.config import Task
 from bridle.server.claiming import Room
 from bridle.server.database import Database
+from bridle.server.rows import run_id
 from bridle.server.state import State
 
 
@@ -104,6 +107,52 @@ async def test_a_server_that_lost_its_lease_ends_its_run_and_its_result_changes_
         # What the late one wrote is not left lying about.
         names = [path.stem for path in (tmp_path / "trajectories").rglob("*.parquet")]
         assert names == ["a.0.r2"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_each_session_ends_once_while_two_living_servers_steal_each_others_leases(
+    tmp_path, seed
+):
+    drawn = random.Random(seed)
+    workers = FakeWorkers(capacity=3, held=True), FakeWorkers(capacity=3, held=True)
+    async with two(tmp_path, *workers) as servers:
+        await servers[0].submit(
+            [submission(f"t{n}", 2, max_attempts=100) for n in range(6)], owner="o"
+        )
+        await until(lambda: workers[0].living)
+        await servers[1].neighbours.take_over([servers[0].owner])
+        for _ in range(60):
+            at = drawn.randrange(2)
+            here, there, running = servers[at], servers[1 - at], workers[at]
+            match drawn.choice(["steal", "look", "end", "end", "jump"]):
+                case "steal":
+                    await here.neighbours.take_over([there.owner])
+                case "look":
+                    await here.neighbours.look()
+                case "end" if running.living:
+                    running.let(drawn.choice(sorted(running.living)))
+                case "jump":
+                    await here.state.renew(owner=there.owner, until=drawn.uniform(-1e9, 1e12))
+            await asyncio.sleep(0)
+
+        async def all_ended():
+            for server, running in zip(servers, workers, strict=True):
+                await server.neighbours.look()
+                for one in [*running.living]:
+                    if not running.living[one].done():
+                        running.let(one)
+            rows = [await servers[0].views.task(f"t{n}") for n in range(6)]
+            return all(row["done_seq"] is not None for row in rows) and rows
+
+        tasks = await until(all_ended)
+        sessions = [row for task in tasks for row in await servers[1].views.sessions(task["seq"])]
+        await until(lambda: not any(server.dispatcher.running for server in servers))
+    assert {(row["state"], task["usable"]) for task in tasks for row in sessions} == {
+        ("COMPLETED", 2)
+    }
+    assert max(row["attempt"] for row in sessions) > 1
+    names = sorted(path.stem for path in (tmp_path / "trajectories").rglob("*.parquet"))
+    assert names == sorted(run_id(row["session_id"], row["attempt"]) for row in sessions)
 
 
 async def test_what_one_server_is_asked_reaches_the_runs_of_the_other(tmp_path):
