@@ -36,7 +36,8 @@ def test_everything_that_real_clients_send_is_known(folder):
     request = DIALECTS[dialect].parse(route, (place / "request.json").read_bytes(), {})
     assert request.extra.get("unknown", []) == []
     names = {name for message in request.messages for name in message.unknown}
-    assert names <= {"redacted_thinking.data"}, "another provider's, in a made-up turn"
+    foreign = {"redacted_thinking.data", "parts.thoughtSignature"}
+    assert names <= foreign, "another provider's, in a made-up turn"
     blocks = {block_name(part) for message in request.messages for part in message.content}
     assert blocks <= {None} or "media" in folder, "those folders hold blocks that we made up"
 
@@ -166,6 +167,12 @@ def test_an_unknown_field_inside_a_message_is_named(dialect, item, unknown):
     assert inside(dialect, item) == unknown
 
 
+def called(mark):
+    """A model's turn with a call that bears a signature."""
+    call = {"functionCall": {"name": "look", "args": {}}, "thoughtSignature": mark}
+    return {"role": "model", "parts": [call]}
+
+
 @pytest.mark.parametrize(
     ("dialect", "item", "unknown"),
     [
@@ -203,6 +210,18 @@ def test_an_unknown_field_inside_a_message_is_named(dialect, item, unknown):
                 "content": [{"type": "thinking", "thinking": "", "signature": "EmwKA"}],
             },
             ["thinking.signature"],
+        ),
+        (Dialect.GOOGLE, called("Q2hlY2sgdGhl-W1"), ["parts.thoughtSignature"]),
+        (Dialect.GOOGLE, called(signature("0" * 24, 0)), []),
+        (Dialect.GOOGLE, called("skip_thought_signature_validator"), []),
+        (Dialect.GOOGLE, called("c2tpcF90aG91Z2h0X3NpZ25hdHVyZV92YWxpZGF0b3I="), []),
+        (
+            Dialect.GOOGLE,
+            {
+                "role": "model",
+                "parts": [{"text": "Hm.", "thought": True, "thoughtSignature": "QQ"}],
+            },
+            [],
         ),
     ],
 )

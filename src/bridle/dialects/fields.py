@@ -8,13 +8,14 @@ field that stands in no table is served and its name stands in `extra["unknown"]
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from bridle.dialects.ids import is_signature
+from bridle.dialects.ids import is_signature, standard_base64
 from bridle.errors import RequestError
 from bridle.types import JSON, Dialect, Message
 
@@ -246,8 +247,13 @@ _OPAQUE = {
     "reasoning": ("encrypted_content", ("summary", "content")),
     "thinking": ("signature", ("thinking",)),
     "redacted_thinking": ("data", ()),
+    "parts": ("thoughtSignature", ("thought",)),
 }
 """Reasoning that only its provider can read: where it stands, and where its text would stand."""
+
+_NO_REASONING = ("skip_thought_signature_validator", "context_engineering_is_the_way_to_go")
+"""Signatures that Google documents for turns of other models."""
+_NO_REASONING_BASE64 = {base64.b64encode(text.encode()).decode() for text in _NO_REASONING}
 
 
 def watched(
@@ -297,7 +303,13 @@ def _note_unknown(
     sealed, texts = _OPAQUE[kind]
     opaque = value.get(sealed)
     if isinstance(opaque, str) and opaque and not any(value.get(text) for text in texts):
-        found += [] if is_signature(opaque) else [f"{kind}.{sealed}"]
+        found += [f"{kind}.{sealed}"] if _is_foreign(opaque) else []
+
+
+def _is_foreign(opaque: str) -> bool:
+    """Whether a signature is another provider's and stands for reasoning."""
+    mark = standard_base64(opaque)
+    return not (opaque in _NO_REASONING or mark in _NO_REASONING_BASE64 or is_signature(mark))
 
 
 def _camel(name: str) -> str:
