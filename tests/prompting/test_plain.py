@@ -88,6 +88,30 @@ def test_random_replies_are_read_as_the_parser_reads_them(look_alike, name):
     assert (compared(look_alike, name, 60) > 20) == (name in PLAIN)
 
 
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_a_reply_with_control_tokens_is_parsed_without_its_prompt(look_alike, name):
+    tokenizer, family = look_alike(name)
+
+    class Saw(Asked):
+        def parse_response(self, ids, *, tools, prompt_ids):
+            self.saw = prompt_ids
+            return self.family.parse_response(ids, tools=tools, prompt_ids=prompt_ids)
+
+    saw = Saw(family)
+    made = held(saw, tokenizer, plain=True)
+    prompt = prompt_of(made, family, tokenizer, [{"role": "user", "content": "hi"}])[-64:]
+    for turn in TURNS[2:]:
+        ids = tokenizer.encode(turn)
+        wanted = family.parse_response(ids, tools=TOOLS, prompt_ids=prompt)
+        found = made.parse_response(ids, tools=TOOLS, prompt_ids=prompt)
+        assert saw.saw == []
+        assert (found.content, found.reasoning_content) == (
+            wanted.content,
+            wanted.reasoning_content,
+        )
+        assert found.tool_calls == wanted.tool_calls
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(PLAIN))
 def test_ten_thousand_random_replies_are_read_as_the_parser_reads_them(look_alike, name):

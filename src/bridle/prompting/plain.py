@@ -2,8 +2,9 @@
 
 A parser looks for reasoning and calls by control tokens, and at the end of the prompt for reasoning
 that it opens. Where a reply holds no control token and the prompt ends as known, none of that is
-there. That is used for the families which tests compare (`FAMILIES`), and each end is tried first,
-with texts that a parser may take for more than text.
+there; where it holds some, the parser need not look at such a prompt. That is used for the families
+which tests compare (`FAMILIES`), and each end is tried first, with texts that a parser may take for
+more than text.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ FAMILIES = frozenset(
 asked, because no list of texts tells that it takes none for a call."""
 
 End = tuple[int, ...]
+_Outcome = tuple[str, str, list[object]]
+"""Content, reasoning and calls."""
 Strip = Callable[[str], str]
 
 _CALL = '{"name": "look", "arguments": {"path": "a.txt"}}'
@@ -61,20 +64,50 @@ class PlainReplies:
         self._tokenizer = tokenizer
         self._stops = frozenset(parser.get_stop_token_ids())
         self._marks = self._stops | tokenizer.control_ids
-        self._ends: dict[tuple[End, bool], Strip | None] = {}
+        self._strips: dict[tuple[End, bool], Strip | None] = {}
         """How a text's white space is cut behind an end of a prompt, with and without tools;
         `None` = text may be more than text there."""
+        self._closed: dict[tuple[End, bool], bool] = {}
+        """Whether a reply behind an end is read as one without a prompt."""
 
     def read(self, ids: list[int], end: End, tools: list[JSON] | None) -> Parsed | None:
         """What the parser would say of `ids` under a prompt with this end; `None` = ask it."""
+        key = end, tools is None
         words = ids[:-1] if ids and ids[-1] in self._stops else ids
         if not words or not self._marks.isdisjoint(words):
-            return None
-        key = end, tools is None
-        if key not in self._ends:
-            self._ends[key] = self._tried(end, tools)
-        strip = self._ends[key]
+            if key not in self._closed:
+                self._closed[key] = self._tried_closed(end, tools)
+            if not self._closed[key]:
+                return None
+            return self._parser.parse_response(ids, tools=tools, prompt_ids=[])
+        if key not in self._strips:
+            self._strips[key] = self._tried(end, tools)
+        strip = self._strips[key]
         return None if strip is None else Said(strip(self._tokenizer.decode(words)))
+
+    def _tried_closed(self, end: End, tools: list[JSON] | None) -> bool:
+        encode, escape = self._tokenizer.encode, self._tokenizer.escape
+        texts = [encode(escape(text)) for text in _TEXTS]
+        replies = [encode(text) for text in _TEXTS]  # their markers are control tokens
+        asked = [(texts[0], reply) for reply in replies] + [(text, replies[6]) for text in texts]
+        return all(
+            self._outcome(ids, [*before, *end], tools) == self._outcome(ids, [], tools)
+            for before, ids in asked
+        )
+
+    def _outcome(
+        self, ids: list[int], prompt: list[int], tools: list[JSON] | None
+    ) -> _Outcome | None:
+        """What the parser says; `None` = it gives up."""
+        try:
+            with boundary(RenderError, "trying a parser"):
+                said = self._parser.parse_response(ids, tools=tools, prompt_ids=prompt)
+        except RenderError:
+            return None
+        calls: list[object] = [
+            (c.raw, c.name, c.arguments, c.token_span, c.status) for c in said.tool_calls
+        ]
+        return said.content, said.reasoning_content or "", calls
 
     def _tried(self, end: End, tools: list[JSON] | None) -> Strip | None:
         encode, escape = self._tokenizer.encode, self._tokenizer.escape
@@ -85,13 +118,9 @@ class PlainReplies:
         asked = [(texts[0], reply) for reply in replies] + [(text, replies[-1]) for text in texts]
         found = list(_STRIPS)
         for before, ids in asked:
-            try:
-                with boundary(RenderError, "trying a parser"):
-                    said = self._parser.parse_response(ids, tools=tools, prompt_ids=[*before, *end])
-            except RenderError:
-                return None
-            if said.tool_calls or (said.reasoning_content or "").strip():
+            said = self._outcome(ids, [*before, *end], tools)
+            if said is None or said[2] or said[1].strip():
                 return None
             text = self._tokenizer.decode([id_ for id_ in ids if id_ not in self._stops])
-            found = [strip for strip in found if strip(text) == said.content]
+            found = [strip for strip in found if strip(text) == said[0]]
         return found[0] if found else None
