@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -231,6 +231,7 @@ def _logprobs(
         return _NO_LOGPROBS, None
     names: list[str] = []
     numbers: list[int | None] = []
+    values: list[Any]  # numbers, or `None`
     if given.content is None:
         values, names = list(given.token_logprobs or ()), given.tokens or []
     else:
@@ -250,12 +251,12 @@ def _logprobs(
         named = b"token_id:" + ids_text[1:-1].replace(b",", b",token_id:")
         same = ",".join(names).encode() == named
     paired = True if same else _paired(names, numbers, ids)
-    least = None if None in values else min(cast("list[float]", values))
+    least = None if None in values else min(values)
     if least is None or least <= _MISSING:
         missing = values.index(least)
         raise GarbledError(f"the engine gave no logprob for token {missing} of a reply")
     # Not by `np.array`, which warns of overflow: `reported` refuses an infinite one.
-    return np.frombuffer(array("f", cast("list[float]", values)), np.float32), paired
+    return np.frombuffer(array("f", values), np.float32), paired
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:

@@ -106,13 +106,13 @@ class Admission:
             raise self._too_large()
         try:
             if http.content.is_eof():  # it is here
-                body = await http.read()
+                body = http.content.read_nowait()
+                if len(body) > self.max_body_bytes:
+                    raise self._too_large()
                 taken.grow(len(body))
                 return body
             async with asyncio.timeout(self._timeout_s):
                 return await self._arriving(http, taken)
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
         except TimeoutError:
             raise RequestError("the request's body did not arrive in time", status=408) from None
         except (web.RequestPayloadError, HttpProcessingError, ValueError) as error:

@@ -117,8 +117,6 @@ class AtomMemo(dict[bytes, tuple[Atom, ...]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.links: dict[bytes, bytes] = {}
-        """(link + atom digest) -> next link of the chain."""
         self.defaults: dict[bytes, Defaults] = {}
         """Tools digest -> defaults of their arguments."""
         self.walks = Walks()
@@ -195,7 +193,8 @@ def answer_atoms(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tupl
     beside the atoms; an answer without any other atom (reasoning only, empty) cannot be found by
     the chain.
     """
-    return _span_atoms(messages, Dialect.OPENAI_CHAT, schema_defaults(tools))
+    called = [message for message in messages if message.tool_calls]
+    return _span_atoms(messages, Dialect.OPENAI_CHAT, schema_defaults(tools) if called else {})
 
 
 def joined_atoms(request: ModelRequest, messages: Sequence[Message]) -> tuple[Atom, ...]:
@@ -332,19 +331,17 @@ class _Walk:
 
     def splits_results(self) -> bool:
         """Whether a run of results goes on over the border of what was known."""
-        at = self._begun
-        ends = self._atoms[at - 1 : at + 1] if at else []
-        return len(ends) == 2 and all(atom.kind is AtomKind.RESULT for atom in ends)
+        at, atoms = self._begun, self._atoms
+        if not 0 < at < len(atoms):
+            return False
+        return atoms[at - 1].kind is AtomKind.RESULT and atoms[at].kind is AtomKind.RESULT
 
     def finish(self) -> Canonical:
         """Order the results and close the chain."""
         self._order_results()
-        links, chain = self._memo.links, self._chain
-        link = chain[-1]
+        chain = self._chain
         for atom in self._atoms[self._begun :]:
-            pair = link + atom.digest
-            link = links.get(pair) or links.setdefault(pair, sha256(pair).digest()[:16])
-            chain.append(link)
+            chain.append(sha256(chain[-1] + atom.digest).digest()[:16])
         return Canonical(
             atoms=tuple(self._atoms),
             chain=tuple(chain),
@@ -427,12 +424,13 @@ def _call_atom(call: ToolCall, defaults: Defaults, offset: int) -> Atom:
 
 
 def _part_atoms(content: Iterable[Part], kind: AtomKind, offset: int) -> tuple[Atom, ...]:
-    return tuple(
-        _media_atom(part, offset)
-        if isinstance(part, MediaPart)
-        else Atom(kind, digest(kind, text_bytes(part)), offset=offset)
+    atoms = [
+        Atom(kind, digest(kind, text_bytes(part)), offset=offset)
+        if isinstance(part, str)
+        else _media_atom(part, offset)
         for part in _joined(content)
-    )
+    ]
+    return tuple(atoms)
 
 
 def _media_atom(part: MediaPart, offset: int) -> Atom:

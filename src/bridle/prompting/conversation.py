@@ -227,7 +227,8 @@ class _Search:
                 return None
             abandoned = candidates[-1]
             return self._found(PlacementKind.FORK, abandoned, last, reason="parent_abandoned")
-        if [a.digest for a in chosen.shown] == [a.digest for a in chosen.answer]:
+        shown, answer = chosen.shown, chosen.answer
+        if shown is answer or [a.digest for a in shown] == [a.digest for a in answer]:
             return self._found(PlacementKind.CHILD, chosen, last, tie=tie)
         return self._found(
             PlacementKind.PARTIAL, chosen, last, reason=Drift.PARTIAL.value, drift=Drift.PARTIAL
@@ -246,8 +247,8 @@ class _Search:
             known = owner in candidates
             return (owner if known else None), ("id" if len(candidates) > 1 or not known else None)
         left = [exchange for exchange in candidates if exchange.usable]
-        if not left:
-            return None, None
+        if len(left) <= 1:
+            return (left[0] if left else None), None
         thoughts = {h.reasoning for h in self._hints if first <= h.position <= last and h.reasoning}
         best = min(_RANK[exchange.state] for exchange in left)
         tie = None

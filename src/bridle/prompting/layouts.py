@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from bridle.errors import RenderError, boundary
 from bridle.prompting.tokenizer import HELD_CHARS, PromptTokenizer
@@ -68,28 +68,28 @@ class _Slot:
     stripped: bool
 
 
+_Text: TypeAlias = tuple[tuple[tuple[str, _Slot], ...], str]
+"""Each slot of a text with what stands before it, and what stands behind the last one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Ids, and texts that are tokenised with the new messages' own words in their slots."""
 
-    pieces: tuple[list[int] | tuple[str | _Slot, ...], ...]
+    first: list[int]
+    pieces: tuple[tuple[_Text, list[int]], ...]
+    """Texts, and the ids behind each."""
 
     def ids(self, messages: list[JSON], tokenizer: PromptTokenizer) -> list[int]:
         """The suffix for these messages."""
-        ids: list[int] = []
-        for piece in self.pieces:
-            if piece.__class__ is list:
-                ids += piece
-                continue
-            text = ""
-            for part in cast("tuple[str | _Slot, ...]", piece):
-                if part.__class__ is str:
-                    text += part
-                    continue
-                slot = cast("_Slot", part)
+        ids = self.first.copy()
+        for (slots, text), behind in self.pieces:
+            whole = ""
+            for before, slot in slots:
                 value: str = messages[slot.message][slot.field]
-                text += value.strip() if slot.stripped else value
-            ids += tokenizer.encode(text)
+                whole += before + (value.strip() if slot.stripped else value)
+            ids += tokenizer.encode(whole + text)
+            ids += behind
         return ids
 
 
@@ -185,7 +185,8 @@ class Layouts:
         if layout is None:
             return
         control = self._tokenizer.control_ids
-        ids, last = layout.ids(probes, self._tokenizer), len(cast("list[int]", layout.pieces[-1]))
+        last = len(layout.pieces[-1][1] if layout.pieces else layout.first)
+        ids = layout.ids(probes, self._tokenizer)
         at = next((at for at in range(len(ids) - last, len(ids)) if ids[at] in control), 0)
         while at and ids[at - 1] in control:
             at -= 1
@@ -231,16 +232,18 @@ class Layouts:
         if ids is None:
             return None
         found = re.compile("(" + "|".join(map(re.escape, slots)) + ")")
-        pieces: list[list[int] | tuple[str | _Slot, ...]] = []
-        plain: list[int] = []
+        first: list[int] = []
+        pieces: list[tuple[_Text, list[int]]] = []
         for id_ in ids:
+            plain = pieces[-1][1] if pieces else first
             parts = [] if id_ >= 0 else found.split(texts[-id_ - 1])
             if len(parts) <= 1:
                 plain += [id_] if id_ >= 0 else self._tokenizer.encode(parts[0])
                 continue
-            pieces += [plain, tuple(slots.get(part, part) for part in parts if part)]
-            plain = []
-        return Layout((*pieces, plain))
+            # Of what was split every second part is a slot.
+            held = zip(parts[:-1:2], [slots[part] for part in parts[1::2]], strict=True)
+            pieces.append(((tuple(held), parts[-1]), []))
+        return Layout(first, tuple(pieces))
 
 
 def _texts(turn: int, words: str) -> Iterator[str]:

@@ -58,12 +58,14 @@ class Pairing:
             (len(atoms), len(hints)),
         )
         read, hinted = self._read
-        for position in range(read, len(atoms) + 1):
-            while hinted < len(hints) and hints[hinted].position <= position:
-                whole._issued(hints[hinted].ids)
-                hinted += 1
-            if position < len(atoms):
-                whole._add(atoms[position], chain[position + 1])
+        issued = list(hints[hinted:])[::-1]
+        for position, atom in enumerate(atoms[read:], start=read):
+            while issued and issued[-1].position <= position:
+                whole._issued(issued.pop().ids)
+            if atom.kind in ("C", "T"):  # by comparison: a kind is hashed in Python
+                whole._add(atom, chain[position + 1])
+        while issued:
+            whole._issued(issued.pop().ids)
         return whole
 
     @property

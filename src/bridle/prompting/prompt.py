@@ -105,9 +105,10 @@ class PromptIds:
         pieces: list[Ids] = []
         link: _Link | None = self._link
         while link is not None and count > 0:
-            for segment in reversed(link.segments):
-                pieces.append(segment[max(0, len(segment) - count) :])
-                count -= len(pieces[-1])
+            for segment in link.segments[::-1]:
+                if count > 0:
+                    pieces.append(segment[-count:])
+                    count -= len(segment)
             link = link.before
         if not pieces:
             return last[:0]

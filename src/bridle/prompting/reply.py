@@ -29,6 +29,13 @@ _UNPARSED = frozenset({"invalid_json", "unclosed_block"})
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
+_DECODER = json.JSONDecoder()
+_USUAL = re.compile(
+    r"""[ \t\n\r]*\{[ \t\n\r]*"name"[ \t\n\r]*:[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*,"""
+    r"""[ \t\n\r]*"(?:arguments|parameters)"[ \t\n\r]*:[ \t\n\r]*"""
+)
+"""A JSON call up to its arguments, as nearly all are written."""
+
 _BROKEN = re.compile(
     r"""\{\s*["']name["']\s*:\s*(["'])([^"'\\]+)\1\s*,\s*"""
     r"""["'](?:arguments|parameters)["']\s*:\s*(.*)""",
@@ -122,10 +129,17 @@ def argument_text(raw: str, arguments: object) -> str:
     """The arguments as sampled: their own text inside `raw`, else JSON of the parsed value."""
     if isinstance(arguments, str):
         return arguments
+    if (found := _USUAL.match(raw)) is not None:
+        try:
+            value, end = _DECODER.raw_decode(raw, found.end())
+        except (ValueError, RecursionError):
+            value, end = None, 0
+        if end and value == arguments and raw[end:].strip(" \t\n\r") == "}":
+            return raw[found.end() : end]
     for key in _ARGUMENT_KEYS:
-        found = member(raw, key)
-        if found is not None and found[1] == arguments:
-            return found[0]
+        held = member(raw, key)
+        if held is not None and held[1] == arguments:
+            return held[0]
     return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
 
 
