@@ -1,8 +1,14 @@
-import pytest
+from dataclasses import replace
 
-from bridle.engines.base import RETRYABLE, CutError, Versioned
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.fakes import chunk
+
+from bridle.engines.base import RETRYABLE, CutError, Versioned, joined
 from bridle.errors import EngineError
 from bridle.testing import instant_engine, scripted_engine
+from bridle.types import FinishReason
 
 
 def test_a_cut_is_an_engine_error_that_can_be_tried_again():
@@ -20,3 +26,40 @@ def test_who_can_be_told_a_version_is_seen_by_its_method():
 def test_a_refused_call_is_not_tried_again_and_an_overloaded_one_is():
     assert not RETRYABLE & {400, 401, 403, 404, 413, 422}
     assert {429, 500, 502, 503, 504} <= RETRYABLE
+
+
+def broken_after(chunks):
+    yield from chunks
+    raise EngineError("broken")
+
+
+TOKENS = st.lists(st.integers(0, 9), max_size=3).map(chunk)
+SPECIAL = st.sampled_from(
+    [
+        replace(chunk([1]), prompt_ids_json=b"[1]"),
+        replace(chunk([2]), extra={"a": [1]}),
+        chunk([3], FinishReason.STOP),
+    ]
+)
+
+
+@given(st.lists(TOKENS | SPECIAL, max_size=8))
+def test_joined_chunks_have_the_same_tokens_and_lose_nothing_else(chunks):
+    found = []
+    with pytest.raises(EngineError, match="broken"):
+        found.extend(joined(broken_after(chunks)))
+    for field in ("output_ids", "logprobs"):
+        values = [
+            [one for told in side for one in getattr(told, field)] for side in (found, chunks)
+        ]
+        assert values[0] == values[1]
+    special = [[told for told in side if told.extra or told.prompt_ids_json or told.finish_reason]
+               for side in (found, chunks)]  # fmt: skip
+    assert special[0] == special[1]
+
+
+def test_neighbours_with_only_tokens_are_joined():
+    last = chunk([4], FinishReason.STOP)
+    found = list(joined([chunk([1]), chunk([2, 3]), last]))
+    assert [one.output_ids.tolist() for one in found] == [[1, 2, 3], [4]]
+    assert (found[0].first, found[1]) == (1, last)

@@ -1,13 +1,16 @@
 import asyncio
 import json
+from itertools import pairwise
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engines.stub import Stub, events
 from yarl import URL
 
 from bridle.engines.base import CutError
-from bridle.engines.http import AbortedError, Call, EngineClient, failure, seconds
+from bridle.engines.http import AbortedError, Call, EngineClient, EventDecoder, failure, seconds
 from bridle.errors import ContextOverflowError, EngineError
 
 HTML = b"\n<!doctype html><title>502</title>"
@@ -60,7 +63,7 @@ async def trickle(request):
 
 
 async def listed(stream):
-    return [data async for data in stream]
+    return [data async for several in stream for data in several]
 
 
 async def test_a_key_goes_along_and_a_trailing_v1_is_dropped(client):
@@ -155,6 +158,22 @@ async def test_events_are_read_however_they_are_cut(client):
     _, made = await client(call=events(*parts, done=False))
     found = await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
     assert found == [b"1", b"2", b"3\n4"]
+
+
+async def test_events_of_one_write_arrive_as_one_list(client):
+    _, made = await client(call=events(b"data: 1\n\ndata: 2\n\n"))
+    reads = [several async for several in made.stream("/call", b"{}", Call(), prompt_tokens=1)]
+    assert reads == [[b"1", b"2"]]
+
+
+@given(st.data())
+def test_events_are_the_same_however_their_bytes_are_split(data):
+    told = data.draw(st.lists(st.binary().map(lambda one: one.hex().encode()), max_size=6))
+    text = b"".join(b"data: " + one + b"\r\n\n" for one in told)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    decoder = EventDecoder()
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    assert [one for piece in pieces for one in decoder.feed(piece)] == told
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """One replica: what it is told, what it tells, and which versions its tokens had."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -37,6 +39,16 @@ def test_versions_are_those_of_the_moment_each_piece_came():
     assert routed.cut().versions == last.versions
     assert last.mixed_versions
     assert routed.cut().mixed_versions
+
+
+def test_only_the_first_message_of_a_joined_chunk_has_the_version_before():
+    replica, routed = Replica("a", Fake()), RoutedCall(call())
+    replica.version = 1
+    routed.took(chunk([5]), replica)
+    replica.version = 2
+    routed.took(replace(chunk([5, 6, 7]), first=1), replica)
+    assert routed.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
+    assert routed.mixed
 
 
 @pytest.mark.parametrize("pieces", [[[5, 5]], [[5], [5]]], ids=["whole", "streamed"])

@@ -1,15 +1,18 @@
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engines.fakes import Fake
 from tests.engines.stub import sampled
 
 from bridle.engines.base import GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
-from bridle.engines.vllm_routes import MessageText, Route, call_body, read_answer
+from bridle.engines.pool_replica import Replica, RoutedCall
+from bridle.engines.vllm_routes import MessageText, Route, call_body, read_answer, read_answers
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -249,3 +252,100 @@ def test_calls_of_a_whole_message_have_no_index():
     text = MessageText()
     text.add(reading(message={"content": None, "tool_calls": calls}))
     assert [call.id for call in text.reply(FinishReason.STOP).tool_calls] == ["c0", "c1"]
+
+
+# ---- stream chunks that arrive together
+
+
+def event(ids, **choice):
+    entries = [{"token_id": one, "logprob": -one / 8} for one in ids]
+    fields = {"token_ids": ids, "logprobs": {"content": entries}, "sampling_mask": None}
+    told = {"choices": [{**fields, **choice}], "prompt_token_ids": None}
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+OTHERS = (
+    b'{"choices":[],"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}}',
+    b'{"choices":[{"token_ids":[4],"logprobs":{"content":[{"token_id":5,"logprob":-1}]}}]}',
+    b'{"choices":[{"token_ids":[4,4],"logprobs":{"content":[{"token_id":4,"logprob":-1}]}}]}',
+    b'{"choices":[{"token_ids":[4],"logprobs":{"content":[{"token_id":4}]}}]}',
+    b'{"error":{"message":"gone"}}',
+    b'{"choices":[]},{"choices":[]}',
+    b"no JSON",
+    event([]),
+    event([6], finish_reason="stop", weight_versions=[{"version": "3", "start": 0, "end": 1}]),
+    event([6], finish_reason="unknown"),
+    event([7], routed_experts="abc"),
+    event([7], delta={"content": "x"}),
+    event([7], prompt_token_ids=[1, 2]),
+)
+READS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.lists(
+            st.one_of(
+                st.lists(st.integers(0, 9), min_size=1, max_size=3).map(event),
+                st.sampled_from(OTHERS),
+            ),
+            min_size=1,
+            max_size=6,
+        ),
+    ),
+    max_size=6,
+)
+
+
+def read_all(reads):
+    """Tokens, logprobs, spans and all else that a stream's reads give, up to its error."""
+    replica, routed = Replica("a", Fake()), RoutedCall(request())
+    ids, values, failure = [], [], None
+    others: list[tuple[object, ...]] = []
+    try:
+        for version, bodies in reads:
+            replica.version = max(version, replica.version)
+            for read in read_answers(bodies):
+                told = read.chunk
+                if read.spans or told is None:
+                    others.append((len(ids), read.cached_tokens, read.spans))
+                if told is None:
+                    continue
+                if told.finish_reason or told.extra or told.prompt_ids_json:
+                    others.append((len(ids), told.finish_reason, told.extra, told.prompt_ids_json))
+                if len(told.output_ids) or told.finish_reason:
+                    routed.took(told, replica)
+                ids += told.output_ids.tolist()
+                values += told.logprobs.tolist()
+    except EngineError as error:
+        failure = str(error)
+    return ids, values, others, failure, routed.spans, routed.mixed, routed.given
+
+
+@given(READS)
+def test_chunks_that_arrive_together_give_the_tokens_and_versions_of_chunks_alone(reads):
+    alone = [(version, [body]) for version, bodies in reads for body in bodies]
+    assert read_all(reads) == read_all(alone)
+
+
+def test_chunks_with_only_tokens_are_read_as_one():
+    bodies = [event([1]), event([2, 3]), event([4]), event([5], finish_reason="stop")]
+    chunks = [read.chunk for read in read_answers(bodies) if read.chunk is not None]
+    assert [one.output_ids.tolist() for one in chunks] == [[1, 2, 3, 4], [5]]
+    assert chunks[0].logprobs.tolist() == [-0.125, -0.25, -0.375, -0.5]
+    assert chunks[0].first == 1
+
+
+def test_reading_a_token_of_many_that_arrive_together_takes_few_function_calls():
+    bodies, calls = [event([one]) for one in range(128)], 0
+
+    def seen(_frame, kind, _called):
+        nonlocal calls
+        calls += kind in {"call", "c_call"}
+
+    sys.setprofile(seen)
+    try:
+        (read,) = read_answers(bodies)
+    finally:
+        sys.setprofile(None)
+    assert read.chunk is not None
+    assert len(read.chunk.output_ids) == 128
+    assert calls <= 4 * 128

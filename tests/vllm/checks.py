@@ -74,13 +74,13 @@ class Recorder(EngineClient):
 
     async def stream(
         self, path: str, body: bytes, call: Call, *, prompt_tokens: int
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[list[bytes], None]:
         kept = self._kept(body)
         stream = super().stream(path, body, call, prompt_tokens=prompt_tokens)
         async with aclosing(stream) as events:
-            async for data in events:
-                kept.append(data)
-                yield data
+            async for several in events:
+                kept += several
+                yield several
 
     def _kept(self, body: bytes) -> list[bytes]:
         return self._answers.setdefault(json.loads(body).get("request_id", ""), [])

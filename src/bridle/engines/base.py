@@ -6,10 +6,12 @@ its ids as an array (in process) or as JSON text (over HTTP) without anybody par
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
 
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Reply, Sampling, VersionSpan
@@ -119,9 +121,52 @@ class GenerateChunk:
     """What this piece says, when the engine parses by itself; `None` = it does not."""
     extra: JSON = field(default_factory=dict)
     """Opaque per-call extras (expert ids, sampling masks)."""
+    first: int | None = None
+    """Tokens of the first message, where a chunk joins several that arrived together."""
     moved: bool = False
     """On the last chunk, with `ABORT`: whether the engine was made to end the call for a reason
     that is not the call's own (a weight update, an engine that died)."""
+
+
+def joined(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
+    """The chunks that arrived together, neighbours that have nothing but tokens as one.
+
+    If reading `chunks` raises, those before are yielded first.
+    """
+    held: list[GenerateChunk] = []
+    try:
+        for chunk in chunks:
+            if _has_only_tokens(chunk):
+                held.append(chunk)
+                continue
+            yield from _as_one(held)
+            held = []
+            yield chunk
+    except Exception:
+        yield from _as_one(held)
+        raise
+    yield from _as_one(held)
+
+
+def _has_only_tokens(chunk: GenerateChunk) -> bool:
+    return (
+        0 < len(chunk.output_ids) == len(chunk.logprobs)
+        and chunk.finish_reason is None
+        and chunk.prompt_ids_json is None
+        and not chunk.extra
+    )
+
+
+def _as_one(chunks: list[GenerateChunk]) -> list[GenerateChunk]:
+    if len(chunks) < 2:
+        return chunks
+    one = GenerateChunk(
+        output_ids=np.concatenate([chunk.output_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        cached_tokens=max([chunk.cached_tokens for chunk in chunks]),
+        first=len(chunks[0].output_ids),
+    )
+    return [one]
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,8 +162,11 @@ class EngineClient:
 
     async def stream(
         self, path: str, body: bytes, call: Call, *, prompt_tokens: int
-    ) -> AsyncGenerator[bytes, None]:
-        """Data of each server-sent event, up to `[DONE]` or the end of the connection."""
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Data of the server-sent events that each read of the socket brought, one or more.
+
+        Ends at `[DONE]` or with the connection.
+        """
         async with self._failures(path), call.waiting():
             response = await self._posted(path, body)
         try:
@@ -178,10 +181,13 @@ class EngineClient:
                     retry_after=response.headers.get("Retry-After"),
                 )
             async with aclosing(_events(response, call)) as events:
-                async for data in events:
-                    if data == b"[DONE]":
-                        return
-                    yield data
+                async for several in events:
+                    if b"[DONE]" not in several:
+                        yield several
+                        continue
+                    if before := several[: several.index(b"[DONE]")]:
+                        yield before
+                    return
         finally:
             response.close()
 
@@ -275,9 +281,11 @@ def _cut(error: Exception) -> CutError:
     return CutError(f"the engine's reply broke off: {str(error) or type(error).__name__}")
 
 
-async def _events(response: aiohttp.ClientResponse, call: Call) -> AsyncGenerator[bytes, None]:
-    """Data of each event; lines may be split anywhere and end in any of the allowed ways."""
-    pieces, size, lines = list[bytes](), 0, list[bytes]()
+async def _events(
+    response: aiohttp.ClientResponse, call: Call
+) -> AsyncGenerator[list[bytes], None]:
+    """Data of the events that each read of the socket completes; reads without one are skipped."""
+    decoder, size = EventDecoder(), 0
     while True:
         try:
             async with call.waiting():
@@ -291,15 +299,30 @@ async def _events(response: aiohttp.ClientResponse, call: Call) -> AsyncGenerato
         size += len(piece)
         if size > MOST_BYTES:
             raise CutError(f"the engine's reply has more than {MOST_BYTES >> 20} MiB")
-        pieces.append(piece)
+        if several := decoder.feed(piece):
+            yield several
+
+
+class EventDecoder:
+    """Finds the data of server-sent events in bytes that may be split anywhere."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._lines: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Data of each event that ends in `piece`."""
+        self._pieces.append(piece)
         if b"\n" not in piece:  # a line may be long: its pieces are joined once
-            continue
-        *whole, rest = b"".join(pieces).split(b"\n")
-        pieces = [rest]
+            return []
+        *whole, rest = b"".join(self._pieces).split(b"\n")
+        self._pieces = [rest]
+        found, lines = list[bytes](), self._lines
         for line in whole:
-            text = line.removesuffix(b"\r")
-            if text.startswith(b"data:"):
-                lines.append(text[5:].removeprefix(b" "))
+            text = line[:-1] if line[-1:] == b"\r" else line
+            if text[:5] == b"data:":
+                lines.append(text[6:] if text[5:6] == b" " else text[5:])
             elif not text and lines:
-                yield b"\n".join(lines)
+                found.append(lines[0] if len(lines) == 1 else b"\n".join(lines))
                 lines.clear()
+        return found

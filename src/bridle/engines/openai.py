@@ -274,8 +274,9 @@ class OpenAIEngine:
             return
         stream = self._client.stream(path, body, call, prompt_tokens=len(request.prompt))
         async with aclosing(stream) as events:
-            async for data in events:
-                yield data
+            async for several in events:
+                for data in several:
+                    yield data
 
     def _gives_way(self, error: EngineError) -> bool:
         """Whether asking in plainer words may help; if so they are used from here on."""

@@ -255,11 +255,11 @@ class RoutedCall:
         count = len(chunk.output_ids)
         version = replica.version if self.version is None else self.version
         if count:
-            start, self.given = self.given, self.given + count
+            first = count if chunk.first is None else chunk.first
             self.mixed |= version != replica.version
-            if self.spans and self.spans[-1].version == version:
-                start = self.spans.pop().start
-            self.spans.append(VersionSpan(version, start, self.given))
+            self._sampled(first, version)
+            if first < count:
+                self._sampled(count - first, replica.version)
         self.version = replica.version
         self.cached = max(self.cached, chunk.cached_tokens)
         if chunk.finish_reason is None:
@@ -275,6 +275,13 @@ class RoutedCall:
         if not self.spans:
             return chunk
         return replace(chunk, versions=tuple(self.spans), mixed_versions=self.mixed)
+
+    def _sampled(self, count: int, version: int) -> None:
+        """Add `count` tokens of `version` to the spans."""
+        start, self.given = self.given, self.given + count
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version, start, self.given))
 
     def cut(self) -> GenerateChunk:
         """The last chunk of a call whose replica was lost, or that its caller ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from bridle.engines.base import (
     GenerateChunk,
     GenerateRequest,
     PauseMode,
+    joined,
 )
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
@@ -303,13 +304,12 @@ class SglangEngine(Serving):
         ended = False
         try:
             async with aclosing(self._answers(request, running)) as answers:
-                async for answer in answers:
-                    chunk = self._checked(reading.read(answer), reading)
-                    ended = chunk.finish_reason is not None
-                    if ended or len(chunk.output_ids) or chunk.prompt_ids_json is not None:
+                async for several in answers:
+                    for chunk in joined(self._read(several, reading)):
+                        ended = chunk.finish_reason is not None
                         yield chunk
-                    if ended:
-                        return
+                        if ended:
+                            return
             raise CutError("the engine's reply broke off before its end")
         except AbortedError:
             ended = True
@@ -347,17 +347,26 @@ class SglangEngine(Serving):
 
     async def _answers(
         self, request: GenerateRequest, running: _Running
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[list[bytes], None]:
+        """The JSON of the reply's pieces, those that arrived together as one list."""
         route = Route.CHAT if request.by_messages else self._route
         body = call_body(route, request, running.rid, self._ask(request))
         size = len(request.prompt)
         if not request.stream or route is Route.CHAT:
-            yield await self._client.post(route.path, body, running.call, prompt_tokens=size)
+            yield [await self._client.post(route.path, body, running.call, prompt_tokens=size)]
             return
         stream = self._client.stream(route.path, body, running.call, prompt_tokens=size)
         async with aclosing(stream) as events:
-            async for data in events:
-                yield data
+            async for several in events:
+                yield several
+
+    def _read(self, answers: list[bytes], reading: Reading) -> Iterator[GenerateChunk]:
+        """The pieces that tell something."""
+        for answer in answers:
+            chunk = self._checked(reading.read(answer), reading)
+            ended = chunk.finish_reason is not None
+            if ended or len(chunk.output_ids) or chunk.prompt_ids_json is not None:
+                yield chunk
 
     def _checked(self, chunk: GenerateChunk, reading: Reading) -> GenerateChunk:
         """The chunk; with the server's text only where that is wanted, refused if ids lack."""

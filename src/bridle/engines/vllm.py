@@ -7,7 +7,7 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,14 @@ from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, end_ids, tokenizer_dir, vocab_size
 from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
 from bridle.engines.vllm_parsers import find_parsers
-from bridle.engines.vllm_routes import MessageText, Read, Route, call_body, read_answer
+from bridle.engines.vllm_routes import (
+    MessageText,
+    Read,
+    Route,
+    call_body,
+    read_answer,
+    read_answers,
+)
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
 
@@ -287,11 +294,11 @@ class VllmEngine(Serving):
         body = call_body(route, request, self._model, room=room, token_in=self._token_in)
         try:
             if request.stream:
-                async with aclosing(self._streamed(route, request, body, call)) as answers:
-                    async for answer in answers:
-                        read = read_answer(answer, unnamed=self.version, sent=sent)
-                        if (chunk := state.next(read)) is not None:
-                            yield chunk
+                async with aclosing(self._streamed(route, request, body, call)) as reads:
+                    async for answers in reads:
+                        for read in self._read(answers, sent):
+                            if (chunk := state.next(read)) is not None:
+                                yield chunk
             else:
                 answer = await self._client.post(
                     route.path, body, call, prompt_tokens=len(request.prompt)
@@ -305,9 +312,14 @@ class VllmEngine(Serving):
 
     def _streamed(
         self, route: Route, request: GenerateRequest, body: bytes, call: Call
-    ) -> AsyncGenerator[bytes, None]:
-        """The JSON of each chunk of a stream."""
+    ) -> AsyncGenerator[list[bytes], None]:
+        """The JSON of the stream's chunks, those that arrived together as one list."""
         return self._client.stream(route.path, body, call, prompt_tokens=len(request.prompt))
+
+    def _read(self, answers: list[bytes], sent: bytes | None) -> Iterator[Read]:
+        if self.gives_text:  # each says a text of its own
+            return (read_answer(one, unnamed=self.version, sent=sent) for one in answers)
+        return read_answers(answers, unnamed=self.version, sent=sent)
 
     @property
     def gives_text(self) -> bool:

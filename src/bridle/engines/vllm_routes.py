@@ -8,8 +8,11 @@ names are in `bridle.engines.wire`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 _ENCODER = msgspec.json.Encoder()
 _ANSWER = msgspec.json.Decoder(wire.Answer)
+_ANSWERS = msgspec.json.Decoder(list[wire.Answer])
 _MISSING = -9998.0
 """vLLM writes -9999.0 for a logprob that it does not have."""
 
@@ -182,6 +186,74 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
         return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
         raise GarbledError(f"the engine's reply cannot be read: {error}: {_start(body)}") from None
+
+
+def read_answers(
+    bodies: list[bytes], *, unnamed: int = 0, sent: bytes | None = None
+) -> Iterator[Read]:
+    """Read stream chunks that arrived together, as `read_answer` does each.
+
+    Neighbours that have nothing but tokens are read as one. One that cannot be used raises when
+    all before it have been yielded.
+    """
+    if len(bodies) == 1:
+        yield read_answer(bodies[0], unnamed=unnamed, sent=sent)
+        return
+    for only_tokens, pairs in groupby(zip(bodies, _decoded(bodies), strict=True), _has_only_tokens):
+        together = list(pairs)
+        if only_tokens and len(together) > 1:
+            answers = [answer for _, answer in together if answer is not None]
+            with suppress(EngineError, IdsError):
+                yield _read_together(answers)
+                continue
+        for body, _ in together:
+            yield read_answer(body, unnamed=unnamed, sent=sent)
+
+
+def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
+    """The bodies decoded at once; `None` for each where they are to be read one by one."""
+    if b'"prompt_token_ids":[' not in bodies[0]:
+        with suppress(msgspec.MsgspecError):
+            answers = _ANSWERS.decode(b"[" + b",".join(bodies) + b"]")
+            if len(answers) == len(bodies):
+                return answers
+    return [None] * len(bodies)
+
+
+def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
+    """Whether a stream chunk has ids, as many logprobs, and nothing else that we use."""
+    answer = pair[1]
+    if answer is None or not answer.choices or answer.usage is not None:
+        return False
+    choice = answer.choices[0]
+    ids = bytes(choice.token_ids)
+    return (
+        answer.error in _ABSENT
+        and answer.prompt_token_ids in _ABSENT
+        and choice.prompt_token_ids in _ABSENT
+        and choice.finish_reason is None
+        and choice.weight_versions is None
+        and choice.routed_experts is None
+        and choice.sampling_mask in _ABSENT
+        and choice.logprobs is not None
+        and choice.logprobs.content is not None
+        and ids[:1] == b"["
+        and ids.count(b",") + 1 == len(choice.logprobs.content)
+    )
+
+
+_ABSENT = (wire.EMPTY, msgspec.Raw(b"null"))
+
+
+def _read_together(answers: list[wire.Answer]) -> Read:
+    """Neighbours that `_has_only_tokens` picked, as one chunk."""
+    choices = [answer.choices[0] for answer in answers]
+    entries = [one.logprobs.content or [] for one in choices if one.logprobs is not None]
+    ids_text = b"[" + b",".join([bytes(one.token_ids)[1:-1] for one in choices]) + b"]"
+    ids = parse_ids(ids_text)
+    logprobs, paired = _logprobs(wire.Logprobs([*chain(*entries)]), ids, ids_text)
+    chunk = GenerateChunk(ids, logprobs, first=len(entries[0]))
+    return Read(chunk, 0, None, paired, None, None, ids_told=True)
 
 
 def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
