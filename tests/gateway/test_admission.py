@@ -238,6 +238,7 @@ async def test_counting_tokens_fills_no_memory():
 REFUSED_BODIES = {
     "too long by its characters": (400, request_of("a" * 600_000), {}),
     "too long by its tokens": (400, request_of("some words in a row, " * 28_000), {}),
+    "refused by the engine": (400, request_of("some words in a row, " * 12_000), {}),
     "no JSON": (400, b"[" + b"a" * 600_000, {}),
     "too large": (413, gzip.compress(request_of("a" * (4 << 20))), {"Content-Encoding": "gzip"}),
 }
@@ -246,7 +247,8 @@ REFUSED_BODIES = {
 @pytest.mark.parametrize("name", list(REFUSED_BODIES))
 async def test_a_refused_body_is_freed_without_the_garbage_collector(name):
     expected, body, encoding = REFUSED_BODIES[name]
-    engine = scripted({"content": "a"}, context_length=20_000)
+    context_length = 100_000 if name == "refused by the engine" else 20_000
+    engine = scripted({"content": "a", "fault": 400}, context_length=context_length)
     async with house(engine=engine, max_body_bytes=1 << 20) as home:
         caller = await home.session()
 

@@ -221,7 +221,8 @@ class Exchanges:
             raise
         except Exception as error:  # noqa: BLE001 - the top of a served request
             self._log_failure(call, error)
-            self._fail(session, call, faults.request_error(error), outcome="failed")
+            told = faults.request_error(faults.without_frames(error))
+            self._fail(session, call, told, outcome="failed")
         else:
             self._metrics.call("committed" if call.error is None else "cut")
             self._deliveries.committed(session, call)
@@ -240,7 +241,7 @@ class Exchanges:
         session.conversation.forget(call.exchange_id)
         session.calls.pop(call.exchange_id, None)
         session.tries.failed(call)
-        call.error = faults.without_frames(error)
+        call.error = error
         call.enter(Stage.FAILED)
         self._metrics.call(outcome)
 

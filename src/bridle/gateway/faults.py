@@ -54,9 +54,17 @@ def request_error(error: BaseException) -> RequestError:
             return RequestError("internal error of the gateway", status=500, code="engine_error")
 
 
-def without_frames(error: RequestError) -> RequestError:
-    """Forget where an error was raised: those frames hold its call, and a call holds its error."""
-    error.__traceback__ = error.__context__ = error.__cause__ = None
+def without_frames(error: Exception) -> Exception:
+    """Forget where an error and its causes were raised, and all variables there.
+
+    They hold the call, whose error this is, with its prompt.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        traceback.clear_frames(one.__traceback__)
+        earlier = one.__cause__ or one.__context__
+        one.__traceback__ = one.__context__ = one.__cause__ = None
+        one = earlier
     return error
 
 
