@@ -287,3 +287,27 @@ async def test_text_is_tokenised_and_rendered_by_the_server():
         assert with_tools is not None
         assert len(with_tools) > len(rendered)
         await engine.aclose()
+
+
+async def test_pieces_that_arrive_together_are_one_chunk(opened):
+    ids = list(range(7, 17))
+
+    def reply(body):
+        read = json.loads(body)
+        if not read.get("stream"):
+            return honest()(body)
+        told = []
+        for count, one in enumerate(ids, 1):
+            finish = {"type": "length", "length": len(ids)} if count == len(ids) else None
+            piece = answer(read["input_ids"], [one], completion_tokens=count, finish_reason=finish)
+            del piece["prompt_token_ids"]
+            told.append(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        return web.Response(
+            body=b"".join([*told, b"data: [DONE]\n\n"]), content_type="text/event-stream"
+        )
+
+    _, engine = await opened(server_info={"incremental_streaming_output": True}, generate=reply)
+    chunks = await collect(engine, request(PROMPT, stream=True))
+    assert ids_of(chunks).tolist() == ids
+    assert len(chunks) == 2, "all but the last piece, which tells the end"
+    assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
