@@ -62,7 +62,8 @@ async def test_each_use_is_a_place_of_its_own(tmp_path):
 async def test_a_whole_copy_has_the_home_and_no_process_of_the_agent(tmp_path):
     async with evaluation(tmp_path) as context:
         left = "touch ~/mine; (while :; do echo >> beat; sleep 0.02; done) >/dev/null 2>&1 &"
-        await context.places.agents.exec(left)
+        begun = "until test -s beat; do sleep 0.01; done"
+        assert (await context.places.agents.exec(f"{left}\n{begun}")).ok
         async with context.places.whole() as runtime:
             result = await runtime.exec(
                 "test -e ~/mine && a=$(wc -c < beat); sleep 0.1; wc -c < beat; echo $a"
