@@ -43,6 +43,17 @@ async def test_shielded_work_gives_its_value_or_its_error_and_is_bounded_in_time
         await run_shielded(asyncio.sleep(5), timeout_s=0.01)
 
 
+async def test_a_nursery_tells_of_the_error_of_a_future_that_it_owns_and_cancels_others():
+    errors, loop = [], asyncio.get_running_loop()
+    failing, waiting = loop.create_future(), loop.create_future()
+    async with Nursery(errors.append) as nursery:
+        nursery.own(failing)
+        nursery.own(waiting)
+        failing.set_exception(ValueError("no"))
+    assert [str(error) for error in errors] == ["no"]
+    assert waiting.cancelled()
+
+
 async def test_a_nursery_ends_what_it_owns_and_tells_of_errors():
     errors, ended = [], []
 

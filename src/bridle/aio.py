@@ -60,7 +60,7 @@ class Nursery:
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,11 +71,15 @@ class Nursery:
     def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Start `work`; the nursery keeps the reference."""
         task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        self.own(task)
         return task
 
-    def _finished(self, task: asyncio.Task[Any]) -> None:
+    def own(self, task: asyncio.Future[Any]) -> None:
+        """Keep the reference to a task or future, and end it with the nursery."""
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)

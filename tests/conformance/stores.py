@@ -202,6 +202,21 @@ class StoreConformance:
             for one in waiting:
                 await one
 
+    async def test_a_delivery_given_without_a_coroutine_is_read_at_once_or_has_its_error(self):
+        made = MadeSession()
+        made.call()
+        async with self.open_store() as store:
+            await store.open_session(made.record)
+            given = store.deliver_soon(made.deliveries["x0"])
+            assert store.deliveries("s1") == made.deliveries
+            await given
+            with pytest.raises(StoreError, match="never opened"):
+                await store.deliver_soon(
+                    dataclasses.replace(made.deliveries["x0"], session_id="s2")
+                )
+        with pytest.raises(StoreError, match="the store is closed"):
+            await store.deliver_soon(made.deliveries["x0"])
+
     async def test_a_bad_exchange_of_a_group_has_its_error_alone(self):
         made = MadeSession()
         made.call()

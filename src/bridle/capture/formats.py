@@ -17,6 +17,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -276,14 +277,17 @@ def _text(value: str | None) -> str | None:
 
 
 _SAMPLING_DEFAULTS = dataclasses.asdict(Sampling())
+_SAMPLING_VALUES = attrgetter(*_SAMPLING_DEFAULTS)
 
 
 def _sampling_json(sampling: Sampling) -> str:
     """Only what differs from an empty `Sampling`."""
     given = {
         field: value
-        for field, default in _SAMPLING_DEFAULTS.items()
-        if (value := getattr(sampling, field)) != default
+        for (field, default), value in zip(
+            _SAMPLING_DEFAULTS.items(), _SAMPLING_VALUES(sampling), strict=True
+        )
+        if value != default
     }
     return _json(given)
 

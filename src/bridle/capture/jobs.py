@@ -105,6 +105,8 @@ class Jobs:
     def take_left(self) -> list[Job]:
         """All that was left for later; it is the caller's now."""
         jobs: list[Job] = []
+        if not self._left:
+            return jobs
         with suppress(IndexError):  # another thread may take some
             while True:
                 jobs.append(self._left.popleft())

@@ -130,26 +130,28 @@ class SqliteStore:
         The future is done when it is recorded, or has the `StoreError`; to cancel it changes
         nothing.
         """
-        loop = asyncio.get_running_loop()
-        job = Job(lambda writer: writer.commit(exchange, bodies), loop, loop.create_future())
-        if self._closed:
-            job.done.set_exception(self._is_closed())
-        elif _size(exchange, bodies) > WRITTEN_HERE:
+        job = self._job(lambda writer: writer.commit(exchange, bodies))
+        if job.done.done():
+            return job.done
+        if _size(exchange, bodies) > WRITTEN_HERE:
             self._writer.give(job)
         else:
             self._writer.give_later(job, 0)
         return job.done
 
     async def deliver(self, delivery: Delivery) -> None:
+        """Record what became of a reply; readers in this process see it at once."""
+        await self.deliver_soon(delivery)
+
+    def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
         """Record what became of a reply; readers in this process see it at once.
 
         It is written with the next exchange, or soon; nobody's reply waits for it.
         """
-        self._check_open()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._writer.give_later(Job(lambda writer: writer.deliver(delivery), loop, done))
-        await done
+        job = self._job(lambda writer: writer.deliver(delivery))
+        if not job.done.done():
+            self._writer.give_later(job)
+        return job.done
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record how a session ended; a second outcome of the same session is an error."""
@@ -217,10 +219,16 @@ class SqliteStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise self._is_closed()
+            message = f"{self.path}: the store is closed"
+            raise StoreError(message)
 
-    def _is_closed(self) -> StoreError:
-        return StoreError(f"{self.path}: the store is closed")
+    def _job(self, work: Work) -> Job:
+        """A job of this loop; it is done, with the error, where the store is closed."""
+        loop = asyncio.get_running_loop()
+        job = Job(work, loop, loop.create_future())
+        if self._closed:
+            job.done.set_exception(StoreError(f"{self.path}: the store is closed"))
+        return job
 
     async def _write(self, work: Work, *, size: int = 0) -> None:
         """Have `work` done: here where the writer is idle, else by the writer's thread.
@@ -273,6 +281,7 @@ class _Writer:
 
     def __init__(self, path: Path, connection: sqlite3.Connection, group: int) -> None:
         self._path = path
+        self._writing = f"{path}: cannot write"
         self._connection = connection
         self._group = group
         self._states: dict[str, _SessionState] = {}
@@ -409,7 +418,7 @@ class _Writer:
             job.finish(fault)
 
     def _transact(self, works: Sequence[Work]) -> None:
-        with boundary(StoreError, f"{self._path}: cannot write"):
+        with boundary(StoreError, self._writing):
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 for work in works:

@@ -8,8 +8,9 @@ lets the last event of a reply go only then (law 4). Implementations: `MemorySto
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from bridle.capture.records import (
@@ -45,6 +46,9 @@ class Store(Protocol):
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply; readers in this process see it at once."""
+
+    def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
+        """Record as `deliver` does; the future is done, or has the `StoreError`, then."""
 
     async def close_session(self, outcome: Outcome) -> None:
         """Record how a session ended; a second outcome of the same session is an error."""
@@ -125,14 +129,7 @@ class MemoryStore:
         self, exchange: Exchange, bodies: Mapping[bytes, bytes]
     ) -> asyncio.Future[None]:
         """Record an exchange now; the future has the error, if there is one."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            self._record(exchange, bodies)
-        except StoreError as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        return done
+        return _tried(partial(self._record, exchange, bodies))
 
     def _record(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         session = self._session(exchange.session_id)
@@ -145,6 +142,13 @@ class MemoryStore:
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply."""
+        await self.deliver_soon(delivery)
+
+    def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
+        """Record what became of a reply now; the future has the error, if there is one."""
+        return _tried(partial(self._deliver, delivery))
+
+    def _deliver(self, delivery: Delivery) -> None:
         self._session(delivery.session_id).deliveries[delivery.exchange_id] = delivery
 
     async def close_session(self, outcome: Outcome) -> None:
@@ -233,3 +237,15 @@ class MemoryStore:
             message = f"memory: session {session_id!r} was never opened"
             raise StoreError(message)
         return session
+
+
+def _tried(work: Callable[[], None]) -> asyncio.Future[None]:
+    """The outcome of `work`, which is done now."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    try:
+        work()
+    except StoreError as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    return done

@@ -86,11 +86,10 @@ def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
 
 def pack(entries: Iterable[Entry]) -> bytes:
     """Entries as one blob, compressed where that saves an eighth or more."""
-    plain = b"".join(
-        part
-        for kind, digest, text in entries
-        for part in (_ENTRY.pack(kind, digest, len(text)), text)
-    )
+    parts: list[bytes] = []
+    for kind, digest, text in entries:
+        parts += (_ENTRY.pack(kind, digest, len(text)), text)
+    plain = b"".join(parts)
     if len(plain) >= COMPRESS_FROM_BYTES:
         small = _compressed(plain)
         if len(small) * 8 <= len(plain) * 7:

@@ -97,7 +97,10 @@ def sent(raw: msgspec.Raw | None) -> bytes | None:
 
 def list_digest(raw: bytes) -> bytes:
     """The content digest of a raw tool list; at once of one that `sent` gave out lately."""
-    return next((digest for known, digest in _sent if known is raw), None) or content_digest(raw)
+    for known, digest in _sent:
+        if known is raw:
+            return digest
+    return content_digest(raw)
 
 
 def check_choice(choice: str, tools: ToolList, path: str) -> str:

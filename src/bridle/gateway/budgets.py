@@ -141,7 +141,8 @@ class TokenAccount:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._freed = asyncio.Event()
+        self._freed: asyncio.Event | None = None
+        """Set, and dropped, when a call ends; made by the first who waits."""
         self.reserved = 0
         """Tokens that calls in flight may still sample."""
 
@@ -158,6 +159,7 @@ class TokenAccount:
             if left >= most or not self.reserved:
                 most = min(most, left)
                 break
+            self._freed = self._freed or asyncio.Event()
             await self._freed.wait()
         self.reserved += most
         return most
@@ -165,5 +167,6 @@ class TokenAccount:
     def release(self, reserved: int) -> None:
         """A call has ended; what it sampled is told by `spent` from here on."""
         self.reserved -= reserved
-        self._freed.set()
-        self._freed = asyncio.Event()
+        if self._freed is not None:
+            self._freed.set()
+            self._freed = None

@@ -138,8 +138,7 @@ class Call:
     """The exchange whose messages it continues."""
     base_id: str | None = None
     """The exchange that `spans` is a delta on."""
-    began: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at the first sampled token, and at every end."""
+    _began: asyncio.Event | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the stage is COMMITTED or FAILED."""
     live: LiveReply | None = None
@@ -171,10 +170,24 @@ class Call:
         assert stage in NEXT[self.stage], f"{self.exchange_id}: {self.stage} -> {stage}"
         self.stage = stage
         if stage in {Stage.COMMITTED, Stage.FAILED}:
-            self.began.set()
+            self.begin_reply()
             self.done.set()
             if self.live is not None:
                 self.live.wake()
+
+    @property
+    def began(self) -> asyncio.Event:
+        """Set at the first sampled token, and at every end."""
+        if self._began is None:
+            self._began = asyncio.Event()
+            if self.first_token_s is not None or not self.in_flight:
+                self._began.set()
+        return self._began
+
+    def begin_reply(self) -> None:
+        """Wake those who wait for the first token."""
+        if self._began is not None:
+            self._began.set()
 
     def on_leash(self) -> AbstractAsyncContextManager[object]:
         """Around the sampling, for `cut`; only a reply that may leave in part is ever cut."""
@@ -197,7 +210,7 @@ class Call:
     @property
     def in_flight(self) -> bool:
         """Neither committed nor failed."""
-        return not self.done.is_set()
+        return self.stage is not Stage.COMMITTED and self.stage is not Stage.FAILED
 
     @property
     def delivered(self) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from operator import attrgetter
 
 from bridle.engines.base import EngineInfo
 from bridle.errors import BridleError, EngineError, RequestError
@@ -28,6 +29,8 @@ from bridle.prompting.renderer import PromptRenderer
 from bridle.types import JSON, ModelRequest, Reply, Sampling
 
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
+_SHAPING = (*_NEUTRAL, "logit_bias")
+_values = attrgetter(*_SHAPING)
 
 
 def grammar_of(
@@ -68,11 +71,9 @@ def unenforced(
 ) -> list[str]:
     """Names of what the request asked of its answer and nobody saw to."""
     found = list(request.extra.get("unenforced", ()))
-    for name in (*_NEUTRAL, "logit_bias"):
-        asked = getattr(request.sampling, name)
-        if asked is None:
-            continue
-        if asked not in (_NEUTRAL.get(name), getattr(effective, name)):
+    values = zip(_SHAPING, _values(request.sampling), _values(effective), strict=True)
+    for name, asked, used in values:
+        if asked is not None and asked not in (_NEUTRAL.get(name), used):
             found.append(name)
     if request.parallel_tool_calls is False and len(reply.tool_calls) > 1:
         found.append("parallel_tool_calls")

@@ -11,7 +11,7 @@ own suffix, and capture gets only that suffix (law 9).
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,14 +125,14 @@ class Exchanges:
             session.tries.refused(question.key, asked, error)
             raise
         call = Call(
-            exchange_id=secrets.token_hex(12),
+            exchange_id=os.urandom(12).hex(),
             session_id=session.session_id,
             started_at=time.time(),
             clock_start=time.perf_counter(),
             question_key=question.key,
             asked=origins.of_subagent(session, request, question.placement, asked),
         )
-        call.head = ReplyHead(secrets.token_hex(12), request.model, int(call.started_at))
+        call.head = ReplyHead(os.urandom(12).hex(), request.model, int(call.started_at))
         session.begun += 1
         self._deliveries.attach(session, call, asked)
         self._begin(session, call, question)
@@ -331,7 +331,7 @@ class Exchanges:
                 call.live.hear(chunk)
             if call.first_token_s is None:
                 call.first_token_s = time.perf_counter() - call.clock_start
-                call.began.set()
+                call.begin_reply()
 
         patience_s = min(REFUSED_S, self._settings.headers_after_s)
         sample = partial(
@@ -440,7 +440,8 @@ class Exchanges:
             cached_tokens=sampled.last.cached_tokens,
             reasoning_tokens=reply.reasoning_tokens,
         )
-        shown = reply if session.plan.shows_reasoning else replace(reply, reasoning=None)
+        hidden = reply.reasoning is not None and not session.plan.shows_reasoning
+        shown = replace(reply, reasoning=None) if hidden else reply
         body = wire.reply_json(request, call.reply_head(), shown, usage)
         finished = Finished(
             call=call,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,16 +26,17 @@ class Tally:
     ) -> None:
         """`sinks`: it may go down again."""
         self._name, self._text, self._labels, self._sinks = name, text, labels, sinks
-        self._values: dict[tuple[object, ...], float] = {} if labels else {(): 0}
+        self._values: defaultdict[tuple[object, ...], float] = defaultdict(float)
+        if not labels:
+            self._values[()] = 0
 
     def inc(self, by: float = 1, of: tuple[object, ...] = ()) -> None:
         """Add to the number with the label values `of`."""
-        values = self._values
-        values[of] = values.get(of, 0) + by
+        self._values[of] += by
 
     def dec(self) -> None:
         """Take one away."""
-        self.inc(-1)
+        self._values[()] -= 1
 
     def family(self) -> Metric:
         kind = GaugeMetricFamily if self._sinks else CounterMetricFamily

@@ -146,7 +146,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
     placement, request = question.placement, question.request
     asked = finished.call.asked
     told: JSON = {
-        "placement": placement.kind.value,
+        "placement": str(placement.kind),
         "model": request.model,
         "other_model": finished.call.other,
         "kind_rule": asked.kind_rule,
@@ -188,8 +188,8 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
 
 def _malformed(reply: Reply) -> int:
     """Count the calls whose arguments are no JSON object, or that could not be read at all."""
-    odd = sum(parsed_object(call.arguments) is None for call in reply.tool_calls)
-    return reply.calls_unread + odd
+    odd = [call for call in reply.tool_calls if parsed_object(call.arguments) is None]
+    return reply.calls_unread + len(odd)
 
 
 def _unknown(finished: Finished) -> JSON:
@@ -199,9 +199,10 @@ def _unknown(finished: Finished) -> JSON:
     names = [*request.extra.get("unknown", ())]
     names += [f"beta: {beta}" for beta in finished.call.asked.unknown_betas]
     new = request.messages[0 if placement.parent is None else placement.new_from :]
-    names += [name for one in new for name in one.unknown]
-    names += [f"block: {name}" for one in new for name in map(block_name, one.content) if name]
-    return dict(Counter(names))
+    for one in new:
+        names += one.unknown
+        names += [f"block: {name}" for name in map(block_name, one.content) if name]
+    return dict(Counter(names)) if names else {}
 
 
 def images_of(finished: Finished) -> Sequence[JSON]:

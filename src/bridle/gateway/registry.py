@@ -106,6 +106,7 @@ class Session:
 
     def __init__(self, record: SessionRecord, *, sampling: SamplingPolicy, limits: Limits) -> None:
         self.record = record
+        self.session_id = record.session_id
         self.limits = limits
         self.kind_rules = _kind_rules(record.metadata.get("kind_rules", ()))
         self.plan = SamplingPlan(sampling)
@@ -127,7 +128,7 @@ class Session:
         """Those of them that are neither committed nor failed."""
         self.replying: dict[asyncio.Task[Any], Call] = {}
         """Handlers that wait for a call or write its reply."""
-        self.writing: set[asyncio.Task[None]] = set()
+        self.writing: set[asyncio.Future[None]] = set()
         """Deliveries on their way to the store."""
         self.counted = True
         """False until the facts of an old session are read from the store."""
@@ -154,10 +155,6 @@ class Session:
         self.limit: str | None = None
         self.last_error: str | None = None
         self.last_error_code: str | None = None
-
-    @property
-    def session_id(self) -> str:
-        return self.record.session_id
 
     def seconds(self) -> float:
         """Time since this was asked for the first time (by the first call)."""
@@ -195,9 +192,9 @@ class Session:
 
     def new_unpaired(self, asked: Canonical) -> int:
         """Count the calls without a result in `asked` that no committed request showed before."""
-        links = set(asked.pairing.unpaired) - self._unpaired
-        self._unpaired |= links
-        return len(links)
+        before = len(self._unpaired)
+        self._unpaired.update(asked.pairing.unpaired)
+        return len(self._unpaired) - before
 
     def told_error(self, message: str, code: str | None = None) -> None:
         """Note that the last word the harness heard is an error."""

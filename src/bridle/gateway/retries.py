@@ -171,7 +171,7 @@ class Deliveries:
                 atoms = answer_atoms(shown, call.posed().request.tools)
                 detail = detail or str(call.live.sent if call.live else "")
             session.conversation.mark(call.exchange_id, state, delivered=atoms)
-        self._metrics.delivery(state.value)
+        self._metrics.delivery(str(state))
         self._release(call)
         delivery = Delivery(
             exchange_id=call.exchange_id,
@@ -181,9 +181,10 @@ class Deliveries:
             detail=detail,
             joined_by=call.joined_by,
         )
-        task = self._nursery.start(self._store.deliver(delivery), name="deliver")
-        session.writing.add(task)
-        task.add_done_callback(session.writing.discard)
+        written = self._store.deliver_soon(delivery)
+        self._nursery.own(written)
+        session.writing.add(written)
+        written.add_done_callback(session.writing.discard)
 
     def _release(self, call: Call) -> None:
         """Drop what nobody can ask for any more."""

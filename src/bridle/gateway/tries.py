@@ -65,8 +65,8 @@ class Tries:
         """Refused tries by question, user agent and the number that their retry will have."""
         self._by_idempotency: dict[str, Call] = {}
         """The newest call of each idempotency key."""
-        self._changed = asyncio.Event()
-        """Set, and replaced, when a client is detached from a call."""
+        self._changed: asyncio.Event | None = None
+        """Set, and dropped, when a client is detached from a call; made by the first who waits."""
 
     def begin(self, call: Call) -> None:
         """A call that is not delivered may be joined."""
@@ -106,17 +106,20 @@ class Tries:
 
     def detached(self) -> None:
         """A client has left a call, or has its reply."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def find(self, question: bytes, asked: Asked) -> Call | None:
         """The call that a request joins; `None` = there is none now.
 
         Of several lost calls, the one whose next retry this is, then the newest.
         """
+        if not (undelivered := self._open.get(question)):
+            return None
         found = [
             call
-            for call in reversed(self._open.get(question, ()))
+            for call in reversed(undelivered)
             if call.stage is not Stage.FAILED and call.error is None and _is_own(call, asked)
         ]
         expected = asked.retry_count - 1
@@ -137,6 +140,7 @@ class Tries:
         try:
             async with asyncio.timeout(CLOSING_S):
                 while self._may_close(question, asked) and self.find(question, asked) is None:
+                    self._changed = self._changed or asyncio.Event()
                     await self._changed.wait()
         except TimeoutError:
             pass  # its first try came to nothing that we know of

@@ -241,7 +241,7 @@ class _Search:
 
         (`None`, "id") = the turn's id belongs to none of them; (`None`, `None`) = all abandoned.
         """
-        first = last + 1 - max(len(exchange.shown) for exchange in candidates)
+        first = last + 1 - max([len(exchange.shown) for exchange in candidates])
         owner = self._owner(max(first, 0), last)
         if owner is not None:
             known = owner in candidates

@@ -130,14 +130,14 @@ class Index:
         exchange.order = self._next()
         exchange.committed = True
         exchange.template_args = template_args
-        exchange.answer = tuple(atom for atom in answer if atom.kind is not AtomKind.EVIDENCE)
-        exchange.reasoning = frozenset(atom.reasoning for atom in answer if atom.reasoning)
+        exchange.answer = tuple([atom for atom in answer if atom.kind is not AtomKind.EVIDENCE])
+        exchange.reasoning = frozenset([atom.reasoning for atom in answer if atom.reasoning])
         exchange.joined_key = chain_after(canonical.chain[-2], joined) if joined else None
         exchange.joined_content = content_key(joined) if joined else None
         exchange.tokens = tokens
         self.replied = True
         self._longest = max(self._longest, len(joined))
-        self._beginnings.update(atom.digest for atom in (*exchange.answer[:1], *joined[:1]))
+        self._beginnings.update([atom.digest for atom in (*exchange.answer[:1], *joined[:1])])
         for key in () if exchange.answer else exchange.reasoning:
             self._by_reasoning.setdefault(key, []).append(exchange)
         self._index_turn(exchange, exchange.answer)

@@ -91,9 +91,9 @@ class TurnCounter:
         exchange whose reply the placement found in the last turn, though it was changed.
         """
         if before is None:
-            first, counted = 0, TurnCounts()
+            first, before, verbatim = 0, TurnCounts(), 0
         else:
-            counted = replace(before, verbatim=before.verbatim + 1)
+            verbatim = before.verbatim + 1
         rerendered = foreign = given = tokens = 0
         turns = [*turns_of(self._index, messages, canonical, first)]
         if turns and turns[-1].owner is None and rewritten is not None:
@@ -107,11 +107,11 @@ class TurnCounter:
             else:
                 foreign += 1
         return TurnCounts(
-            verbatim=counted.verbatim,
-            rerendered=counted.rerendered + rerendered,
-            foreign=counted.foreign + foreign,
-            given=counted.given + given,
-            tokens_rerendered=counted.tokens_rerendered + tokens,
+            verbatim=verbatim,
+            rerendered=before.rerendered + rerendered,
+            foreign=before.foreign + foreign,
+            given=before.given + given,
+            tokens_rerendered=before.tokens_rerendered + tokens,
         )
 
     def note_given(self, messages: Sequence[Message], canonical: Canonical) -> None:
