@@ -24,7 +24,7 @@ async def test_ids_logprobs_versions_and_end_are_those_of_the_engine(shape, stre
     (expected,) = await collect(inside, request())
     async with shape.over(inside) as outside:
         chunks = await collect(outside, request(stream=stream))
-    assert (len(chunks) > 2) is (stream and shape.streams)
+    assert (len(chunks) > 1) is (stream and shape.streams)
     assert np.array_equal(ids_of(chunks), expected.output_ids)
     assert logprobs_of(chunks).dtype == np.float32
     assert np.array_equal(logprobs_of(chunks), expected.logprobs)
@@ -115,7 +115,7 @@ async def test_an_abort_keeps_what_a_stream_gave(shape):
         got = []
         async for chunk in outside.generate(made):
             got.append(chunk)
-            if len(got) == 3:
+            if len(ids_of(got)):
                 await outside.abort("mine")
     if shape.streams:
         assert got[-1].finish_reason is FinishReason.ABORT

@@ -44,7 +44,7 @@ async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, st
     outside = await connected(inside, route=route)
     (expected,) = await collect(inside, request())
     chunks = await collect(outside, request(stream=stream))
-    assert (len(chunks) > 2) is stream
+    assert (len(chunks) > 1) is stream
     ids = np.concatenate([chunk.output_ids for chunk in chunks])
     assert np.array_equal(ids, expected.output_ids)
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
@@ -129,7 +129,7 @@ async def test_an_abort_keeps_what_a_stream_gave_and_ends_the_engines_call(conne
     got = []
     async for chunk in outside.generate(request(stream=True, request_id="mine")):
         got.append(chunk)
-        if len(got) == 3:
+        if len(chunk.output_ids):
             await outside.abort("mine")
             await outside.abort("unknown")
     assert got[-1].finish_reason is FinishReason.ABORT

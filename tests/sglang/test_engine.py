@@ -60,7 +60,7 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     asked = request(PROMPT, stream=stream, max_tokens=24, min_tokens=0, temperature=temperature)
     ids, logprobs, chunks = await reply(engine, asked)
     assert len(ids) == len(logprobs) > 0
-    assert (len(chunks) > 4) is (stream and not engine_parses and len(ids) > 4)
+    assert (len(chunks) > 1) is (stream and not engine_parses and len(ids) > 1)
     assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
     expected = plain_logprobs(server.model, PROMPT, ids, temperature)
     assert np.abs(expected - logprobs).max() < CLOSE
@@ -104,7 +104,7 @@ async def test_an_aborted_stream_keeps_its_tokens(opened):
     got = []
     async for chunk in engine.generate(endless):
         got.append(chunk)
-        if len(got) == 2:
+        if len(chunk.output_ids):
             await engine.abort("r")
     ids = np.concatenate([chunk.output_ids for chunk in got])
     assert got[-1].finish_reason is FinishReason.ABORT
@@ -168,7 +168,7 @@ async def test_a_weight_update_in_mid_reply_is_told_per_token(opened, server, mo
     chunks = []
     async for chunk in engine.generate(long):
         chunks.append(chunk)
-        if len(chunks) == 3:
+        if len(chunks) == 1:
             await engine.update_weights(models[1], 7)
     ids = np.concatenate([chunk.output_ids for chunk in chunks])
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])

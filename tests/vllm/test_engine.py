@@ -67,7 +67,7 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     asked = request(PROMPT, stream=stream, max_tokens=24, min_tokens=24)
     ids, logprobs, chunks = await reply(engine, asked)
     assert len(ids) == 24
-    assert (len(chunks) > 4) is stream
+    assert (len(chunks) > 1) is stream
     assert [c.prompt_ids_json for c in chunks if c.prompt_ids_json] == [asked.prompt.json()]
     assert chunks[-1].versions == (VersionSpan(0, 0, 24),)
     assert chunks[-1].finish_reason is FinishReason.LENGTH
