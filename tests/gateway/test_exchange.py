@@ -1,8 +1,6 @@
 """A call from its request to its commit, over real HTTP."""
 
 import asyncio
-import time
-from contextlib import asynccontextmanager
 
 import numpy as np
 import orjson
@@ -13,11 +11,10 @@ from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_resu
 from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, Limits, SamplingPolicy
 from bridle.dialects import DIALECTS
-from bridle.dialects.base import ReplyHead, Route, RouteKind
+from bridle.dialects.base import Route, RouteKind
 from bridle.engines.base import GenerateChunk
 from bridle.errors import EngineError, StoreError
-from bridle.gateway.call import Asked, Call, Stage
-from bridle.gateway.exchange import FirstTry
+from bridle.gateway.call import Asked, Stage
 from bridle.types import DeliveryState, Dialect, FinishReason, Kind
 
 CALL = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
@@ -454,83 +451,3 @@ async def test_a_call_that_is_cancelled_before_its_first_step_is_over():
         assert call.stage is Stage.FAILED
         assert session.in_flight() == 0
         assert not session.calls
-
-
-# ---- a first try that was made elsewhere
-
-
-async def taken_over(caller, messages, answer):
-    """The call of a request whose first try had this answer, when it is over."""
-    home, session = caller.house, caller._session
-    exchanges, wire = home.gateway._exchanges, DIALECTS[Dialect.OPENAI_CHAT]
-    body = orjson.dumps({"model": "m", "messages": messages})
-    request = wire.parse(Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE), body, session.messages)
-    served = exchanges.models.find("m", Kind.AGENT)
-    question = exchanges._place(session, wire, request, served)
-    call = Call("c2", session.session_id, time.time(), time.perf_counter(), b"")
-    call.head = ReplyHead("r2", "m", 1)
-    session.begun += 1
-    exchanges._deliveries.attach(session, call, call.asked)
-    prompted = await exchanges._prompted(session, question)
-    call.question = question
-    effective = await exchanges._effective(session, call, len(prompted.prompt))
-    if callable(answer):
-        answer = answer(prompted.prompt)
-    exchanges.finish_with(session, call, wire, request, FirstTry(prompted, effective, answer))
-    async with asyncio.timeout(15):
-        await call.done.wait()
-    return call
-
-
-def some_ids(text, finish, **more):
-    ids = renderer().text_ids(text, control=False)
-    return GenerateChunk(ids, np.zeros(len(ids), np.float32), finish, **more)
-
-
-@asynccontextmanager
-async def after_one_turn():
-    """An engine that was asked once, a caller, and the messages of its second request."""
-    engine = Gated({"content": "a"}, {"content": "long and whole"}, gate=10_000)
-    async with house(engine=engine) as home:
-        caller = await home.session()
-        reply = await caller.ask([user("go")])
-        yield engine, caller, [user("go"), reply, user("on")]
-
-
-async def test_a_sample_in_hand_is_committed_and_never_sampled_again():
-    async with after_one_turn() as (engine, caller, messages):
-        call = await taken_over(caller, messages, some_ids("long", FinishReason.LENGTH))
-        assert engine.asked == 1
-        assert orjson.loads(call.answered().body)["choices"][0]["finish_reason"] == "length"
-        first, second = caller.exchanges
-        assert second.parent_id == first.exchange_id
-        assert renderer().decode(second.output_ids) == "long"
-        assert not caller._session.running
-
-
-async def test_a_sample_in_hand_under_another_prompt_belongs_to_the_engine_s_ids():
-    def answer(prompt):
-        told = orjson.dumps([*prompt.array().tolist()[:-1], 7])
-        return some_ids("a", FinishReason.STOP, prompt_ids_json=told)
-
-    async with after_one_turn() as (engine, caller, messages):
-        await taken_over(caller, messages, answer)
-        assert engine.asked == 1
-        assert caller.exchanges[1].root_reason == "engine_prompt"
-        assert caller.exchanges[1].suffix_ids[-1] == 7
-
-
-async def test_an_abort_in_hand_is_resumed_from_its_tokens():
-    async with after_one_turn() as (engine, caller, messages):
-        await taken_over(caller, messages, some_ids("long", FinishReason.ABORT, moved=True))
-        assert engine.asked == 2
-        assert renderer().decode(caller.exchanges[1].output_ids).startswith("long and whole")
-        assert caller.exchanges[1].extra["resumed"] == 1
-
-
-async def test_an_error_in_hand_ends_the_call_as_an_engine_s_error_does():
-    async with after_one_turn() as (engine, caller, messages):
-        call = await taken_over(caller, messages, EngineError("no", status=400))
-        assert engine.asked == 1
-        assert call.stage is Stage.FAILED
-        assert caller._session.in_flight() == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -59,18 +59,6 @@ from bridle.prompting.renderer import PromptRenderer
 from bridle.types import FinishReason, Kind, Message, ModelRequest, Reply, Sampling, Usage
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTry:
-    """The first try of a call, made before `Exchanges` had it."""
-
-    prompted: Prompted
-    """The prompt that the engine got."""
-    effective: Sampling
-    """The sampling that it got."""
-    answer: GenerateChunk | EngineError
-    """The engine's whole answer in one chunk."""
 
 
 class Exchanges:
@@ -130,40 +118,20 @@ class Exchanges:
             started_at=time.time(),
             clock_start=time.perf_counter(),
             question_key=question.key,
+            other=served.other,
             asked=origins.of_subagent(session, request, question.placement, asked),
+            question=question,
         )
         call.head = ReplyHead(os.urandom(12).hex(), request.model, int(call.started_at))
-        session.begun += 1
-        self._deliveries.attach(session, call, asked)
-        self._begin(session, call, question)
-        self._start(session, call)
-        return call
-
-    def finish_with(
-        self, session: Session, call: Call, wire: WireFormat, request: ModelRequest, first: FirstTry
-    ) -> None:
-        """Take over a call whose first try was made elsewhere; that try is not made again.
-
-        The call has its head, its clients attached and its tokens reserved, is counted in
-        `session.begun` and is in stage PLACED. It is placed, sampled to its end if the try was
-        none, parsed, committed and ended as the calls of `admit` are.
-        """
-        question = self._place(session, wire, request, self.models.find(request.model, Kind.AGENT))
-        self._begin(session, call, question)
-        self._start(session, call, first)
-
-    def _begin(self, session: Session, call: Call, question: Question) -> None:
-        """Make `call` the one that answers `question`: others can join and continue it."""
-        call.question, call.question_key, call.other = question, question.key, question.served.other
         session.conversation.begin(call.exchange_id, question.canonical)
         session.calls[call.exchange_id] = call
         session.tries.begin(call)
+        session.begun += 1
+        self._deliveries.attach(session, call, asked)
         session.running.add(call)
-
-    def _start(self, session: Session, call: Call, first: FirstTry | None = None) -> None:
-        """Run the life of a call in a task of its own."""
-        call.task = self._nursery.start(self._run(session, call, first), name="call")
+        call.task = self._nursery.start(self._run(session, call), name="call")
         call.task.add_done_callback(lambda _: self._over(session, call))
+        return call
 
     def check_length(self, request: ModelRequest) -> None:
         """Refuse a request that is far too long for its model. `RequestError`."""
@@ -211,11 +179,11 @@ class Exchanges:
 
     # ---- the life of a call
 
-    async def _run(self, session: Session, call: Call, first: FirstTry | None) -> None:
+    async def _run(self, session: Session, call: Call) -> None:
         """Take a call from its placement to its commit or its failure."""
         self._metrics.in_flight.inc()
         try:
-            await self._exchange(session, call, first)
+            await self._exchange(session, call)
         except asyncio.CancelledError:
             self._fail(session, call, self._why_cancelled(session), outcome="cancelled")
             raise
@@ -261,14 +229,14 @@ class Exchanges:
             error=f"{type(error).__name__}: {error}",
         )
 
-    async def _exchange(self, session: Session, call: Call, first: FirstTry | None) -> None:
+    async def _exchange(self, session: Session, call: Call) -> None:
         await self._settle(session, call)
         question = call.posed()
-        if first is None:
-            prompted = await self._prompted(session, question)
-            effective = await self._effective(session, call, len(prompted.prompt))
-        else:
-            prompted, effective = first.prompted, first.effective
+        shown = await show(question.served, question.request)
+        with boundary(RenderError, "rendering the prompt"):
+            parent = _parent(session, question.placement)
+            prompted = await question.served.prompts.prompted(question, parent, shown)
+        effective = await self._effective(session, call, len(prompted.prompt))
         head = call.reply_head()
         call.head = ReplyHead(head.reply_id, head.model, head.created, len(prompted.prompt))
         call.turns = lineage.turns_shown(session, question, prompted.parent)
@@ -277,15 +245,8 @@ class Exchanges:
         call.grammar = grammar_of(question.request, plan, served.info, served.renderer)
         call.live = self._live(session, call, prompted, effective)
         call.enter(Stage.SAMPLING)
-        sofar = Sofar(answer=None if first is None else first.answer)
-        sampled = await self._sampled(session, call, prompted, effective, sofar)
+        sampled = await self._sampled(session, call, prompted, effective)
         await self._finish(session, call, prompted, effective, sampled)
-
-    async def _prompted(self, session: Session, question: Question) -> Prompted:
-        shown = await show(question.served, question.request)
-        with boundary(RenderError, "rendering the prompt"):
-            parent = _parent(session, question.placement)
-            return await question.served.prompts.prompted(question, parent, shown)
 
     def _live(
         self, session: Session, call: Call, prompted: Prompted, effective: Sampling
@@ -311,19 +272,14 @@ class Exchanges:
         return LiveReply(reader, prompted.prompt, reasoning=session.plan.shows_reasoning)
 
     async def _sampled(
-        self,
-        session: Session,
-        call: Call,
-        prompted: Prompted,
-        effective: Sampling,
-        sofar: Sofar,
+        self, session: Session, call: Call, prompted: Prompted, effective: Sampling
     ) -> Sample:
         """The sample. `EngineError` or `RequestError` if there is none.
 
         Where a part of the reply has left already, what there is of the sample stands, and
         `call.error` says why it has no end.
         """
-        sampler = call.posed().served.sampler
+        sofar, sampler = Sofar(), call.posed().served.sampler
         asked = engine_request(call, prompted, effective)
 
         def heard(chunk: GenerateChunk) -> None:

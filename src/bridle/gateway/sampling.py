@@ -89,8 +89,6 @@ class Sample:
 class Sofar:
     """What the tries of one call gave so far."""
 
-    answer: GenerateChunk | EngineError | None = None
-    """The engine's answer to the next try, where it was asked already; `None` = ask it."""
     ids: list[Ids] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
@@ -254,9 +252,6 @@ class Sampler:
         self, request: GenerateRequest, sofar: Sofar, least: int
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The engine's chunks; of a resumed call, up to a stop string over the seam."""
-        if sofar.answer is not None:
-            answer, sofar.answer = sofar.answer, None
-            return _given(answer)
         chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
         if not sofar.tokens or not request.sampling.stop:
             return chunks
@@ -289,13 +284,6 @@ class Sampler:
             extra=sofar.extras.told(len(output_ids)),
             extra_before=sofar.extras.before(len(output_ids)),
         )
-
-
-async def _given(answer: GenerateChunk | EngineError) -> AsyncGenerator[GenerateChunk, None]:
-    """An answer that is there, as `Engine.generate` would have told it."""
-    if isinstance(answer, EngineError):
-        raise answer
-    yield answer
 
 
 async def _wait_after(error: EngineError, sofar: Sofar, until: float) -> None:
