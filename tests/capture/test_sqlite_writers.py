@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from tests.capture.made import MadeSession
-from tests.disks import full_disk
 
 from bridle.capture import sqlite
 from bridle.capture.jobs import Job
@@ -27,11 +26,6 @@ def three_turns(session_id="s1"):
     made.call("x1")
     made.end()
     return made
-
-
-async def all_recorded(waiting):
-    for one in waiting:
-        await one
 
 
 async def writers(store, *, size=0, count=1):
@@ -110,60 +104,6 @@ async def test_a_record_that_its_caller_cannot_write_is_its_caller_s_error_alone
         with pytest.raises(StoreError, match="never opened"):
             await store.deliver(MadeSession().deliver("x0"))
         assert await written_here(store)
-
-
-async def test_exchanges_of_one_turn_of_the_loop_are_one_transaction(path):
-    made = three_turns()
-    began = []
-    async with await SqliteStore.open(path) as store:
-        await store.open_session(made.record)
-        assert await written_here(store)
-        store._writer._connection.set_trace_callback(began.append)
-        waiting = [store.commit_soon(exchange, made.bodies) for exchange in made.exchanges]
-        assert not any(one.done() for one in waiting)
-        await all_recorded(waiting)
-        store._writer._connection.set_trace_callback(None)
-        assert began.count("BEGIN IMMEDIATE") == 1
-        assert len(store.exchanges("s1")) == 3
-
-
-async def test_a_group_keeps_its_order_with_records_that_are_written_at_once(path):
-    made = MadeSession()
-    for _ in range(40):
-        made.call()
-    async with await SqliteStore.open(path) as store:
-        await store.open_session(made.record)
-        waiting = []
-        for index, exchange in enumerate(made.exchanges):
-            bodies = made.new_bodies[exchange.exchange_id]
-            if index % 5 == 4:
-                await store.commit(exchange, bodies)
-            else:
-                waiting.append(store.commit_soon(exchange, bodies))
-            if index % 7 == 0:
-                await store._write(lambda _: None, size=WRITTEN_HERE + 1)
-        await all_recorded(waiting)
-        assert [exchange.index for exchange in store.exchanges("s1")] == list(range(40))
-
-
-async def test_with_fsync_the_thread_writes_a_group(path):
-    made = three_turns()
-    async with await SqliteStore.open(path, fsync="group") as store:
-        await store.open_session(made.record)
-        await all_recorded([store.commit_soon(one, made.bodies) for one in made.exchanges])
-        assert len(store.exchanges("s1")) == 3
-
-
-async def test_a_group_on_a_full_disk_is_told_and_can_be_given_again(path):
-    made = three_turns()
-    async with await SqliteStore.open(path) as store:
-        await store.open_session(made.record)
-        with full_disk():
-            waiting = [store.commit_soon(one, made.bodies) for one in made.exchanges]
-            await asyncio.wait(waiting)
-        assert all(isinstance(one.exception(), StoreError) for one in waiting)
-        await all_recorded([store.commit_soon(one, made.bodies) for one in made.exchanges])
-        assert len(store.exchanges("s1")) == 3
 
 
 async def test_a_delivery_goes_with_the_next_exchange_and_is_read_at_once(path):

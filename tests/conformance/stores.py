@@ -189,19 +189,6 @@ class StoreConformance:
                 await asyncio.sleep(0)
                 assert len(store.exchanges("s1")) == 20
 
-    async def test_exchanges_of_a_group_are_read_at_once(
-        self,
-    ):
-        made = MadeSession()
-        for _ in range(5):
-            made.call()
-        async with self.open_store() as store:
-            await store.open_session(made.record)
-            waiting = [store.commit_soon(exchange, made.bodies) for exchange in made.exchanges]
-            assert_same(store.exchanges("s1"), made.exchanges)
-            for one in waiting:
-                await one
-
     async def test_a_delivery_given_without_a_coroutine_is_read_at_once_or_has_its_error(self):
         made = MadeSession()
         made.call()
@@ -216,23 +203,6 @@ class StoreConformance:
                 )
         with pytest.raises(StoreError, match="the store is closed"):
             await store.deliver_soon(made.deliveries["x0"])
-
-    async def test_a_bad_exchange_of_a_group_has_its_error_alone(self):
-        made = MadeSession()
-        made.call()
-        made.call("x0")
-        async with self.open_store() as store:
-            await store.open_session(made.record)
-            first, again, second = (
-                store.commit_soon(made.exchanges[number], made.bodies) for number in (0, 0, 1)
-            )
-            await asyncio.wait([first, again, second])
-            assert first.exception() is None
-            assert "'x0' is recorded already" in str(again.exception())
-            assert second.exception() is None
-            assert_same(store.exchanges("s1"), made.exchanges)
-        closed = store.commit_soon(made.exchanges[1], made.bodies)
-        assert "the store is closed" in str(closed.exception())
 
     async def test_it_can_be_read_from_another_thread(self):
         made = MadeSession()

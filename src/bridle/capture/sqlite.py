@@ -8,7 +8,6 @@ transaction durable against power loss too, one fsync for all that waited.
 Without fsync, a small record is written by its caller at once, or when the thread has done what it
 has. In a gateway on two shared cores, between other processes, that takes 0.09 ms where two hand-
 offs between threads make it 0.30 ms (benchmarks/gateway.py); of the 0.09 ms half compresses texts.
-Exchanges given by `commit_soon` are one transaction per turn of the loop, which saves a third.
 A write that the disk held up sends all that follow to the thread for a while, so a slow disk stalls
 one call, not all sessions.
 
@@ -119,25 +118,8 @@ class SqliteStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
-        size = _size(exchange, bodies)
+        size = len(exchange.reply) + sum(map(len, bodies.values()))
         await self._write(lambda writer: writer.commit(exchange, bodies), size=size)
-
-    def commit_soon(
-        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
-    ) -> asyncio.Future[None]:
-        """Record an exchange in one transaction with all that this turn of the loop gives.
-
-        The future is done when it is recorded, or has the `StoreError`; to cancel it changes
-        nothing.
-        """
-        job = self._job(lambda writer: writer.commit(exchange, bodies))
-        if job.done.done():
-            return job.done
-        if _size(exchange, bodies) > WRITTEN_HERE:
-            self._writer.give(job)
-        else:
-            self._writer.give_later(job, 0)
-        return job.done
 
     async def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply; readers in this process see it at once."""
@@ -253,11 +235,6 @@ class SqliteStore:
         self._check_open()
         self._writer.wait_until_written()
         return self._reader
-
-
-def _size(exchange: Exchange, bodies: Mapping[bytes, bytes]) -> int:
-    """About how many bytes an exchange takes."""
-    return len(exchange.reply) + sum(map(len, bodies.values()))
 
 
 @dataclass(slots=True)

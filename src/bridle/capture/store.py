@@ -37,13 +37,6 @@ class Store(Protocol):
         `bodies` maps 16-byte content digests to raw bytes; one that is known already is ignored.
         """
 
-    def commit_soon(
-        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
-    ) -> asyncio.Future[None]:
-        """Record as `commit` does, in one group with others that are given in the same turn of the
-        loop; the future is done, or has the `StoreError`, when `commit` would return or raise.
-        """
-
     async def deliver(self, delivery: Delivery) -> None:
         """Record what became of a reply; readers in this process see it at once."""
 
@@ -123,15 +116,6 @@ class MemoryStore:
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         """Record an exchange with the `bodies` that are new to its session."""
-        await self.commit_soon(exchange, bodies)
-
-    def commit_soon(
-        self, exchange: Exchange, bodies: Mapping[bytes, bytes]
-    ) -> asyncio.Future[None]:
-        """Record an exchange now; the future has the error, if there is one."""
-        return _tried(partial(self._record, exchange, bodies))
-
-    def _record(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
         session = self._session(exchange.session_id)
         if exchange.exchange_id in session.exchanges:
             message = f"memory: exchange {exchange.exchange_id!r} is recorded already"
