@@ -181,7 +181,7 @@ def head_of(caller, length):
 
 
 async def test_a_body_that_trickles_is_a_408_and_others_are_served_meanwhile():
-    async with house({"content": "a"}, body_timeout_s=0.15) as home:
+    async with house({"content": "a"}, body_timeout_s=3) as home:
         caller = await home.session()
         reader, writer = await connected(home)
         writer.write(head_of(caller, 1000))
@@ -201,7 +201,7 @@ async def test_a_body_that_trickles_is_a_408_and_others_are_served_meanwhile():
 
 
 async def test_a_head_that_never_ends_costs_one_connection_only():
-    async with house({"content": "a"}, head_timeout_s=0.1) as home:
+    async with house({"content": "a"}, head_timeout_s=3) as home:
         caller = await home.session()
         slow = [await connected(home) for _ in range(20)]
         for _, writer in slow:

@@ -59,7 +59,7 @@ async def test_what_a_dead_node_left_is_removed_with_its_processes(tmp_path, dea
     disown(scratch, dead)
     left, other = sleeper(LEFT), sleeper(OTHER)
     assert await reap(tmp_path) == 1
-    assert left.wait(timeout=5) != 0
+    assert left.wait(timeout=30) != 0
     assert other.poll() is None
     other.kill()
     other.wait()

@@ -99,7 +99,7 @@ async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
 async def test_what_outlives_its_leader_has_the_rest_of_the_grace(tmp_path):
     late = "trap 'sleep 0.2; echo done > late; exit' TERM; touch up; while :; do sleep 0.02; done"
     leader = f"({late}) & until [ -e up ]; do sleep 0.02; done; sleep 60"
-    result = await run_process(command(leader, tmp_path, timeout_s=2))
+    result = await run_process(command(leader, tmp_path, timeout_s=4))
     assert result.timed_out
     assert (tmp_path / "late").read_text() == "done\n"
 
