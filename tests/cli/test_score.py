@@ -76,10 +76,11 @@ def test_a_scorer_that_fails_changes_no_reward(say, run, name, error):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ((), "give either --function or --reward"),
+        (("--function", "json:dumps", "--reward", "1"), "give one of --function, --evaluator"),
+        (("--evaluator", "comand"), "unknown evaluator 'comand'"),
         (("--reward", "nan"), "not a finite number"),
         (("--function", "nowhere.py:f"), "there is no file nowhere.py"),
-        (("--function", "json:nothing"), "has no attribute 'nothing'"),
+        (("--function", "json:nothing"), "has no function 'nothing'"),
         (("--function", "my_scores.py:two"), "must take one argument"),
         (("nobody", "--reward", "1"), "no session nobody"),
     ],
@@ -100,3 +101,32 @@ def test_a_run_that_still_goes_on_is_not_scored(say, run):
         said = say("score", run, "--reward", "1")
     assert said.code == 2
     assert "is in use by process" in " ".join(said.err.split())
+
+
+def test_the_task_s_own_evaluator_scores_stored_sessions_again(say, run):
+    (run / "said.py").write_text("def score(attempt):\n    return 0.25 * len(attempt.traces)\n")
+    change = {"evaluator": {"strategy": "function", "config": {"function": "said.py:score"}}}
+    path = run / "run.json"
+    facts = json.loads(path.read_text())
+    for task in facts["config"]["tasks"]:
+        task.update(change, task_dir=str(run))
+    path.write_text(json.dumps(facts))
+    said = say("score", run, "--json")
+    assert said.code == 0, said.err
+    assert rewards(run) == [0.25] * 3
+
+
+def test_an_evaluator_that_needs_the_work_folder_changes_no_reward(say, run):
+    before = rewards(run)
+    spec = run.parent / "again.toml"
+    spec.write_text('[evaluator]\nstrategy = "command"\nconfig = { command = "true" }\n')
+    said = say("score", run, "--evaluator", spec, "--json")
+    assert said.code == 1
+    assert all("the work folder is not kept" in each["error"] for each in said.json["sessions"])
+    assert rewards(run) == before
+
+
+def test_another_evaluator_is_given_by_name(say, run):
+    said = say("score", run, "--evaluator", "session_completed")
+    assert said.code == 0, said.err
+    assert rewards(run) == [1.0] * 3

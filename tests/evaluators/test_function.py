@@ -4,11 +4,13 @@ from dataclasses import replace
 import pytest
 from tests.evaluators.made import evaluation
 
+from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Unscorable
 from bridle.evaluators.function import FunctionEvaluator
 
 SCORING = "tests.evaluators.scoring:"
+AGENT = AgentSpec(harness="command", command="true")
 
 
 def evaluator(name, **config):
@@ -70,7 +72,7 @@ def of_file(session):
     [
         ("broken", {}, r"broken failed \(ValueError\): .*ValueError: do it"),
         ("ends", {}, "ends failed"),
-        ("gone", {}, "has no attribute 'gone'"),
+        ("gone", {}, "has no function 'gone'"),
         ("slow", {"timeout_s": 0.3}, r"slow did not end within 0\.3 s"),
     ],
 )
@@ -96,6 +98,45 @@ async def test_what_cannot_leave_the_runtime_is_named(tmp_path):
         await context.places.agents.exec("ln -s /etc/hostname answer.txt")
         with pytest.raises(Unscorable, match=r"answer\.txt cannot be copied out"):
             await evaluator("of_file", files=["answer.txt"]).evaluate(context)
+
+
+WRONG = """
+import os
+
+def two(attempt, more):
+    return 1
+
+def well(attempt, scale=1.0):
+    return float(os.environ.get("SCALE", scale))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("mine.py:two", r"mine\.py: two\(attempt, more\) must take one argument, the attempt"),
+        ("mine.py:wel", r"mine\.py has no function 'wel'; did you mean 'well'\?"),
+        ("gone.py:score", r"there is no file .*gone\.py"),
+        ("broken.py:score", r"broken\.py cannot be imported: SyntaxError"),
+        ("no_such_module:score", "no_such_module cannot be imported: ModuleNotFoundError"),
+        (SCORING + "gone", "scoring.py has no function 'gone'"),
+    ],
+)
+def test_a_wrong_scorer_is_named_with_its_file_before_anything_is_sampled(tmp_path, function, why):
+    (tmp_path / "mine.py").write_text(WRONG)
+    (tmp_path / "broken.py").write_text("def score(attempt)")
+    task = Task(task_id="t", instruction="do", agent=AGENT, task_dir=str(tmp_path))
+    made = FunctionEvaluator.from_config({"function": function})
+    with pytest.raises(ConfigError, match=f"(?s)evaluator.config.function: .*{why}"):
+        made.check(task)
+
+
+async def test_a_function_of_a_file_beside_the_task_scores(tmp_path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    async with evaluation(tmp_path, env={"SCALE": "0.25"}) as context:
+        made = FunctionEvaluator.from_config({"function": "mine.py:well"})
+        made.check(context.task.model_copy(update={"task_dir": str(tmp_path)}))
+        assert (await made.evaluate(context)).reward == 0.25
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import inspect
-import sys
 import time
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Awaitable, Callable, Iterator
 from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,10 +19,11 @@ from bridle.errors import ConfigError, EvaluatorError
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
     from bridle.capture.sqlite import SqliteStore
+    from bridle.config import EvaluatorSpec, Task
     from bridle.evaluators.base import Evaluation
     from bridle.types import JSON
 
-Scorer = Callable[["SessionCapture"], "Evaluation"]
+Scorer = Callable[["SessionCapture"], Awaitable["Evaluation"]]
 
 
 def score(
@@ -34,23 +34,26 @@ def score(
     function: Annotated[
         str | None, typer.Option(help="Scorer: package.module:name or path/to/file.py:name.")
     ] = None,
+    evaluator: Annotated[
+        str | None, typer.Option(help="Evaluator's name, or a TOML file with [evaluator].")
+    ] = None,
     reward: Annotated[float | None, typer.Option(help="The same reward for each session.")] = None,
     why: Annotated[str, typer.Option(help="Recorded with each reward.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score ended sessions again; the last reward of a session counts, earlier ones are kept.
 
-    The scorer runs in this process. Sessions that did not run to their end are left out. Ends with
-    code 1 if the scorer failed for some; these keep what they had.
+    Without --function, --evaluator and --reward each task's own evaluator scores. Sessions that did
+    not run to their end are left out. Ends with code 1 if scoring failed for some, such as by an
+    evaluator that needs the work folder; these keep what they had.
     """
     from bridle.cli.captured import capture_files
 
-    if (function is None) == (reward is None):
-        raise ConfigError("give either --function or --reward")
-    scorer = _constant(reward) if function is None else _scorer(function, target)
+    scorer = _scorer(target, function, evaluator, reward)
+    why = why or function or evaluator or ("" if reward is not None else "the task's evaluator")
     rows: list[JSON] = []
     for path in capture_files(target):
-        rows += asyncio.run(_score(path, scorer, set(sessions or ()), why or (function or "")))
+        rows += asyncio.run(_score(path, scorer, set(sessions or ()), why))
     if missing := set(sessions or ()) - {row["session_id"] for row in rows}:
         raise ConfigError(f"{target}: no session {', '.join(sorted(missing))} that can be scored")
     if json:
@@ -105,7 +108,7 @@ async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why:
         "error": None,
     }
     try:
-        found = await asyncio.to_thread(scorer, capture)
+        found = await scorer(capture)
     except EvaluatorError as error:
         return row | {"error": str(error)}
     given = Score(
@@ -121,59 +124,139 @@ async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why:
     return row | {"reward": given.reward}
 
 
-def _constant(reward: float | None) -> Scorer:
+def _scorer(
+    target: Path, function: str | None, evaluator: str | None, reward: float | None
+) -> Scorer:
+    """Load and check what was asked for. `ConfigError` says what is wrong."""
+    if sum(one is not None for one in (function, evaluator, reward)) > 1:
+        raise ConfigError("give one of --function, --evaluator and --reward")
+    base = target if target.is_dir() else target.parent
+    if reward is not None:
+        return _constant(reward)
+    tasks = _tasks(base)
+    return (
+        _evaluator(evaluator, base, tasks) if function is None else _function(function, base, tasks)
+    )
+
+
+def _constant(reward: float) -> Scorer:
     from bridle.evaluators.base import Evaluation
     from bridle.evaluators.function import is_number
 
     if not is_number(reward):
         raise ConfigError(f"--reward: {reward!r} is not a finite number")
-    return lambda _: Evaluation(reward)
 
-
-def _scorer(function: str, target: Path) -> Scorer:
-    """Load a scorer and check that it takes one argument. `ConfigError` says what is wrong."""
-    from bridle.api import attempt_of, call_scorer
-    from bridle.lifecycle.results import trajectory_of
-    from bridle.plugins import load
-
-    name, _, attribute = function.rpartition(":")
-    if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(f"--function: there is no file {path}")
-        sys.path.insert(0, str(path.parent.absolute()))
-        function = f"{path.stem}:{attribute}"
-    called = load(function, {}, what="scorer")
-    try:
-        inspect.signature(called).bind(None)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--function {function}: it must take one argument: {error}") from None
-    base = target if target.is_dir() else target.parent
-    instructions = _instructions(base)
-
-    def scorer(capture: SessionCapture) -> Evaluation:
-        assert capture.outcome is not None
-        record, folder = capture.session, base / "sessions" / capture.session.session_id
-        logs = {name: folder / f"{name}.log" for name in ("stdout", "stderr")}
-        texts = {n: log.read_text("utf-8", "replace") for n, log in logs.items() if log.exists()}
-        attempt = attempt_of(
-            trajectory_of(capture),
-            task_id=record.task_id or "",
-            instruction=instructions.get(record.task_id or "", ""),
-            metadata=record.metadata.get("task_metadata", {}),
-            exit_code=capture.outcome.metadata.get("exit_code"),
-            **texts,
-            folder=str(folder) if folder.is_dir() else None,
-        )
-        return asyncio.run(call_scorer(called, attempt))
+    async def scorer(_: SessionCapture) -> Evaluation:
+        return Evaluation(reward)
 
     return scorer
 
 
-def _instructions(base: Path) -> dict[str, str]:
-    """Task id -> instruction, as far as the run folder holds its tasks."""
+def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
+    """A function, called in this process."""
+    from bridle.api import attempt_of, call_scorer
+    from bridle.evaluators.function_runner import ScorerError, load_scorer
+    from bridle.lifecycle.results import trajectory_of
+
+    try:
+        called = load_scorer(function)
+    except ScorerError as error:
+        raise ConfigError(f"--function: {error}") from error
+
+    async def scorer(capture: SessionCapture) -> Evaluation:
+        assert capture.outcome is not None
+        record, folder = capture.session, base / "sessions" / capture.session.session_id
+        task = tasks.get(record.task_id or "")
+        attempt = attempt_of(
+            trajectory_of(capture),
+            task_id=record.task_id or "",
+            instruction=task.instruction if task else "",
+            metadata=record.metadata.get("task_metadata", {}),
+            exit_code=capture.outcome.metadata.get("exit_code"),
+            **{name: text.decode("utf-8", "replace") for name, text in _output(folder).items()},
+            folder=str(folder) if folder.is_dir() else None,
+        )
+        return await call_scorer(called, attempt)
+
+    return scorer
+
+
+def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
+    """An evaluator on what is stored; `given` `None` = each task's own."""
+    from bridle.evaluators import open_evaluator
+    from bridle.evaluators.base import (
+        Evaluation,
+        EvaluationContext,
+        NoPlaces,
+        Unscorable,
+        check_evaluator,
+    )
+    from bridle.evaluators.control import controlled
+    from bridle.lifecycle.results import trajectory_of
+    from bridle.runtimes.base import ExecResult
+
+    if given is not None:
+        spec = _spec(given)
+        tasks = {name: task.model_copy(update={"evaluator": spec}) for name, task in tasks.items()}
+    opened = {name: open_evaluator(task.evaluator) for name, task in tasks.items()}
+    for name, one in opened.items():
+        check_evaluator(one, tasks[name])
+
+    async def scorer(capture: SessionCapture) -> Evaluation:
+        assert capture.outcome is not None
+        name, session_id = capture.session.task_id or "", capture.session.session_id
+        if name not in tasks:
+            raise EvaluatorError(f"{base} holds no task {name!r}: give --function")
+        task, folder = tasks[name], base / "sessions" / session_id
+        exit_code = capture.outcome.metadata.get("exit_code")
+        context = EvaluationContext(
+            task=task,
+            session_id=session_id,
+            places=NoPlaces(),
+            harness=ExecResult(
+                exit_code, None, False, truncated=False, duration_s=0, **_output(folder)
+            ),
+            trajectory=trajectory_of(capture),
+            logs=folder,
+            task_dir=Path(task.task_dir or ""),
+            budget_s=task.budgets.evaluate_s,
+        )
+        try:
+            return await controlled(opened[name], context)
+        except Unscorable as error:
+            return Evaluation(0.0, metadata={"unscorable": str(error)})
+
+    return scorer
+
+
+def _spec(given: str) -> EvaluatorSpec:
+    """The evaluator of a TOML file, or of that name. `ConfigError` says what is wrong."""
+    from pydantic import ValidationError
+
+    from bridle.config import EvaluatorSpec, explain
+
+    if not given.endswith(".toml"):
+        return EvaluatorSpec(strategy=given)
+    try:
+        whole = tomllib.loads(Path(given).read_text())
+        return EvaluatorSpec.model_validate(whole.get("evaluator", whole))
+    except ValidationError as error:
+        raise explain(error, f"{given}: evaluator") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--evaluator {given}: {error}") from error
+
+
+def _output(folder: Path) -> dict[str, Any]:
+    """The ends of a session's stdout and stderr, as far as they are kept."""
+    logs = {name: folder / f"{name}.log" for name in ("stdout", "stderr")}
+    return {name: log.read_bytes() if log.exists() else b"" for name, log in logs.items()}
+
+
+def _tasks(base: Path) -> dict[str, Task]:
+    """Task id -> task, as far as the run folder holds its tasks."""
+    from bridle.config import Task
     from bridle.lifecycle.run_folder import RUN
 
     path = base / RUN
-    tasks = loads(path.read_bytes())["config"].get("tasks", []) if path.exists() else []
-    return {task["task_id"]: task["instruction"] for task in tasks}
+    found = loads(path.read_bytes())["config"].get("tasks", []) if path.exists() else []
+    return {task["task_id"]: Task.model_validate(task) for task in found}

@@ -7,7 +7,7 @@ An evaluator's own failure is an exception (classified as `EvaluatorError`), nev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias, TypeVar
@@ -99,6 +99,32 @@ class Places(Protocol):
         """The places of a session whose agent left its work folder as `prepare` made it."""
 
 
+class NoPlaces:
+    """The places of a stored session: none, as its work folder is not kept. Implements `Places`."""
+
+    async def left(self) -> Path:
+        raise self._refusal()
+
+    def fresh(self) -> AbstractAsyncContextManager[Runtime]:
+        raise self._refusal()
+
+    whole = fresh
+
+    def with_work(
+        self,
+        ours: Sequence[str] = (),  # noqa: ARG002 - the contract's
+        only: Sequence[str] | None = None,  # noqa: ARG002 - the contract's
+    ) -> AbstractAsyncContextManager[Runtime]:
+        raise self._refusal()
+
+    def untouched(self) -> AbstractAsyncContextManager[Places]:
+        return nullcontext(self)
+
+    @staticmethod
+    def _refusal() -> EvaluatorError:
+        return EvaluatorError("the work folder is not kept, which this evaluator needs")
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationContext:
     """What an evaluator may look at."""
@@ -133,12 +159,20 @@ class Evaluation:
 class Evaluator(Protocol):
     """Scores sessions. Built from `EvaluatorSpec.config` by `EvaluatorClass.from_config`.
 
+    One with a method `check(task)` is asked before anything is sampled; it raises `ConfigError`.
     One whose failures are never the agent's doing has an attribute `control = "none"`; one that
     calls `controlled` for its parts has `control = "parts"`.
     """
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Score one session; commands run in one of `context.places`."""
+
+
+def check_evaluator(evaluator: Evaluator, task: Task) -> None:
+    """Ask an evaluator that has a `check`. Raises `ConfigError`."""
+    check = getattr(evaluator, "check", None)
+    if check is not None:
+        check(task)
 
 
 class EvaluatorClass(Protocol):

@@ -19,9 +19,15 @@ from typing import Self
 
 from pydantic import Field, field_validator
 
-from bridle.config import EvaluatorSpec, Settings
+from bridle.config import EvaluatorSpec, Settings, Task
 from bridle.errors import ConfigError, EvaluatorError
-from bridle.evaluators.base import Evaluation, EvaluationContext, Evaluator, parse_config
+from bridle.evaluators.base import (
+    Evaluation,
+    EvaluationContext,
+    Evaluator,
+    check_evaluator,
+    parse_config,
+)
 from bridle.evaluators.control import controlled
 from bridle.types import JSON
 
@@ -90,6 +96,14 @@ class CompositeEvaluator:
             except ConfigError as error:
                 raise ConfigError(f"part {name!r} of 'composite': {error}") from error
         return cls(settings, opened)
+
+    def check(self, task: Task) -> None:
+        """Check every part that can be. Raises `ConfigError` naming the part."""
+        for one in self._parts:
+            try:
+                check_evaluator(one.evaluator, task)
+            except ConfigError as error:
+                raise ConfigError(f"part {one.name!r} of 'composite': {error}") from error
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Every part in order, up to a closed gate. Raises `EvaluatorError` naming the part."""

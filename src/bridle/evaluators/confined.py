@@ -87,6 +87,8 @@ def _source(module: str) -> tuple[Path, Path]:
 
     Nothing is imported. Folders without `__init__.py` are passed through, and never the answer.
     """
+    if module.endswith(".py"):
+        return Path(module).absolute(), Path(module).absolute().parent
     first, *names = module.split(".")
     try:
         spec = importlib.util.find_spec(first)

@@ -1,8 +1,9 @@
 """The `function` evaluator: a Python function says what the session was worth.
 
-`config.function` is `package.module:name`, found where the operator's Python finds modules; code of
-a task's own folder is never imported. It runs in a process of its own that is ended at its timeout:
-outside every sandbox, or, with `config.sandbox`, in one of its own. It gets one object:
+`config.function` is `package.module:name`, found where the operator's Python finds modules, or
+`file.py:name` beside the task file (a server takes no file of a submitted task). It runs in a
+process of its own that is ended at its timeout: outside every sandbox, or, with `config.sandbox`,
+in one of its own. Before a run it is imported and its signature checked. It gets one object:
 
     {"session_id", "task_id", "instruction", "metadata",      the task
      "exit_code", "stdout", "stderr",                         how the harness ended
@@ -18,16 +19,18 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Self, TypeGuard
 
 import orjson
 from pydantic import Field, field_validator
 
-from bridle.config import Settings
-from bridle.errors import EvaluatorError, RuntimeFailure
+from bridle.config import Settings, Task
+from bridle.errors import ConfigError, EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     CheckerFailure,
     Evaluation,
@@ -44,14 +47,17 @@ from bridle.types import JSON
 if TYPE_CHECKING:
     from bridle.runtimes.base import ExecResult
 
+CHECK_S = 120
+"""Time for importing a scoring function before a run."""
+
 RUNNER = Path(__file__).with_name("function_runner.py")
 
 
 class FunctionSettings(Settings):
     """Config of evaluator `function`."""
 
-    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`package.module:name`."""
+    function: str = Field(pattern=r"^([A-Za-z_][\w.]*|[^:\x00]+\.py):[A-Za-z_]\w*$")
+    """`package.module:name`, or `file.py:name` relative to the task file."""
     files: tuple[str, ...] = ()
     """What of the work folder is copied out for it; what is not there is left."""
     timeout_s: float = Field(default=60, gt=0)
@@ -82,6 +88,20 @@ class FunctionEvaluator:
         """Config as `FunctionSettings`; raises `ConfigError`."""
         return cls(parse_config(config, FunctionSettings, "function"))
 
+    def check(self, task: Task) -> None:
+        """Import the function in a process of its own and check that it takes one argument.
+
+        One that runs in a sandbox is not imported. Raises `ConfigError`.
+        """
+        if not self._settings.sandbox:
+            env = {**_environment(), **task.evaluator.env}
+            _check_import(self._located(Path(task.task_dir or "")), tuple(env.items()))
+
+    def _located(self, folder: Path) -> str:
+        """The function's path with its file, if it names one, below `folder`."""
+        function = self._settings.function
+        return str((folder / function).absolute()) if ".py:" in function else function
+
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Call the function; what it prints goes to `evaluator.log`. Raises `EvaluatorError`."""
         settings = self._settings
@@ -103,7 +123,7 @@ class FunctionEvaluator:
         """Call the function on this machine."""
         return await run_process(
             Command(
-                argv=[sys.executable, *self._arguments()],
+                argv=[sys.executable, *self._arguments(context)],
                 cwd=str(folder),
                 env={**_environment(), **context.task.evaluator.env},
                 stdin=await asyncio.to_thread(self._input, context, str(folder)),
@@ -116,11 +136,12 @@ class FunctionEvaluator:
         """Call the function in a sandbox of its own."""
         function = self._settings.function
         try:
-            async with confined(function.partition(":")[0], RUNNER) as place:
+            module = self._located(context.task_dir).rpartition(":")[0]
+            async with confined(module, RUNNER) as place:
                 inside = place.runtime.workdir
                 await place.runtime.upload(folder, inside)
                 return await place.python(
-                    self._arguments(),
+                    self._arguments(context),
                     env=context.task.evaluator.env,
                     stdin=await asyncio.to_thread(self._input, context, inside),
                     timeout_s=self._settings.timeout_s,
@@ -129,11 +150,26 @@ class FunctionEvaluator:
         except RuntimeFailure as error:
             raise EvaluatorError(f"function {function}: its sandbox: {error}") from error
 
-    def _arguments(self) -> list[str]:
-        return ["-P", str(RUNNER), self._settings.function]
+    def _arguments(self, context: EvaluationContext) -> list[str]:
+        return ["-P", str(RUNNER), self._located(context.task_dir)]
 
     def _input(self, context: EvaluationContext, folder: str) -> bytes:
         return orjson.dumps(_session(context, folder if self._settings.files else None))
+
+
+@lru_cache
+def _check_import(function: str, env: tuple[tuple[str, str], ...]) -> None:
+    """Raise `ConfigError` unless the function can be called; asked once per function."""
+    argv = [sys.executable, "-P", str(RUNNER), function, "--check"]
+    try:
+        done = subprocess.run(
+            argv, env=dict(env), capture_output=True, text=True, check=False, timeout=CHECK_S
+        )
+        fault = done.stderr.strip()[-TAIL_CHARS:] if done.returncode else None
+    except subprocess.TimeoutExpired:
+        fault = f"{function} cannot be imported within {CHECK_S} s"
+    if fault is not None:
+        raise ConfigError(f"evaluator.config.function: {fault}")
 
 
 def evaluation_of(text: bytes, who: str) -> Evaluation:

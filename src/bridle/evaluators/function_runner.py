@@ -1,17 +1,26 @@
 """Calls a scoring function: `python function_runner.py module:name`, the session as JSON on stdin.
 
-The last line on stdout is what it returned, as JSON; what it prints goes to stderr. The function
-may be async. Runs on the operator's machine, in a process of its own; it knows nothing of Bridle.
+The last line on stdout is the returned value as JSON; what the function prints goes to stderr. The
+function may be async. With `--check` it is imported and its signature checked, and nothing is
+called. Runs on the operator's machine, in a process of its own; it knows nothing of Bridle.
 """
 
 import asyncio
+import difflib
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+
+class ScorerError(Exception):
+    """A scoring function that cannot be called; the text names its file, its name and the fault."""
 
 
 class Attempt(dict[str, Any]):
@@ -25,16 +34,62 @@ class Attempt(dict[str, Any]):
             raise AttributeError(message) from None
 
 
+def load_scorer(path: str) -> Callable[[Attempt], Any]:
+    """Import the function that `module:name` or `file.py:name` names. Raises `ScorerError`."""
+    module, _, name = path.rpartition(":")
+    if module.endswith(".py") and not Path(module).is_file():
+        message = f"there is no file {module}"
+        raise ScorerError(message)
+    try:
+        found = (
+            _of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+        )
+    except (Exception, SystemExit) as error:
+        message = f"{module} cannot be imported: {type(error).__name__}: {error}"
+        raise ScorerError(message) from error
+    where = found.__file__ or module
+    function = getattr(found, name, None)
+    if not callable(function):
+        close = difflib.get_close_matches(name, [one for one in vars(found) if one[0] != "_"], 1)
+        message = f"{where} has no function {name!r}"
+        raise ScorerError(message + (f"; did you mean {close[0]!r}?" if close else ""))
+    try:
+        signature = inspect.signature(function)
+        signature.bind(None)
+    except ValueError:  # a builtin without a signature
+        pass
+    except TypeError as error:
+        message = f"{where}: {name}{signature} must take one argument, the attempt: {error}"
+        raise ScorerError(message) from None
+    return function  # type: ignore[no-any-return]  # it is callable
+
+
+def _of_file(file: Path) -> ModuleType:
+    sys.path.insert(0, str(file.parent.absolute()))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 async def _waited(result: Awaitable[object]) -> object:
     return await result
 
 
 def main() -> None:
     """Call the function that the command line names and write what it returns."""
-    module, _, name = sys.argv[1].partition(":")
+    path, *check = sys.argv[1:]
     with redirect_stdout(sys.stderr):
-        session = Attempt(json.load(sys.stdin))
-        result: object = getattr(importlib.import_module(module), name)(session)
+        try:
+            function = load_scorer(path)
+        except ScorerError as error:
+            sys.exit(str(error))
+        result: object = None
+        if not check:
+            result = function(Attempt(json.load(sys.stdin)))
         if inspect.isawaitable(result):
             result = asyncio.run(_waited(result))
     json.dump(result, sys.stdout)

@@ -29,6 +29,7 @@ from bridle.config import AgentSpec, Limits, SamplingPolicy, Settings, Task
 from bridle.engines.base import EngineInfo
 from bridle.errors import ConfigError, HarnessError, RuntimeFailure
 from bridle.evaluators import open_evaluator
+from bridle.evaluators.base import check_evaluator
 from bridle.gateway.registry import SessionFacts, SessionHandle
 from bridle.harnesses import open_harness
 from bridle.harnesses.base import Harness
@@ -135,7 +136,9 @@ def _located(task: Task) -> AgentSpec:
 def check(tasks: Sequence[Task]) -> None:
     """Raise the `ConfigError` that running one of `tasks` would raise; nothing is started."""
     for task in tasks:
-        plan(task)
+        planned = plan(task)
+        with naming(task):
+            check_evaluator(planned.evaluator, planned.task)
 
 
 def plan(task: Task) -> Plan:
