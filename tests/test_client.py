@@ -234,6 +234,8 @@ async def test_the_client_without_await_does_the_same(tmp_path):
                 assert client.ack(cursor=9) == 1  # the one that was in hand
                 assert client.cancel("a") == []
                 assert client.cancel_session("a.0")["status"] == "COMPLETED"
+                assert client.give_reward("a.0", 0.5, why="later")["reward"] == 0.5
+                assert client.trajectory("a.0").reward == 0.5
                 assert client.dead_callbacks() == []
                 assert client.replay() == 0
                 assert client.task("a")["usable_sessions"] == 2

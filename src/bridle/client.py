@@ -199,6 +199,11 @@ class AsyncClient:
         """End one session; where it stands."""
         return await self._json("DELETE", f"/v1/sessions/{session_id}")
 
+    async def give_reward(self, session_id: str, reward: float, **more: object) -> JSON:
+        """Give an ended session another reward; `more` is `trace_rewards`, `by` and `why`."""
+        body = {"reward": reward, **more}
+        return await self._json("POST", f"/v1/sessions/{session_id}/reward", body)
+
     # ---- results
 
     async def groups(
@@ -477,6 +482,10 @@ class Client:
     def cancel_session(self, session_id: str) -> JSON:
         """As `AsyncClient.cancel_session`."""
         return self._wait(self._client.cancel_session(session_id))
+
+    def give_reward(self, session_id: str, reward: float, **more: object) -> JSON:
+        """As `AsyncClient.give_reward`."""
+        return self._wait(self._client.give_reward(session_id, reward, **more))
 
     def groups(
         self,

@@ -128,6 +128,61 @@ async def test_what_has_no_trajectory_says_so(tmp_path):
         await ended(http.service, "a")
 
 
+async def reward(http, session_id, value, **more):
+    return await http.post(f"/v1/sessions/{session_id}/reward", json={"reward": value, **more})
+
+
+async def test_a_reward_given_later_is_what_the_untaken_group_trains_on(tmp_path):
+    async with an_app(tmp_path) as http:
+        await submit(http, body("a"))
+        await ended(http.service, "a")
+        assert (await reward(http, "a.0", 0.5, why="by hand", by="ann")).status_code == 200
+        told = (await reward(http, "a.0", 0.25, trace_rewards=[0.75])).json()
+        assert (told["reward"], told["taken_at"]) == (0.25, None)
+        assert [(one["reward"], one["by"], one["why"]) for one in told["scores"]] == [
+            (0.5, "ann", "by hand"),
+            (0.25, "admin", ""),
+        ]
+        (group,) = (await http.get("/v1/groups?include=trajectories")).json()["groups"]
+        (result,) = group["results"]
+        assert (result["reward"], result["trajectory"]["reward"]) == (0.25, 0.25)
+        assert [trace["reward"] for trace in result["trajectory"]["traces"]] == [0.75]
+        await http.post("/v1/groups/ack", json={"task_ids": ["a"]})
+        assert (await reward(http, "a.0", 1)).json()["taken_at"] is not None
+
+
+async def test_a_reward_completes_a_session_whose_evaluator_failed_and_its_task(tmp_path):
+    broken = {**failure("evaluator", "no such scorer"), "traces": 1}
+    async with an_app(tmp_path, FakeWorkers(answers={"a.0": broken})) as http:
+        await submit(http, body("a", max_attempts=1))
+        await ended(http.service, "a")
+        assert (await http.get("/v1/tasks/a")).json()["state"] == "failed"
+        told = (await reward(http, "a.0", 1.0)).json()
+        assert (told["status"], told["cause"], told["usable"]) == ("COMPLETED", None, True)
+        task = (await http.get("/v1/tasks/a")).json()
+        assert (task["state"], task["usable_sessions"]) == ("completed", 1)
+        trajectory = (await http.get("/v1/sessions/a.0/trajectory")).json()
+        assert (trajectory["status"], trajectory["error"]) == ("COMPLETED", None)
+        assert (await reward(http, "a.0", 2.0)).json()["usable"] is True
+        assert (await http.get("/v1/tasks/a")).json()["usable_sessions"] == 1
+
+
+async def test_a_reward_is_refused_for_what_runs_or_has_nothing_to_score(tmp_path):
+    workers = FakeWorkers(held=True)
+    async with an_app(tmp_path, workers) as http:
+        await submit(http, body("a"))
+        await until(lambda: workers.living)
+        told = await reward(http, "a.0", 1)
+        assert (told.status_code, "has not ended" in told.text) == (409, True)
+        workers.let("a.0", **failure("harness_crash"))
+        await ended(http.service, "a")
+        told = await reward(http, "a.0", 1)
+        assert (told.status_code, "harness_crash" in told.text) == (409, True)
+        assert (await reward(http, "none", 1)).status_code == 404
+        for wrong in (None, "1", True):
+            assert (await reward(http, "a.0", wrong)).status_code == 422
+
+
 async def test_artifacts_are_files_of_the_run_and_nothing_else(tmp_path):
     log = tmp_path / "stdout.log"
     log.write_text("hello")

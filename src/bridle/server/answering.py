@@ -37,10 +37,11 @@ from bridle.gateway.faults import trace_of
 from bridle.gateway.listener import most_connections
 from bridle.server.addresses import Addresses
 from bridle.server.auth import Auth, Caller, Role
+from bridle.server.closing import ConflictError
 from bridle.server.permits import Permits
 from bridle.server.schemas import BATCH, error_json
 from bridle.server.service import Service
-from bridle.server.state import ConflictError, QuotaError
+from bridle.server.state import QuotaError
 from bridle.server.views import Views
 from bridle.server.wire import Row
 from bridle.trajectory.result import encode

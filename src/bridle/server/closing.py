@@ -16,12 +16,14 @@ import orjson
 from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from bridle.errors import BridleError
 from bridle.lifecycle.ending import Blame, blame
 from bridle.server import tables as t
 from bridle.server.addresses import receiver_of
 from bridle.server.rows import Closed, Ended, run_id, session_id
-from bridle.server.schemas import Terms
+from bridle.server.schemas import Reward, Terms
 from bridle.server.states import (
+    FINAL_SESSIONS,
     FINAL_TASKS,
     SESSIONS,
     TASKS,
@@ -39,6 +41,10 @@ CANCELLED = "cancelled"
 
 MAX_INTERRUPTIONS = 20
 """A session whose server died this often while it ran is not run again."""
+
+
+class ConflictError(BridleError):
+    """The request does not fit what is there, such as an id that is taken by another body."""
 
 
 async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: float) -> Closed:
@@ -123,6 +129,48 @@ async def stop_session(
     return Closed("lost", (run_id(session, row["attempt"]),))
 
 
+async def give_reward(
+    connection: AsyncConnection, session: str, given: Reward, *, now: float
+) -> Closed:
+    """Append a reward to an ended session and count it anew; the last reward is the result's.
+
+    A session whose evaluator had failed is COMPLETED. Raises `ConflictError` for one that has not
+    ended, or ended without anything to score.
+    """
+    found = await _session(connection, session)
+    if found is None:
+        return Closed("lost")
+    row, task = found
+    result: JSON = orjson.loads(row["result"]) if row["result"] else {}
+    cause = result.get("cause")
+    if row["state"] not in FINAL_SESSIONS:
+        raise ConflictError(f"session {session!r} has not ended: {row['state']}")
+    if row["state"] not in (SessionState.COMPLETED, SessionState.TIMEOUT) and (
+        cause != Cause.EVALUATOR
+    ):
+        raise ConflictError(f"session {session!r} has nothing to score: {row['state']} ({cause})")
+    if cause == Cause.EVALUATOR:
+        result |= {"status": SessionState.COMPLETED, "cause": None, "error": None}
+    scores = [*result.get("scores", ()), {"at": now, **given.model_dump(mode="json")}]
+    result |= {"reward": given.reward, "scores": scores}
+    state = step(SESSIONS, SessionState(row["state"]), SessionState(result["status"]))
+    usable = state is SessionState.COMPLETED or row["version_max"] is not None
+    own, counts = t.sessions.c, t.tasks.c
+    text = orjson.dumps(result).decode()
+    changes = update(t.sessions).where(own.session_id == session)
+    await connection.execute(changes.values(state=state, usable=int(usable), result=text))
+    more = int(usable) - row["usable"]
+    count = update(t.tasks).where(counts.seq == task["seq"])
+    await connection.execute(count.values(usable=counts.usable + more))
+    if TaskState(task["state"]) not in FINAL_TASKS:
+        return await _settle(connection, task["seq"], now=now)
+    task = await _task(connection, task["seq"])
+    after = _final_state(task, Terms.model_validate_json(task["terms"]))
+    if after is not TaskState(task["state"]):
+        await connection.execute(count.values(state=step(TASKS, TaskState(task["state"]), after)))
+    return Closed("final")
+
+
 async def make_final(
     connection: AsyncConnection, session: RowMapping, task: RowMapping, ended: Ended, *, now: float
 ) -> Closed:
@@ -201,12 +249,7 @@ async def _close(
 ) -> Closed:
     """Make a task final: sessions that never began are told as CANCELLED, its place is taken."""
     await _tell_never_begun(connection, task, terms, now=now)
-    enough = max(1.0, terms.min_completed_fraction * task["samples"])
-    if task["stopped"] == EARLY_STOP:
-        enough = min(enough, terms.early_stop_min_usable_sessions or enough)
-    state = TaskState.COMPLETED if task["usable"] >= enough else TaskState.FAILED
-    if task["stopped"] not in (None, EARLY_STOP):
-        state = TaskState.CANCELLED
+    state = _final_state(task, terms)
     done_seq = await next_place(connection)
     await connection.execute(
         update(t.tasks)
@@ -221,6 +264,16 @@ async def _close(
     )
     await _call_back(connection, terms, task, [None], now=now)
     return Closed("final", (), task["task_id"], task["name"], task["owner"])
+
+
+def _final_state(task: RowMapping, terms: Terms) -> TaskState:
+    """The state of a task whose sessions have all ended."""
+    if task["stopped"] not in (None, EARLY_STOP):
+        return TaskState.CANCELLED
+    enough = max(1.0, terms.min_completed_fraction * task["samples"])
+    if task["stopped"] == EARLY_STOP:
+        enough = min(enough, terms.early_stop_min_usable_sessions or enough)
+    return TaskState.COMPLETED if task["usable"] >= enough else TaskState.FAILED
 
 
 async def next_place(connection: AsyncConnection) -> int:

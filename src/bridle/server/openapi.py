@@ -35,7 +35,7 @@ REFUSALS: Final = {
     "403": "the token lacks the role",
     "404": "there is none of that name",
     "406": "none of the accepted types can be had",
-    "409": "the id is taken by another body",
+    "409": "the id is taken by another body, or the session has nothing to score",
     "413": "the body is too large",
     "422": "a field is wrong; `param` names it",
     "429": "the token has too many unfinished sessions",

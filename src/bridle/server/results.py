@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import orjson
+
+from bridle.capture.records import Outcome
 from bridle.errors import StoreError
 from bridle.server import wire
 from bridle.server.service import Service
 from bridle.server.wire import Row
+from bridle.trajectory import with_outcome
 from bridle.trajectory.packed import packed_json
 from bridle.trajectory.result import trajectory_json
 from bridle.trajectory.sample import Trajectory
@@ -13,16 +19,33 @@ from bridle.types import JSON
 
 
 async def trajectory(service: Service, session: Row) -> Trajectory | None:
-    """A session's trajectory; `None` = it has none, or it is not kept any more."""
+    """A session's trajectory with the last reward given; `None` = it has none, or it is not kept
+    any more.
+    """
     if session["file"] is None:
         return None
     try:
-        return await service.files.read(session["file"])
+        found = await service.files.read(session["file"])
+        return await asyncio.to_thread(_rewarded, found, orjson.loads(session["result"]))
     except StoreError:
         row = await service.views.session(session["session_id"])
         if row is not None and row["file"] is None:  # removed while we looked
             return None
         raise
+
+
+def _rewarded(found: Trajectory, result: JSON) -> Trajectory:
+    if not (scores := result.get("scores")):
+        return found
+    outcome = Outcome(
+        found.session_id,
+        result["status"],
+        scores[-1]["at"],
+        result["reward"],
+        error=result["error"],
+        trace_rewards=scores[-1]["trace_rewards"],
+    )
+    return with_outcome(found, outcome)
 
 
 async def session_result(

@@ -82,6 +82,20 @@ class CancelBody(Settings):
     task_ids: tuple[Name, ...] = Field(min_length=1, max_length=BATCH)
 
 
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Reward(Settings):
+    """Body of `POST /v1/sessions/{session_id}/reward`."""
+
+    reward: Finite
+    trace_rewards: tuple[Finite, ...] | None = Field(default=None, max_length=10_000)
+    """One for each trace; `None` = each has the session's."""
+    by: str = Field(default="", max_length=200)
+    """Person or program that gives it; empty = the token's owner."""
+    why: str = Field(default="", max_length=10_000)
+
+
 class OwnerSettings(Settings):
     """One owner's part of the server."""
 

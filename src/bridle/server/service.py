@@ -30,7 +30,7 @@ from bridle.server.metrics import Metrics
 from bridle.server.neighbours import Neighbours
 from bridle.server.retention import Retention
 from bridle.server.rows import Closed, run_id, task_key
-from bridle.server.schemas import ServiceSettings, Submission
+from bridle.server.schemas import Reward, ServiceSettings, Submission
 from bridle.server.shares import Shares
 from bridle.server.state import State
 from bridle.server.telling import Broadcast, Pulse
@@ -171,6 +171,10 @@ class Service:
         closed = await self.state.stop_session(session_id, "cancelled", now=time.time())
         self.closed(closed)
         return closed.what == "final" or bool(closed.run_ids)
+
+    async def give_reward(self, session_id: str, given: Reward) -> None:
+        """As `State.give_reward`."""
+        self.closed(await self.state.give_reward(session_id, given, now=time.time()))
 
     async def bar(self, task_id: str, *, owner: str, tenant: bool = False) -> None:
         """Take an id that no task of the owner has: a later submit of it is refused."""

@@ -18,9 +18,10 @@ from bridle.errors import BridleError, ConfigError
 from bridle.server import claiming, closing
 from bridle.server import tables as t
 from bridle.server.claiming import Room
+from bridle.server.closing import ConflictError
 from bridle.server.database import Database
 from bridle.server.rows import Claim, Closed, Ended, task_key
-from bridle.server.schemas import Submission
+from bridle.server.schemas import Reward, Submission
 from bridle.server.shares import Shares
 from bridle.server.states import (
     DELIVERIES,
@@ -31,10 +32,6 @@ from bridle.server.states import (
     step,
 )
 from bridle.server.views import is_due
-
-
-class ConflictError(BridleError):
-    """A task id is taken by another body. The text names it."""
 
 
 class QuotaError(BridleError):
@@ -188,6 +185,10 @@ class State:
     async def stop_session(self, session: str, reason: str, *, now: float) -> Closed:
         async with self._database.write() as connection:
             return await closing.stop_session(connection, session, reason, now=now)
+
+    async def give_reward(self, session: str, given: Reward, *, now: float) -> Closed:
+        async with self._database.write() as connection:
+            return await closing.give_reward(connection, session, given, now=now)
 
     # ---- groups are forgotten
 

@@ -74,15 +74,18 @@ TASKS: Final[Mapping[TaskState, frozenset[TaskState]]] = {
     _T.RUNNING: frozenset({_T.ENDING}) | FINAL_TASKS,
     _T.ENDING: FINAL_TASKS,
     **{state: frozenset() for state in FINAL_TASKS},
+    _T.FAILED: frozenset({_T.COMPLETED}),
 }
-"""Where a task can go from each state."""
+"""Where a task can go from each state; from FAILED by rewards that are given later."""
 
 SESSIONS: Final[Mapping[SessionState, frozenset[SessionState]]] = {
     _S.QUEUED: frozenset({_S.RUNNING, _S.CANCELLED}),
     _S.RUNNING: frozenset({_S.QUEUED}) | FINAL_SESSIONS,
     **{state: frozenset() for state in FINAL_SESSIONS},
+    _S.ERROR: frozenset({_S.COMPLETED}),
 }
-"""Where a session can go from each state; RUNNING leads back to QUEUED when it is run again."""
+"""Where a session can go from each state; RUNNING leads back to QUEUED when it is run again, and a
+session whose evaluator failed is completed by a reward."""
 
 DELIVERIES: Final[Mapping[DeliveryState, frozenset[DeliveryState]]] = {
     _D.PENDING: frozenset({_D.DELIVERED, _D.DEAD}),

@@ -28,7 +28,7 @@ from bridle.server.auth import Role
 from bridle.server.polar_routes import check, is_tenant, list_sessions, session_json, task_row
 from bridle.server.results import session_result, trajectory
 from bridle.server.rows import run_id
-from bridle.server.schemas import BATCH, Ack, Batch, CancelBody
+from bridle.server.schemas import BATCH, Ack, Batch, CancelBody, Reward
 from bridle.server.states import DeliveryState, SessionState, TaskState
 from bridle.server.views import is_final
 from bridle.server.wire import Row
@@ -78,6 +78,7 @@ def routes(served: Served) -> list[Route]:
         route(served, "GET", "/v1/sessions", read, newest, query=NEWEST),
         route(served, "GET", "/v1/sessions/{session_id}", read, show_session),
         route(served, "DELETE", "/v1/sessions/{session_id}", submit, cancel_session),
+        route(served, "POST", "/v1/sessions/{session_id}/reward", submit, give_reward, body=Reward),
         route(served, "GET", "/v1/sessions/{session_id}/trajectory", read, show_trajectory),
         route(served, "GET", "/v1/sessions/{session_id}/artifacts/{name:path}", read, artifact),
         route(served, "GET", "/v1/groups", read, groups, query=GROUPS),
@@ -198,6 +199,20 @@ async def cancel_session(asked: Asked) -> Response:
     await asked.service.cancel_session((await _session(asked))["session_id"])
     row = await _session(asked)
     return reply(session_json(asked, row) | {"task_id": row["task_id"]})
+
+
+async def give_reward(asked: Asked) -> Response:
+    """`POST /v1/sessions/{session_id}/reward`: the last one counts, all are kept (`scores`).
+
+    A group that nobody has acknowledged is told with it; `taken_at` says when one was.
+    """
+    session_id = (await _session(asked))["session_id"]
+    given = await asked.body(Reward)
+    given = given.model_copy(update={"by": given.by or asked.caller.name})
+    await asked.service.give_reward(session_id, given)
+    row = await _session(asked)
+    told = session_json(asked, row) | {"task_id": row["task_id"]}
+    return reply(told | {"taken_at": row["acked_at"]})
 
 
 async def show_trajectory(asked: Asked) -> Response:

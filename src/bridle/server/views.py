@@ -82,9 +82,10 @@ class Views:
         return query if self._owner is None else query.where(t.tasks.c.owner == self._owner)
 
     def _with_task(self, table: Table) -> Select[*tuple[Any, ...]]:
-        """Rows of sessions or callbacks with their task's ids, as far as they are seen."""
+        """Rows of sessions or callbacks with their task's ids and ack, as far as they are seen."""
         tasks = t.tasks.c
-        query = select(table, self._task_id, tasks.task_id.label("key"), tasks.name).join(t.tasks)
+        more = self._task_id, tasks.task_id.label("key"), tasks.name, tasks.acked_at
+        query = select(table, *more).join(t.tasks)
         return query if self._owner is None else query.where(table.c.owner == self._owner)
 
     async def task(self, task_id: str) -> RowMapping | None:

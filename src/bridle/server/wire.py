@@ -78,6 +78,7 @@ def session_json(session: Row, stage: str | None) -> JSON:
         "cause": result.get("cause"),
         "error": result.get("error"),
         "reward": result.get("reward"),
+        "scores": result.get("scores", []),
         "harness": result.get("harness"),
         "harness_version": result.get("harness_version"),
         "timing": result.get("timing") or {},
