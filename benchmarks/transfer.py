@@ -96,7 +96,7 @@ def write_tasks(folder: Path, name: str, tasks: Iterable[Lookup]) -> Path:
                 "task_id": f"{name}-{task.task_id}",
                 "limits": Limits(max_turns=CALLS),
                 "budgets": Budgets(agent_s=600),
-                "evaluator": made.evaluator.model_copy(update={"after_budget": True}),
+                "evaluator": made.evaluator,
             }
             file.write(f"{made.model_copy(update=changes).model_dump_json()}\n")
     return path

@@ -250,8 +250,6 @@ class EvaluatorSpec(Settings):
     trusted: bool = False
     """Score where the agent ran, with what it left there; the result says so. By default a session
     is scored in a fresh runtime, into which only what is scored crosses as a copy."""
-    after_budget: bool = False
-    """Score a session too that ran out of its time or of a limit; else its reward is unknown."""
 
 
 class ArtifactsSpec(Settings):

@@ -68,14 +68,14 @@ FAULTS: dict[str, Fault] = {
     "no-workdir": Fault(f'{_WORK}; rm -rf "$PWD"; true', "COMPLETED", None, 0.0),
     "loud": Fault(f"{_WORK}; head -c 8000000 /dev/zero", "COMPLETED", None, 1.0),
     "daemon": Fault(f"{_WORK}; {_DAEMON}", "COMPLETED", None, 1.0),
-    "crash": Fault(f"{_WORK}; exit 3", "ERROR", Cause.HARNESS_CRASH),
-    "signal": Fault(f"{_WORK}; kill -KILL $$", "ERROR", Cause.HARNESS_CRASH),
+    "crash": Fault(f"{_WORK}; exit 3", "ERROR", Cause.HARNESS_CRASH, 1.0),
+    "signal": Fault(f"{_WORK}; kill -KILL $$", "ERROR", Cause.HARNESS_CRASH, 1.0),
     "silent": Fault("true", "ERROR", Cause.HARNESS_NO_CALL),
     "deaf": Fault(
-        f"{_WORK}; turn \"$(printf '%09000d' 0)\"; exit 0", "ERROR", Cause.HARNESS_MODEL_ERROR
+        f"{_WORK}; turn \"$(printf '%09000d' 0)\"; exit 0", "ERROR", Cause.HARNESS_MODEL_ERROR, 1.0
     ),
     "engine": Fault(f"{_WORK}; turn broken; exit 0", "ERROR", Cause.INFRASTRUCTURE),
-    "slow": Fault(f"{_WORK}; sleep 3600", *_TIMEOUT, changes={"budgets": _SHORT}),
+    "slow": Fault(f"{_WORK}; sleep 3600", *_TIMEOUT, 1.0, changes={"budgets": _SHORT}),
     "stubborn": Fault(
         f"trap '' TERM; {_DAEMON}; while true; do sleep 1; done",
         *_TIMEOUT,
@@ -85,6 +85,7 @@ FAULTS: dict[str, Fault] = {
         "for n in 1 2 3 4; do turn $n || exit 0; done",
         "TIMEOUT",
         Cause.LIMIT,
+        0.0,
         changes={"limits": Limits(max_turns=2)},
     ),
     "prepare": Fault(_WORK, "ERROR", Cause.INFRASTRUCTURE, changes={"prepare": failing("exit 9")}),

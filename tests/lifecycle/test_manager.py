@@ -5,7 +5,7 @@ import pytest
 from tests.lifecycle.house import a_node, checked, task
 from tests.lifecycle.simulated import simulate
 
-from bridle.config import Action, AgentSpec, BuilderSpec, EvaluatorSpec, RuntimeSpec
+from bridle.config import Action, AgentSpec, BuilderSpec, RuntimeSpec
 from bridle.errors import ConfigError, HarnessError
 from bridle.executors.base import SessionRunner
 from bridle.harnesses import open_harness
@@ -227,7 +227,6 @@ def test_the_defaults_follow_the_machine_and_the_run_slots():
     wide = NodeSettings(run_slots=64)
     assert (wide.init_slots, wide.ready_buffer, wide.post_slots) == (32, 32, 32)
     assert NodeSettings(run_slots=1).ready_buffer == 2
-    assert EvaluatorSpec().after_budget is False
 
 
 async def test_a_node_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):

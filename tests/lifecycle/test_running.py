@@ -32,7 +32,7 @@ async def test_a_failed_call_as_the_last_word_is_never_completed(tmp_path):
     turns: list[JSON] = [{"shell": ["seq 5000"]}, {"content": "never"}]
     async with a_node(tmp_path, engine=scripted_engine(turns, context_length=2000)) as node:
         result = await node.run(task(f"{AGENT} --lenient", evaluator=checked("true")))
-    assert (result.status, result.reward, result.exit_code) == ("ERROR", None, 0)
+    assert (result.status, result.reward, result.exit_code) == ("ERROR", 1.0, 0)
     assert result.cause is Cause.HARNESS_MODEL_ERROR
     assert "last word from the model was an error: prompt is too long" in result.error
     assert len(result.trajectory.traces) == 1
@@ -57,7 +57,7 @@ async def test_an_expired_budget_ends_everything_and_keeps_the_partial_trajector
     size = (tmp_path / "beat").stat().st_size
     await asyncio.sleep(0.1)
     assert (tmp_path / "beat").stat().st_size == size > 0
-    assert (result.status, result.cause, result.reward) == ("TIMEOUT", Cause.TIMEOUT, None)
+    assert (result.status, result.cause, result.reward) == ("TIMEOUT", Cause.TIMEOUT, 1.0)
     assert result.error == "the agent's budget of 4 s ran out, after 2 model calls"
     assert result.trajectory.metadata["stats"]["tokens_trained"] > 0
 

@@ -5,6 +5,7 @@ import pytest
 from tests.lifecycle.house import AGENT, WORK, a_node, checked, statuses, task
 
 from bridle.capture.store import MemoryStore
+from bridle.config import Limits
 from bridle.errors import StoreError
 from bridle.evaluators.base import Evaluation
 from bridle.testing import scripted_engine
@@ -48,20 +49,44 @@ class Infinite(Strange):
 
 
 async def test_an_evaluator_that_fails_after_the_budget_leaves_the_timeout_a_timeout(tmp_path):
-    spec = checked("no-such-checker", after_budget=True)
+    command, spec = f"{AGENT}; sleep 60", checked("no-such-checker")
     async with a_node(tmp_path) as node:
-        result = await node.run(task("sleep 60", evaluator=spec, budgets={"agent_s": 0.1}))
+        result = await node.run(task(command, evaluator=spec, budgets={"agent_s": 4}))
     assert (result.status, result.cause) == ("TIMEOUT", Cause.TIMEOUT)
     assert "could not be run" in result.error
 
 
-async def test_an_expired_session_is_scored_if_asked(tmp_path):
-    command = f"{AGENT}; sleep 60"
+@pytest.mark.parametrize(
+    ("command", "changes", "cause"),
+    [
+        (f"{AGENT}; exit 3", {}, Cause.HARNESS_CRASH),
+        (f"{AGENT}; kill -KILL $$", {}, Cause.HARNESS_CRASH),
+        (f"{AGENT}; sleep 60", {"budgets": {"agent_s": 4}}, Cause.TIMEOUT),
+        (f"{AGENT}; {AGENT} || true", {"limits": Limits(max_turns=2)}, Cause.LIMIT),
+    ],
+)
+@pytest.mark.parametrize(("checker", "reward"), [("grep -q done out.txt", 1.0), ("false", 0.0)])
+async def test_an_agent_that_was_answered_is_scored_however_its_harness_ended(
+    tmp_path, command, changes, cause, checker, reward
+):
     async with a_node(tmp_path) as node:
-        result = await node.run(
-            task(command, budgets={"agent_s": 4}, evaluator=checked(after_budget=True))
-        )
-    assert (result.status, result.reward) == ("TIMEOUT", 1.0)
+        result = await node.run(task(command, evaluator=checked(checker), **changes))
+    assert (result.cause, result.reward) == (cause, reward)
+    assert result.status != "COMPLETED"
+
+
+async def test_a_harness_that_got_no_reply_is_not_scored(tmp_path):
+    async with a_node(tmp_path) as node:
+        result = await node.run(task("exit 3", evaluator=checked("true")))
+        assert "EVALUATING" not in statuses(node)
+    assert (result.cause, result.reward) == (Cause.HARNESS_CRASH, None)
+
+
+async def test_only_a_completed_session_has_the_reward_of_session_completed(tmp_path):
+    limits = Limits(max_turns=2)
+    async with a_node(tmp_path) as node:
+        result = await node.run(task(f"{AGENT}; {AGENT} || true", limits=limits))
+    assert (result.cause, result.reward) == (Cause.LIMIT, 0.0)
 
 
 class Unreadable(MemoryStore):

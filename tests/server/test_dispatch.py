@@ -199,7 +199,8 @@ def test_what_counts_for_a_group():
     assert is_usable(result("r", TASK, 0, **late))
     assert not is_usable(result("r", TASK, 0, **late, reward=None))
     assert not is_usable(result("r", TASK, 0, **late, traces=0))
-    assert not is_usable(result("r", TASK, 0, status="ERROR", cause="evaluator"))
+    assert not is_usable(result("r", TASK, 0, status="ERROR", cause="evaluator", reward=None))
+    assert is_usable(result("r", TASK, 0, status="ERROR", cause="harness_crash"))
 
 
 def test_the_versions_of_a_trajectory_are_those_of_its_sampled_tokens():

@@ -142,6 +142,8 @@ class EvaluationContext:
     open_model: OpenModel | None = None
     """For evaluators that ask a model; `None` = there is no gateway."""
     budget_s: float | None = None
+    completed: bool = True
+    """Whether the harness ended well; else it crashed, or used up its time or a limit."""
     control: bool = False
     """Whether nothing of the agent is scored, to see whether the checker answers at all: without
     its files, and with a trajectory without traces."""

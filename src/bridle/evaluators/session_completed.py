@@ -1,7 +1,7 @@
 """The `session_completed` evaluator: reward 1.0 for a harness that ended well.
 
-For data generation and for trying things: it says nothing about the work. Sessions that did not
-complete have their status and cause, and no reward.
+For data generation and for trying things: it says nothing about the work. A session whose harness
+crashed or used up its time or a limit has reward 0.0, if it got a reply of the model.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ class SessionCompleted:
         return cls(parse_config(config, SessionCompletedSettings, "session_completed").reward)
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
-        """The reward if the harness ended well; 0.0 if it ran out of its budget."""
-        ended_well = context.harness is not None and context.harness.ok
+        """Return the reward if the harness ended well, else 0.0."""
+        ended_well = context.completed and context.harness is not None and context.harness.ok
         return Evaluation(self._reward if ended_well else 0.0)

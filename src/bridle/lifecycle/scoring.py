@@ -80,6 +80,7 @@ async def _evaluate(
             task_dir=session.base,
             open_model=lambda: _model_of(session),
             budget_s=session.task.budgets.evaluate_s,
+            completed=session.completed,
         )
         try:
             evaluation = await controlled(session.plan.evaluator, context)

@@ -28,7 +28,7 @@ from bridle.errors import BridleError, StoreError
 from bridle.evaluators.base import Evaluation, Evaluator
 from bridle.harnesses.base import Harness
 from bridle.lifecycle.artifacts import keep_files
-from bridle.lifecycle.ending import COMPLETED, Ending, Facts, failed
+from bridle.lifecycle.ending import COMPLETED, Blame, Ending, Facts, blame, failed
 from bridle.lifecycle.events import SessionChanged
 from bridle.lifecycle.opening import Opened, open_session
 from bridle.lifecycle.preparing import Prewarmed
@@ -181,16 +181,23 @@ class Session:
         self._files, self._left_out = await keep_files(self, opened)
         self.trajectory, fault = await self.timed("build", build(self))
         self._also(fault)
-        ending = self._ending
-        ran_out = ending is not None and ending.cause in (Cause.TIMEOUT, Cause.LIMIT)
-        if self.trajectory is None or not (
-            ending == COMPLETED or (ran_out and self.task.evaluator.after_budget)
-        ):
+        if self.trajectory is None or not self._is_scored():
             return
         self.go(_S.EVALUATING)
         work = evaluate(self, opened, fresh, self.trajectory)
         self.evaluation, fault = await self.timed("evaluate", work)
         self._also(fault)
+
+    def _is_scored(self) -> bool:
+        """Whether the session has a reward: it completed, or its agent had a reply.
+
+        An agent that kills its harness, or uses up its time or turns, stays in its group.
+        """
+        ending, facts = self._ending, self.facts
+        if ending is None or ending == COMPLETED:
+            return ending is not None
+        agents = blame(ending.status, ending.cause) in (Blame.HARNESS, Blame.TIMEOUT)
+        return agents and facts is not None and facts.delivered > 0
 
     def _also(self, fault: Ending | None) -> None:
         """Take a later fault in: it ends what was COMPLETED, and is added to any other ending."""
@@ -280,6 +287,11 @@ class Session:
         return result_of(capture.session, outcome, trajectory)
 
     # ---- small things
+
+    @property
+    def completed(self) -> bool:
+        """Whether the harness ended well."""
+        return self._ending == COMPLETED
 
     @property
     def folder(self) -> Path:

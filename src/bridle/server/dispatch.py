@@ -338,11 +338,10 @@ class _Doomed(Exception):
 
 
 def is_usable(result: SessionResult) -> bool:
-    """Whether a session counts for its group: it completed, or its time ran out with a reward."""
+    """Whether a session counts for its group: it completed, or ended otherwise with a reward."""
     if result.status is SessionStatus.COMPLETED:
         return True
-    scored = result.reward is not None and bool(result.trajectory.traces)
-    return result.status is SessionStatus.TIMEOUT and scored
+    return result.reward is not None and bool(result.trajectory.traces)
 
 
 def versions_of(trajectory: Trajectory) -> tuple[int | None, int | None]:
