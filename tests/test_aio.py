@@ -17,7 +17,7 @@ async def test_shielded_work_ends_although_its_caller_is_cancelled():
         done.set()
 
     async def caller() -> None:
-        await run_shielded(work(), timeout_s=5)
+        await run_shielded(work(), timeout_s=60)
 
     async with asyncio.TaskGroup() as group:
         task = group.create_task(caller())
@@ -36,9 +36,9 @@ async def test_shielded_work_gives_its_value_or_its_error_and_is_bounded_in_time
     async def fails() -> None:
         raise ValueError("no")
 
-    assert await run_shielded(value(), timeout_s=1) == 3
+    assert await run_shielded(value(), timeout_s=60) == 3
     with pytest.raises(ValueError, match="no"):
-        await run_shielded(fails(), timeout_s=1)
+        await run_shielded(fails(), timeout_s=60)
     with pytest.raises(TimeoutError):
         await run_shielded(asyncio.sleep(5), timeout_s=0.01)
 
@@ -162,7 +162,7 @@ async def test_a_cancellation_in_the_moment_in_which_shielded_work_ends_is_raise
         asyncio.get_running_loop().call_soon(caller.cancel)
 
     async with asyncio.TaskGroup() as group:
-        caller = group.create_task(run_shielded(work(), timeout_s=5))
+        caller = group.create_task(run_shielded(work(), timeout_s=60))
         await asyncio.wait([caller])
 
     assert caller.cancelled()

@@ -96,7 +96,7 @@ async def test_a_timed_out_try_of_the_openai_sdk_is_joined_by_its_retry():
     async with house(engine=engine) as home:
         caller = await home.session()
         async with (
-            client_of(caller, max_retries=2, timeout=1) as client,
+            client_of(caller, max_retries=2, timeout=5) as client,
             asyncio.TaskGroup() as group,
         ):
             asking = group.create_task(

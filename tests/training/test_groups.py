@@ -59,7 +59,7 @@ ORDER = [draws().draw(n).task_id for n in range(6)]
 
 
 async def begun(players, count):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(players.begun) < count:  # noqa: ASYNC110 - no event of its own
             await asyncio.sleep(0)
     for _ in range(5):
