@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -30,9 +31,10 @@ COUNTED = 5
 
 async def count_calls(
     way: Way, folder: str, *, context: int = 2_000, tools: int = 0
-) -> Counter[str]:
-    """Calls of the `COUNTED` turns of one session, by the name of what was called."""
+) -> tuple[int, Counter[str]]:
+    """Count the calls of one turn (the median), and of all `COUNTED` turns by name."""
     found: Counter[str] = Counter()
+    totals = []
 
     def seen(frame: FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - a builtin, or none
         if event not in {"call", "c_call"} or frame.f_code.co_filename.startswith(OURS):
@@ -52,20 +54,24 @@ async def count_calls(
         sys.setprofile(seen)
         try:
             for _ in range(COUNTED):
+                before = found.total()
                 await player.turn()
+                totals.append(found.total() - before)
         finally:
             sys.setprofile(None)
         for _ in range(TURNS - WARM - COUNTED):
             await player.turn()
         await asyncio.to_thread(parts.check_extended, served.url, str(served.control_token), TURNS)
-    return found
+    return round(statistics.median(totals)), found
 
 
 def calls_a_turn(way: Way, *, context: int = 2_000, tools: int = 0) -> tuple[int, Counter[str]]:
-    """Calls of one linear turn, the mean of several, and which they are in all."""
+    """Count the calls of one linear turn (the median of several), and of all these turns by name.
+
+    The end of one turn may run in the next one, so a mean would miss some or have some too many.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        found = uvloop.run(count_calls(way, folder, context=context, tools=tools))
-    return round(found.total() / COUNTED), found
+        return uvloop.run(count_calls(way, folder, context=context, tools=tools))
 
 
 def main() -> None:
@@ -80,8 +86,8 @@ def main() -> None:
     for name in options.ways:
         for reply in options.replies:
             way = Way(name, reply)
-            mean, found = calls_a_turn(way, context=options.context, tools=options.tools)
-            print(f"{way}: {mean} calls a turn")
+            calls, found = calls_a_turn(way, context=options.context, tools=options.tools)
+            print(f"{way}: {calls} calls a turn")
             for called, count in found.most_common(options.names):
                 print(f"  {count / COUNTED:6.1f}  {called}")
 
