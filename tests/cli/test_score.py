@@ -1,7 +1,9 @@
 """`bridle score`: another reward for sessions that have ended."""
 
+import contextlib
 import json
 import shutil
+import sqlite3
 
 import pyarrow.parquet as pq
 import pytest
@@ -130,3 +132,14 @@ def test_another_evaluator_is_given_by_name(say, run):
     said = say("score", run, "--evaluator", "session_completed")
     assert said.code == 0, said.err
     assert rewards(run) == [1.0] * 3
+
+
+def test_a_session_whose_harness_crashed_after_a_reply_is_scored_and_did_not_complete(say, run):
+    with contextlib.closing(sqlite3.connect(run / "capture.sqlite")) as capture, capture:
+        capture.execute("UPDATE outcomes SET status = 'ERROR', cause = 'harness_crash'")
+    assert say("score", run, "--evaluator", "session_completed").code == 0
+    assert rewards(run) == [0.0] * 3
+    assert say("score", run, "--reward", "0.5").code == 0
+    assert rewards(run) == [0.5] * 3
+    statuses = [each["status"] for each in say("show", run, "--json").json]
+    assert statuses == ["ERROR"] * 3

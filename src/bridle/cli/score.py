@@ -43,9 +43,10 @@ def score(
 ) -> None:
     """Score ended sessions again; the last reward of a session counts, earlier ones are kept.
 
-    Without --function, --evaluator and --reward each task's own evaluator scores. Sessions that did
-    not run to their end are left out. Ends with code 1 if scoring failed for some, such as by an
-    evaluator that needs the work folder; these keep what they had.
+    Without --function, --evaluator and --reward each task's own evaluator scores. Sessions that
+    were cancelled, failed for reasons of the system, or got no reply are left out. Ends with code 1
+    if scoring failed for some, such as by an evaluator that needs the work folder; these keep what
+    they had.
     """
     from bridle.cli.captured import capture_files
 
@@ -84,17 +85,23 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
 
 
 def _ended(store: SqliteStore, wanted: set[str]) -> Iterator[SessionCapture]:
-    """Sessions that completed, or whose evaluator failed."""
-    from bridle.types import Cause, SessionStatus
+    """Sessions that have a reward by their ending, or whose evaluator failed."""
+    from bridle.lifecycle.ending import is_scored
+    from bridle.types import Cause, DeliveryState, SessionStatus
 
     for session in store.sessions():
         if session.is_aside or (wanted and session.session_id not in wanted):
             continue
         outcome = store.outcome(session.session_id)
-        if outcome is not None and (
-            outcome.status == SessionStatus.COMPLETED or outcome.cause == Cause.EVALUATOR
-        ):
-            yield store.read(session.session_id)
+        if outcome is None:
+            continue
+        capture = store.read(session.session_id)
+        deliveries = capture.deliveries.values()
+        replied = any(one.state is DeliveryState.DELIVERED for one in deliveries)
+        cause = None if outcome.cause is None else Cause(outcome.cause)
+        scored = is_scored(SessionStatus(outcome.status), cause, replied=replied)
+        if scored or cause is Cause.EVALUATOR:
+            yield capture
 
 
 async def _one(store: SqliteStore, capture: SessionCapture, scorer: Scorer, why: str) -> JSON:
@@ -194,6 +201,7 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
     from bridle.evaluators.control import controlled
     from bridle.lifecycle.results import trajectory_of
     from bridle.runtimes.base import ExecResult
+    from bridle.types import SessionStatus
 
     if given is not None:
         spec = _spec(given)
@@ -220,6 +228,7 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
             logs=folder,
             task_dir=Path(task.task_dir or ""),
             budget_s=task.budgets.evaluate_s,
+            completed=capture.outcome.status == SessionStatus.COMPLETED,
         )
         try:
             return await controlled(opened[name], context)

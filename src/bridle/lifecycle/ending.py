@@ -166,3 +166,13 @@ def blame(status: SessionStatus, cause: Cause | None) -> Blame | None:
             return Blame.HARNESS
         case _:
             return _BLAMES[cause]
+
+
+def is_scored(status: SessionStatus, cause: Cause | None, *, replied: bool) -> bool:
+    """Whether a session with this ending has a reward; `replied`: its harness received a reply.
+
+    Every completed one has, and every one with a reply that its agent ended: an agent that kills
+    its harness, or uses up its time or turns, stays in its group.
+    """
+    by_agent = blame(status, cause) in (Blame.HARNESS, Blame.TIMEOUT)
+    return cause is None or (by_agent and replied)

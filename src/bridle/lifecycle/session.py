@@ -28,7 +28,7 @@ from bridle.errors import BridleError, StoreError
 from bridle.evaluators.base import Evaluation, Evaluator
 from bridle.harnesses.base import Harness
 from bridle.lifecycle.artifacts import keep_files
-from bridle.lifecycle.ending import COMPLETED, Blame, Ending, Facts, blame, failed
+from bridle.lifecycle.ending import COMPLETED, Ending, Facts, failed, is_scored
 from bridle.lifecycle.events import SessionChanged
 from bridle.lifecycle.opening import Opened, open_session
 from bridle.lifecycle.preparing import Prewarmed
@@ -189,15 +189,9 @@ class Session:
         self._also(fault)
 
     def _is_scored(self) -> bool:
-        """Whether the session has a reward: it completed, or its agent had a reply.
-
-        An agent that kills its harness, or uses up its time or turns, stays in its group.
-        """
         ending, facts = self._ending, self.facts
-        if ending is None or ending == COMPLETED:
-            return ending is not None
-        agents = blame(ending.status, ending.cause) in (Blame.HARNESS, Blame.TIMEOUT)
-        return agents and facts is not None and facts.delivered > 0
+        replied = facts is not None and facts.delivered > 0
+        return ending is not None and is_scored(ending.status, ending.cause, replied=replied)
 
     def _also(self, fault: Ending | None) -> None:
         """Take a later fault in: it ends what was COMPLETED, and is added to any other ending."""
