@@ -1,7 +1,105 @@
 """`bridle init`: a first task that is valid, and nothing overwritten."""
 
+import json
+import venv
+
+import pytest
+
+from bridle.cli.agents import find_agent
 from bridle.datasets.jsonl import load_tasks
 from bridle.engines.script import load_script
+from bridle.errors import ConfigError
+
+AGENT = """
+import json, os, sys, urllib.request
+import my_helper
+
+def ask(words):
+    body = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": words}]}
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    headers["content-type"] = "application/json"
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(asked))
+
+def agent(task):
+    ask(task.instruction)
+
+if __name__ == "__main__":
+    assert sys.prefix != sys.base_prefix, "not in its environment"
+    ask(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with an agent, a module of its own and a virtual environment."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "my_agent.py").write_text(AGENT)
+    (folder / "pyproject.toml").write_text("")
+    venv.create(folder / ".venv", symlinks=True)
+    (site,) = (folder / ".venv").glob("lib/*/site-packages")
+    (site / "my_helper.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_an_agent_in_a_virtual_environment_works_in_the_sandbox_at_once(say, project):
+    said = say("init", "mine", "--agent", "project/my_agent.py")
+    assert said.code == 0, said.out + said.err
+    assert "proved: 1 scripted model call(s) answered" in said.out
+    command = said.out.splitlines()[-1].split()
+    ran = say(*command[1:], "--out", "run", "--json")
+    assert [line["reward"] for line in ran.json["sessions"]] == [1.0]
+
+
+def test_an_agent_that_does_not_start_is_shown_with_its_own_words(say, project):
+    (project / "my_agent.py").write_text("import no_such_module")
+    said = say("init", "mine", "--agent", "project/my_agent.py")
+    assert said.code == 1
+    assert "No module named 'no_such_module'" in said.out
+    assert "now run" not in said.out
+    (finding,) = say("doctor", "mine", "--json").json
+    assert not finding["ok"]
+    assert "no_such_module" in finding["advice"]
+
+
+def test_what_an_agent_needs_is_found(project, tmp_path, monkeypatch):
+    found = find_agent("project/my_agent.py:agent")
+    assert found.agent["harness"] == "function"
+    assert found.agent["settings"] == {"python": str(project / ".venv/bin/python")}
+    assert str(project) in found.binds
+    assert not any(one.startswith("/usr") for one in found.binds)
+    monkeypatch.chdir(project)
+    through_uv = find_agent("uv run my_agent.py {instruction}")
+    start = f"{project}/.venv/bin/python {project}/my_agent.py '{{instruction}}'"
+    assert through_uv.agent["command"] == start
+    assert find_agent(".venv/bin/python my_agent.py {instruction}") == through_uv
+
+
+@pytest.mark.parametrize(
+    ("agent", "why"),
+    [
+        ("gone.py", "there is no file"),
+        ("no_such_program --x", "no program 'no_such_program' on PATH"),
+        ("a 'b", "No closing quotation"),
+        ("uvp/agent.py", "run `uv sync` there"),
+        ("nodep/agent.js", "run `npm install` there"),
+        ("agent.py", "put the agent into a folder of its own"),
+    ],
+)
+def test_an_agent_that_cannot_be_found_is_refused_with_what_to_do(
+    tmp_path, monkeypatch, agent, why
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("agent.py", "uvp/agent.py", "uvp/uv.lock", "nodep/agent.js"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "nodep" / "package.json").write_text(json.dumps({"dependencies": {"x": "1"}}))
+    with pytest.raises(ConfigError, match=why):
+        find_agent(agent)
 
 
 def test_the_folder_that_init_makes_is_a_task_set_and_the_script_it_prints_exists(say, tmp_path):

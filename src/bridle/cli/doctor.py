@@ -37,6 +37,10 @@ class Finding:
 
 
 def doctor(
+    tasks: Annotated[
+        Path | None,
+        typer.Argument(help="Try the agents of these tasks with one scripted model call each."),
+    ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,8 +66,10 @@ def doctor(
     ] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at this machine, an engine or a runtime, and say what is missing."""
-    if engine:
+    """Look at this machine, tasks, an engine or a runtime, and say what is missing."""
+    if tasks is not None:
+        findings = _proofs(tasks)
+    elif engine:
         findings = asyncio.run(_probe_all(engine, tokenizer, logprobs=logprobs))
     elif runtime is not None:
         findings = asyncio.run(_conformance(runtime, image))
@@ -75,6 +81,19 @@ def doctor(
         rows = ((("ok" if f.ok else "MISSING"), f.what, f.found, f.advice) for f in findings)
         console.print(table("doctor", ("", "what", "found", "what to do"), rows))
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _proofs(path: Path) -> list[Finding]:
+    """Whether the agents of tasks start in their runtimes and reach their model."""
+    from bridle.cli.proving import distinct, prove
+    from bridle.datasets.jsonl import load_tasks
+
+    findings = []
+    for proof in prove(distinct(load_tasks(path))):
+        found = f"{proof.calls} scripted model calls answered, {proof.status}"
+        advice = "" if proof.ok else f"{proof.error}\n{proof.said}".strip()
+        findings.append(Finding(f"agent of {proof.task_id}", proof.ok, found, advice))
+    return findings
 
 
 def machine() -> list[Finding]:
