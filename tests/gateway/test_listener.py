@@ -192,6 +192,26 @@ async def test_a_body_that_was_not_read_is_not_unpacked_after_its_answer():
     assert found[0].total_bytes <= 1 << 20
 
 
+async def test_a_client_whose_body_is_refused_is_told_and_gives_up_its_place():
+    async def refuse(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=413)
+
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+    async with listening(refuse, room=4) as listener, asyncio.timeout(15):
+        sending = []
+        for _ in range(12):
+            sending.append(await asyncio.open_connection(*address(listener)))
+            reader, writer = sending[-1]
+            writer.write(head)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 413")
+            assert b"\r\nConnection: close\r\n" in answer
+            writer.write(b"what is sent on is not read")
+        assert await sending[0][0].read() == b""
+        for _, writer in sending:
+            writer.close()
+
+
 async def test_what_is_not_http_is_refused():
     async with listening() as listener:
         reader, writer = await asyncio.open_connection(*address(listener))

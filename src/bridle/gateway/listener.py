@@ -2,7 +2,8 @@
 
 A thin layer over aiohttp's low-level server: no router, no middleware, no access log (a path may
 hold a key). A handler is cancelled when its client goes. The head of a request must be complete
-some time after its first byte; bodies are timed by whoever reads them.
+some time after its first byte; bodies are timed by whoever reads them. A client whose body is
+refused before all of it was read is told that its connection ends.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ MANY_CONNECTIONS: Final = 1 << 16
 
 MAX_PORT: Final = 65535
 
+LINGER_S: Final = 5.0
+"""How long a client that still sends a refused body may take to read its answer and close."""
+
 
 class _Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request, the first included."""
 
-    __slots__ = ("_deadline", "_head_timeout_s", "_names_agent", "was_served")
+    __slots__ = ("_deadline", "_head_timeout_s", "_lingers", "_names_agent", "was_served")
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(manager, **settings)
@@ -54,13 +58,14 @@ class _Connection(RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._names_agent = False
         """Whether the head that is being read has a `User-Agent` already."""
+        self._lingers = False
         self.was_served = False
         """Whether it has sent a whole head."""
 
     @property
     def is_waiting(self) -> bool:
         """Whether no request is being served."""
-        return self._current_request is None
+        return self._lingers or self._current_request is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has come; it gets the time of a head to send its first byte."""
@@ -74,6 +79,8 @@ class _Connection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Start the clock at a request's first byte."""
+        if self._lingers:
+            return
         if self._deadline is None and self._current_request is None:
             self._begin_deadline()
         waiter = self._waiter
@@ -96,6 +103,17 @@ class _Connection(RequestHandler):
         """A request is whole but for its body."""
         self.was_served = True
         self._end_deadline()
+
+    async def linger(self) -> None:
+        """Discard what the client still sends, until it closes (cancellation) or `LINGER_S` later.
+
+        A connection that is closed while its client sends is reset, and the client may lose its
+        answer. What is discarded is not unpacked.
+        """
+        self._lingers = True
+        if self.transport is not None:
+            self.transport.resume_reading()
+        await asyncio.sleep(LINGER_S)
 
     def _end_deadline(self) -> None:
         if self._deadline is not None:
@@ -193,7 +211,7 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             logger=_quiet,
             max_line_size=HEADER_BYTES,
             max_field_size=HEADER_BYTES,
-            lingering_time=5.0,
+            lingering_time=0.0,
             head_timeout_s=self._head_timeout_s,
         )
         runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=2.0)
@@ -218,16 +236,16 @@ class Listener(AbstractAsyncContextManager["Listener"]):
             self._runner = None
 
     async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Answer, and have what was not read of a compressed body left as it is.
-
-        aiohttp reads on after an answer, for seconds and without a turn for others while there is
-        more to unpack. It takes a `TimeoutError` for the end of that time.
-        """
-        try:
-            return await self._handler(http)
-        finally:
-            if "Content-Encoding" in http.headers and not http.content.is_eof():
-                http.content.set_exception(TimeoutError())
+        """Answer; a client whose body was not read to its end has to come with a new connection."""
+        response = await self._handler(http)
+        if not http.content.is_eof() and not response.prepared:
+            response.force_close()
+            await response.prepare(http)
+            await response.write_eof()
+            connection = http.protocol
+            assert isinstance(connection, _Connection)
+            await connection.linger()
+        return response
 
     def _request(
         self,
