@@ -1,5 +1,6 @@
 """Serving until a signal."""
 
+import asyncio
 import gc
 import os
 import resource
@@ -8,13 +9,13 @@ import subprocess
 import sys
 import threading
 
-from bridle.cli.serving import OPEN_FILES, Stop, enough, long_running, run_until_signal
+from bridle.cli.serving import OPEN_FILES, enough, long_running, run_until_signal
 
 
 def test_a_signal_sets_stop_and_what_was_opened_is_closed():
     seen = []
 
-    async def serve(stop: Stop) -> None:
+    async def serve(stop: asyncio.Event) -> None:
         try:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
             await stop.wait()

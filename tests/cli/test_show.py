@@ -1,5 +1,8 @@
 """`bridle show`: runs, sessions, differences."""
 
+import subprocess
+import sys
+
 import pytest
 
 from bridle.cli.show import law_line, left_lines, row
@@ -92,3 +95,20 @@ def test_files_that_were_not_scored_or_not_kept_are_named_without_obeying_them()
         "not kept: out/z: not there",
     ]
     assert list(left_lines({"evaluation": None})) == []
+
+
+def test_a_run_is_shown_without_loading_what_runs_or_trains_need(finished_run):
+    code = """
+import sys
+from bridle.cli.app import main
+try:
+    main(["show", sys.argv[1]])
+except SystemExit as ended:
+    assert ended.code == 0
+print(*sys.modules)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", code, finished_run], capture_output=True, text=True, check=True
+    )
+    heavy = {"asyncio", "structlog", "pyarrow", "transformers", "torch", "uvloop", "aiohttp"}
+    assert not heavy & set(shown.stdout.splitlines()[-1].split())

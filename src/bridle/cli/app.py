@@ -58,12 +58,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(  # noqa: ARG001 - its callback acts
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Reinforcement learning for language agents through their own, unmodified harness."""
-    log_to_stderr()
+    if context.invoked_subcommand != "show":  # it logs nothing, and is asked often
+        log_to_stderr()
 
 
 app.command("demo")(demo.demo)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from bridle.capture.reader import SqliteReader
 from bridle.capture.records import SessionCapture
-from bridle.capture.sqlite import SqliteReader
 from bridle.errors import ConfigError
 
 CAPTURE = "capture.sqlite"

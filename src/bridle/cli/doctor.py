@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json as json_text
 import os
@@ -67,6 +66,8 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at this machine, tasks, an engine or a runtime, and say what is missing."""
+    import asyncio
+
     if tasks is not None:
         findings = _proofs(tasks)
     elif engine:

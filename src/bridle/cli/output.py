@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _FITTED = sys.stdout.isatty() or "COLUMNS" in os.environ
 
@@ -77,6 +80,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 def progress() -> Progress:
     """A progress display on stderr; silent lines where stderr is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import time
 import tomllib
@@ -48,6 +47,8 @@ def score(
     if scoring failed for some, such as by an evaluator that needs the work folder; these keep what
     they had.
     """
+    import asyncio
+
     from bridle.cli.captured import capture_files
 
     scorer = _scorer(target, function, evaluator, reward)
@@ -80,7 +81,7 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
         async with await SqliteStore.open(path) as store:
             rows += [await _one(store, each, scorer, why) for each in _ended(store, wanted)]
             if (path.parent / RUN).exists():
-                await asyncio.to_thread(write_results, folder, store)
+                write_results(folder, store)
     return rows
 
 

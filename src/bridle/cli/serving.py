@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import gc
 import os
 import resource
@@ -12,10 +10,12 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
-import uvloop
+if TYPE_CHECKING:
+    import asyncio
 
-Stop = asyncio.Event
+Stop: TypeAlias = "asyncio.Event"
 """Set at the first SIGINT or SIGTERM; a second one ends the process at once."""
 
 
@@ -39,6 +39,8 @@ def long_running() -> Iterator[None]:
     to the system and taken again each time, they and the collector's passes over what never goes
     take an eighth of a call's time (`benchmarks/gateway.py`, 32 sessions at 16k tokens).
     """
+    import ctypes
+
     before = gc.get_threshold()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (enough(*files), files[1]))
@@ -73,6 +75,9 @@ def run_until_signal(
     not ended `end_s` after `stop` is ended with status 1, whatever it does; `None` = it is waited
     for.
     """
+    import asyncio
+
+    import uvloop
 
     def overdue() -> None:
         sys.stderr.write(f"not closed within {end_s:g} s of the signal; ending\n")
@@ -80,7 +85,7 @@ def run_until_signal(
         os._exit(1)
 
     async def guarded() -> None:
-        stop = Stop()
+        stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def asked() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bridle.capture.records import Outcome, SessionCapture, SessionRecord
 from bridle.config import BuilderSpec, Task
-from bridle.harnesses.base import Harness
 from bridle.prompting.texts import decoder_of
 from bridle.trajectory import rebuild
 from bridle.trajectory.result import session_result_json
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
+
+if TYPE_CHECKING:
+    from bridle.harnesses.base import Harness
 
 
 @dataclass(frozen=True, slots=True, eq=False)
