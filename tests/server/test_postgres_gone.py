@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from sqlalchemy import text
 from structlog.testing import capture_logs
 from tests.server.cluster import Cluster, Pair
 from tests.server.house import FakeWorkers, an_app, body, ended, until
@@ -52,6 +53,58 @@ async def test_a_server_outlives_its_database_and_runs_each_session_once(
         for task_id in ("a", "b", "c"):
             assert (await ended(http.service, task_id))["usable"] == 1
         assert workers.ran == ["a.0", "b.0", "c.0"]
+
+
+@pytest.mark.postgres
+async def test_a_database_that_hangs_is_a_503_and_work_goes_on_when_it_is_back(
+    own_cluster, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("BRIDLE_TEST_DATABASE", hasty(own_cluster.fresh()))
+    workers = FakeWorkers(held=True)
+    async with an_app(tmp_path, workers) as http:
+        await http.post("/v1/tasks", json={"tasks": [body("a"), body("b")]})
+        await until(lambda: len(workers.living) == 2)
+        with own_cluster.frozen():
+            for _ in range(2):
+                told = await http.post("/v1/tasks", json={"tasks": [body("c")]})
+                assert (told.status_code, told.json()["error"]["code"]) == (503, "store_error")
+                assert "did not answer in time" in told.json()["error"]["message"]
+            assert await health(http) == (503, "store_error")
+            with capture_logs() as log:
+                workers.let("a.0")
+                await until(lambda: any(one.get("doing") == "storing a.0" for one in log))
+        await until(lambda: is_well(http))
+        assert (await http.post("/v1/tasks", json={"tasks": [body("c")]})).status_code == 200
+        await until(lambda: len(workers.living) == 2)
+        workers.let("b.0")
+        workers.let("c.0")
+        for task_id in ("a", "b", "c"):
+            assert (await ended(http.service, task_id))["usable"] == 1
+        assert workers.ran == ["a.0", "b.0", "c.0"]
+
+
+@pytest.mark.postgres
+async def test_a_server_ends_while_its_database_hangs(own_cluster, tmp_path):
+    database = await Database.open(hasty(own_cluster.fresh()))
+    async with database.read() as connection:
+        await connection.execute(text("SELECT 1"))
+    with own_cluster.frozen():
+        async with asyncio.timeout(30):
+            await database.aclose()
+
+
+@pytest.mark.postgres
+async def test_a_server_does_not_wait_at_its_start_for_a_database_that_hangs(own_cluster):
+    url = own_cluster.fresh()
+    with own_cluster.frozen():
+        async with asyncio.timeout(45):
+            with pytest.raises(StateError, match="did not answer in time"):
+                await Database.open(url)
+
+
+def hasty(url):
+    """The same database, whose statements have 2 s."""
+    return f"{url}&command_timeout=2"
 
 
 @pytest.mark.postgres

@@ -43,6 +43,12 @@ T = TypeVar("T")
 BUSY_S = 10.0
 """How long another process may hold SQLite's write lock before that is a failure."""
 
+CONNECT_S = 10.0
+"""How long a PostgreSQL may take to a new connection."""
+
+COMMAND_S = 30.0
+"""How long a PostgreSQL may take to answer a statement, unless its URL has `command_timeout`."""
+
 MIGRATING = 0x627269646C65
 """The lock that a PostgreSQL's migration holds; any number that nobody else takes."""
 
@@ -73,14 +79,15 @@ def database_url(given: str) -> str:
 class Database:
     """Read and write transactions. Use as an async context manager."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, patient: bool = False) -> None:
+        """`patient` connections wait for a statement's answer as long as it takes."""
         self._threads: list[threading.Thread] = []
         """Of SQLite's connections."""
         sqlite = url.startswith("sqlite")
         self._engine: AsyncEngine = (
             create_async_engine(url, async_creator=partial(self._connected, url))
             if sqlite
-            else create_async_engine(url, pool_pre_ping=True)
+            else _postgres(url, patient=patient)
         )
         engine = self._engine
         self.is_sqlite = sqlite
@@ -101,17 +108,13 @@ class Database:
             with suppress(OSError):  # the connection names what is wrong
                 private_file(Path(given))  # SQLite gives its -wal and -shm files the same mode
         try:
-            database = cls(url)
+            migrating = cls(url, patient=True)
         except ModuleNotFoundError as error:
             message = f"database: {error}; run {install_extra('postgres')}"
             raise ConfigError(message) from error
-        try:
-            async with database.write() as connection:
-                await connection.run_sync(_migrate)
-        except BaseException:
-            await database.aclose()
-            raise
-        return database
+        async with migrating, migrating.write() as connection:
+            await connection.run_sync(_migrate)
+        return cls(url)
 
     async def check_room(self) -> None:
         """Raise `StateError` if SQLite's folder has less than 1 MiB of free disk."""
@@ -168,6 +171,16 @@ class Database:
                     await connection.execution_options(begin="BEGIN IMMEDIATE")
                     async with connection.begin():
                         yield connection
+
+
+def _postgres(url: str, *, patient: bool) -> AsyncEngine:
+    parsed = make_url(url)
+    waits: dict[str, float | None] = {"timeout": CONNECT_S}
+    if patient:
+        waits["command_timeout"] = None
+    elif "command_timeout" not in parsed.query:
+        waits["command_timeout"] = COMMAND_S
+    return create_async_engine(parsed, pool_pre_ping=True, connect_args=waits)
 
 
 class _Connection(sqlite3.Connection):
@@ -235,6 +248,8 @@ def _is_down(error: DBAPIError) -> bool:
 
 def _short(error: BaseException | None) -> str:
     """What the driver said, without the statement."""
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
     return str(error.orig if isinstance(error, DBAPIError) else error)
 
 
