@@ -98,7 +98,7 @@ def _conversation(example: Example, agent: JSON, times: dict[str, float]) -> JSO
 
 
 def _metrics(example: Example, turn: Turn) -> JSON:
-    """What a call was given and sampled; logprobs where all of it trains."""
+    """Return token counts and ids of a call; logprobs only if all its tokens train."""
     trace = example.trace
     assert trace is not None
     given = np.concatenate([trace.prompt_ids, trace.response_ids[: turn.start]]).tolist()

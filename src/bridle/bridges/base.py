@@ -1,4 +1,4 @@
-"""What every bridge into a trainer is made of: groups -> sessions -> rows.
+"""Base of all trainer bridges: groups -> sessions -> rows.
 
 A trainer gets *rows*: one training sequence each, with the group and the session that it belongs
 to, its reward, and its weight. A session may give several rows (sub-agents, compactions, forks) or
@@ -110,7 +110,9 @@ class Row:
 
     @property
     def temperatures(self) -> npt.NDArray[np.float32]:
-        """What each response token's call was sampled at, 1.0 where it did not say; shape (R,)."""
+        """Return the sampling temperature of each response token, 1.0 where none was recorded;
+        shape (R,).
+        """
         size, ends = len(self.response_ids), self.trace.turn_ends
         told = (self.trace.metadata.get("temperatures") or [None] * len(ends))[: len(ends)]
         by_call = [1.0 if one is None else one for one in told]
@@ -126,7 +128,7 @@ class Row:
 
 @dataclass(slots=True)
 class RowCounts:
-    """What became of the sessions."""
+    """Counts of sessions, rows and tokens, and of what was left out."""
 
     sessions: int = 0
     rows: int = 0
@@ -147,7 +149,7 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a trainer takes."""
+    """Row limits of a trainer."""
 
     max_prompt: int | None = None
     """Most ids before the first sampled one; `None` = any number."""
@@ -329,7 +331,7 @@ def turns_of(trace: Trace) -> list[Turn]:
 
 
 def _runs(messages: Sequence[JSON]) -> Iterator[tuple[tuple[JSON, ...], tuple[JSON, ...]]]:
-    """What is given, then what the model says, over and over."""
+    """Split a conversation into pairs: the messages given, then the model's reply to them."""
     given: tuple[JSON, ...] = ()
     for is_model, run in itertools.groupby(messages, lambda m: bool(m["role"] == "assistant")):
         if is_model:

@@ -1,4 +1,4 @@
-"""What a session offers for learning from: one example per trace, or per conversation of text.
+"""Training examples from a session: one per trace, or per conversation of text.
 
 Every export begins here, so that a filter means the same in each of them. An example has its
 messages in the form of OpenAI Chat and, where the engine gave ids, its exact tokens.
@@ -138,7 +138,9 @@ def _texts(trajectory: Trajectory, capture: SessionCapture) -> Iterator[Example]
 
 
 def _was_said(exchange: Exchange, capture: SessionCapture) -> bool:
-    """Whether the policy's engine gave a whole reply as text, and a harness received it."""
+    """Return whether the policy's engine returned the whole reply as text and the harness received
+    it.
+    """
     delivery = capture.deliveries.get(exchange.exchange_id)
     return (
         exchange.logprob_mode is LogprobMode.NONE
@@ -154,7 +156,7 @@ def _is_model(message: JSON) -> bool:
 
 
 def _said(message: JSON) -> list[str]:
-    """What the model said in a message: text, then each call."""
+    """Return the model's output in a message: its text, then each call."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     content = message.get("content") or ""
     text = content if isinstance(content, str) else orjson.dumps(content).decode()

@@ -85,7 +85,7 @@ class LocalSessions:
         self._wait(self._gateway.update_weights(weights, version))
 
     def set_version(self, version: int) -> None:
-        """What the engine samples from here on is of `version`: it has its weights already."""
+        """Set the weight version of later samples; the engine has the weights already."""
         self._wait(self._gateway.set_policy(SetPolicy(version=version)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

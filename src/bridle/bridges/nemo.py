@@ -103,7 +103,7 @@ def _message(text: str, number: int) -> JSON:
 
 
 def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
-    """What an agent server of NeMo Gym answers to `/run`.
+    """Build the reply of a NeMo Gym agent server to `/run`.
 
     A session whose reward is not known is masked (`mask_sample`), with how it ended. There is one
     reward per session: a warning names a session whose traces have their own.

@@ -29,7 +29,7 @@ from bridle.types import JSON
 
 @dataclass(slots=True)
 class PairCounts:
-    """What became of the tasks."""
+    """Counts of the pairs built and of the tasks left out."""
 
     pairs: int = 0
     left_out: Counter[str] = field(default_factory=Counter)

@@ -73,7 +73,7 @@ class ServerSessions:
         self._client.set_policy(version=version)
 
     def _trajectory(self, task_id: str, session: JSON | None) -> Trajectory:
-        """What became of one sample; a session without a trajectory has an empty one."""
+        """Fetch the trajectory of one sample; a session without one gets an empty trajectory."""
         own = {"task_id": task_id}
         told = session or {"session_id": "", "error": "the server began no session"}
         if session is not None:

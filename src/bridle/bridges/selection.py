@@ -1,4 +1,4 @@
-"""Which examples are good enough, and what became of the others.
+"""Selection of training examples by quality, with counts of the rejected ones.
 
 Rejection sampling in two steps: every example is judged by itself (`Rules`), then the examples of a
 task against each other: what says the same as an earlier one goes, and of the rest the best `keep`
@@ -21,7 +21,7 @@ from bridle.types import JSON, SessionStatus
 
 
 class Rules(Settings):
-    """What an example must be to be taken. A rule that is not given holds for all."""
+    """Conditions that an example must meet. A rule that is not given accepts everything."""
 
     statuses: tuple[SessionStatus, ...] = (SessionStatus.COMPLETED,)
     """How its session must have ended."""
@@ -98,7 +98,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Survey:
-    """What was taken of many sessions, and what not."""
+    """Accepted and rejected examples of many sessions."""
 
     accepted: dict[str, frozenset[str]] = field(default_factory=dict)
     """Session id -> its examples (`trace_id`) that were taken."""
@@ -116,7 +116,7 @@ class Survey:
     examples: int = 0
 
     def json(self) -> JSON:
-        """As `statistics.json` and `--json` have it."""
+        """Return the object of `statistics.json` and `--json`."""
         whole = Tally()
         for tally in self.sources.values():
             for name in Tally.__dataclass_fields__:
@@ -135,7 +135,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class _Light:
-    """What is remembered of an example between the two steps."""
+    """Facts about an example that are kept between the two steps."""
 
     session_id: str
     trace_id: str

@@ -24,7 +24,7 @@ from bridle.types import JSON, one_line
 
 @dataclass(frozen=True, slots=True)
 class SftCounts:
-    """What an export wrote."""
+    """Counts of what an export wrote."""
 
     examples: int
     tokens: int

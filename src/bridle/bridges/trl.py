@@ -35,7 +35,7 @@ REWARD = "session_reward"
 
 
 class Sessions(Protocol):
-    """What plays (`bridle.bridges.local.LocalSessions`)."""
+    """Interface for running sessions (`bridle.bridges.local.LocalSessions`)."""
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
         """One session per entry, in order."""
@@ -45,7 +45,7 @@ class Sessions(Protocol):
 
 
 class Trainer(Protocol):
-    """What is used of a `trl.GRPOTrainer`."""
+    """Attributes of `trl.GRPOTrainer` that are used here."""
 
     @property
     def state(self) -> Any:  # noqa: ANN401 - transformers' own
@@ -62,7 +62,7 @@ class Trainer(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the sessions so far."""
+    """Counts of the sessions so far."""
 
     sessions: int = 0
     without_trace: int = 0

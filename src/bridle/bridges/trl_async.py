@@ -47,7 +47,7 @@ GIVE_UP = 64
 
 
 class Sessions(Protocol):
-    """What plays (`bridle.bridges.local.LocalSessions`)."""
+    """Interface for running sessions (`bridle.bridges.local.LocalSessions`)."""
 
     def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
         """One session per entry, in order; may be called from several threads."""
@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(slots=True)
 class AsyncCounts:
-    """What became of the groups so far."""
+    """Counts of the groups so far."""
 
     groups: int = 0
     flat: int = 0
@@ -199,7 +199,7 @@ class TrlAsyncRollouts:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def update_model_version(self, model_version: int) -> None:
-        """What is sampled from here on is of this version."""
+        """Set the weight version of later samples."""
         if model_version != self._sent:
             self._sessions.set_version(model_version)
         self.version = model_version

@@ -123,7 +123,8 @@ class BridleAgentLoopManager:
 
     @classmethod
     def create(cls, config: Any, *_: object, **__: object) -> BridleAgentLoopManager:  # noqa: ANN401 - verl's own
-        """As verl calls it; its clients of engines and reward workers are not needed.
+        """Create a manager from verl's configuration; the engine clients and reward workers that
+        verl passes are ignored.
 
         `ConfigError` for missing settings, or a task file that cannot be read.
         """

@@ -99,7 +99,7 @@ Converter = Callable[[sqlite3.Connection], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """What this code writes, and from which older versions it can come forward."""
+    """Schema version that this code writes, with converters from older versions."""
 
     version: int
     converters: Mapping[int, Converter]
@@ -272,7 +272,7 @@ def _of_json(text: str) -> Any:  # noqa: ANN401 - JSON as decoded
 
 
 def _text(value: str | None) -> str | None:
-    """What SQLite can keep: UTF-8, with anything else escaped."""
+    """Escape characters that UTF-8 in SQLite cannot hold."""
     return None if value is None else value.encode("utf-8", "backslashreplace").decode()
 
 
@@ -366,7 +366,7 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
 
 
 class Rows(NamedTuple):
-    """What the rows of a session hold."""
+    """Decoded rows of a session."""
 
     exchanges: list[Exchange]
     texts: SessionTexts
@@ -374,7 +374,7 @@ class Rows(NamedTuple):
 
 
 def _damage(row: tuple[Any, ...], error: Exception) -> Damaged:
-    """What can still be said of a row that is no exchange."""
+    """Describe a row that cannot be decoded."""
     sampled = len(row[13]) // 4 if isinstance(row[13], bytes) else 0
     return Damaged(str(row[2]), sampled, f"{type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""What waits to be written: a queue for the writer's thread, and what goes with the next write.
+"""Job queue of the writer's thread.
 
 Callers on any loop and in any thread put jobs in; whoever writes takes what was left for later
 along. A job that is queued comes after all that was left or queued before it.
@@ -20,7 +20,7 @@ from bridle.errors import StoreError
 
 
 class Written(Enum):
-    """What became of a record that its caller would write."""
+    """Outcome of a caller's attempt to write a record itself."""
 
     HERE = "here"
     SOON = "soon"
@@ -70,11 +70,11 @@ class Jobs:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread has jobs."""
+        """Return whether the thread has unfinished jobs."""
         return self._given != self.finished
 
     def is_left(self, job: Job) -> bool:
-        """Whether `job` was left for later and nobody has taken it yet."""
+        """Return whether `job` is deferred and not yet taken."""
         return job in self._left
 
     @property

@@ -57,7 +57,7 @@ class SqliteReader:
             return int(self._rows("PRAGMA data_version")[0][0])
 
     def outcomes(self) -> Mapping[str, Outcome]:
-        """How sessions ended, by id; those that have not are missing."""
+        """Return the outcomes of ended sessions by id."""
         query = "SELECT session_id, scores, o.* FROM outcomes o JOIN sessions s ON n = session"
         with self._reading():
             return {
@@ -68,7 +68,7 @@ class SqliteReader:
             }
 
     def totals(self, after: int = 0) -> tuple[Mapping[str, Totals], int]:
-        """What the exchanges behind row `after` add up to, by session id, and the last row.
+        """Sum up the exchanges after row `after` by session id; also return the last row.
 
         To be added to what rows before gave: so looking again costs what is new.
         """
@@ -80,7 +80,7 @@ class SqliteReader:
             return found, after
 
     def extent(self, session_id: str) -> tuple[int, ...]:
-        """How much is recorded of a session: it changes when, and only when, something is added."""
+        """Return the row counts of a session, which change exactly when a record is added."""
         with self._reading():
             ((*counts,),) = self._rows(_EXTENT, (session_id,) * 4)
             return tuple(counts)
@@ -119,7 +119,7 @@ class SqliteReader:
             return {row[2]: formats.delivery_of(session_id, row) for row in rows}
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """How the session ended; `None` = it has not, or was killed."""
+        """Return the session's outcome; `None` = it still runs, or was killed."""
         with self._reading():
             query = "SELECT scores, o.* FROM outcomes o JOIN sessions ON n = session WHERE n = ?"
             for scores, *row in self._session_rows(query, session_id):

@@ -1,4 +1,4 @@
-"""What capture keeps: append-only facts, each written once and never changed.
+"""Records of the capture: append-only facts, each written once and never changed.
 
 An exchange holds only what is new against its parent: the suffix of the prompt, the sampled ids,
 their logprobs, the messages that were not stored before. Everything else is reached over
@@ -56,7 +56,7 @@ class SessionRecord:
 
     @property
     def is_aside(self) -> bool:
-        """Whether it is an evaluator's own session, of which nothing is a result."""
+        """Return whether this is an evaluator's own session, which counts in no result."""
         return "judge_of" in self.metadata
 
 
@@ -146,7 +146,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What became of an exchange's reply; the last record of an exchange counts."""
+    """Delivery state of an exchange's reply; the last record of an exchange counts."""
 
     exchange_id: str
     session_id: str
@@ -161,7 +161,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a session ended; at most one per session."""
+    """End of a session; at most one per session."""
 
     session_id: str
     status: str
@@ -217,7 +217,7 @@ def scored(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What some exchanges of a session add up to."""
+    """Sums over some exchanges of a session."""
 
     exchanges: int
     sampled: int

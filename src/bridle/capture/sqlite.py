@@ -192,7 +192,7 @@ class SqliteStore:
         return self._given_before().read(session_id)
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """How the session ended; `None` = it has not, or was killed."""
+        """Return the session's outcome; `None` = it still runs, or was killed."""
         return self._given_before().outcome(session_id)
 
     def size(self) -> int:
@@ -239,7 +239,7 @@ class SqliteStore:
 
 @dataclass(slots=True)
 class _SessionState:
-    """What the writer must know of a session, so that nothing is stored twice."""
+    """State of a session that the writer keeps so that nothing is stored twice."""
 
     number: int
     exchange_ids: set[str] = field(default_factory=set)
@@ -370,7 +370,7 @@ class _Writer:
             self._connection.close()
 
     def _wait_for_others(self, milliseconds: int) -> None:
-        """How long a transaction waits for another process that writes."""
+        """Set how long a transaction waits for the lock of another process."""
         if milliseconds != self._patience_ms:
             self._connection.execute(f"PRAGMA busy_timeout = {milliseconds}")
             self._patience_ms = milliseconds

@@ -76,7 +76,7 @@ class Store(Protocol):
         """All content-addressed bodies of a session."""
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """How the session ended; `None` = it has not, or was killed."""
+        """Return the session's outcome; `None` = it still runs, or was killed."""
 
     def read(self, session_id: str) -> SessionCapture:
         """Everything of one session, read once. `StoreError` if it was never opened."""
@@ -185,7 +185,6 @@ class MemoryStore:
         return {} if session is None else dict(session.bodies)
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """How the session ended; `None` = it has not."""
         session = self._find(session_id)
         if session is None or session.outcome is None:
             return None

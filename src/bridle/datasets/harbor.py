@@ -99,7 +99,7 @@ class HarborTask(_Part):
 
 
 def is_harbor(path: Path) -> bool:
-    """Whether a task file is the `task.toml` of a Harbor folder."""
+    """Return whether a task file is the `task.toml` of a Harbor folder."""
     return path.name == TASK and (path.parent / INSTRUCTION).is_file()
 
 
@@ -295,7 +295,7 @@ MEANS_NOTHING_HERE = frozenset({"FROM", "CMD", "LABEL", "EXPOSE", "MAINTAINER"})
 
 @dataclass(slots=True)
 class Steps:
-    """What a Dockerfile does, as fields of `RuntimeSpec`."""
+    """Steps of a Dockerfile as fields of `RuntimeSpec`."""
 
     workdir: str | None = None
     """Absolute; `None` = none is named."""

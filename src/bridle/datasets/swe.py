@@ -27,7 +27,7 @@ CONDA = "source /opt/miniconda3/bin/activate testbed 2>/dev/null || true"
 
 
 def is_swe(row: object) -> bool:
-    """Whether an object is a row of such a set."""
+    """Return whether `row` is a row of a SWE-bench-like data set."""
     return isinstance(row, dict) and row.keys() >= MARKS
 
 

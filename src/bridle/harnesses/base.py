@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
-    """What a session gives to its harness."""
+    """Everything a session passes to its harness."""
 
     instruction: str
     base_urls: Mapping[str, str]
@@ -84,11 +84,11 @@ class Harness(Protocol):
         """The process that does the task."""
 
     def exit_cause(self, exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-        """What an ending means for this program; `None` = a true success."""
+        """Classify the exit of this program; `None` = it succeeded."""
 
 
 def needs_model(harness: Harness) -> bool:
-    """Whether a session of it must have called the model to be COMPLETED.
+    """Return whether a session of this harness must have called the model to be COMPLETED.
 
     True unless its class says `needs_model = False`, as those do that check a task set.
     """

@@ -40,13 +40,15 @@ _held: dict[Path, int] = {}
 
 
 def bundles_dir() -> Path:
-    """Where bundles are kept: `$BRIDLE_CACHE/bundles`, by default `~/.cache/bridle/bundles`."""
+    """Return the folder of the bundles: `$BRIDLE_CACHE/bundles`, by default
+    `~/.cache/bridle/bundles`.
+    """
     return cache_dir() / "bundles"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a bundle is made of, and how."""
+    """Recipe of a bundle: its inputs and the function that builds it."""
 
     name: str
     version: str
@@ -68,7 +70,7 @@ class Recipe:
 
 @dataclass(slots=True)
 class Builder:
-    """What a recipe builds with."""
+    """Helper that a recipe builds with: target folder, commands, log."""
 
     folder: Path
     """The bundle in the making; it is renamed later, so nothing in it may name it."""

@@ -138,7 +138,7 @@ def claude_mcp(agent: AgentSpec) -> JSON:
 
 
 def claude_cause(exit_code: int | None, signal: int | None, stdout: bytes) -> Cause | None:
-    """What the event stream's `result` says, where there is one; else the exit code."""
+    """Classify the exit by the event stream's `result` if there is one, else by the exit code."""
     result = next(
         (e for e in events_backwards(stdout, '"result"') if e.get("type") == "result"), None
     )

@@ -93,7 +93,7 @@ class CommandHarness:
 
 
 def sdk_environment(context: LaunchContext) -> dict[str, str]:
-    """What the provider SDKs read by themselves, and what a program may want to know."""
+    """Return the variables that the provider SDKs read, plus the task's own for the program."""
     return {
         "OPENAI_BASE_URL": context.base_urls["openai"],
         "OPENAI_API_KEY": context.key,

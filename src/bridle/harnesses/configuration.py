@@ -1,4 +1,4 @@
-"""What harness files share in writing a program's own configuration. Pure but for `skill_folders`.
+"""Helpers of harness files that write a program's own configuration. Pure but for `skill_folders`.
 
 Each program takes MCP servers, skills and limits in a form of its own; what is common to these
 forms is here, and each harness file adds what only its program knows.
@@ -82,7 +82,7 @@ def mcp_entries(agent: AgentSpec, remote: Callable[[McpServer], JSON]) -> JSON:
 
 
 def skill_folders(agent: AgentSpec, target: str) -> dict[str, Path]:
-    """Which host folders are copied to where, so that each skill lies in `target/<its name>`.
+    """Map target paths to host folders so that each skill lies in `target/<its name>`.
 
     `AgentSpec.skills_path` is a folder of skills, or one skill. Raises `ConfigError` if it is
     neither.

@@ -171,7 +171,7 @@ def _file_of(source: Path, module: str) -> Path:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What a module may bind, wherever in its text."""
+    """Return every name that a module may bind at any place in its text."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:

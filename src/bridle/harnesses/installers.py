@@ -1,4 +1,4 @@
-"""How a bundle is made from PyPI or from npm: pinned, hash-checked, with its own interpreter.
+"""Building of a bundle from PyPI or npm: pinned, hash-checked, with its own interpreter.
 
 Locks are in `locks/`, made by `scripts/lock-harnesses`. A Python bundle carries a copy of the
 Python that made it, a node bundle the node that is in its lock; `interpreters` says how they start

@@ -1,4 +1,5 @@
-"""What a bundle carries so that it starts in an image that has nothing but a shell.
+"""Interpreters and libraries that a bundle carries, so that it starts in an image with only a
+shell.
 
 A program that was made for one C library does not start beside an older one, and an image may have
 no Python, no node, no C++ library. So a bundle takes along the interpreter, its standard library,
@@ -77,7 +78,7 @@ def c_library() -> str | None:
 
 
 def carries(library: str | None) -> bool:
-    """Whether bundles that are made with this C library start elsewhere."""
+    """Return whether bundles that are built with this C library start on other machines."""
     found = re.fullmatch(r"glibc (\d+)\.(\d+).*", library or "")
     return found is not None and (int(found[1]), int(found[2])) >= OLDEST
 
@@ -145,7 +146,7 @@ def libraries_of(folder: Path) -> list[Path]:
 
 
 def is_binary(path: Path) -> bool:
-    """Whether it is a program or a library of machine code, and no link to one."""
+    """Return whether `path` is a program or shared library of machine code, and not a link."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:

@@ -86,7 +86,7 @@ def _found(bundles: Path) -> Iterator[_Kept]:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[bool]:
-    """Whether nobody else has the lock; held inside the block if so."""
+    """Try to take the lock for the block; yield whether it was free."""
     try:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:

@@ -1,4 +1,4 @@
-"""What the harnesses share that are a script of ours on a provider's SDK.
+"""Base of the harnesses that are a script of ours on a provider's SDK.
 
 The SDK is unmodified and brings the loop; the script (in `scripts/`) is what its users write: some
 twenty lines that give it a model, a shell tool and the task. It is copied into the home, reads one

@@ -91,7 +91,7 @@ class ApptainerRuntime(Contained):
     # ---- start and end
 
     async def start(self) -> None:
-        """As `base.Runtime.start`. `RuntimeFailure` says what apptainer said."""
+        """Implement `base.Runtime.start`. `RuntimeFailure` carries apptainer's message."""
         program()
         self._check_mounts()
         with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
@@ -175,7 +175,7 @@ class ApptainerRuntime(Contained):
             await _call(["instance", "stop", self._name])
 
     async def kill(self) -> None:
-        """As `base.Runtime.kill`: the kernel ends everything in the namespaces, at once."""
+        """End all processes in the container: the kernel kills its namespaces at once."""
         await run_shielded(self._kill(), timeout_s=STOP_S)
 
     async def _kill(self) -> None:
@@ -185,7 +185,7 @@ class ApptainerRuntime(Contained):
                 await self._let_go(up)
 
     async def stop(self) -> None:
-        """As `base.Runtime.stop`: afterwards nothing is left but the empty scratch folder."""
+        """Stop the container and delete its files; the empty scratch folder remains."""
         self._usable = False
         try:
             await self.kill()
@@ -196,15 +196,12 @@ class ApptainerRuntime(Contained):
     # ---- commands
 
     async def copied(self, scratch: Path) -> Self:
-        """As `base.Runtime.copied`."""
         return await self._copied_here(scratch, OWN)
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """As `base.Runtime.snapshot`."""
         return await self._snapshot_here(self._work, folder)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """As `base.Runtime.put_work`."""
         return await self._put_here(self._work, folder, keep)
 
     def _here(self, path: PurePosixPath) -> Path | None:
@@ -212,7 +209,7 @@ class ApptainerRuntime(Contained):
 
     @property
     def _top(self) -> str:
-        """Where the scratch folder's `work` is seen inside."""
+        """Return the path inside the container of the scratch folder's `work`."""
         return self.workdir if PurePosixPath(self._spec.workdir or "").is_absolute() else "/work"
 
     @property
@@ -263,7 +260,7 @@ def program() -> str:
 
 
 def client_environment() -> dict[str, str]:
-    """What the command needs of our environment: its caches, its settings, its logins."""
+    """Return the variables of this process that apptainer needs: caches, settings, logins."""
     own = ("APPTAINER_", "SINGULARITY_")
     found = os.environ.items()
     return {name: value for name, value in found if name in CLIENT or name.startswith(own)}
@@ -286,7 +283,7 @@ def refuse_what_apptainer_cannot(spec: RuntimeSpec) -> None:
 async def _call(
     words: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = CALL_S
 ) -> str:
-    """What `apptainer WORDS` says on stdout. `RuntimeFailure` says what it said on stderr."""
+    """Run `apptainer WORDS` and return its stdout. `RuntimeFailure` carries its stderr."""
     argv = [program(), *words]
     its_own = {**client_environment(), **(env or {})}
     result = await run_process(Command(argv, cwd="/", env=its_own, timeout_s=timeout_s))

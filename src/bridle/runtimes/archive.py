@@ -21,7 +21,7 @@ class Keep(Protocol):
     """Says which paths of a folder stay in it."""
 
     def __call__(self, path: PurePosixPath, *, is_folder: bool) -> bool:
-        """Whether to keep `path`, which is relative to the top, with all below it."""
+        """Return whether to keep `path` (relative to the top) and everything below it."""
 
 
 def pack(source: Path, target: PurePosixPath, archive: Path) -> PurePosixPath:
@@ -123,7 +123,7 @@ def _any_link(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 
 
 def _is_direct(name: str, folder: str) -> bool:
-    """Whether a name leads from `folder` downwards, through no link.
+    """Return whether `name` lies below `folder` and no parent folder on the way is a symbolic link.
 
     Python's own filter resolves links, and before 3.11.13 and 3.12.11 gives up on paths of more
     than 4096 bytes, which then lead anywhere (CVE-2025-4517).
@@ -136,8 +136,8 @@ def _is_direct(name: str, folder: str) -> bool:
 
 
 def stays(link: str, above: int) -> bool:
-    """Whether a link's target is inside a tree: it goes up at its beginning only, fewer than
-    `above` folders.
+    """Return whether a link's target stays inside a tree: `..` occurs only at its beginning, fewer
+    than `above` times.
 
     As the folders above a link are no links, and other links stay inside too, so does this one.
     """
@@ -147,5 +147,5 @@ def stays(link: str, above: int) -> bool:
 
 
 def _stays(entry: tarfile.TarInfo) -> bool:
-    """Whether a link stays inside the archive's one entry, which may be moved."""
+    """Return whether a link stays inside the archive's one top entry, which may be renamed."""
     return stays(entry.linkname, len(PurePosixPath(entry.name).parent.parts))

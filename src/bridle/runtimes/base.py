@@ -17,7 +17,7 @@ from bridle.runtimes.archive import Keep
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command in a runtime ended."""
+    """Result of a command in a runtime."""
 
     exit_code: int | None
     """The true exit code; `None` = ended by a signal or by us."""
@@ -119,10 +119,10 @@ class Runtime(Protocol):
         """
 
     def inside(self, path: Path) -> str:
-        """Where a mounted host path is seen inside."""
+        """Return the path inside the runtime of a mounted host path."""
 
     def gateway_url(self, url: str) -> str:
-        """How a gateway base URL is reached from inside."""
+        """Return the URL by which programs inside the runtime reach a gateway URL."""
 
     async def kill(self) -> None:
         """End every process inside; idempotent."""
@@ -132,7 +132,7 @@ class Runtime(Protocol):
 
 
 class RuntimeFactory(Protocol):
-    """What `RUNTIMES` entries are: classes with this constructor."""
+    """Constructor that every class in `RUNTIMES` has."""
 
     def __call__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount]

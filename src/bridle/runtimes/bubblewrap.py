@@ -89,7 +89,7 @@ class BubblewrapRuntime(Contained):
     # ---- start and end
 
     async def start(self) -> None:
-        """As `base.Runtime.start`. `RuntimeFailure` says what this machine lacks."""
+        """Implement `base.Runtime.start`. `RuntimeFailure` names what this machine lacks."""
         if (missing := what_is_missing()) is not None:
             raise RuntimeFailure(missing)
         self._check_mounts()
@@ -199,7 +199,7 @@ class BubblewrapRuntime(Contained):
             raise RuntimeFailure(message)
 
     async def kill(self) -> None:
-        """As `base.Runtime.kill`: the kernel ends everything inside."""
+        """End all processes in the sandbox: the kernel kills its namespaces."""
         await run_shielded(self._kill(), timeout_s=STOP_S)
 
     async def _kill(self) -> None:
@@ -209,7 +209,7 @@ class BubblewrapRuntime(Contained):
                 await self._let_go(held)
 
     async def stop(self) -> None:
-        """As `base.Runtime.stop`: afterwards nothing is left but the empty scratch folder."""
+        """Stop the sandbox and delete its files; the empty scratch folder remains."""
         self._usable = False
         try:
             await self.kill()
@@ -224,15 +224,12 @@ class BubblewrapRuntime(Contained):
     # ---- files
 
     async def copied(self, scratch: Path) -> Self:
-        """As `base.Runtime.copied`."""
         return await self._copied_here(scratch, OWN)
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """As `base.Runtime.snapshot`."""
         return await self._snapshot_here(self._work, folder)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """As `base.Runtime.put_work`."""
         return await self._put_here(self._work, folder, keep)
 
     def _here(self, path: PurePosixPath) -> Path | None:
@@ -277,7 +274,7 @@ class BubblewrapRuntime(Contained):
 
 
 def what_is_missing() -> str | None:
-    """What this machine lacks for the runtime, with what to do; `None` = nothing."""
+    """Return what this machine lacks for this runtime and how to install it; `None` = nothing."""
     if platform.machine() not in MACHINES:
         known = ", ".join(MACHINES)
         return f"the bubblewrap runtime has a system call filter for {known} only"

@@ -27,7 +27,7 @@ OWN = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a sandbox may use; `None` = as much as there is."""
+    """Resource limits of a sandbox; `None` = unlimited."""
 
     cpus: float | None = None
     memory_bytes: int | None = None

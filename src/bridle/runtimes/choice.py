@@ -1,4 +1,4 @@
-"""Which runtime a task gets that names none.
+"""Choice of the runtime for a task that names none.
 
 `auto` is the runtime that contains, wherever it can: `docker` for a task with an image or a GPU,
 `bubblewrap` for any other where it works on this machine, else `local`, which is said loudly. An

@@ -35,7 +35,7 @@ class Nonconformity(AssertionError):
 
 @dataclass(slots=True)
 class Bench:
-    """What a check works with."""
+    """Fixtures that a conformance check works with."""
 
     runtime: Runtime
     """Started; stopped by the suite."""

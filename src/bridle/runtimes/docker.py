@@ -120,8 +120,7 @@ class DockerRuntime(Contained):
     # ---- start and end
 
     async def start(self) -> None:
-        """As `base.Runtime.start`; an image that is not there is pulled, or built of
-        `kwargs.build`.
+        """Pull the image, or build it from `kwargs.build`, if it is missing, and start a container.
 
         `RuntimeFailure` says what the daemon said.
         """
@@ -242,7 +241,7 @@ class DockerRuntime(Contained):
         await docker(["kill", self._id])
 
     async def kill(self) -> None:
-        """As `base.Runtime.kill`: the container ends, and all in it."""
+        """Kill the container with all its processes."""
         await run_shielded(self._kill(), timeout_s=STOP_S)
 
     async def _kill(self) -> None:
@@ -259,7 +258,7 @@ class DockerRuntime(Contained):
                 await up.resources.aclose()
 
     async def stop(self) -> None:
-        """As `base.Runtime.stop`: the container and its files are gone."""
+        """Remove the container and its files."""
         self._usable = False
         try:
             await self.kill()
@@ -357,7 +356,9 @@ class DockerRuntime(Contained):
     # ---- files
 
     async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
-        """As `Contained.copy_kept`; a work folder that the harness deleted is empty."""
+        """Implement `Contained.copy_kept`. If the harness deleted the work folder, the copy is
+        empty.
+        """
         try:
             return await super().copy_kept(folder, keep)
         except RuntimeFailure as error:
@@ -367,7 +368,7 @@ class DockerRuntime(Contained):
             return ()
 
     async def copied(self, scratch: Path) -> Self:
-        """As `base.Runtime.copied`: of an image that is made of the container and goes with it."""
+        """Commit the container to an image and start a copy from it; the copy deletes the image."""
         await self.kill()
         image = await docker(["commit", "--pause=false", self._id])
         spec = self._spec.model_copy(update={"image": image, "workdir": self.workdir})
@@ -411,7 +412,7 @@ class DockerRuntime(Contained):
 
 
 def _enters() -> bool:
-    """Whether this process may enter the networks of containers."""
+    """Return whether this process may enter the networks of containers."""
     return is_privileged()
 
 

@@ -47,7 +47,7 @@ async def docker(
     timeout_s: float | None = CALL_S,
     log: Path | None = None,
 ) -> str:
-    """What `docker WORDS` says on stdout. `RuntimeFailure` says what it said on stderr."""
+    """Run `docker WORDS` and return its stdout. `RuntimeFailure` carries its stderr."""
     result = await run_process(
         Command(
             argv=[program(), *words],
@@ -80,14 +80,14 @@ def program() -> str:
 
 
 def client_environment() -> dict[str, str]:
-    """What the command itself needs of our environment: which daemon, and where its login is."""
+    """Return the variables of this process that docker itself needs: daemon address and logins."""
     config = os.environ.get("DOCKER_CONFIG") or str(Path("~/.docker").expanduser())
     found = {name: os.environ[name] for name in CLIENT if name in os.environ}
     return {**found, "DOCKER_CONFIG": config, "PATH": os.environ.get("PATH", "/usr/bin:/bin")}
 
 
 async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]:
-    """What the daemon knows of an image; it is made, once at a time, if it is not there.
+    """Return the daemon's metadata of an image; a missing image is built or pulled, one at a time.
 
     `build` is a folder with a `Dockerfile` that it is built of; `None` = it is pulled.
     """
@@ -133,13 +133,15 @@ async def _tell_layers(image: str, said: Path) -> None:
 
 
 def layers(said: str) -> tuple[int, int]:
-    """How many layers of an image are here, of how many, by what `docker pull` has said so far."""
+    """Return how many layers of an image are complete, and of how many, from the output of `docker
+    pull` so far.
+    """
     states = dict(re.findall(r"^([0-9a-f]{12}): (.+?)\s*$", said, re.MULTILINE))
     return sum(state in DONE for state in states.values()), len(states)
 
 
 def _raise_nothing(_error: BaseException) -> None:
-    """How far a pull is matters less than the pull."""
+    """Ignore an error of the progress report: it must not end the pull."""
 
 
 async def _inspected(image: str) -> dict[str, Any]:

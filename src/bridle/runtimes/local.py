@@ -62,7 +62,7 @@ class LocalRuntime(Place):
         self._usable = True
 
     def _environment(self) -> dict[str, str]:
-        """What every process gets; `RuntimeSpec.env` stands over it."""
+        """Return the environment that every process gets; `RuntimeSpec.env` overrides it."""
         return {
             "PATH": search_path(),
             "HOME": self.home,
@@ -92,13 +92,13 @@ class LocalRuntime(Place):
         )
 
     async def upload(self, source: Path, target: str) -> None:
-        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
         self._must_be_usable()
         with boundary(RuntimeFailure, f"cannot upload {source} to {target}"):
             await asyncio.to_thread(_copy_in, source, Path(self.workdir, target))
 
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        """Implement `base.Runtime.write`. A symbolic link at `target` is replaced, not followed."""
         self._must_be_usable()
         with boundary(RuntimeFailure, f"cannot write {target}"):
             await asyncio.to_thread(_write, Path(self.workdir, target), content, mode)
@@ -106,7 +106,7 @@ class LocalRuntime(Place):
     async def download(
         self, source: str, target: Path, *, most: int | None = None
     ) -> tuple[str, ...]:
-        """As `base.Runtime.download`; bounded as a copy of the work folder is."""
+        """Implement `base.Runtime.download`. The limits are those of a copy of the work folder."""
         self._must_be_usable()
         path, room = Path(self.workdir, source), Bounds().bytes if most is None else most
         with boundary(RuntimeFailure, f"cannot download {source}"):
@@ -114,15 +114,12 @@ class LocalRuntime(Place):
         return left
 
     async def copied(self, scratch: Path) -> Self:
-        """As `base.Runtime.copied`."""
         return await self._copied_here(scratch, ("work", "home", "tmp"))
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """As `base.Runtime.snapshot`."""
         return await self._snapshot_here(Path(self.workdir), folder)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """As `base.Runtime.put_work`."""
         return await self._put_here(Path(self.workdir), folder, keep)
 
     def inside(self, path: Path) -> str:
@@ -134,14 +131,14 @@ class LocalRuntime(Place):
         return url
 
     async def kill(self) -> None:
-        """As `base.Runtime.kill`; also ends daemons that left their process group."""
+        """End all processes of the session, including daemons that left their process group."""
         await run_shielded(
             end_all(lambda: members((self._mark,), self._leaders), grace_s=KILL_GRACE_S),
             timeout_s=KILL_GRACE_S + 2 * KILL_S,
         )
 
     async def stop(self) -> None:
-        """As `base.Runtime.stop`: afterwards nothing is left but the empty scratch folder."""
+        """End all processes and delete the session's folders; the empty scratch folder remains."""
         self._usable = False
         try:
             await self.kill()
@@ -153,7 +150,7 @@ class LocalRuntime(Place):
 
 
 def search_path() -> str:
-    """Where programs are looked for: as for the caller."""
+    """Return the caller's `PATH`."""
     return os.environ.get("PATH", PATH)
 
 

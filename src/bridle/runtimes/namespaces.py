@@ -127,7 +127,7 @@ exit($? >> 8);
 
 @cache
 def is_privileged() -> bool:
-    """Whether this process may enter any namespace of this machine."""
+    """Return whether this process may enter any namespace of this machine."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

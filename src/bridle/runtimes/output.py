@@ -1,4 +1,4 @@
-"""What a process says: its beginning and its end in memory, all of it in a file.
+"""Bounded output of a process: its head and tail in memory, all of it in a file.
 
 A harness may print a gigabyte. What is kept in memory is bounded: the first half of the limit and
 the last half, with one line between that says how much is missing.
@@ -40,7 +40,7 @@ class Kept:
 
     @property
     def truncated(self) -> bool:
-        """Whether something in the middle is missing."""
+        """Return whether bytes between head and tail were dropped."""
         return self._size > self._head_limit + self._tail_limit
 
     def value(self) -> bytes:
@@ -50,7 +50,7 @@ class Kept:
 
 
 def joined(head: bytes, tail: bytes, size: int) -> bytes:
-    """What is kept of `size` bytes; a line between head and tail says how many are missing."""
+    """Join the kept head and tail of `size` bytes; a line between them counts the missing bytes."""
     missing = size - len(head) - len(tail)
     note = f"\n[bridle: {missing} bytes left out]\n".encode() if missing > 0 else b""
     return head + note + tail

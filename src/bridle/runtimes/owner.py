@@ -1,4 +1,5 @@
-"""Who owns what a session leaves outside of its own processes: containers, control groups, folders.
+"""Marks of ownership on what a session leaves outside its own processes: containers, control
+groups, folders.
 
 A mark names a process in a form that no later process has, on a machine and among the processes
 that it can see. Only a process of the same place can say that an owner is dead: a daemon may serve
@@ -23,7 +24,9 @@ def owner_mark() -> str:
 
 
 def is_dead(mark: str) -> bool:
-    """Whether the process of a mark has ended, for certain: it was one of this place."""
+    """Return whether the process of a mark has certainly ended; False for a mark of another
+    machine.
+    """
     pid, _, rest = mark.partition(".")
     started, _, place = rest.partition(".")
     return place == _place() and not (pid.isdigit() and started_at(int(pid)) == started)

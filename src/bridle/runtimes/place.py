@@ -1,4 +1,4 @@
-"""What runtimes share: how a command is asked for, how files go in and out, where the gateway is.
+"""Base classes of runtimes: running a command, copying files in and out, reaching the gateway.
 
 `Place` is one session's runtime, less what its kind does. `Contained` is one whose paths are not
 the machine's: files go in and out as archives that a `tar` inside makes or takes, so no link that a
@@ -85,7 +85,7 @@ class Place(ABC):
         log: Path | None = None,
         error_log: Path | None = None,
     ) -> ExecResult:
-        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+        """Run a command (`base.Runtime.exec`); a workdir that the harness deleted is recreated."""
         argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
         return await self._run(
             Command(
@@ -180,13 +180,15 @@ class Contained(Place):
 
     @property
     def limits(self) -> Literal["kernel", "watched"]:
-        """Whether control groups keep the limits on memory and processes, or only a watch does."""
+        """Return who enforces the memory and process limits: control groups (`kernel`) or polling
+        (`watched`).
+        """
         return "kernel"
 
     # ---- files
 
     async def upload(self, source: Path, target: str) -> None:
-        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
         with (
             boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
             self._aside() as aside,
@@ -197,7 +199,7 @@ class Contained(Place):
             await self._put(archive, folder)
 
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        """Implement `base.Runtime.write`. A symbolic link at `target` is replaced, not followed."""
         path = PurePosixPath(self.workdir, target)
         with boundary(RuntimeFailure, f"cannot write {target}"):
             await self._put(pack_bytes(content, path.name, mode), path.parent)
@@ -205,8 +207,8 @@ class Contained(Place):
     async def download(
         self, source: str, target: Path, *, most: int | None = None
     ) -> tuple[str, ...]:
-        """As `base.Runtime.download`; a folder of this machine is read entry by entry, and what
-        comes as an archive is taken apart as `archive` says.
+        """Implement `base.Runtime.download`. A folder on this machine is copied entry by entry; an
+        archive is unpacked with the checks of `archive`.
 
         `RuntimeFailure` if more than `DOWNLOAD_BYTES`, with holes, would come out in one session.
         """
@@ -250,11 +252,12 @@ class Contained(Place):
             return size
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """As `base.Runtime.snapshot`."""
         return await self.copy_kept(folder)
 
     async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
-        """As `snapshot`, but of files and links only those that `keep` names (`None` = all)."""
+        """Copy the work folder like `snapshot`, but only the files and links that `keep` names
+        (`None` = all).
+        """
         path = PurePosixPath(self.workdir)
         with boundary(RuntimeFailure, "cannot copy the work folder"), self._aside() as aside:
             archive, most = Path(aside, "out.tar"), Bounds().bytes
@@ -269,7 +272,6 @@ class Contained(Place):
         return ()
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """As `base.Runtime.put_work`."""
         with boundary(RuntimeFailure, "cannot fill the work folder"):
             return await put_by_archive(self, folder, keep)
 
@@ -295,7 +297,7 @@ class Contained(Place):
     # ---- addresses
 
     def inside(self, path: Path) -> str:
-        """Where a mounted host path is seen inside; any other path as it is."""
+        """Return the path inside of a mounted host path; any other path is returned unchanged."""
         for mount in self._mounts:
             if path.is_relative_to(mount.source):
                 return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
@@ -316,7 +318,7 @@ class Contained(Place):
         return urlunsplit(parts._replace(netloc=f"{self._address[0]}:{self._address[1]}"))
 
     def _is_carried(self) -> bool:
-        """Whether the gateway is reached through us."""
+        """Return whether this process forwards connections from the sandbox to the gateway."""
         return self._spec.network == "gateway_only"
 
     async def _carry(self, listener: socket.socket, resources: AsyncExitStack) -> None:

@@ -1,4 +1,4 @@
-"""Which processes belong to a session, and how all of them are ended.
+"""Finding and ending the processes of a session.
 
 A process group is not enough: a daemon leaves it. So every process that a runtime starts carries
 marks in its environment (`BRIDLE_SESSION`, `BRIDLE_EXEC`), and its descendants inherit them. The
@@ -91,7 +91,7 @@ def living() -> list[Found]:
 
 
 def is_marked(pid: int, marks: Collection[bytes]) -> bool:
-    """Whether a process was started with all `marks` (`NAME=value`) in its environment.
+    """Return whether a process was started with all `marks` (`NAME=value`) in its environment.
 
     Without marks nothing is marked.
     """

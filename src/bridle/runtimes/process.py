@@ -40,7 +40,7 @@ NOT_EXECUTABLE = 126
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run, and under which conditions."""
+    """Command line, environment and limits of a process to run."""
 
     argv: Sequence[str]
     cwd: str

@@ -61,7 +61,7 @@ class RemoteSettings(Settings):
 
 
 class Host(Protocol):
-    """What is asked of a host (`rex.RexHost`)."""
+    """Interface of a remote host (`rex.RexHost`)."""
 
     async def start(self) -> None: ...
 
@@ -69,7 +69,7 @@ class Host(Protocol):
         """Give it back; idempotent."""
 
     async def execute(self, argv: Sequence[str]) -> str:
-        """What a short command prints. `RuntimeFailure` if it fails."""
+        """Run a short command and return its stdout. `RuntimeFailure` if it fails."""
 
     async def read(self, path: str) -> str:
         """A file of text that is there."""
@@ -136,7 +136,7 @@ class RemoteRuntime:
         log: Path | None = None,
         error_log: Path | None = None,
     ) -> ExecResult:
-        """As `base.Runtime.exec`. A workdir that the harness deleted is made again, empty."""
+        """Run a command (`base.Runtime.exec`); a workdir that the harness deleted is recreated."""
         self._must_be_usable()
         folder, execution = self._next("run"), f"{self._session_id}/{self._count}"
         marks = {SESSION_MARK: self._session_id, EXEC_MARK: execution}
@@ -213,7 +213,7 @@ class RemoteRuntime:
     # ---- files
 
     async def upload(self, source: Path, target: str) -> None:
-        """As `base.Runtime.upload`; modes and symbolic links are kept."""
+        """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
         self._must_be_usable()
         path = PurePosixPath(self.workdir, target)
         with (
@@ -225,7 +225,7 @@ class RemoteRuntime:
             await self._put(archive, folder)
 
     async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """As `base.Runtime.write`; a symbolic link at `target` is replaced, not followed."""
+        """Implement `base.Runtime.write`. A symbolic link at `target` is replaced, not followed."""
         self._must_be_usable()
         path = PurePosixPath(self.workdir, target)
         with (
@@ -244,7 +244,7 @@ class RemoteRuntime:
     async def download(
         self, source: str, target: Path, *, most: int | None = None
     ) -> tuple[str, ...]:
-        """As `base.Runtime.download`; what comes out is taken apart as `archive` says."""
+        """Implement `base.Runtime.download`. What comes out is taken apart as `archive` says."""
         room = DOWNLOAD_BYTES if most is None else most
         try:
             await self._copy_out(source, target, room)
@@ -253,11 +253,10 @@ class RemoteRuntime:
         return ()
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """As `base.Runtime.snapshot`; the runner of that machine reads the files."""
+        """Implement `base.Runtime.snapshot`. The remote runner reads the files."""
         return await self.copy_kept(folder)
 
     async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
-        """As `Contained.copy_kept`."""
         await self._copy_out(".", folder, Bounds().bytes, any_link=True, only=keep)
         return ()
 
@@ -268,7 +267,6 @@ class RemoteRuntime:
         raise RuntimeFailure(message)
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """As `base.Runtime.put_work`."""
         return await put_by_archive(self, folder, keep)
 
     async def _copy_out(
@@ -301,7 +299,9 @@ class RemoteRuntime:
     # ---- addresses
 
     def inside(self, path: Path) -> str:
-        """Where a mounted host path is seen there; any other path as it is."""
+        """Return the path on the remote host of a mounted host path; any other path is returned
+        unchanged.
+        """
         if not self._here:
             for mount in self._mounts:
                 if path.is_relative_to(mount.source):
@@ -309,7 +309,9 @@ class RemoteRuntime:
         return str(path)
 
     def _target(self, mount: Mount) -> str:
-        """Where a mount is put; among the session's own folders where others are on the host."""
+        """Return the path where a mount is put: inside the session's own folder if the host is
+        shared.
+        """
         return mount.target if self.contains else f"{self._root}/mounts/{mount.target}"
 
     def gateway_url(self, url: str) -> str:
@@ -330,7 +332,7 @@ class RemoteRuntime:
             await self._run("kill", f"{SESSION_MARK}={self._session_id}", "1")
 
     async def stop(self) -> None:
-        """As `base.Runtime.stop`: the folders are gone, and the host is given back."""
+        """Delete the session's folders and release the host."""
         started, self._started = self._started, False
         if started:
             await run_shielded(self._stop(), timeout_s=STOP_S)

@@ -37,7 +37,9 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Stream:
-    """What a process says on one pipe: its first bytes in pieces, its head and tail in memory."""
+    """Output pipe of a process: its first bytes go to files in pieces, its head and tail stay in
+    memory.
+    """
 
     def __init__(self, folder: Path, name: str, streamed: int, limit: int) -> None:
         self._at = folder / name

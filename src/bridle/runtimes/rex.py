@@ -45,7 +45,9 @@ class RexHost:
         await _aside(self._deployment.stop)
 
     async def execute(self, argv: Sequence[str]) -> str:
-        """What a short command prints. `RuntimeFailure` with what it said if it fails."""
+        """Run a short command and return its stdout. `RuntimeFailure` carries its output if it
+        fails.
+        """
         from swerex.runtime.abstract import Command
 
         command = Command(command=list(argv))

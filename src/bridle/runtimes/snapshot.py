@@ -42,7 +42,7 @@ for ((at = 0; at < ${#all[@]}; at += 500)); do rm -rf -- "${all[@]:at:500}" || e
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much one copy may hold."""
+    """Limits of one copy."""
 
     entries: int = 200_000
     depth: int = 100
@@ -112,7 +112,9 @@ def copy_tree(source: Path, target: Path, top: Path | None = None) -> tuple[str,
 
 
 def is_folder_in(top: Path, path: Path) -> bool:
-    """Whether `path`, which lies below `top` or is it, and all between are folders, none a link."""
+    """Return whether `path` (`top` or below it) and all folders between are real folders, not
+    links.
+    """
     steps = [path, *path.parents][: 1 + len(path.relative_to(top).parts)]
     return not any(step.is_symlink() for step in steps) and path.is_dir()
 
@@ -131,7 +133,7 @@ class _Ended(Protocol):
 
 
 class _Filled(Protocol):
-    """What `put_by_archive` needs of a runtime."""
+    """Methods of a runtime that `put_by_archive` calls."""
 
     async def exec(self, command: str) -> _Ended: ...
 

@@ -1,4 +1,5 @@
-"""What a bubblewrap sandbox sees: a read-only system, little of `/etc`, folders of its own.
+"""File system view of a bubblewrap sandbox: a read-only system, little of `/etc`, folders of its
+own.
 
 Everything not named here is not there: no `/root`, no other homes, no `/var`, no sockets of the
 machine. What is seen of a file is as its owner may see it even where the caller is root, so nothing

@@ -26,7 +26,7 @@ PATIENCE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What is looked at, and how much of it may be."""
+    """Processes and folders that a watch polls, and their limits."""
 
     members: Callable[[], Iterable[int]]
     """Processes of the sandbox, by the machine's numbers."""

@@ -90,7 +90,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> JSON:
-    """What `save_checkpoint` was given, with `version` and `optimizer_steps`."""
+    """Return the state that `save_checkpoint` was given, with `version` and `optimizer_steps`."""
     try:
         state: JSON = json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:

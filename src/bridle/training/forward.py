@@ -180,7 +180,8 @@ def rows_of(
 
 
 def sharing_saves(lengths: Sequence[int], prefix: int, width: int) -> bool:
-    """Whether rows of these lengths cost less with their first `prefix` tokens computed once.
+    """Return whether computing the shared first `prefix` tokens once is cheaper for rows of these
+    lengths.
 
     A layer's linear part costs a token as much as attention to `6 * width` others. Rows behind a
     shared beginning attend under an explicit mask, whose kernels compute the masked half as well.
@@ -238,7 +239,7 @@ def check_ids(samples: Sequence[Sample], model: PreTrainedModel) -> None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether logits can be asked for at some positions only."""
+    """Return whether the model can compute logits at selected positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
@@ -286,7 +287,9 @@ def _length(sample: Sample) -> int:
 
 
 def _mask(sample: Sample) -> npt.NDArray[np.bool_]:
-    """Which of a trace's tokens train, prompt included; the very first cannot."""
+    """Return the mask of a trace's trained tokens, prompt included; the first token is never
+    trained.
+    """
     prompt = np.zeros(len(sample.trace.prompt_ids), dtype=np.bool_)
     mask = np.concatenate([prompt, sample.trace.loss_mask == 1])
     mask[:1] = False
@@ -299,7 +302,7 @@ def _padded(values: np.ndarray, length: int, fill: int | None = None) -> np.ndar
 
 
 def _common_prefix(samples: Sequence[Sample]) -> int:
-    """How many leading ids all samples have in common, with at least one token after them."""
+    """Count the leading ids that all samples share, leaving at least one token after them."""
     first = _ids(samples[0])
     length = len(first) - 1
     for sample in samples:

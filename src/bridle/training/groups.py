@@ -1,4 +1,4 @@
-"""Where groups come from: sessions that run ahead of the training, but not too far.
+"""Sources of groups: sessions run ahead of the training by a bounded number of groups.
 
 The loop says how many groups may have been begun (`allow`); a source begins them in order and hands
 each on when all its sessions have ended. With `B` groups per update and `max_lag` updates between
@@ -40,7 +40,7 @@ class Evaluation:
     """By label, the same tasks with other harnesses; not part of the numbers above."""
 
     def json(self) -> JSON:
-        """As the run's files have it."""
+        """Return the object that the run's files hold."""
         told: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
         if self.others:
             told["others"] = {label: one.json() for label, one in self.others.items()}
@@ -50,7 +50,7 @@ class Evaluation:
 def evaluation_of(
     held_out: Sequence[Task], rewards: Mapping[str, Sequence[float | None]]
 ) -> Evaluation:
-    """What sessions came to, `rewards` by task id."""
+    """Average the held-out rewards (`rewards` by task id), overall and per label."""
     labels = [str(task.metadata.get(LABEL, "")) for task in held_out]
     made = {}
     for label in dict.fromkeys(["", *labels]):
@@ -76,7 +76,9 @@ class GroupSource(Protocol):
         """Play the held-out tasks with the weights that the engine has; `None` = there are none."""
 
     def cursor(self) -> JSON:
-        """Where it stands: groups begun and not taken are begun again after a resume."""
+        """Return the position of the source; groups begun but not taken are begun again after a
+        resume.
+        """
 
     async def kept(self) -> None:
         """A checkpoint has the last `cursor`: what was taken before it is not needed again."""

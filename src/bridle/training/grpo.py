@@ -53,7 +53,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update did."""
+    """Report of one update."""
 
     version: int
     """Of the weights that came out."""
@@ -217,7 +217,9 @@ class Learner:
         )
 
     def _pieces(self, batch: Batch) -> Iterator[Piece]:
-        """What is computed; traces without an advantage only where a reference pulls at them."""
+        """Yield the batches to compute; traces without an advantage are computed only for the KL
+        term.
+        """
         settings = self.settings
         samples = [s for s in batch.samples if np.any(s.advantage) or settings.kl]
         if settings.packing == "tree":
@@ -227,7 +229,9 @@ class Learner:
             yield from rows_of(samples, settings.batch_tokens, share=self._shares(), width=width)
 
     def _shares(self) -> bool:
-        """Whether the model's cache is of keys and values alone."""
+        """Return whether the model's cache holds only keys and values, so that a prefix can be
+        shared.
+        """
         return bool(getattr(self.model, "_supports_attention_backend", False))
 
     def _pass(

@@ -65,7 +65,7 @@ class StepReport:
     """Until the new weights were in the engine."""
 
     def json(self) -> JSON:
-        """As checkpoints and `curve.jsonl` have it."""
+        """Return the object that checkpoints and `curve.jsonl` hold."""
         value = asdict(self)
         if value["update"] is not None:
             lags = value["update"]["lags"].items()
@@ -250,7 +250,7 @@ def _index(group: Group) -> int:
 
 
 def _nothing_trains(groups: list[Group]) -> str:
-    """What became of groups in a row of which none trains."""
+    """Describe the sessions of consecutive groups of which none can be trained."""
     sessions = [session for group in groups for session in group.sessions]
     status = Counter(str(session.status) for session in sessions)
     rewards = Counter("unknown" if s.reward is None else f"{s.reward:g}" for s in sessions)

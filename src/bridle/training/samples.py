@@ -61,12 +61,12 @@ class Group:
 
     @property
     def trains(self) -> bool:
-        """Whether two sessions with a known reward and something to train are there."""
+        """Return whether at least two sessions have a known reward and trainable tokens."""
         return sum(s.reward is not None and _trained(s) > 0 for s in self.sessions) > 1
 
     @property
     def varies(self) -> bool:
-        """Whether its rewards tell the sessions, their traces or their turns apart."""
+        """Return whether the rewards give any session, trace or turn an advantage."""
         return _any(advantages_of(self, "grpo")[0])
 
 

@@ -37,7 +37,7 @@ EVALUATE_FIRST = 100
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a group is called on the server."""
+    """Parsed name of a group on the server."""
 
     training: str
     index: int
@@ -156,12 +156,12 @@ class ServerGroups:
         await self._drop(unwanted)
 
     def _wants(self, name: Name, lost: bool, ended: bool) -> bool:  # noqa: FBT001 - private
-        """Whether a group of an earlier life, not acknowledged, is to be trained on."""
+        """Return whether to train on a group of an earlier process that was not acknowledged."""
         begun = name.index >= self._next or (name.index, name.task_id) in self._again
         return begun and name.task_id in self._draws and (ended or not lost)
 
     async def _weights_are_lost(self) -> bool:
-        """Whether the server has had weights that are newer than those of the checkpoint."""
+        """Return whether the server has had newer weights than those of the checkpoint."""
         return int((await self._client.policy())["version"] or 0) > self._version
 
     async def _drop(self, names: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ class GrpoSettings(Settings):
 
 
 class LoopSettings(Settings):
-    """How rollouts and updates alternate."""
+    """Schedule of rollouts and updates."""
 
     steps: int = Field(default=40, ge=1)
     groups_per_step: int = Field(default=8, ge=1)

@@ -54,7 +54,7 @@ class Example:
 
 
 class SftSettings(Settings):
-    """How to train."""
+    """Settings of supervised fine-tuning."""
 
     epochs: int = Field(default=1, ge=1)
     """How often each example is seen."""
@@ -84,7 +84,7 @@ class SftSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class SftProgress:
-    """Where a training stands; told after every step."""
+    """Progress of a training, reported after every step."""
 
     step: int
     """How many are done."""
@@ -98,7 +98,7 @@ class SftProgress:
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """What a training did."""
+    """Result of a training."""
 
     losses: tuple[float, ...]
     """Nats per trained token, one per step."""
@@ -282,7 +282,7 @@ def _checked(
 
 
 def _common_prefix(examples: Sequence[Example]) -> int:
-    """How many leading ids all examples have in common, none of which trains."""
+    """Count the leading ids that all examples share and none of them trains."""
     first = examples[0].input_ids
     length = len(first) - 1
     for example in examples:

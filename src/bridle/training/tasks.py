@@ -1,4 +1,4 @@
-"""Which task comes next: every task once per epoch, or more often those that teach.
+"""Order of tasks: every task once per epoch, or those that teach more often.
 
 A draw is a function of the seed, its number, and (for weighted draws) the history so far, so a
 training that is resumed draws what it would have drawn.
@@ -27,7 +27,7 @@ EXPLORE = 0.05
 
 @dataclass(slots=True)
 class Record:
-    """How a task went so far."""
+    """Results of a task so far."""
 
     groups: int = 0
     sessions: int = 0
@@ -108,7 +108,6 @@ class TaskDraws:
         return self._tasks[self._ids[int(random.choice(size, p=weights / weights.sum()))]]
 
     def __contains__(self, task_id: str) -> bool:
-        """Whether the set has a task of that id."""
         return task_id in self._tasks
 
     def named(self, task_id: str) -> Task:

@@ -125,7 +125,7 @@ def rebuild(
 
 
 def _kinds(session: SessionRecord) -> Collection[Kind]:
-    """Which kinds of call train, as the session's metadata says."""
+    """Return the kinds of call that the session's metadata selects for training."""
     named = session.metadata.get("train")
     if named is None:
         return DEFAULT_TRAIN
@@ -137,7 +137,7 @@ def _kinds(session: SessionRecord) -> Collection[Kind]:
 
 
 def _masks_rejected(session: SessionRecord) -> bool:
-    """Whether the session's metadata take rejected replies out of the training."""
+    """Return whether the session's metadata exclude rejected replies from training."""
     setting = session.metadata.get("rejected", "train")
     if setting not in ("train", "mask"):
         message = f"session {session.session_id}: rejected: {setting!r}; known: train, mask"
@@ -247,7 +247,7 @@ def with_outcome(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
 
 
 def _cut_by(trajectory: Trajectory, outcome: Outcome) -> Trajectory:
-    """What the task's setting leaves of a session that its time or a limit ended."""
+    """Apply the `truncated` setting to a session that a timeout or limit ended."""
     cut = outcome.cause if outcome.cause in (Cause.TIMEOUT, Cause.LIMIT) else None
     if cut is None and outcome.status == SessionStatus.TIMEOUT:
         cut = Cause.TIMEOUT
@@ -298,7 +298,7 @@ def _last_cut(exchanges: Sequence[Exchange], train: Collection[Kind]) -> str | N
 
 
 def _limited(whole: Sequence[Trace], config: BuilderConfig, cut: str | None) -> Built:
-    """What the settings leave of the traces, and how many tokens they cost."""
+    """Apply the length settings to the traces and count the tokens they cost."""
     limit = config.max_tokens
     sizes = [len(trace.prompt_ids) + len(trace.response_ids) for trace in whole]
     overlong = 0 if limit is None else sum(size > limit for size in sizes)
@@ -397,7 +397,9 @@ def _spliced(last: Node, joined: Joined, start: int) -> list[JSON]:
 
 
 def _placeholders(node: Node) -> list[JSON]:
-    """What the engine told of the media of a prompt that are new with it, placed in the path."""
+    """Return the engine's media placeholders that are new with this prompt, at their offsets in the
+    path.
+    """
     extra = node.exchange.extra
     told = extra.get("media") or (extra.get("engine") or {}).get("media") or []
     shift = node.prompt_length - node.exchange.prompt_length
@@ -420,7 +422,7 @@ def _media(parts: list[JSON], placeholders: Sequence[JSON]) -> list[JSON]:
 
 
 def _tree(traces: list[Trace]) -> JSON:
-    """What packing a session's own traces saves."""
+    """Count the tokens of a session's traces with and without tree packing."""
     alone = Trajectory("", "", tuple(traces), None, None, {})
     size = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
     return {"tokens": len(pack([alone]).ids), "path_tokens": size}
@@ -433,7 +435,7 @@ def _metadata(
     stats: JSON,
     plans: Sequence[Plan],
 ) -> JSON:
-    """What a trajectory says of itself; `reconstruction_stats` in Polar's words for its clients."""
+    """Build the metadata; `reconstruction_stats` keeps Polar's keys for its clients."""
     merged = {exchange_id for plan in plans for exchange_id in plan.train}
     leaves = stats["roots"] + stats["branches"]
     return {

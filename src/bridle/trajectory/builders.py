@@ -94,7 +94,7 @@ def tree(graph: Graph, marks: Marks) -> list[Plan]:
 
 
 def _trained(marks: Marks, exchange_id: str, stop: int, start: int = 0) -> int:
-    """How many of an exchange's output ids in a range may train."""
+    """Count the output ids of an exchange in a range that may train."""
     own = marks.by_token[exchange_id]
     if start == 0 and stop == len(own):
         return marks.trained[exchange_id]

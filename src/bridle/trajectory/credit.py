@@ -125,7 +125,7 @@ def role_advantages(
 
 
 def has_own_rewards(session: Trajectory) -> bool:
-    """Whether an evaluator rewarded its traces or tokens otherwise than the session."""
+    """Return whether an evaluator gave the session's traces or tokens rewards of their own."""
     return any(
         trace.token_rewards is not None or trace.reward not in (None, session.reward)
         for trace in session.traces

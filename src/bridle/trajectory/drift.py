@@ -40,7 +40,7 @@ TEMPLATE_ROOTS = frozenset({"engine_prompt", "image", "template"})
 
 
 class DriftClass(StrEnum):
-    """How a turn came back in the next prompt."""
+    """Kinds of difference between a sampled turn and its copy in the next prompt."""
 
     EXACT = "exact"
     RETOKENIZED = "retokenized"
@@ -73,7 +73,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """How an exchange goes on from another."""
+    """Difference between an exchange and the one it continues."""
 
     kind: DriftClass
     differ: int = 0

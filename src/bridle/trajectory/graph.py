@@ -75,11 +75,11 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether no child keeps all of it."""
+        """Return whether no child's prompt contains the whole path."""
         return all(child.kept < self.length for child in self.children)
 
     def sampled(self, take: int) -> int:
-        """How many of its own output ids lie in the first `take` ids of its path."""
+        """Count the exchange's own output ids within the first `take` ids of its path."""
         return max(0, take - self.prompt_length)
 
 
@@ -164,7 +164,7 @@ def _content(exchange: Exchange) -> tuple[object, ...]:
 
 
 def _needs_parent(exchange: Exchange) -> bool:
-    """Whether its prompt cannot be put together without another exchange."""
+    """Return whether the exchange's prompt needs another exchange to be rebuilt."""
     return exchange.kept > 0
 
 
@@ -195,7 +195,7 @@ def _parents_first(
 
 
 def _in_cycle(exchange: Exchange, unique: dict[str, Exchange]) -> bool:
-    """Whether following parents from here comes back here."""
+    """Return whether following the parents of `exchange` leads back to it."""
     seen = {exchange.exchange_id}
     at = exchange
     while at.parent_id is not None and (above := unique.get(at.parent_id)) is not None:
@@ -230,7 +230,7 @@ class _Grower:
         self._breaks.append((order_of(exchange), found))
 
     def breaks_by_time(self) -> list[Break]:
-        """What was noted, by the time of its exchange."""
+        """Return the breaks, ordered by the time of their exchange."""
         return [found for _, found in sorted(self._breaks)]
 
     def lose(self, exchange: Exchange, reason: str) -> None:

@@ -41,7 +41,7 @@ _NONE, _PROCESSED = LogprobMode.NONE, LogprobMode.PROCESSED
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What becomes of each sampled token of a session before any builder looks at it."""
+    """Mask reason of each sampled token of a session, before any builder runs."""
 
     by_exchange: Mapping[str, MaskReason]
     """For every node of the graph; `TRAINED` = it trains, but for tokens without a logprob."""
@@ -91,7 +91,7 @@ def mark(
 
 
 def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
-    """What the call itself decides."""
+    """Return the mask reason that the call itself determines."""
     if exchange.extra.get("other_model"):
         return MaskReason.OTHER_MODEL
     if exchange.kind not in train:
@@ -106,7 +106,7 @@ def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
 
 
 def _of_delivery(delivery: Delivery | None) -> MaskReason:
-    """What the record says of a reply that no later request shows."""
+    """Return the mask reason of a reply that no later request contains, by its delivery record."""
     if delivery is None:
         return MaskReason.UNRESOLVED
     return _BY_STATE[delivery.state]

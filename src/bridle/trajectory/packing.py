@@ -83,7 +83,9 @@ def pack(trajectories: Iterable[Trajectory]) -> Packed:
 
 
 def block_mask(packed: Packed) -> npt.NDArray[np.bool_]:
-    """Which token (row) sees which (column), shape (N, N); for models that take a dense mask."""
+    """Return the attention mask: row attends to column, shape (N, N); for models that take a dense
+    mask.
+    """
     parents = packed.segment_parents
     above = np.zeros((len(parents), len(parents)), dtype=np.bool_)
     for segment, parent in enumerate(parents.tolist()):
@@ -152,7 +154,7 @@ def _insert(root: _Run, number: int, source: _Source, sources: Sequence[_Source]
 
 
 def _shared(run: _Run, at: int, source: _Source, sources: Sequence[_Source]) -> int:
-    """How many tokens of `run` a trace has too from `at` on, without any that train in both."""
+    """Count the tokens from `at` that a trace shares with `run`, none of which trains in both."""
     length = min(run.end - run.start, len(source.ids) - at)
     here, other = slice(run.start, run.start + length), slice(at, at + length)
     owner = sources[run.source]

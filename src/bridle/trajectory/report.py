@@ -121,7 +121,7 @@ class Report:
 
     @property
     def counted(self) -> bool:
-        """Whether any session says how turns were shown."""
+        """Return whether any session recorded how its turns came back in later prompts."""
         return self.uncounted < self.sessions
 
     def as_json(self) -> JSON:

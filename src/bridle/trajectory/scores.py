@@ -1,4 +1,4 @@
-"""What a batch was worth: pass@k, mean reward with its interval, failures by cause. Pure.
+"""Scores of a batch: pass@k, mean reward with its interval, failures by cause. Pure.
 
 Law 5 holds here too. A session counts as an attempt if its end is the agent's own doing: it was
 scored, or it crashed, timed out, reached a limit or never used the model, which is an attempt
@@ -41,7 +41,7 @@ class Attempted:
 
     @property
     def is_attempt(self) -> bool:
-        """Whether its end is the agent's own doing."""
+        """Return whether the session counts as an attempt of the agent."""
         return (
             self.reward is not None
             or self.cause in AGENTS_OWN

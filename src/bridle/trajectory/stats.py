@@ -39,7 +39,7 @@ TURNS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a builder made of a session, as far as it is counted."""
+    """Traces that a builder made of a session, with counts."""
 
     traces: Sequence[Trace]
     truncated: int = 0
@@ -177,8 +177,8 @@ def _unknown(exchanges: Iterable[Exchange]) -> Counter[str]:
 
 
 def _drift(continuing: Iterable[Exchange], joined: Joined) -> Counter[str]:
-    """How a turn came back in the next prompt: by the ids where a template wrote it, else by the
-    harness's copy of the message.
+    """Count how sampled turns differ in the next prompt: by ids where a template rendered them,
+    else by the harness's copy of the message.
     """
     return Counter(
         str(joined.classes.get(exchange.exchange_id) or exchange.extra.get("drift") or "exact")

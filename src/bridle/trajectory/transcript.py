@@ -93,7 +93,7 @@ class Transcript:
         return chat_messages(self.request(exchange).messages)
 
     def response_messages(self, path: Sequence[Exchange]) -> list[JSON]:
-        """What follows the first request on a path, as OpenAI Chat has it."""
+        """Return the messages after the first request on a path, in the form of OpenAI Chat."""
         said = list(self.reply(path[0]))
         if len(path) > 1:
             last = self.request(path[-1])
@@ -205,7 +205,7 @@ def _reading(exchange: Exchange, what: str) -> Iterator[None]:
 
 
 def span_count(exchange: Exchange) -> int:
-    """How many spans an exchange's request has."""
+    """Count the spans of an exchange's request."""
     return exchange.request.kept_spans + len(exchange.request.spans)
 
 

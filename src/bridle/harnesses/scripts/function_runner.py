@@ -21,7 +21,7 @@ MODULES = "modules"
 
 @dataclass(frozen=True)
 class FunctionTask:
-    """What a function is given."""
+    """Argument of the user's function."""
 
     instruction: str
     base_urls: dict[str, str]

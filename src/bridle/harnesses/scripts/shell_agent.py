@@ -29,7 +29,7 @@ MOST_TURNS = 20
 
 @dataclass(frozen=True)
 class Task:
-    """What it needs of what a function is given."""
+    """Attributes of the function's argument that this agent uses."""
 
     instruction: str
     base_urls: dict[str, str]
@@ -62,7 +62,7 @@ def ask(task: Task, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def shell(command: str) -> str:
-    """What a command prints, errors too."""
+    """Run a shell command and return its stdout, stderr and exit code as text."""
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, check=False, text=True, timeout=120
     )
