@@ -5,7 +5,16 @@ import stat
 import pytest
 
 from bridle.errors import ConfigError
-from bridle.server.auth import TOKEN_ENV, TOKEN_FILE, Auth, Role, Token, load_tokens, own_token
+from bridle.server.auth import (
+    TOKEN_ENV,
+    TOKEN_FILE,
+    Auth,
+    Role,
+    Token,
+    callback_secrets,
+    load_tokens,
+    own_token,
+)
 
 SECRET = "a-secret-of-sixteen"
 OWN = Token(name="operator", token="the-operators-own-token", roles=(Role.ADMIN,))
@@ -64,6 +73,25 @@ def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
     kept.write_text("short")
     with pytest.raises(ConfigError, match=r"server\.token: token: .*at least 16"):
         own_token(tmp_path / "data")
+
+
+def test_an_owner_has_one_callback_secret_in_any_of_its_tokens(tmp_path):
+    file = tmp_path / "tokens.toml"
+    entry = '[[tokens]]\nname = "{}"\ntoken = "{}"\n'
+    mine = entry.format("a", SECRET + "1") + 'callback_secret = "a-secret-of-owner-a"\n'
+    file.write_text(mine + entry.format("a", SECRET + "2") + entry.format("b", SECRET + "3"))
+    assert callback_secrets(load_tokens(file, {}, own=OWN)) == {"a": b"a-secret-of-owner-a"}
+    another = entry.format("a", SECRET + "2") + 'callback_secret = "another-of-owner-a"\n'
+    file.write_text(mine + another)
+    with pytest.raises(ConfigError, match=r"tokens of owner 'a' have different callback_secrets"):
+        callback_secrets(load_tokens(file, {}, own=OWN))
+
+
+def test_a_callback_secret_of_two_owners_is_refused(tmp_path):
+    shared = {"callback_secret": "a-secret-of-owner-a"}
+    tokens = [Token(name=name, token=SECRET + name, **shared) for name in ("a", "b")]
+    with pytest.raises(ConfigError, match=r"owners 'a' and 'b' have the same callback_secret"):
+        callback_secrets(tokens)
 
 
 def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):

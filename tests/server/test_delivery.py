@@ -107,14 +107,37 @@ async def test_each_session_and_then_the_task_is_told_and_signed(tmp_path):
         kinds = [headers["x-bridle-event"] for headers, _ in receiver.got]
         assert sorted(kinds) == ["session", "session", "task"]
         for headers, content in receiver.got:
-            at, sent = (part.partition("=")[2] for part in headers["x-bridle-signature"].split(","))
-            expected = hmac.new(SECRET, f"{at}.".encode() + content, hashlib.sha256).hexdigest()
-            assert sent == expected
+            assert signer(headers, content) == SECRET
         sessions = {one["session_id"]: one for one in receiver.bodies() if "session_id" in one}
         assert sessions["a.0"]["trajectory"]["traces"]
         assert sessions["a.1"]["cause"] == "harness_crash"
         (task,) = [one for one in receiver.bodies() if "session_id" not in one]
         assert (task["status"], len(task["results"])) == ("completed", 2)
+
+
+async def test_callbacks_of_an_owner_with_a_secret_of_its_own_are_signed_with_that(tmp_path):
+    async with (
+        Receiver().up() as receiver,
+        a_service(tmp_path, FakeWorkers()) as service,
+        delivering(service, secrets={"a": b"the secret of a"}),
+    ):
+        for owner in ("a", "b"):
+            await service.submit([submission(owner, callback_url=receiver.url)], owner=owner)
+            await until(lambda owner=owner: is_acked(service, owner))
+    signers = {
+        json.loads(content)["task_id"]: signer(headers, content)
+        for headers, content in receiver.got
+    }
+    assert signers == {"a": b"the secret of a", "b": SECRET}
+
+
+def signer(headers, content):
+    """Which secret a callback is signed with."""
+    at, sent = (part.partition("=")[2] for part in headers["x-bridle-signature"].split(","))
+    for secret in (SECRET, b"the secret of a"):
+        if sent == hmac.new(secret, f"{at}.".encode() + content, hashlib.sha256).hexdigest():
+            return secret
+    return None
 
 
 async def is_acked(service, task_id):

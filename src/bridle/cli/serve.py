@@ -157,7 +157,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.server import answering
     from bridle.server.addresses import Addresses
     from bridle.server.app import serving
-    from bridle.server.auth import TOKEN_FILE, Auth, load_tokens, own_token
+    from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
     from bridle.server.database import Database
     from bridle.server.delivery import Deliverer, callback_secret
     from bridle.server.files import TrajectoryFiles
@@ -167,7 +167,9 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     data = settings.data
     async with AsyncExitStack() as stack:
         stack.enter_context(FolderLock(data))
-        auth = Auth(load_tokens(settings.tokens, own=own_token(data)))
+        tokens = load_tokens(settings.tokens, own=own_token(data))
+        signing = callback_secrets(tokens)
+        auth = Auth(tokens)
         owner = _owner(data)
         workers = await stack.enter_async_context(workers_of(config, data, owner))
         database = await Database.open(settings.database or str(data / "server.sqlite"))
@@ -183,7 +185,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         await workers.settle()
         addresses = Addresses(settings.permits.callbacks)
         nursery = await stack.enter_async_context(Nursery(service.lost))
-        deliverer = Deliverer(service, addresses, callback_secret(data))
+        deliverer = Deliverer(service, addresses, callback_secret(data), secrets=signing)
         nursery.start(deliverer.run(), name="deliverer")
         served = answering.Served(service, settings.permits, auth, addresses)
         mounts = []

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from bridle.config import Settings, explain, load_toml
 from bridle.credentials import kept_token
+from bridle.errors import ConfigError
 
 TOKEN_ENV: Final = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
 """A token with the role `admin`; clients and command line send what it holds."""
@@ -53,6 +54,9 @@ class Token(Settings):
     token: str | None = Field(default=None, min_length=16, repr=False)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     roles: tuple[Role, ...] = (Role.SUBMIT, Role.READ)
+    callback_secret: str | None = Field(default=None, min_length=16, repr=False)
+    """What callbacks of the owner's tasks are signed with; `None` = the server's own secret, which
+    all owners without one share."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
@@ -127,6 +131,24 @@ def load_tokens(
     except ValidationError as error:
         raise explain(error, TOKEN_ENV if path is None else str(path)) from None
     return tokens
+
+
+def callback_secrets(tokens: Iterable[Token]) -> dict[str, bytes]:
+    """The callback secret of each owner that has one. `ConfigError` for two of one owner, or one of
+    two owners.
+    """
+    secrets: dict[str, bytes] = {}
+    owners: dict[bytes, str] = {}
+    for token in tokens:
+        if token.callback_secret is None:
+            continue
+        secret = token.callback_secret.encode()
+        if secrets.setdefault(token.name, secret) != secret:
+            raise ConfigError(f"tokens of owner {token.name!r} have different callback_secrets")
+        if (other := owners.setdefault(secret, token.name)) != token.name:
+            message = f"owners {other!r} and {token.name!r} have the same callback_secret"
+            raise ConfigError(f"{message}; each needs its own")
+    return secrets
 
 
 def own_token(folder: Path) -> Token:

@@ -6,7 +6,8 @@ dead, is listed, and can be replayed. The body is signed:
 
     x-bridle-signature: t=<unix seconds>,v1=<hex HMAC-SHA256 of "<t>.<body>">
 
-A receiver compares it in constant time, refuses a `t` that is minutes old, and drops an
+The secret is that of the task's owner, or the server's for owners that have none of their own. A
+receiver compares it in constant time, refuses a `t` that is minutes old, and drops an
 `x-bridle-delivery` that it has seen.
 """
 
@@ -17,8 +18,9 @@ import hashlib
 import hmac
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import aiohttp
@@ -63,14 +65,16 @@ class Deliverer:
         addresses: Addresses,
         secret: bytes,
         *,
+        secrets: Mapping[str, bytes] = MappingProxyType({}),
         first_wait_s: float = FIRST_WAIT_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` tells Unix seconds."""
+        """`secret` signs for the owners that are not in `secrets`; `clock` tells Unix seconds."""
         self._service = service
         self._first_wait_s = first_wait_s
         self._addresses = addresses
         self._secret = secret
+        self._secrets = secrets
         self._clock = clock
         self._receivers = Receivers()
 
@@ -162,13 +166,14 @@ class Deliverer:
             return f"{type(error).__name__}: {error}"
 
     def headers(self, row: RowMapping, body: bytes) -> dict[str, str]:
+        secret = self._secrets.get(row["owner"], self._secret)
         return {
             "content-type": "application/json",
             "user-agent": f"bridle/{__version__}",
             "x-bridle-delivery": row["delivery_id"],
             "x-bridle-event": "task" if row["session_id"] is None else "session",
             "x-bridle-try": str(row["tries"] + 1),
-            "x-bridle-signature": signature(self._secret, body, at=int(self._clock())),
+            "x-bridle-signature": signature(secret, body, at=int(self._clock())),
         }
 
     async def _body(self, row: RowMapping) -> bytes:
