@@ -31,7 +31,7 @@ from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader, SqliteStore
 from bridle.cli.config import FileConfig, load_config
-from bridle.cli.parts import open_all
+from bridle.cli.parts import Parts, open_all
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
@@ -99,12 +99,13 @@ class Gateway:
         if not isinstance(engine, FileConfig):
             engines = (engine,) if isinstance(engine, str) else tuple(engine)
             engine = load_config(None, engines=engines, tokenizer=tokenizer, gateway=settings)
-        self._config = engine
+        self.config = engine
         self._facts = facts or {}
         self.path = new_run_folder() if data is None else Path(data)
         """The run folder."""
         self._stack = AsyncExitStack()
         self._started = False
+        self._parts: Parts | None = None
         self.summary: JSON = {}
         """What `summary.json` holds; known after the end."""
         self.folder: RunFolder
@@ -112,11 +113,19 @@ class Gateway:
         self.app: app.Gateway
         """The gateway itself, for a node, a trainer or tests."""
 
+    def prepare(self) -> Parts:
+        """Load the engine's and the tokenizer's files, once; starting does it too. Raises
+        `ConfigError`.
+        """
+        if self._parts is None:
+            self._parts = open_all(self.config)
+        return self._parts
+
     async def __aenter__(self) -> Self:
         """Start. `ConfigError` or `EngineError` say what is missing."""
-        config = self._config
+        config = self.config
         async with AsyncExitStack() as stack:
-            parts = open_all(config)
+            parts = self.prepare()
             kept = config.model_dump(mode="json", include={"engines", "tokenizer", "models"})
             kept |= {"stream": config.gateway.stream, "prompt": config.gateway.prompt}
             created = RunFolder.create(self.path, config={**kept, **self._facts})

@@ -10,6 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def install_extra(extra: str) -> str:
@@ -23,6 +28,43 @@ class BridleError(Exception):
 
 class ConfigError(BridleError):
     """A config value, task file, flag or plug-in name is wrong. The text names where and what."""
+
+
+class Problems:
+    """Collects errors of several checks, so that a user sees all of them at once."""
+
+    def __init__(self) -> None:
+        self.found: list[BridleError] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keep an error of Bridle's instead of raising it."""
+        try:
+            yield
+        except BridleError as error:
+            self.found += getattr(error, "parts", (error,))
+
+    def tried(self, make: Callable[[], T]) -> T | None:
+        """Return what `make` returns; `None` where its error was kept."""
+        with self.noting():
+            return make()
+        return None
+
+    def raise_any(self) -> None:
+        """Raise the only error as it is; several as one that lists them, each text once.
+
+        That one is a `ConfigError` where one of them is.
+        """
+        texts = dict.fromkeys(str(error) for error in self.found)
+        if not texts:
+            return
+        first = next((one for one in self.found if isinstance(one, ConfigError)), self.found[0])
+        if len(texts) == 1:
+            raise first
+        listed = "".join(f"\n- {text}" for text in texts)
+        every = type(first)(f"{len(texts)} problems; nothing was started:{listed}")
+        every.parts = tuple(self.found)  # type: ignore[attr-defined]  # for an outer collection
+        raise every
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

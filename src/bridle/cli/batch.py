@@ -18,11 +18,13 @@ from bridle.api import Gateway
 from bridle.cli.config import FileConfig, load_config
 from bridle.cli.gateway import Streaming
 from bridle.cli.output import notes, progress
+from bridle.cli.preflight import preflight
 from bridle.cli.serving import long_running
 from bridle.config import AUTO, Task
+from bridle.errors import Problems
 from bridle.executors.local import LocalExecutor
 from bridle.lifecycle.events import Event, Installing, SessionChanged
-from bridle.lifecycle.manager import Node, NodeSettings, check
+from bridle.lifecycle.manager import Node, NodeSettings
 from bridle.lifecycle.session import FINAL
 from bridle.runtimes import default_backend
 from bridle.types import JSON, SessionStatus
@@ -63,11 +65,13 @@ def run_batch(batch: Batch) -> list[JSON]:
 
 
 async def _run(batch: Batch, board: Board) -> list[JSON]:
-    check(batch.tasks)
     _say_where(batch)
     facts: JSON = {"concurrency": batch.concurrency}
     facts["tasks"] = [task.model_dump(mode="json") for task in batch.tasks]
     served = Gateway(batch.setup(), data=batch.folder, facts=facts)
+    problems = Problems()
+    preflight(problems, batch.tasks, served)
+    problems.raise_any()
     board.say("starting the engine")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(served)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from bridle.engines.pool_replica import RoutingSettings
     from bridle.gateway.models import OtherModel
     from bridle.prompting.renderer import PromptRenderer
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+"""Files of a hub's model that a tokenizer may need; none holds weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +47,37 @@ def open_parts(spec: str, tokenizer: str | None) -> tuple[Engine, PromptRenderer
     from bridle.prompting.renderer import load_renderer
 
     source = tokenizer or default_tokenizer(spec)
+    source = source and tokenizer_folder(source)
     engine = open_engine(spec, tokenizer=source)
     return engine, load_renderer(_required(source, spec))
 
 
 def open_all(config: FileConfig) -> Parts:
-    """The replicas, the renderer and the other models of a config. `ConfigError` as `open_parts`.
+    """The replicas, the renderer and the other models of a config. Errors as `open_parts`, all at
+    once.
 
     Engines of other models never train, so they may give text only.
     """
     from bridle.gateway.models import check_models
     from bridle.prompting.renderer import load_renderer
 
+    problems = Problems()
     first = config.engines[0]
     source = config.tokenizer or default_tokenizer(first)
-    engine = open_replicas(
-        config.engines,
-        source,
-        settings=config.routing,
-        allow_untokenized=config.gateway.allow_untokenized,
-    )
-    renderer = load_renderer(_required(source, first))
-    models = [_other(name, spec, config.routing) for name, spec in config.models.items()]
-    check_models(models)
+    with problems.noting():
+        source = source and tokenizer_folder(source)
+        renderer = load_renderer(_required(source, first))
+    with problems.noting():
+        engine = open_replicas(
+            config.engines,
+            source,
+            settings=config.routing,
+            allow_untokenized=config.gateway.allow_untokenized,
+        )
+    with problems.noting():
+        models = [_other(name, spec, config.routing) for name, spec in config.models.items()]
+        check_models(models)
+    problems.raise_any()
     return Parts(engine, renderer, models)
 
 
@@ -96,6 +112,7 @@ def _other(name: str, spec: ModelSpec, routing: RoutingSettings) -> OtherModel:
     if not spec.engines:
         return OtherModel(name, spec)
     source = spec.tokenizer or default_tokenizer(spec.engines[0])
+    source = source and tokenizer_folder(source)
     engine = open_replicas(spec.engines, source, settings=routing, allow_untokenized=True)
     return OtherModel(name, spec, engine, None if source is None else load_renderer(source))
 
@@ -107,6 +124,24 @@ def _required(source: str | None, spec: str) -> str:
             "because the gateway renders and tokenises by itself"
         )
     return source
+
+
+def tokenizer_folder(source: str) -> str:
+    """The folder of a tokenizer that is given as `ORG/NAME` of a model hub; any other as it is.
+
+    Its files come from the hub's cache, or, unless `HF_HUB_OFFLINE` is set, from the hub.
+    `ConfigError` if they cannot be had.
+    """
+    if not HUB_ID.fullmatch(source) or Path(source).exists():
+        return source
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(source, allow_patterns=TOKENIZER_FILES)
+    except (OSError, ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+        message = f"tokenizer {source!r} is no folder, and the hub does not give it: {why}"
+        raise ConfigError(message) from error
 
 
 def default_tokenizer(spec: str) -> str | None:

@@ -16,10 +16,13 @@ from bridle.cli.gateway import (
     UntokenizedOption,
 )
 from bridle.cli.output import console, print_json, print_table
-from bridle.cli.paths import check_folder
+from bridle.errors import Problems
 from bridle.types import JSON
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridle.cli.config import FileConfig
     from bridle.config import Task
 
 
@@ -73,17 +76,38 @@ def run(  # noqa: PLR0913 - one parameter per flag
     from bridle.harnesses import CHECKS
 
     where = _given({"backend": runtime, "network": network})
-    built = builder and {"strategy": builder}
     overrides = {"agent": _agent(harness), "runtime": where, "num_samples": samples}
-    loaded = _load(tasks, _given(overrides | {"builder": built}) or {}, template)
+    over = _given(overrides | {"builder": builder and {"strategy": builder}}) or {}
     if harness in CHECKS and not engine and config is None:
         engine = [f"scripted:{assets_dir() / 'silent.json'}"]
-    folder = check_folder(out or new_run_folder(Path("runs")), "--out")
+    folder = out or new_run_folder(Path("runs"))
     gateway = {"stream": stream, "prompt": prompt, "allow_untokenized": allow_untokenized}
-    setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)
-    lines = run_batch(Batch(loaded[:first], setup, None, folder, concurrency))
+    loaded, setup = _checked(
+        lambda: _load(tasks, over, template)[:first],
+        lambda: load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway),
+        folder,
+    )
+    lines = run_batch(Batch(loaded, setup, None, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
+
+
+def _checked(
+    load: Callable[[], list[Task]], configure: Callable[[], FileConfig], folder: Path
+) -> tuple[list[Task], FileConfig]:
+    """The tasks and the config; where one is wrong, the error names all else that is, too."""
+    from bridle.api import Gateway
+    from bridle.cli.preflight import preflight
+
+    problems = Problems()
+    loaded, setup = problems.tried(load), problems.tried(configure)
+    if loaded is None or setup is None:
+        gateway = None if setup is None else Gateway(setup, data=folder)
+        preflight(problems, loaded or (), gateway)
+        problems.raise_any()
+    assert loaded is not None
+    assert setup is not None
+    return loaded, setup
 
 
 def _agent(harness: str | None) -> JSON | None:
