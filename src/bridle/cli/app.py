@@ -26,6 +26,7 @@ from bridle.cli import (
     score,
     serve,
     show,
+    tasks,
     train,
 )
 from bridle.cli.output import log_to_stderr
@@ -87,6 +88,7 @@ app.command("cancel")(client.cancel)
 app.command("engine")(engine.engine)
 app.command("init")(init.init)
 app.add_typer(harness.app, name="harness")
+app.add_typer(tasks.app, name="tasks")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

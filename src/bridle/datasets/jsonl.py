@@ -28,7 +28,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bridle.config import Action, Task, explain
-from bridle.datasets.harbor import harbor_task, is_harbor
+from bridle.datasets.harbor import harbor_task, is_harbor, oracle_settings
 from bridle.datasets.swe import is_swe, swe_task
 from bridle.errors import ConfigError
 from bridle.types import JSON
@@ -247,8 +247,14 @@ def _task(raw: RawTask, under: JSON, over: JSON) -> Task:
     value = raw.value
     if is_swe(value):
         value = swe_task(value, f"{raw.path}:{raw.line}")
+    whole, folder = merge(merge(under, value), over), raw.path.parent
+    agent = whole.get("agent")
+    by_oracle = isinstance(agent, dict) and agent.get("harness") == "oracle"
+    if by_oracle and (folder / "solution").is_dir():
+        solution = {"settings": oracle_settings(folder, None)}
+        whole["agent"] = solution | whole["agent"]
     try:
-        task = Task.model_validate(merge(merge(under, value), over))
+        task = Task.model_validate(whole)
     except ValidationError as error:
         fields = [part for part in error.errors()[0]["loc"] if isinstance(part, str)]
         raise explain(error, f"{raw.path}:{_line_of(raw, fields)}") from None

@@ -207,7 +207,7 @@ def filtered(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> P
     unasked, such as a `conftest.py`.
     """
     kept, dropped, texts = [], [], []
-    for path, text in _files(diff):
+    for path, text in files_of(diff):
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
         wanted = wanted and OBEYED.isdisjoint(path.split("/"))
         if wanted and not any(fnmatchcase(path, pattern) for pattern in exclude):
@@ -218,7 +218,7 @@ def filtered(diff: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> P
     return Patch("".join(texts), tuple(kept), tuple(dropped))
 
 
-def _files(diff: str) -> Iterator[tuple[str, str]]:
+def files_of(diff: str) -> Iterator[tuple[str, str]]:
     """(path, its part) of each file; without renames both names of a part are the same."""
     for part in re.split(r"(?m)^(?=diff --git )", diff):
         if part:

@@ -1,0 +1,165 @@
+"""Tasks of releases, whole: a local index, real pip, builds and tests in bubblewrap."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.datasets.packages import make_index
+
+pytestmark = [pytest.mark.tasks, pytest.mark.timeout(600), pytest.mark.usefixtures("index")]
+
+AGENT = """
+import json, os, subprocess, urllib.request
+tool = {"type": "function", "function": {"name": "bash", "parameters": {
+    "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
+messages = [{"role": "user", "content": open(os.environ["INSTRUCTION_FILE"]).read()}]
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+           "Content-Type": "application/json"}
+while True:
+    body = {"model": os.environ["MODEL"], "messages": messages, "tools": [tool]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+    calls = messages[-1].get("tool_calls")
+    if not calls:
+        break
+    for call in calls:
+        command = json.loads(call["function"]["arguments"])["command"]
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("releases")
+    make_index(folder / "index")
+    return folder
+
+
+@pytest.fixture
+def index(shared, monkeypatch):
+    """The user's configuration of pip: one folder, and no network."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shared / "index"))
+    monkeypatch.setenv("BRIDLE_CACHE", str(shared / "cache"))
+    monkeypatch.setenv("BRIDLE_RUNTIME", "bubblewrap")
+
+
+@pytest.fixture
+def made(shared, say):
+    """The task folder of the release with a new function, made once."""
+    folder = shared / "tasks"
+    if not folder.exists():
+        said = say("tasks", "from-releases", "tinytext", "--out", folder, "--json")
+        (shared / "said.json").write_text(said.out)
+        assert said.code == 0, said.out
+    return folder / "tinytext-1.1-1.2"
+
+
+def test_each_pair_is_kept_or_refused_with_its_cause(made, shared):
+    rows = json.loads((shared / "said.json").read_text())
+    assert [(row["task"], row["verdict"]) for row in rows] == [
+        ("tinytext 1.2..1.3", "no tests"),
+        ("tinytext-1.1-1.2", "kept"),
+        ("tinytext 1.0..1.1", "version bump"),
+    ]
+    assert rows[1]["detail"] == "1 tests to fix, 5 to keep; licence: MIT"
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+def test_a_task_has_its_statement_tests_and_locked_environment(made):
+    task = json.loads((made / "task.json").read_text())
+    assert "version 1.1" in task["instruction"]
+    assert "`shout` gives a text in capitals" in task["instruction"]
+    assert "test_a_shout_has_one_mark" in task["instruction"]
+    config = task["evaluator"]["config"]
+    assert config["fail_to_pass"] == ["tests/test_text.py::test_a_shout_has_one_mark"]
+    assert config["pass_to_pass"] == [f"tests/test_text.py::test_words_{n}" for n in range(5)]
+    facts = task["metadata"]
+    assert (facts["package"], facts["base"], facts["release"]) == ("tinytext", "1.1", "1.2")
+    assert facts["licence"] == "MIT"
+    lock = (made / "requirements.lock").read_text().splitlines()
+    assert {line.split("==")[0] for line in lock} >= {"pytest", "pluggy", "iniconfig"}
+    assert all("--hash=sha256:" in line for line in lock)
+
+
+@pytest.fixture
+def run_with(made, say, tmp_path):
+    """Runs the task by a small agent that does what a script says."""
+
+    def run(*commands: str) -> dict:
+        folder = tmp_path / "task"
+        shutil.copytree(made, folder)
+        task = json.loads((folder / "task.json").read_text())
+        task["agent"] = {"harness": "command", "command": "python /tmp/agent.py"}
+        agent = {"type": "upload_file", "source": "agent.py", "target": "/tmp/agent.py"}
+        task["runtime"]["prepare"].append(agent)
+        (folder / "agent.py").write_text(AGENT)
+        (folder / "task.json").write_text(json.dumps(task))
+        turns = [{"shell": [command]} for command in commands] + [{"content": "done"}]
+        script = tmp_path / "script.json"
+        script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
+        out = tmp_path / "run"
+        said = say("run", folder, "--engine", f"scripted:{script}", "--out", out)
+        assert said.code == 0, said.out + said.err
+        (line,) = (out / "trajectories.jsonl").read_text().splitlines()
+        return json.loads(line)
+
+    return run
+
+
+def test_an_agent_that_makes_the_reference_change_has_reward_1(made, run_with):
+    patch = (made / "solution" / "reference.patch").read_text()
+    result = run_with(f"git apply - <<'END'\n{patch}END", "python -m pytest tests -q")
+    assert result["reward"] == 1.0
+
+
+def test_an_idle_agent_has_reward_0(run_with):
+    assert run_with()["reward"] == 0.0
+
+
+def test_an_agent_finds_the_older_release_and_no_trace_of_the_newer(run_with):
+    look = (
+        "import tinytext, importlib.metadata as m; print(tinytext.__file__, m.version('tinytext'))"
+    )
+    places = "/work /tmp /home $(dirname $(dirname $(which python)))"
+    trace = f"grep -rlE '(shout|1[.]2)' {places} --include='*.py' --include='*.md' | grep -c tiny"
+    commits = "git log --oneline --all | wc -l"
+    look = f'python -c "{look}"; echo commits $({commits}); echo traces $({trace})'
+    prompt = json.dumps(run_with(look))
+    assert "/work/src/tinytext/__init__.py 1.1" in prompt
+    assert "commits 1" in prompt
+    assert "traces 0" in prompt
+
+
+def test_a_task_whose_solution_does_not_solve_it_is_not_sound(made, say, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(made, broken)
+    (broken / "solution" / "solve.sh").write_text("true\n")
+    said = say("tasks", "verify", broken, "--json")
+    assert said.code == 1
+    assert said.json[0]["verdict"] == "oracle is not 1"
+    assert say("tasks", "verify", made).code == 0
+
+
+def test_source_distributions_are_not_run_where_nothing_contains_them(say, tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIDLE_RUNTIME", "local")
+    said = say("tasks", "from-releases", "tinytext", "--out", tmp_path / "out")
+    assert said.code == 2
+    assert "--runtime local" in said.err
+
+
+def test_a_version_that_the_index_lacks_is_named(say, tmp_path):
+    said = say("tasks", "from-releases", "tinytext==1.0..9.0", "--out", tmp_path / "out")
+    assert (said.code, "tinytext 9.0 has no source distribution here" in said.err) == (2, True)
+
+
+def test_hint_none_tells_neither_tests_nor_notes(say, tmp_path):
+    wanted = ("tinytext==1.1..1.2", "--hint", "none")
+    assert say("tasks", "from-releases", *wanted, "--out", tmp_path / "out").code == 0
+    text = json.loads(Path(tmp_path, "out", "tinytext-1.1-1.2", "task.json").read_text())
+    assert "shout" not in text["instruction"]

@@ -1,0 +1,226 @@
+import io
+import json
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+from tests.datasets.packages import add
+
+from bridle.datasets.environments import Bench, Refused, Wheel, build_system, requirement
+from bridle.datasets.jsonl import load_tasks
+from bridle.datasets.releases import (
+    Change,
+    Maker,
+    change_notes,
+    divide,
+    file_requirements,
+    group_requirements,
+    is_test,
+    outcomes,
+    parse_wanted,
+    statement,
+    test_requirements,
+    unpack,
+    without_versions,
+)
+from bridle.datasets.sources import fetch
+from bridle.errors import ConfigError
+
+VERSIONS = (Version("1.0"), Version("1.1"))
+PATCH = """diff --git a/src/p/__init__.py b/src/p/__init__.py
+--- a/src/p/__init__.py
++++ b/src/p/__init__.py
+@@ -1,2 +1,4 @@
+-__version__ = "1.0"
++__version__ = "1.1"
++# A remark.
++def more():
++    return 1
+diff --git a/tests/test_p.py b/tests/test_p.py
+--- a/tests/test_p.py
++++ b/tests/test_p.py
+@@ -1 +1 @@
+-old = 1
++new = 1
+diff --git a/CHANGES b/CHANGES
+--- a/CHANGES
++++ b/CHANGES
+@@ -1 +1 @@
+-x
++y
+"""
+
+
+def wheel(**changes):
+    fields = {
+        "name": "p", "version": "1.0", "requires": (), "extras": frozenset(), "licence": "MIT",
+        "headers": "", "entry_points": "", "files": frozenset({"p/__init__.py"}),
+    }  # fmt: skip
+    return Wheel(**(fields | changes))
+
+
+@pytest.mark.parametrize("wanted", ["p==1.0", "p==2.0..1.0", "p>=1", "p==1.0..x", "", "-r x"])
+def test_only_a_package_or_a_range_of_releases_is_taken(wanted):
+    with pytest.raises(ConfigError, match=r"must be PACKAGE or PACKAGE==A\.\.B"):
+        parse_wanted(wanted)
+
+
+def test_a_range_has_its_ends():
+    assert parse_wanted("p==1.0..1.1") == ("p", VERSIONS)
+    assert parse_wanted("p") == ("p", ())
+
+
+def test_a_diff_is_divided_into_reference_patch_and_tests():
+    change = divide(PATCH, "src", {"p/__init__.py"})
+    assert change.test_files == ("tests/test_p.py",)
+    assert "def more" in change.source
+    assert "CHANGES" not in change.source + change.tests
+    assert change.lines == {
+        '-__version__ = "1.0"', '+__version__ = "1.1"', "+def more():", "+return 1",
+    }  # fmt: skip
+    assert without_versions(change.lines, VERSIONS) == {"+def more():", "+return 1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("tests/data.txt", True),
+        ("p/test/x.py", True),
+        ("p/test_x.py", True),
+        ("p/testing.py", False),
+    ],
+)
+def test_files_of_tests_are_known_by_their_folder_or_name(path, expected):
+    assert is_test(Path(path)) is expected
+
+
+def a_change(*lines):
+    return Change("patch", "tests", ("tests/test_p.py",), frozenset(lines))
+
+
+def test_a_change_that_is_no_work_or_was_made_before_is_refused_by_cause():
+    maker = Maker(Path("out"), "notes", Bench("local"), print)
+    big = [f"+{n}" for n in range(401)]
+    refused = {
+        "version bump": a_change("+v = '1.1'", "-v = '1.0'", "+(1, 1)"),
+        "size of the change": a_change(*big),
+    }
+    for cause, change in refused.items():
+        with pytest.raises(Refused) as error:
+            maker._check(change, VERSIONS)
+        assert error.value.cause == cause
+    maker._check(a_change(*big[:10]), VERSIONS)
+    maker.kept.append(("p-1-2", a_change(*big[:10])))
+    with pytest.raises(Refused, match=r"near-duplicate: 90% of the lines of p-1-2"):
+        maker._check(a_change(*big[:9]), VERSIONS)
+
+
+def test_tests_that_pass_only_with_the_change_are_told_from_those_that_always_pass():
+    always = {f"t::{n}": "passed" for n in range(5)}
+    before = always | {"t::new": "failed", "t::odd": "passed"}
+    after = always | {"t::new": "passed", "t::odd": "passed", "t::collected": "passed"}
+    found = outcomes(before, after, after | {"t::odd": "failed"}, seconds=1.0)
+    assert found.fail == ("t::collected", "t::new")
+    assert (found.keep, found.flaky) == (tuple(always), ("t::odd",))
+    with pytest.raises(Refused, match="no failing test"):
+        outcomes(after, after, after, seconds=1.0)
+    with pytest.raises(Refused, match="few passing tests: 4 pass"):
+        outcomes(dict.fromkeys(list(always)[:4], "passed"), always, always, seconds=1.0)
+
+
+def test_change_notes_are_the_lines_that_the_release_added(tmp_path):
+    for part, text in (
+        ("base", "## 1.0\n- old\n"),
+        ("release", "## 1.1\n- new thing\n\n## 1.0\n- old\n"),
+    ):
+        (tmp_path / part / "docs").mkdir(parents=True)
+        (tmp_path / part / "docs" / "CHANGES.rst").write_text(text)
+    assert change_notes(tmp_path / "base", tmp_path / "release") == "## 1.1\n- new thing"
+    assert change_notes(tmp_path / "release", tmp_path / "release") == ""
+
+
+def test_a_hint_adds_to_the_statement():
+    wheels = (wheel(), wheel(version="1.1"))
+    texts = [statement(hint, wheels, ["t::new"], "Note.") for hint in ("none", "tests", "notes")]
+    assert ["1.1" in text for text in texts] == [True, True, True]
+    assert ["t::new" in text for text in texts] == [False, True, True]
+    assert ["Note." in text for text in texts] == [False, False, True]
+
+
+def test_requirements_of_tests_come_from_extras_groups_or_files(tmp_path):
+    requires = (
+        "attrs>=20",
+        "mock; extra == 'tests'",
+        "old; python_version < '3'",
+        "x; extra == 'doc'",
+    )
+    needed = wheel(requires=tuple(map(Requirement, requires)), extras=frozenset({"tests", "doc"}))
+    assert test_requirements(tmp_path, needed) == ["pytest", "attrs>=20", "mock"]
+    plain = wheel()
+    (tmp_path / "pyproject.toml").write_text("[dependency-groups]\ndev = ['ruff']\n")
+    assert test_requirements(tmp_path, plain) == ["pytest", "ruff"]
+    (tmp_path / "test-requirements.txt").write_text("-r other.txt\nmock>=1 # why\n-e .\n./x\n")
+    assert test_requirements(tmp_path, plain) == ["pytest", "mock>=1"]
+
+
+def test_extras_of_the_package_itself_are_followed():
+    requires = ("p[test]; extra == 'dev'", "mock; extra == 'test'")
+    needed = wheel(requires=tuple(map(Requirement, requires)))
+    assert needed.needs("dev") == ["mock"]
+
+
+def test_groups_that_include_each_other_end():
+    groups = {"a": ["x", {"include-group": "b"}], "b": [{"include-group": "a"}]}
+    assert set(group_requirements(groups, "a")) == {"x"}
+
+
+def test_nothing_but_an_index_is_asked_for_requirements(tmp_path):
+    for text in ("p @ https://example.org/p.whl", "--index-url x", "p @ file:///etc/passwd"):
+        with pytest.raises(Refused, match="environment"):
+            requirement(text)
+    (tmp_path / "pyproject.toml").write_text("[build-system]\nrequires = ['-r /etc/passwd']\n")
+    with pytest.raises(Refused, match="environment"):
+        build_system(tmp_path)
+    (tmp_path / "link.txt").symlink_to("/etc/hosts")
+    assert file_requirements(tmp_path / "link.txt") == []
+
+
+def archive(path, *names, link=None):
+    with tarfile.open(path, "w:gz") as tar:
+        for name in names:
+            add(tar, name, b"text")
+        if link is not None:
+            entry = tarfile.TarInfo("p-1/link")
+            entry.type, entry.linkname = tarfile.SYMTYPE, link
+            tar.addfile(entry)
+    return path
+
+
+def test_an_archive_that_leads_out_of_its_folder_is_refused(tmp_path):
+    assert unpack(archive(tmp_path / "a.tar.gz", "p-1/x")).name == "p-1"
+    bad = archive(tmp_path / "b.tar.gz", "../x"), archive(tmp_path / "c.tar.gz", link="/etc")
+    for path in bad:
+        with pytest.raises(Refused, match="source distribution"):
+            unpack(path)
+
+
+def test_a_download_that_is_not_what_the_index_names_is_refused(tmp_path):
+    answer = SimpleNamespace(iter_content=lambda _: io.BytesIO(b"other"))
+    link = SimpleNamespace(hash_name="sha256", hash="0" * 64)
+    with pytest.raises(ValueError, match="another sha256 than the index says"):
+        fetch(answer, link, tmp_path / "p.tar.gz")
+
+
+def test_the_oracle_of_a_task_folder_runs_its_solution(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "solution").mkdir(parents=True)
+        (tmp_path / name / "solution" / "solve.sh").write_text("true")
+        task = {"task_id": name, "instruction": "x"}
+        (tmp_path / name / "task.json").write_text(json.dumps(task))
+    tasks = load_tasks(tmp_path, overrides={"agent": {"harness": "oracle"}})
+    folders = [task.agent.settings["solution"] for task in tasks]
+    assert folders == [str(tmp_path / name / "solution") for name in ("a", "b")]
+    assert load_tasks(tmp_path)[0].agent.settings == {}
