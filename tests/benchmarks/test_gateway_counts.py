@@ -13,7 +13,7 @@ MOST = {
     Way("responses"): 1_700,
     Way("google"): 1_710,
     Way("chat", "whole"): 1_510,
-    Way("anthropic", "live"): 20_800,
+    Way("anthropic", "live"): 5_300,
 }
 
 

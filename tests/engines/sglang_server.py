@@ -220,7 +220,7 @@ class SglangServer(EngineServer):
     def _prompt(self, raw: Raw, cut: bytes | None, text: str | None) -> TextIds | ArrayIds:
         if cut is not None:
             return TextIds(cut)
-        if wire.given(raw):
+        if raw not in wire.ABSENT:
             return TextIds(bytes(raw))
         if text is None:
             raise BadCallError("Either text, input_ids or input_embeds should be provided.")
@@ -338,7 +338,7 @@ class SglangServer(EngineServer):
                 "return_token_ids is not supported with streaming on /v1/chat/completions. "
                 "Please set stream=false when using return_token_ids=true."
             )
-        given = cut is not None or wire.given(body.input_ids)
+        given = cut is not None or body.input_ids not in wire.ABSENT
         prompt = self._prompt(body.input_ids, cut, None if given else self._rendered(body))
         caller_id = body.rid or uuid4().hex
         call = GenerateRequest(

@@ -216,6 +216,28 @@ async def test_an_abort_ends_a_wait_at_once(client):
     assert await aborted(made.post("/call", b"{}", call, prompt_tokens=1))
 
 
+async def test_an_abort_ends_a_stream_that_waits_for_its_next_event(client):
+    _, made = await client(timeout_s=30, call=trickle)
+    call = Call()
+    stream = made.stream("/call", b"{}", call, prompt_tokens=1)
+    async with asyncio.timeout(15):
+        assert await anext(stream) == [b"1"]
+        asyncio.get_running_loop().call_soon(call.abort)
+        with pytest.raises(AbortedError):
+            await anext(stream)
+
+
+async def test_a_stream_that_was_aborted_between_two_reads_ends(client):
+    _, made = await client(timeout_s=30, call=trickle)
+    call = Call()
+    stream = made.stream("/call", b"{}", call, prompt_tokens=1)
+    assert await anext(stream) == [b"1"]
+    call.abort()
+    async with asyncio.timeout(15):
+        with pytest.raises(AbortedError):
+            await anext(stream)
+
+
 async def aborted(work):
     try:
         await work

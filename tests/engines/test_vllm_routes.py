@@ -334,6 +334,14 @@ def test_chunks_with_only_tokens_are_read_as_one():
     assert chunks[0].first == 1
 
 
+def test_chunks_behind_the_one_with_the_prompt_are_read_as_one():
+    first = event([1]).replace(b'"prompt_token_ids":null', b'"prompt_token_ids":[5,6,7]')
+    reads = read_answers([first, event([2]), event([3, 4])], sent=b"[5,6,7]")
+    chunks = [read.chunk for read in reads if read.chunk is not None]
+    assert [one.output_ids.tolist() for one in chunks] == [[1], [2, 3, 4]]
+    assert [one.prompt_ids_json for one in chunks] == [b"[5,6,7]", None]
+
+
 def test_reading_a_token_of_many_that_arrive_together_takes_few_function_calls():
     bodies, calls = [event([one]) for one in range(128)], 0
 

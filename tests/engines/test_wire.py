@@ -23,11 +23,14 @@ def test_a_single_stop_string_is_one_stop_string():
     assert read.sampling(None).stop == ("ab",)
 
 
-@pytest.mark.parametrize(("raw", "given"), [
-    (b"", False), (b"null", False), (b"[]", True), (b"[1,2]", True), (b"0", True),
+@pytest.mark.parametrize(("raw", "absent"), [
+    ("", True), (',"tools": null', True), (',"tools":[]', False), (',"tools":[1,2]', False),
+    (',"tools":0', False),
 ])  # fmt: skip
-def test_null_is_not_given(raw, given):
-    assert wire.given(msgspec.Raw(raw)) is given
+def test_null_counts_as_not_sent(raw, absent):
+    body = b'{"messages":[]' + raw.encode() + b"}"
+    read = msgspec.json.decode(body, type=wire.ChatRequest)
+    assert (read.tools in wire.ABSENT) is absent
 
 
 def test_usage_is_wanted_where_the_options_say_so():

@@ -47,17 +47,19 @@ class Call:
     def __init__(self) -> None:
         self._aborted = False
         self._limit: asyncio.Timeout | None = None
-        self._reply: asyncio.Future[Reply] | None = None
+        self._reply: asyncio.Future[Reply] | aiohttp.StreamReader | None = None
 
     def abort(self) -> None:
         """End the wait under way, or the next one, with `AbortedError`."""
         self._aborted = True
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
-        if self._reply is not None and not self._reply.done():
+        if isinstance(self._reply, aiohttp.StreamReader) or (
+            self._reply is not None and not self._reply.done()
+        ):
             self._reply.set_exception(AbortedError())
 
-    def watch(self, reply: asyncio.Future[Reply]) -> None:
+    def watch(self, reply: asyncio.Future[Reply] | aiohttp.StreamReader) -> None:
         """`reply` is about to be waited for."""
         if self._aborted:
             raise AbortedError
@@ -286,10 +288,10 @@ async def _events(
 ) -> AsyncGenerator[list[bytes], None]:
     """Data of the events that each read of the socket completes; reads without one are skipped."""
     decoder, size = EventDecoder(), 0
+    call.watch(response.content)
     while True:
         try:
-            async with call.waiting():
-                piece = await response.content.readany()
+            piece = await response.content.readany()
         except TimeoutError:
             raise CutError("the engine fell silent in the middle of a reply") from None
         except (aiohttp.ClientError, OSError) as error:

@@ -6,13 +6,16 @@ at all. Nothing of a reply that fails becomes a sample.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from bridle.engines.base import EngineInfo, GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.types import LogprobMode
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
 
 ROUNDING: Final = 1e-3
 """Nats by which a logprob may be above zero: sums in float32 come out so."""
@@ -58,18 +61,16 @@ class ReplyCheck:
             raise GarbledError(
                 f"the engine sampled {self._count} tokens or more, but max_tokens was {most}"
             )
-        # Not `min()`, which goes through Python: streams have a piece per token.
-        low, high = np.minimum.reduce(chunk.output_ids), np.maximum.reduce(chunk.output_ids)
-        self._check_range("sampled", int(low), int(high))
-        self._check_logprobs(chunk)
+        self._check_range("sampled", *_least_and_most(chunk.output_ids))
+        self._check_logprobs(chunk.logprobs, count)
 
-    def _check_logprobs(self, chunk: GenerateChunk) -> None:
-        count, values = len(chunk.output_ids), chunk.logprobs
-        if len(values) != count and (len(values) or self._needs_logprobs):
-            raise GarbledError(f"the engine gave {count} ids, but {len(values)} logprobs")
-        if not len(values):
+    def _check_logprobs(self, values: Logprobs, count: int) -> None:
+        found = len(values)
+        if found != count and (found or self._needs_logprobs):
+            raise GarbledError(f"the engine gave {count} ids, but {found} logprobs")
+        if not found:
             return
-        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        low, high = _least_and_most(values)
         if not (high <= ROUNDING and low > -np.inf):  # a comparison with NaN is false
             raise GarbledError(
                 f"the engine gave logprobs between {low} and {high}: finite numbers not above 0 "
@@ -91,3 +92,9 @@ class ReplyCheck:
         if low < 0 or (limit is not None and high >= limit):
             wrong = low if low < 0 else high
             raise GarbledError(f"the engine {did} id {wrong}; its vocabulary has {limit} ids")
+
+
+def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:
+    if values.shape == (1,):  # streams have a piece per token
+        return values[0], values[0]
+    return np.minimum.reduce(values), np.maximum.reduce(values)

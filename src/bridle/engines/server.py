@@ -168,7 +168,7 @@ class EngineServer:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             versions=bool(body.return_weight_versions),
             usage=body.usage_wanted,
-            tools=wire.given(body.tools) and body.tool_choice != "none",
+            tools=body.tools not in wire.ABSENT and body.tool_choice != "none",
             named_tool=isinstance(body.tool_choice, dict),
             reasoning=body.include_reasoning,
         )
@@ -205,7 +205,7 @@ class EngineServer:
             if ids not in (b"", b"null"):
                 return TextIds(ids), None, None
         messages = _decoded(_OBJECTS, body.messages, "messages")
-        tools = _decoded(_OBJECTS, body.tools, "tools") if wire.given(body.tools) else None
+        tools = _decoded(_OBJECTS, body.tools, "tools") if body.tools not in wire.ABSENT else None
         text = self._tokenizer.render(
             messages,
             tools,

@@ -122,7 +122,7 @@ async def told_ids(client: EngineClient, path: str, body: JSON) -> Ids:
     text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
     try:
         answer = _TOLD.decode(text)
-        listed = answer.tokens if wire.given(answer.tokens) else answer.token_ids
+        listed = answer.tokens if answer.tokens not in wire.ABSENT else answer.token_ids
         return parse_ids(compact(bytes(listed)))
     except (msgspec.MsgspecError, IdsError) as error:
         raise EngineError(f"{client.base_url}{path} tells no ids: {error}") from None

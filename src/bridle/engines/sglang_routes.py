@@ -250,7 +250,7 @@ class Reading:
             raise GarbledError(f"the engine's reply cannot be read: {error}: {start}") from None
 
     def _read(self, answer: Answer, prompt_text: bytes | None) -> GenerateChunk:
-        if wire.given(answer.error):
+        if answer.error not in wire.ABSENT:
             raise _told_error(answer.error)
         choice = answer.choices[0] if answer.choices else None
         meta = answer.meta_info if choice is None else choice.meta_info
@@ -281,7 +281,7 @@ class Reading:
         """Whether a piece tells all tokens from the first on."""
         if not self.count:
             return True
-        text = compact(bytes(raw)) if wire.given(raw) else b"[]"
+        text = compact(bytes(raw)) if raw not in wire.ABSENT else b"[]"
         size = text.count(b",") + (text != b"[]")
         known = meta.completion_tokens
         if known is None:
@@ -290,8 +290,9 @@ class Reading:
 
     def _tokens(self, raw: Raw, meta: MetaInfo, *, repeats: bool) -> tuple[Ids, Logprobs]:
         """Ids and logprobs that are new in this piece."""
-        text = compact(bytes(raw)) if wire.given(raw) else b""
-        told = bytes(meta.output_token_logprobs) if wire.given(meta.output_token_logprobs) else b""
+        text = compact(bytes(raw)) if raw not in wire.ABSENT else b""
+        entries = meta.output_token_logprobs
+        told = bytes(entries) if entries not in wire.ABSENT else b""
         triples = self._triples(told, repeats=repeats)
         if text:
             ids = parse_ids(_rest(text, self._ids) if repeats else text)
@@ -339,8 +340,8 @@ class Reading:
         if self._prompt_told:
             return None
         raw = answer.prompt_token_ids if choice is None else choice.prompt_token_ids
-        told = text if text is not None else bytes(raw) if wire.given(raw) else None
-        if told is None and wire.given(meta.input_token_logprobs):
+        told = text if text is not None else bytes(raw) if raw not in wire.ABSENT else None
+        if told is None and meta.input_token_logprobs not in wire.ABSENT:
             named = [one[1] for one in _TRIPLES.decode(meta.input_token_logprobs)]
             told = _ENCODER.encode(named) if named else None
         self._prompt_told = told is not None
@@ -368,7 +369,7 @@ class Reading:
     def _keep_lists(self, meta: MetaInfo, *, repeats: bool) -> None:
         for name in _PER_TOKEN:
             raw: Raw = getattr(meta, f"output_token_{name}")
-            if wire.given(raw):
+            if raw not in wire.ABSENT:
                 known = [] if repeats else self._lists.get(name, [])
                 self._lists[name] = [*known, *_LIST.decode(raw)]
 
@@ -379,7 +380,7 @@ class Reading:
             extra[name] = [msgspec.json.decode(one) for one in kept]
         for name in ("routed_experts", "indexer_topk"):
             raw: Raw = getattr(meta, name)
-            if wire.given(raw):
+            if raw not in wire.ABSENT:
                 extra[name] = msgspec.json.decode(raw)
         return extra
 

@@ -339,6 +339,9 @@ class VllmEngine(Serving):
             raise GarbledError("the engine's reply has no token ids")
 
 
+_SAYS_NOTHING = (None, TextDelta())
+
+
 class _Progress:
     """Turns what was read of one reply into chunks: the last one is held until all is known."""
 
@@ -361,12 +364,13 @@ class _Progress:
         chunk = read.chunk
         if self._parsed is not None:
             chunk = replace(chunk, delta=self._parsed.add(read))
-        self._count += len(chunk.output_ids)
+        count = len(chunk.output_ids)
+        self._count += count
         if chunk.finish_reason is not None:
             self._held = chunk
             return None
-        says = chunk.prompt_ids_json is not None or chunk.delta not in {None, TextDelta()}
-        return chunk if len(chunk.output_ids) or says else None
+        says = count or chunk.prompt_ids_json is not None or chunk.delta not in _SAYS_NOTHING
+        return chunk if says else None
 
     def last(self) -> GenerateChunk:
         """The last chunk. Raises `CutError` if the reply broke off before it."""

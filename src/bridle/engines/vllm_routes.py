@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from bridle.types import Ids, Logprobs
 
+_PROMPT_IDS = b'"prompt_token_ids":['
 _ENCODER = msgspec.json.Encoder()
 _ANSWER = msgspec.json.Decoder(wire.Answer)
 _ANSWERS = msgspec.json.Decoder(list[wire.Answer])
@@ -180,8 +181,10 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
     Raises `GarbledError` for what cannot be used: no JSON, another number of logprobs than of ids,
     logprobs of other ids, a missing logprob, an error told in a stream.
     """
-    repeated = None if sent is None else cut_text(body, b"prompt_token_ids", sent)
-    text, prompt_text = repeated or cut_ids(body, b"prompt_token_ids")
+    text, prompt_text = body, None
+    if _PROMPT_IDS in body:
+        repeated = None if sent is None else cut_text(body, b"prompt_token_ids", sent)
+        text, prompt_text = repeated or cut_ids(body, b"prompt_token_ids")
     try:
         return _read(_ANSWER.decode(text), prompt_text, unnamed)
     except (msgspec.MsgspecError, IdsError) as error:
@@ -196,9 +199,10 @@ def read_answers(
     Neighbours that have nothing but tokens are read as one. One that cannot be used raises when
     all before it have been yielded.
     """
-    if len(bodies) == 1:
+    if len(bodies) == 1 or _PROMPT_IDS in bodies[0]:
         yield read_answer(bodies[0], unnamed=unnamed, sent=sent)
-        return
+        if not (bodies := bodies[1:]):
+            return
     for only_tokens, pairs in groupby(zip(bodies, _decoded(bodies), strict=True), _has_only_tokens):
         together = list(pairs)
         if only_tokens and len(together) > 1:
@@ -212,11 +216,10 @@ def read_answers(
 
 def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
     """The bodies decoded at once; `None` for each where they are to be read one by one."""
-    if b'"prompt_token_ids":[' not in bodies[0]:
-        with suppress(msgspec.MsgspecError):
-            answers = _ANSWERS.decode(b"[" + b",".join(bodies) + b"]")
-            if len(answers) == len(bodies):
-                return answers
+    with suppress(msgspec.MsgspecError):
+        answers = _ANSWERS.decode(b"[" + b",".join(bodies) + b"]")
+        if len(answers) == len(bodies):
+            return answers
     return [None] * len(bodies)
 
 
@@ -228,21 +231,18 @@ def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
     choice = answer.choices[0]
     ids = bytes(choice.token_ids)
     return (
-        answer.error in _ABSENT
-        and answer.prompt_token_ids in _ABSENT
-        and choice.prompt_token_ids in _ABSENT
+        answer.error in wire.ABSENT
+        and answer.prompt_token_ids in wire.ABSENT
+        and choice.prompt_token_ids in wire.ABSENT
         and choice.finish_reason is None
         and choice.weight_versions is None
         and choice.routed_experts is None
-        and choice.sampling_mask in _ABSENT
+        and choice.sampling_mask in wire.ABSENT
         and choice.logprobs is not None
         and choice.logprobs.content is not None
         and ids[:1] == b"["
         and ids.count(b",") + 1 == len(choice.logprobs.content)
     )
-
-
-_ABSENT = (wire.EMPTY, msgspec.Raw(b"null"))
 
 
 def _read_together(answers: list[wire.Answer]) -> Read:
@@ -257,7 +257,7 @@ def _read_together(answers: list[wire.Answer]) -> Read:
 
 
 def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
-    if wire.given(answer.error):
+    if answer.error not in wire.ABSENT:
         raise EngineError(f"the engine failed in mid-reply: {_start(answer.error)}", retryable=True)
     usage = answer.usage
     details = usage.prompt_tokens_details if usage is not None else None
@@ -265,20 +265,20 @@ def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
     if not answer.choices:
         return Read(None, cached, None, None, None, None, ids_told=False)
     choice = answer.choices[0]
-    ids_text = bytes(choice.token_ids) if wire.given(choice.token_ids) else b""
+    told = choice.token_ids not in wire.ABSENT
+    ids_text = bytes(choice.token_ids) if told else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
     logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
     chunk = GenerateChunk(
         output_ids=ids,
         logprobs=logprobs,
-        finish_reason=_finish(choice.finish_reason),
+        finish_reason=None if choice.finish_reason is None else _finish(choice.finish_reason),
         stop_text=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
         prompt_ids_json=_prompt_text(prompt_text, answer, choice),
         cached_tokens=cached,
         extra=_extra(choice),
     )
     message = choice.message or choice.delta
-    told = wire.given(choice.token_ids)
     return Read(chunk, cached, _spans(choice, unnamed), paired, message, choice.text, told)
 
 
@@ -290,7 +290,7 @@ def _prompt_text(cut: bytes | None, answer: wire.Answer, choice: wire.Choice) ->
     if cut is not None:
         return cut
     for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
-        if wire.given(raw):
+        if raw not in wire.ABSENT:
             return compact(bytes(raw))
     return None
 
@@ -349,9 +349,7 @@ def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | Non
     return True
 
 
-def _finish(reason: str | None) -> FinishReason | None:
-    if reason is None:
-        return None
+def _finish(reason: str) -> FinishReason:
     if reason not in wire.FINISH:
         raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
     return wire.FINISH[reason]
@@ -370,7 +368,7 @@ def _extra(choice: wire.Choice) -> JSON:
     extra: JSON = {}
     if choice.routed_experts is not None:
         extra["routed_experts"] = choice.routed_experts
-    if wire.given(choice.sampling_mask):
+    if choice.sampling_mask not in wire.ABSENT:
         extra["sampling_mask"] = msgspec.json.decode(choice.sampling_mask)
     return extra
 

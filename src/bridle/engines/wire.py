@@ -17,12 +17,10 @@ from bridle.types import JSON, FinishReason, Sampling
 EMPTY = Raw(b"")
 """A raw field that was not sent."""
 
+ABSENT = (EMPTY, Raw(b"null"))
+"""A raw field without a value."""
+
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-
-
-def given(raw: Raw) -> bool:
-    """Whether a raw field was sent with a value other than null."""
-    return memoryview(raw).nbytes > 4 or bytes(raw) not in {b"", b"null"}
 
 
 # ---- requests

@@ -146,7 +146,7 @@ class _Writer:
     async def whole(self, response: web.Response) -> web.Response:
         """Write a whole reply; returns when the connection has accepted all of it."""
         self.began_reply = True
-        if self._takes_at_once(response):
+        if self._takes_at_once(response.content_length or 0):
             await self._send(response)
         else:
             async with asyncio.timeout(self._timeout_s):
@@ -157,10 +157,10 @@ class _Writer:
         await response.prepare(self._http)
         await response.write_eof()
 
-    def _takes_at_once(self, response: web.Response) -> bool:
-        """Whether the connection has room for the whole reply, so that nothing waits."""
+    def _takes_at_once(self, size: int) -> bool:
+        """Whether the connection has room for so many bytes, so that nothing waits."""
         transport = self._http.transport
-        if transport is None or (response.content_length or 0) > AT_ONCE:
+        if transport is None or size > AT_ONCE:
             return False
         return transport.get_write_buffer_size() == 0
 
@@ -171,6 +171,9 @@ class _Writer:
 
     async def write(self, data: bytes) -> None:
         """Write what is not yet the reply: the opening, a keep-alive."""
+        if self._takes_at_once(len(data)):
+            await self._response.write(data)
+            return
         async with asyncio.timeout(self._timeout_s):
             await self._response.write(data)
 

@@ -74,6 +74,7 @@ class LiveReader:
         self._part = _Part.REASONING if thinking else _Part.START
         self._stop_ids = stop_ids
         self._held = (*stops, *marks.held)
+        self._held_starts = frozenset(held[:1] for held in self._held)
         self._read_calls = read_calls
         self._control = tokenizer.control_ids
         self._text = _Decoder(tokenizer)
@@ -118,6 +119,9 @@ class LiveReader:
             self._buffer = self._buffer.lstrip()
         if self._part is _Part.START and self._buffer:
             self._part = _Part.TEXT
+        if "" not in self._held_starts and self._held_starts.isdisjoint(self._buffer):
+            self._give(len(self._buffer), piece)
+            return
         found = [at for held in self._held if (at := self._buffer.find(held)) >= 0]
         if found:
             self._give(min(found), piece)
