@@ -88,8 +88,8 @@ def test_an_owner_has_one_callback_secret_in_any_of_its_tokens(tmp_path):
 
 
 def test_a_callback_secret_of_two_owners_is_refused(tmp_path):
-    shared = {"callback_secret": "a-secret-of-owner-a"}
-    tokens = [Token(name=name, token=SECRET + name, **shared) for name in ("a", "b")]
+    secret = "a-secret-of-owner-a"
+    tokens = [Token(name=name, token=SECRET + name, callback_secret=secret) for name in ("a", "b")]
     with pytest.raises(ConfigError, match=r"owners 'a' and 'b' have the same callback_secret"):
         callback_secrets(tokens)
 
