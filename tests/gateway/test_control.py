@@ -15,16 +15,30 @@ from bridle.capture.records import Delivery
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import ConfigError, EngineError
+from bridle.gateway.attempts import AT_ONCE
 from bridle.gateway.control import (
     TOKEN_ENV,
     Refusal,
-    check_token,
+    TokenCheck,
     control_token,
     encode,
     exchanges_json,
 )
 from bridle.gateway.settings import GatewaySettings
 from bridle.types import DeliveryState
+
+
+async def test_a_peer_that_guesses_tokens_is_told_to_wait_and_the_right_one_works():
+    async with house({"content": "a"}) as home:
+        for _ in range(AT_ONCE):
+            assert (await home.control("GET", "/sessions", token="wrong"))[0] == 401
+        url, headers = f"{home.gateway.control_url}/sessions", {"Authorization": "Bearer wrong"}
+        async with home.client.get(url, headers=headers) as refused:
+            assert (refused.status, int(refused.headers["Retry-After"])) == (429, 2)
+            assert "too many wrong tokens" in (await refused.json())["error"]["message"]
+        async with home.client.get(url) as without:
+            assert without.status == 401
+        assert (await home.control("GET", "/sessions"))[0] == 200
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", "bk-key"])
@@ -323,9 +337,9 @@ async def test_a_bug_in_a_control_route_is_a_500_and_told_to_nobody():
 
 
 def test_a_token_that_is_no_utf_8_is_wrong():
-    http: Any = SimpleNamespace(headers={"Authorization": "Bearer \udcff"})
+    http: Any = SimpleNamespace(headers={"Authorization": "Bearer \udcff"}, remote="10.0.0.1")
     with pytest.raises(Refusal) as refused:
-        check_token(http, "a")
+        TokenCheck("a")(http)
     assert refused.value.status == 401
 
 

@@ -4,6 +4,7 @@ import pytest
 from tests.server.house import an_app, body
 
 from bridle.errors import EngineError, StateError, StoreError
+from bridle.gateway.attempts import AT_ONCE
 from bridle.server import answering
 from bridle.server.auth import Role, Token
 from bridle.server.permits import Permits
@@ -133,3 +134,15 @@ async def test_a_quota_and_a_conflict_have_their_own_status(tmp_path):
         assert (never.status_code, never.json()["error"]["code"]) == (422, "invalid")
         told = await http.post("/v1/tasks", json={"tasks": [body(samples=1)]})
         assert (told.status_code, told.json()["error"]["code"]) == (409, "conflict")
+
+
+async def test_a_peer_that_guesses_tokens_is_told_to_wait_and_the_right_one_works(tmp_path):
+    async with an_app(tmp_path) as http:
+        guess = {"authorization": "Bearer wrong"}
+        for _ in range(AT_ONCE):
+            assert (await http.get("/v1/status", headers=guess)).status_code == 401
+        refused = await http.get("/v1/status", headers=guess)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_attempts")
+        assert refused.headers["retry-after"] == "2"
+        assert (await http.get("/v1/status")).status_code == 200
+        assert (await http.get("/health", headers=guess)).status_code == 200

@@ -38,6 +38,7 @@ from bridle.errors import (
     StoreError,
     root_cause,
 )
+from bridle.gateway.attempts import TOO_MANY, WrongTokens
 from bridle.gateway.faults import trace_of
 from bridle.gateway.metrics import Metrics
 from bridle.gateway.registry import FACTS, SessionFacts, SessionHandle, facts_of
@@ -150,17 +151,34 @@ Answer: TypeAlias = Callable[[Asked], Awaitable[web.StreamResponse]]
 class Refusal(Exception):
     """A control request is answered with this status."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        self._retry_after_s = retry_after_s
+
+    def response(self) -> web.Response:
+        """The answer."""
+        response = _error(self.status, str(self))
+        if self._retry_after_s:
+            response.headers["Retry-After"] = str(self._retry_after_s)
+        return response
 
 
-def check_token(http: web.BaseRequest, token: str) -> None:
-    """Raise a 401 `Refusal` if the request does not have the control token."""
-    scheme, _, given = http.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(
-        given.strip().encode("utf-8", "surrogateescape"), token.encode()
-    ):
+class TokenCheck:
+    """Lets requests with the control token pass."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._wrong = WrongTokens()
+
+    def __call__(self, http: web.BaseRequest) -> None:
+        """Raise a 401 `Refusal` without the token, 429 for a peer that sent many wrong ones."""
+        scheme, _, given = http.headers.get("Authorization", "").partition(" ")
+        sent = given.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token):
+            return
+        if sent and (wait_s := self._wrong.wait_s(http.remote)):
+            raise Refusal(429, TOO_MANY, wait_s)
         raise Refusal(401, "the control token is missing or wrong")
 
 
@@ -195,7 +213,7 @@ class ControlPlane:
         self._engine = engine
         self._info = info
         self._policy = policy
-        self._token = token
+        self._check_token = TokenCheck(token)
         self._metrics = metrics
         self._routes: dict[tuple[str, ...], Answer] = {
             ("GET", "metrics"): self._show_metrics,
@@ -218,7 +236,7 @@ class ControlPlane:
         try:
             return await self._serve(http, target)
         except Refusal as refusal:
-            return _error(refusal.status, str(refusal))
+            return refusal.response()
         except ConfigError as error:
             return _error(400, str(error))
         except StoreError as error:
@@ -235,7 +253,7 @@ class ControlPlane:
         words = target.path.strip("/").split("/")
         if words == ["health"] and http.method in {"GET", "HEAD"}:
             return await self._health()
-        check_token(http, self._token)
+        self._check_token(http)
         pattern = tuple(ID if i == 1 and words[0] == "sessions" else w for i, w in enumerate(words))
         answer = self._routes.get((http.method, *pattern))
         if answer is None:

@@ -31,7 +31,7 @@ from bridle.dialects import DIALECTS, recognise
 from bridle.dialects.routes import caller
 from bridle.errors import BridleError, ConfigError, RequestError
 from bridle.folders import FolderLock, private_folder
-from bridle.gateway.control import Refusal, check_token, control_token, read_body
+from bridle.gateway.control import Refusal, TokenCheck, control_token, read_body
 from bridle.gateway.listener import Handler, Listener, listen
 from bridle.gateway.metrics import merged_metrics
 from bridle.gateway.registry import STORED_AS, new_session_id
@@ -116,6 +116,7 @@ class Supervisor:
             message = f"public_url {settings.public_url!r}: each worker has a port of its own"
             raise ConfigError(f"{message}, which is to be put in with {{port}}")
         self.control_token = control_token(settings)
+        self._check_token = TokenCheck(self.control_token)
         async with AsyncExitStack() as stack:
             stack.enter_context(FolderLock(self._data))
             entry = stack.enter_context(listen(settings.host, settings.port))
@@ -224,10 +225,10 @@ class Supervisor:
         try:
             if words == ["health"] and http.method in {"GET", "HEAD"}:
                 return _response(await self._health())
-            check_token(http, self.control_token)
+            self._check_token(http)
             body = await read_body(http)
         except Refusal as refused:
-            return _response(_refused(refused.status, str(refused)))
+            return refused.response()
         path = quote(target.path) + (f"?{target.query}" if target.query else "")
         answer = await self._answer(http.method, words, path, body)
         if words == ["metrics"] and answer[0] == 200:

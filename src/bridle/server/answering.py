@@ -33,10 +33,11 @@ from bridle.errors import (
     StateError,
     StoreError,
 )
+from bridle.gateway.attempts import TOO_MANY, WrongTokens
 from bridle.gateway.faults import trace_of
 from bridle.gateway.listener import most_connections
 from bridle.server.addresses import Addresses
-from bridle.server.auth import Auth, Caller, Role
+from bridle.server.auth import Auth, Caller, Role, sent_tokens
 from bridle.server.closing import ConflictError
 from bridle.server.permits import Permits
 from bridle.server.schemas import BATCH, error_json
@@ -74,10 +75,18 @@ class Refusal(Exception):
     """A request is answered with this status."""
 
     def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, **more: object
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        wait_s: int = 0,
+        **more: object,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.wait_s = wait_s
         self.body = error_json(code, message, param=param, **more)
 
 
@@ -92,6 +101,7 @@ class Served:
     """Where callbacks may go."""
     under_way: Counter[str] = field(default_factory=Counter)
     """Requests that are being answered, by owner."""
+    wrong: WrongTokens = field(default_factory=WrongTokens)
 
     @contextmanager
     def share(self, owner: str) -> Iterator[None]:
@@ -262,6 +272,11 @@ class Endpoint:
         if caller is None:
             if self._role is None:
                 return Caller(name="anyone", roles=frozenset())
+            peer = scope["client"]
+            if any(sent_tokens(headers)) and (
+                wait_s := self._served.wrong.wait_s(None if peer is None else peer[0])
+            ):
+                raise Refusal(429, "too_many_attempts", TOO_MANY, wait_s=wait_s)
             raise Refusal(401, "unauthenticated", UNKNOWN)
         if self._role is not None and not caller.may(self._role):
             message = f"token {caller.name!r} lacks the role {self._role.value!r}"
@@ -326,7 +341,10 @@ RETRY_AFTER_S: Final = {429: "5", 503: "1"}
 
 def _refused(error: Exception) -> Response:
     if isinstance(error, Refusal):
-        return reply(error.body, error.status)
+        response = reply(error.body, error.status)
+        if error.wait_s:
+            response.headers["retry-after"] = str(error.wait_s)
+        return response
     for kind, status, code in FAILURES:
         if isinstance(error, kind):
             response = reply(error_json(code, str(error)), status)

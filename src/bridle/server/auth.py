@@ -105,7 +105,7 @@ class Auth:
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
         """Who sends a request with these headers (names in lower case); `None` = nobody known."""
-        sent = [_digest(token) for token in _sent(headers)]
+        sent = [_digest(token) for token in sent_tokens(headers)]
         found = None
         for known, caller in self._tokens:
             for digest in sent:
@@ -174,13 +174,14 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def _sent(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+def sent_tokens(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """All tokens that a request with these headers (names in lower case) sends."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, given = value.strip().partition(b" ")
             if scheme.lower() == b"bearer":
                 yield given.strip()
-            if scheme.lower() == b"basic":
+            elif scheme.lower() == b"basic":
                 yield _password(given)
         if name == HEADER:
             yield value.strip()

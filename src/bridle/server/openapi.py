@@ -38,7 +38,7 @@ REFUSALS: Final = {
     "409": "the id is taken by another body, or the session has nothing to score",
     "413": "the body is too large",
     "422": "a field is wrong; `param` names it",
-    "429": "the token has too many unfinished sessions",
+    "429": "the owner has too many unfinished sessions, or this address sent too many wrong tokens",
     "502": "the engines did not do their part",
     "503": "the database or a file cannot be used now; try again",
 }
