@@ -2,8 +2,13 @@
 
 import pytest
 
+from bridle.config import AgentSpec, EvaluatorSpec, Task
+from bridle.engines import open_engine
 from bridle.errors import ConfigError
+from bridle.evaluators import open_evaluator
+from bridle.harnesses import open_harness
 from bridle.plugins import load
+from bridle.server.permits import Permits
 
 TABLE = {"path": "pathlib:Path"}
 
@@ -21,3 +26,47 @@ def test_what_cannot_be_found_is_named(name):
         load(name, TABLE, what="thing")
 
     assert "thing" in str(caught.value)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that adds a name of each kind."""
+    facts = tmp_path / "my_plugin-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugin\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(
+        "[bridle.evaluators]\nmine = my_plugin_module:Mine\n"
+        "command = my_plugin_module:Mine\n"
+        "[bridle.harnesses]\nmine = my_plugin_module:Mine\n"
+        "[bridle.engines]\nmine = my_plugin_module:Mine\n"
+    )
+    (tmp_path / "my_plugin_module.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, given): self.given = given\n"
+        "    @classmethod\n"
+        "    def from_config(cls, config): return cls(config)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("package")
+def test_an_installed_package_adds_names_and_replaces_none():
+    assert type(open_evaluator(EvaluatorSpec(strategy="mine"))).__name__ == "Mine"
+    assert type(open_harness(AgentSpec(harness="mine"))).__name__ == "Mine"
+    assert type(open_engine("mine:somewhere")).__name__ == "Mine"
+    ours = open_evaluator(EvaluatorSpec(strategy="command", config={"command": "true"}))
+    assert type(ours).__name__ == "CommandEvaluator"
+    with pytest.raises(ConfigError, match=r"known: .*mine.*"):
+        open_evaluator(EvaluatorSpec(strategy="yours"))
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("field", ["evaluator.strategy", "agent.harness"])
+def test_a_server_runs_an_installed_name_only_where_its_operator_trusts_it(field):
+    agent = {"harness": "command", "command": "true"}
+    task = {"task_id": "t", "instruction": "do", "agent": agent}
+    task |= {"agent": {"harness": "mine"}} if field.startswith("agent") else {}
+    task |= {"evaluator": {"strategy": "mine"}} if field.startswith("evaluator") else {}
+    made = Task.model_validate(task)
+    assert field in dict(Permits().refused(made))
+    assert field not in dict(Permits(trusted=("mine",)).refused(made))

@@ -178,6 +178,12 @@ async def test_a_reward_is_refused_for_what_runs_or_has_nothing_to_score(tmp_pat
         await ended(http.service, "a")
         told = await reward(http, "a.0", 1)
         assert (told.status_code, "harness_crash" in told.text) == (409, True)
+        await submit(http, body("b"))
+        await until(lambda: "b.0" in workers.living)
+        workers.let("b.0", **{**failure("harness_crash"), "traces": 1})
+        await ended(http.service, "b")
+        told = (await reward(http, "b.0", -1)).json()
+        assert (told["status"], told["reward"], told["usable"]) == ("ERROR", -1.0, True)
         assert (await reward(http, "none", 1)).status_code == 404
         for wrong in (None, "1", True):
             assert (await reward(http, "a.0", wrong)).status_code == 422

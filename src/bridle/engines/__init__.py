@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bridle.errors import ConfigError
-from bridle.plugins import load
+from bridle.plugins import installed, load
 
 if TYPE_CHECKING:
     from bridle.engines.base import Engine
@@ -31,16 +31,18 @@ def open_engine(
     """The engine that `spec` names, not started yet.
 
     `scripted:FILE`, `embedded:DIR`, `http://HOST:PORT` or `https://...` (vLLM's HTTP shape),
-    `sglang:URL`, `openai:URL#MODEL` (text only), or `package.module:Class:TARGET` for a class of
-    your own. `tokenizer` is a folder or `builtin`, for engines that do not bring one.
-    `allow_untokenized` takes a server that gives text only. Raises `ConfigError`.
+    `sglang:URL`, `openai:URL#MODEL` (text only), `NAME:TARGET` of an installed entry point, or
+    `package.module:Class:TARGET` for a class of your own. `tokenizer` is a folder or `builtin`, for
+    engines that do not bring one. `allow_untokenized` takes a server that gives text only. Raises
+    `ConfigError`.
     """
     kind, colon, target = spec.partition(":")
     name = kind
     if kind not in ENGINES and "." in kind and ":" in target:
         attribute, _, target = target.partition(":")
         name = f"{kind}:{attribute}"
-    if not colon or (kind not in ENGINES and name == kind):
+    ours = kind in ENGINES or name != kind
+    if not colon or not (ours or kind in installed("engine")):
         known = (
             "scripted:FILE, embedded:DIR, http://HOST:PORT, sglang:URL, package.module:Class:TARGET"
         )

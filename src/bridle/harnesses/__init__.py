@@ -11,7 +11,7 @@ import sys
 from bridle.config import AgentSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.base import SCRIPTS, Harness
-from bridle.plugins import load
+from bridle.plugins import installed, load
 from bridle.types import Dialect
 
 HARNESSES = {
@@ -91,8 +91,9 @@ def open_harness(agent: AgentSpec | str) -> Harness:
         raise ConfigError(message)
     name = agent.harness or agent.import_path or ""
     table = {**HARNESSES, **CHECKS}
-    if agent.harness is not None and agent.harness not in table:
-        known = ", ".join(sorted(table))
+    more = {} if name in table or agent.harness is None else installed("harness")
+    if agent.harness is not None and name not in table and name not in more:
+        known = ", ".join(sorted({*table, *more}))
         message = f"unknown harness {name!r}; known: {known}; or 'import_path' for your own"
         raise ConfigError(message)
     harness: Harness = load(name, table, what="harness")(agent)

@@ -17,7 +17,7 @@ from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError
-from bridle.lifecycle.ending import Blame, blame
+from bridle.lifecycle.ending import Blame, blame, is_scored
 from bridle.server import tables as t
 from bridle.server.addresses import receiver_of
 from bridle.server.rows import Closed, Ended, run_id, session_id
@@ -145,16 +145,16 @@ async def give_reward(
     cause = result.get("cause")
     if row["state"] not in FINAL_SESSIONS:
         raise ConflictError(f"session {session!r} has not ended: {row['state']}")
-    if row["state"] not in (SessionState.COMPLETED, SessionState.TIMEOUT) and (
-        cause != Cause.EVALUATOR
-    ):
+    replied = row["version_max"] is not None
+    ended = SessionStatus(row["state"]), None if cause is None else Cause(cause)
+    if cause != Cause.EVALUATOR and not is_scored(*ended, replied=replied):
         raise ConflictError(f"session {session!r} has nothing to score: {row['state']} ({cause})")
     if cause == Cause.EVALUATOR:
         result |= {"status": SessionState.COMPLETED, "cause": None, "error": None}
     scores = [*result.get("scores", ()), {"at": now, **given.model_dump(mode="json")}]
     result |= {"reward": given.reward, "scores": scores}
     state = step(SESSIONS, SessionState(row["state"]), SessionState(result["status"]))
-    usable = state is SessionState.COMPLETED or row["version_max"] is not None
+    usable = state is SessionState.COMPLETED or replied
     own, counts = t.sessions.c, t.tasks.c
     text = orjson.dumps(result).decode()
     changes = update(t.sessions).where(own.session_id == session)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from bridle.config import Settings, Task
 from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
+from bridle.plugins import installed
 from bridle.runtimes import RUNTIMES, chosen
 from bridle.trajectory.builders import BUILDERS
 from bridle.types import JSON
@@ -53,7 +54,7 @@ INSIDE: Final = _names("""
     runtime.eval_prepare[].type runtime.eval_prepare[].target runtime.eval_prepare[].command
     runtime.eval_prepare[].cwd runtime.eval_prepare[].env runtime.eval_prepare[].max_attempts
     runtime.eval_prepare[].retry_backoff_seconds
-    agent.harness agent.version agent.model_name agent.command agent.env
+    agent.version agent.model_name agent.command agent.env
     agent.kind_rules[].name agent.kind_rules[].kind agent.kind_rules[].system_contains
     agent.kind_rules[].last_user_contains agent.kind_rules[].model agent.kind_rules[].user_agent
     agent.mcp_servers[].name agent.mcp_servers[].transport agent.mcp_servers[].command
@@ -188,7 +189,7 @@ class _Judge:
     def backend(self, field: str, _: str) -> Refused:
         given = chosen(self.task.runtime).backend
         if _short(given, RUNTIMES) not in RUNTIMES:
-            yield from self.trusted(field, given)
+            yield from self.trusted(field, given, "runtime")
             return
         given, listed = _short(given, RUNTIMES), self.permits.runtimes
         known = sorted(RUNTIMES if listed is None else listed)
@@ -246,7 +247,7 @@ class _Judge:
             if isinstance(part, dict):
                 at = f"{field}[{place}]"
                 strategy, config = _part(part)
-                yield from self.trusted_class(f"{at}.strategy", strategy, EVALUATORS)
+                yield from self.trusted_class(f"{at}.strategy", strategy, EVALUATORS, "evaluator")
                 yield from self.evaluator(f"{at}.config", strategy, config)
 
     def scorer_env(self, field: str, given: Mapping[str, str]) -> Refused:
@@ -271,21 +272,22 @@ class _Judge:
                     yield from self.on_host(*_part(part))
 
     def strategy(self, field: str, given: str) -> Refused:
-        yield from self.trusted_class(field, given, EVALUATORS)
+        yield from self.trusted_class(field, given, EVALUATORS, "evaluator")
 
     def builder(self, field: str, given: str) -> Refused:
-        yield from self.trusted_class(field, given, BUILDERS)
+        yield from self.trusted_class(field, given, BUILDERS, "builder")
 
     def harness(self, field: str, given: str) -> Refused:
-        yield from self.trusted_class(field, given, HARNESSES | CHECKS)
+        yield from self.trusted_class(field, given, HARNESSES | CHECKS, "harness")
 
-    def trusted_class(self, field: str, given: str, table: Mapping[str, str]) -> Refused:
-        """Refuse a dotted path that is neither Bridle's own nor listed; a short name passes."""
+    def trusted_class(self, field: str, given: str, table: Mapping[str, str], what: str) -> Refused:
+        """Refuse a dotted path or an installed name that is neither Bridle's own nor listed."""
         if _short(given, table) not in table:
-            yield from self.trusted(field, given)
+            yield from self.trusted(field, given, what)
 
-    def trusted(self, field: str, given: str) -> Refused:
-        if ":" in given and not _is_listed(given, self.permits.trusted):
+    def trusted(self, field: str, given: str, what: str) -> Refused:
+        named = ":" in given or given in installed(what)
+        if named and not _is_listed(given, self.permits.trusted):
             shown = ", ".join(self.permits.trusted) or "none"
             yield field, f"{given!r} may not run on this machine; permits.trusted: {shown}"
 
@@ -332,6 +334,7 @@ RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
     "runtime.eval_prepare[].source": _Judge.task_path,
     "runtime.network": _Judge.network,
     "runtime.kwargs": _Judge.kwargs,
+    "agent.harness": _Judge.harness,
     "agent.import_path": _Judge.harness,
     "agent.function": _Judge.function,
     "agent.settings": _Judge.settings,
