@@ -28,6 +28,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, cache_dir
@@ -157,16 +158,16 @@ class Bench:
             finally:
                 await run_shielded(runtime.stop(), timeout_s=STOP_S)
 
-    async def wheel(self, tree: Path) -> Wheel:
+    async def wheel(self, tree: Path, package: str, version: Version) -> Wheel:
         """Build the wheel of a source tree, as PEP 517 says. Raises `Refused`."""
         backend, paths, requires = build_system(tree)
         arguments = (backend, json.dumps(paths))
         more = await self._hook(tree, requires, "get_requires_for_build_wheel", *arguments)
-        requires += [str(each) for each in more or ()]
+        requires += requirements_of(more)
         with tempfile.TemporaryDirectory(prefix="bridle-wheel-") as folder:
             target = Path(folder, "dist")
             await self._hook(tree, requires, "build_wheel", *arguments, "../dist", out=target)
-            return await asyncio.to_thread(read_wheel, target)
+            return await asyncio.to_thread(read_wheel, target, package, version)
 
     async def _hook(
         self, tree: Path, requires: Sequence[str], *words: str, out: Path | None = None
@@ -191,19 +192,30 @@ class Bench:
 def build_system(tree: Path) -> tuple[str, list[str], list[str]]:
     """Backend, its paths and its requirements, of a source tree's `pyproject.toml`."""
     table = read_pyproject(tree).get("build-system", {})
-    requires = [requirement(each) for each in table.get("requires", ["setuptools"])]
+    paths = table.get("backend-path", []) if isinstance(table, dict) else None
+    if not isinstance(paths, list):
+        raise Refused("build", "pyproject.toml: build-system has another form than PEP 517 says")
+    requires = requirements_of(table.get("requires", ["setuptools"]))
     backend = table.get("build-backend", "setuptools.build_meta:__legacy__")
-    return str(backend), list(table.get("backend-path", [])), requires
+    return str(backend), [str(each) for each in paths], requires
 
 
 def read_pyproject(tree: Path) -> JSON:
     """`pyproject.toml` of a tree; empty where there is none. Raises `Refused`."""
+    path = tree / "pyproject.toml"
     try:
-        return tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refused("build", f"pyproject.toml: {error}") from error
+
+
+def requirements_of(asked: object) -> list[str]:
+    """A list of requirements from a stranger, for pip; `None` = none. Raises `Refused`."""
+    if not isinstance(asked, list | None):
+        raise Refused("environment", f"requirements must be a list, not {asked!r:.80}")
+    return [requirement(each) for each in asked or ()]
 
 
 def requirement(text: object) -> str:
@@ -217,8 +229,11 @@ def requirement(text: object) -> str:
     return str(read)
 
 
-def read_wheel(folder: Path) -> Wheel:
-    """Read the metadata of the wheel in a folder; `Refused` if it is not pure Python."""
+def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
+    """Read the metadata of the wheel in a folder, which a stranger's code has written.
+
+    Raises `Refused` if it is not pure Python, or another package or version.
+    """
     path = next(folder.glob("*.whl"), None)
     if path is None:
         raise Refused("build", "the build left no wheel")
@@ -238,19 +253,29 @@ def read_wheel(folder: Path) -> Wheel:
         raise Refused("not pure Python", path.name)
     headers = texts["METADATA"].replace("\r\n", "\n").partition("\n\n")[0]
     fields = HeaderParser().parsestr(headers)
-    top = info.partition(".dist-info/")[0]
+    try:
+        requires = tuple(Requirement(each) for each in fields.get_all("Requires-Dist", ()))
+        itself = canonicalize_name(str(fields["Name"])) == canonicalize_name(package)
+        itself = itself and Version(str(fields["Version"])) == version
+    except (InvalidRequirement, InvalidVersion) as error:
+        raise Refused("build", f"{path.name}: {error}") from error
+    if not itself:
+        raise Refused("build", f"the wheel is {fields['Name']} {fields['Version']}")
     return Wheel(
-        name=str(fields["Name"]),
-        version=str(fields["Version"]),
-        requires=tuple(Requirement(each) for each in fields.get_all("Requires-Dist", ())),
+        name=package,
+        version=str(version),
+        requires=requires,
         extras=frozenset(fields.get_all("Provides-Extra", ())),
         licence=licence(fields),
         headers=headers,
         entry_points=texts["entry_points.txt"],
-        files=frozenset(
-            name for name in names if not name.startswith((f"{top}.dist-info/", f"{top}.data/"))
-        ),
+        files=frozenset(name for name in names if not _is_about(name)),
     )
+
+
+def _is_about(name: str) -> bool:
+    """Whether a file of a wheel is not installed into site-packages as it is."""
+    return name.partition("/")[0].endswith((".dist-info", ".data"))
 
 
 def licence(fields: Message) -> str:

@@ -136,7 +136,8 @@ class Maker:
             diff = await self._diff(base, release)
             if not any(is_test(PurePosixPath(path)) for path, _ in files_of(diff)):
                 raise Refused("unchanged tests")
-            wheels = await self.bench.wheel(base), await self.bench.wheel(release)
+            older_wheel = await self.bench.wheel(base, older.package, older.version)
+            wheels = older_wheel, await self.bench.wheel(release, newer.package, newer.version)
             root = source_root(release, wheels[1])
             change = divide(diff, root, wheels[0].files | wheels[1].files)
             self._check(change, (older.version, newer.version))
@@ -179,7 +180,7 @@ class Maker:
     ) -> Environment:
         """What the release and its tests need, and the base's metadata in place of the package."""
         base, newer = wheels
-        info = f"{base.name}-{base.version}.dist-info".replace("-", "_", base.name.count("-"))
+        info = f"{canonicalize_name(base.name).replace('-', '_')}-{base.version}.dist-info"
         files = {
             "_repository.pth": str(PurePosixPath("/work", root)) + "\n",
             f"{info}/METADATA": base.headers + "\n",
@@ -376,7 +377,8 @@ def is_test(path: PurePosixPath | Path) -> bool:
 def source_root(tree: Path, wheel: Wheel) -> str:
     """The folder of a tree whose files the wheel installs as they are. Raises `Refused`."""
     modules = [name for name in wheel.files if name.endswith(".py")]
-    tops = (path.name for path in sorted(tree.iterdir()) if path.is_dir())
+    tops = (path.name for path in sorted(tree.glob("[A-Za-z]*")) if path.is_dir())
+    tops = (name for name in tops if re.fullmatch(r"[\w.-]+", name))
     for root in (".", "src", "lib", *tops):
         if modules and all((tree / root / name).is_file() for name in modules):
             return root
@@ -416,7 +418,8 @@ def without_versions(lines: Iterable[str], versions: Sequence[Version]) -> set[s
 
 def test_requirements(tree: Path, wheel: Wheel) -> list[str]:
     """What a package and its tests need: extras, dependency groups or requirement files."""
-    groups = read_pyproject(tree).get("dependency-groups", {})
+    listed = read_pyproject(tree).get("dependency-groups")
+    groups = listed if isinstance(listed, dict) else {}
     needed = dict.fromkeys(["pytest", *wheel.needs()])
     for names in GROUPS:
         found = dict.fromkeys(wheel.needs(*(wheel.extras & set(names))))

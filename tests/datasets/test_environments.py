@@ -1,0 +1,78 @@
+"""Metadata and hooks of strangers' packages are read, never believed."""
+
+import zipfile
+
+import pytest
+from packaging.version import Version
+
+from bridle.datasets.environments import Refused, build_system, read_wheel, requirements_of
+
+HEAD = "Metadata-Version: 2.1\nName: p\nVersion: 1.0\n"
+
+
+def a_wheel(tmp_path, metadata=HEAD, name="p-1.0-py3-none-any.whl"):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        wheel.writestr("p/__init__.py", "")
+        wheel.writestr("p-1.0.dist-info/METADATA", metadata)
+    return folder
+
+
+def read(folder):
+    return read_wheel(folder, "P", Version("1"))
+
+
+def test_a_wheel_tells_its_files_licence_and_requirements(tmp_path):
+    more = "License: Free\nClassifier: License :: OSI Approved :: MIT License\nRequires-Dist: x>1\n"
+    wheel = read(a_wheel(tmp_path, f"{HEAD}{more}\nRequires-Dist: in the description\n"))
+    assert (wheel.files, wheel.licence, wheel.needs()) == (
+        {"p/__init__.py"},
+        "MIT License",
+        ["x>1"],
+    )
+    assert "description" not in wheel.headers
+    assert read(a_wheel(tmp_path)).licence == "unknown"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        HEAD.replace("p", "../../p"),
+        HEAD.replace("1.0", "2.0"),
+        HEAD.replace("1.0", "1.0/../x"),
+        HEAD + "Requires-Dist: ???\n",
+        "",
+    ],
+)
+def test_a_wheel_with_another_name_version_or_form_is_refused(tmp_path, metadata):
+    with pytest.raises(Refused, match="build"):
+        read(a_wheel(tmp_path, metadata))
+
+
+def test_a_wheel_for_one_platform_is_refused(tmp_path):
+    with pytest.raises(Refused, match="not pure Python"):
+        read(a_wheel(tmp_path, name="p-1.0-cp311-cp311-linux_x86_64.whl"))
+
+
+@pytest.mark.parametrize("asked", [["-r /etc/passwd"], ["p @ file:///x"], "p", 3, {"p": 1}])
+def test_requirements_that_a_build_asks_for_come_from_the_index_only(asked):
+    with pytest.raises(Refused, match="environment"):
+        requirements_of(asked)
+    assert requirements_of(["p>1"]) == ["p>1"]
+    assert requirements_of(None) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "build-system = 3",
+        "[build-system]\nrequires = 'setuptools'",
+        "[build-system]\nbackend-path = 3",
+        "[",
+    ],
+)
+def test_a_project_file_of_another_form_is_refused(tmp_path, text):
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(Refused):
+        build_system(tmp_path)
