@@ -14,6 +14,7 @@ from bridle.datasets.jsonl import load_tasks
 from bridle.datasets.releases import (
     Change,
     Maker,
+    brings,
     change_notes,
     divide,
     file_requirements,
@@ -82,6 +83,11 @@ def test_a_diff_is_divided_into_reference_patch_and_tests():
         '-__version__ = "1.0"', '+__version__ = "1.1"', "+def more():", "+return 1",
     }  # fmt: skip
     assert without_versions(change.lines, VERSIONS) == {"+def more():", "+return 1"}
+
+
+def test_changed_tests_that_a_task_file_cannot_hold_are_refused():
+    with pytest.raises(Refused, match="encoding"):
+        divide(PATCH.replace("new = 1", "new = '\udce9'"), "src", {"p/__init__.py"})
 
 
 @pytest.mark.parametrize(
@@ -170,6 +176,12 @@ def test_extras_of_the_package_itself_are_followed():
     requires = ("p[test]; extra == 'dev'", "mock; extra == 'test'")
     needed = wheel(requires=tuple(map(Requirement, requires)))
     assert needed.needs("dev") == ["mock"]
+
+
+def test_an_environment_that_brings_the_package_itself_is_known():
+    lock = "Tiny.Text==2.0 --hash=sha256:00\npytest==9.0 --hash=sha256:00\n"
+    assert brings(lock, "tiny-text")
+    assert not brings(lock, "tiny")
 
 
 def test_groups_that_include_each_other_end():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bridle.cli.output import console, notes, print_json, print_table
+from bridle.errors import RuntimeFailure
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def from_releases(
     out.mkdir(parents=True, exist_ok=True)
     rows: list[JSON] = []
     for each in packages:
-        maker = Maker(out, hint, bench, say=lambda _: None)
+        maker = Maker(out, hint, bench, notes.print)
         rows += _make(maker, each, most)
     _print(rows, "from releases", json=json)
     raise typer.Exit(0 if any(row["verdict"] == "kept" for row in rows) else 1)
@@ -70,13 +71,14 @@ def _make(maker: Maker, wanted: str, most: int) -> list[JSON]:
     rows: list[JSON] = []
     for older, newer in asyncio.run(pairs(wanted)):
         pair = f"{older.package} {older.version}..{newer.version}"
-        maker.say = lambda text, pair=pair: notes.print(f"{pair}: {text}")  # type: ignore[misc]
         try:
             made = asyncio.run(maker.make(older, newer))
         except Refused as error:
             rows.append({"task": pair, "verdict": error.cause, "detail": error.detail})
             continue
-        maker.say("verifying")
+        except RuntimeFailure as error:
+            rows.append({"task": pair, "verdict": "sandbox", "detail": str(error)})
+            continue
         (row,) = verified(made.folder)
         if row["verdict"] == "sound":
             config = made.task["evaluator"]["config"]

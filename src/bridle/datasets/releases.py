@@ -120,9 +120,10 @@ class Maker:
 
     async def make(self, older: Source, newer: Source) -> Made:
         """The task of a pair, as a folder of `out`. Raises `Refused`."""
+        pair = f"{older.package} {older.version}..{newer.version}"
         name = f"{canonicalize_name(older.package)}-{older.version}-{newer.version}"
         with tempfile.TemporaryDirectory(prefix="bridle-releases-") as scratch:
-            self.say("fetching")
+            self.say(f"{pair}: fetching")
             (base, base_sum), (release, release_sum) = [
                 await fetch(each, Path(scratch, part))
                 for each, part in ((older, "base"), (newer, "release"))
@@ -132,7 +133,7 @@ class Maker:
             notes = change_notes(base, release)
             if self.hint == "notes" and not notes:
                 raise Refused("no change notes", "the files of changes say nothing new")
-            self.say("building")
+            self.say(f"{pair}: building")
             diff = await self._diff(base, release)
             if not any(is_test(PurePosixPath(path)) for path, _ in files_of(diff)):
                 raise Refused("unchanged tests")
@@ -141,9 +142,9 @@ class Maker:
             root = source_root(release, wheels[1])
             change = divide(diff, root, wheels[0].files | wheels[1].files)
             self._check(change, (older.version, newer.version))
-            self.say("installing its environment")
+            self.say(f"{pair}: installing its environment")
             environment = await self._environment(release, wheels, root)
-            self.say("running its tests")
+            self.say(f"{pair}: running its tests")
             command = test_command(root, release)
             found = await self._outcomes(base, change, environment, command)
             task = self._task(name, wheels, change, found, environment, command)
@@ -186,7 +187,10 @@ class Maker:
             f"{info}/METADATA": base.headers + "\n",
             f"{info}/entry_points.txt": base.entry_points,
         }
-        return await make_environment(test_requirements(release, newer), files)
+        environment = await make_environment(test_requirements(release, newer), files)
+        if brings(environment.lock, base.name):
+            raise Refused("environment", f"what its tests need brings another {base.name}")
+        return environment
 
     async def _outcomes(
         self, base: Path, change: Change, environment: Environment, command: str
@@ -397,6 +401,10 @@ def divide(diff: str, root: str, installed: Iterable[str]) -> Change:
         elif path in shipped:
             source.append(text)
             lines |= code_lines(text) if path.endswith(".py") else set()
+    try:
+        "".join(tests).encode()
+    except UnicodeEncodeError as error:
+        raise Refused("encoding", "the changes of its tests are not UTF-8") from error
     return Change("".join(source), "".join(tests), tuple(files), frozenset(lines))
 
 
@@ -434,6 +442,12 @@ def test_requirements(tree: Path, wheel: Wheel) -> list[str]:
 
 
 test_requirements.__test__ = False  # type: ignore[attr-defined]
+
+
+def brings(lock: str, package: str) -> bool:
+    """Whether a lock names the package, whose newer version would then lie beside the older."""
+    names = (canonicalize_name(line.partition("==")[0]) for line in lock.splitlines())
+    return canonicalize_name(package) in names
 
 
 def group_requirements(groups: Mapping[str, object], name: str, depth: int = 8) -> list[str]:
