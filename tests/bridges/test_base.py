@@ -35,6 +35,15 @@ def test_every_trace_that_trains_is_a_row_and_a_session_weighs_1():
     assert counts.json("x") == {"x/sessions": 2, "x/rows": 3, "x/tokens_trained": 15}
 
 
+def test_an_agent_s_own_tiny_calls_take_little_of_its_session_s_weight():
+    tiny = np.array([1, 0, 0, 0, 0, 0, 0], np.uint8)
+    calls = [trace(f"own{number}", loss_mask=tiny) for number in range(100)]
+    (work, *own), _ = rows_of([group(session("a", 1.0, trace("work"), *calls))])
+    trained = int(work.mask.sum())
+    assert work.weight == pytest.approx(trained / (trained + 100))
+    assert sum(row.weight for row in (work, *own)) == pytest.approx(1.0)
+
+
 def test_a_row_has_its_trace_s_own_reward_where_there_is_one():
     tokens = np.array([1, 1, 0, 0, 0, 0, 0.5], np.float32)
     traces = trace(), trace("t1", reward=0.25), trace("t2", token_rewards=tokens)

@@ -1,6 +1,8 @@
 """Advantages and weights, against examples worked by hand."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from bridle.trajectory.credit import (
     session_weights,
     shared_advantages,
     token_weights,
+    trace_weights,
 )
 
 rewards = st.lists(st.one_of(st.floats(-5, 5), st.just(math.nan)), max_size=10)
@@ -71,6 +74,21 @@ def test_leave_one_out_is_the_centred_reward_scaled(group):
 def test_a_session_of_many_traces_weighs_as_much_as_one_of_few():
     weights = session_weights([1, 4, 0])
     assert [w.tolist() for w in weights] == [[1.0], [0.25] * 4, []]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=200))
+def test_traces_of_a_session_weigh_one_together_by_their_trained_tokens(sizes):
+    traces: list[Any] = [
+        SimpleNamespace(loss_mask=np.ones(trained), reasons=np.zeros(trained + masked))
+        for trained, masked in sizes
+    ]
+    weights = trace_weights(traces)
+    assert weights.sum() == pytest.approx(1.0)
+    counts = [trained or masked for trained, masked in sizes]
+    if sum(counts):
+        assert weights * sum(counts) == pytest.approx(np.array(counts))
+    else:
+        assert weights == pytest.approx(1 / len(sizes))
 
 
 def test_all_tokens_of_a_session_together_weigh_one():

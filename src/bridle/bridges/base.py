@@ -28,7 +28,7 @@ import structlog
 
 from bridle.config import Task
 from bridle.errors import ConfigError
-from bridle.trajectory.credit import has_own_rewards, trace_reward
+from bridle.trajectory.credit import has_own_rewards, trace_reward, trace_weights
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
 
@@ -81,7 +81,7 @@ class Row:
     known: bool
     """Whether that is its own reward."""
     weight: float
-    """So that all rows of a session together weigh 1."""
+    """By its tokens that train, so that all rows of a session together weigh 1."""
 
     @property
     def prompt_ids(self) -> Ids:
@@ -210,9 +210,9 @@ def rows_of(groups: Sequence[Group], shape: Shape | None = None) -> tuple[list[R
                     place, group.task_id, sample, session,
                     trace if known else untrained(trace),
                     trace_reward(trace, session) if known else group.mean,
-                    known, 1.0 / len(traces),
+                    known, weight,
                 )
-                for trace in traces
+                for trace, weight in zip(traces, trace_weights(traces).tolist(), strict=True)
             ]  # fmt: skip
             counts.left_out["unknown"] += not known
     counts.rows = len(rows)

@@ -168,6 +168,17 @@ def session_weights(traces: Sequence[int]) -> list[Floats]:
     return [np.full(count, 1.0 / count if count else 0.0) for count in traces]
 
 
+def trace_weights(traces: Sequence[Trace]) -> Floats:
+    """Weight of each trace of one session, by its sampled tokens that train; they sum to 1.
+
+    So tiny calls that an agent makes beside its work take little of its weight. A trace that is
+    masked as a whole keeps its part; traces of which none has such a token weigh alike.
+    """
+    counts = [int(t.loss_mask.sum()) or int((t.reasons == 0).sum()) for t in traces]
+    total = sum(counts)
+    return np.array([n / total if total else 1.0 / len(counts) for n in counts])
+
+
 def token_weights(trained_per_trace: Sequence[int]) -> Floats:
     """Weight of each token in each trace of one session, so that all its tokens together weigh 1.
 
