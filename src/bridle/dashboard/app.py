@@ -120,7 +120,7 @@ class _Pages:
         return self._sources(request.scope.get(TOKEN, ""))
 
     def overview(self, request: Request) -> Response:
-        """What runs, what came of it, what failed."""
+        """Render the overview page."""
         return self._page(request, "overview.html", seen=self._source(request).overview())
 
     def sessions(self, request: Request) -> Response:

@@ -35,7 +35,7 @@ class Training:
 
     @property
     def charts(self) -> list[JSON]:
-        """As the page's script draws them."""
+        """Return the charts in the form that the page's script draws."""
         return [
             {
                 "steps": list(self.steps),

@@ -173,7 +173,7 @@ def _name(folder: Path, root: Path) -> str:
 
 
 def _instruction(runs: Sequence[Run], task_id: str) -> str | None:
-    """What the task asked for, where the run's settings say it."""
+    """Return a task's instruction from the runs' settings; `None` = no run has it."""
     for run in runs:
         config = (read_json(run.folder / "run.json") or {}).get("config") or {}
         for task in config.get("tasks") or () if isinstance(config, dict) else ():

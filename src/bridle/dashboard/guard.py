@@ -1,4 +1,4 @@
-"""Who may look: a token in a header, or typed once into a form and kept as a cookie.
+"""Access control: a token in a header, or entered once into a form and kept as a cookie.
 
 The cookie names a sign-in of this process, not the token: it is worth nothing elsewhere, ends with
 the process and after `KEEP_S`, is never shown to a script, and is sent by no other site's pages.
@@ -62,7 +62,7 @@ class Guard:
         return guarded
 
     async def _answer(self, request: Request, form: Form) -> Response | None:
-        """What a request gets from the guard itself; `None` = it may pass."""
+        """Answer the request if it must not pass; `None` = it may pass."""
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         if path == "/login" and request.method == "POST":
             return await self._sign_in(request, form)

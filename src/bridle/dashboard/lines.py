@@ -1,4 +1,4 @@
-"""What a list shows of a session, and what many of them add up to. Pure."""
+"""Rows of session lists, their groups and totals. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATUSES = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a built trajectory tells of its session."""
+    """Facts that a session's trajectory adds to its row."""
 
     stats: JSON
     """`metadata["stats"]`: the law numbers."""
@@ -48,7 +48,7 @@ class Measured:
 
 
 def measured_of(trajectory: Trajectory) -> Measured:
-    """What a trajectory tells of its session."""
+    """Extract the facts for a row from a trajectory."""
     spans = [trace.metadata.get("policy_versions") for trace in trajectory.traces]
     known = [span for span in spans if span]
     return Measured(
@@ -139,7 +139,9 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """Whether its rewards are all the same, so that it teaches nothing."""
+        """Return whether all rewards of the group are equal, so that no sample gets an
+        advantage.
+        """
         return len(self.rewards) > 1 and not any(grpo_advantages(self.rewards))
 
     @property
@@ -180,7 +182,7 @@ def groups_of(lines: Iterable[Line]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which sessions a list is to show; empty = all."""
+    """Filter of a session list; an empty field matches all."""
 
     status: str = ""
     """A status, or `failed` for all that did not complete."""
@@ -192,7 +194,7 @@ class Wanted:
     """Part of a session id, task id or error."""
 
     def takes(self, line: Line) -> bool:
-        """Whether a session is one of them."""
+        """Return whether the session matches every field."""
         return (
             (not self.status or self._status(line))
             and (not self.cause or line.cause == self.cause)
@@ -221,7 +223,7 @@ class Failure:
 
 
 def failures_of(lines: Iterable[Line], latest: int = 3) -> list[Failure]:
-    """What did not complete, by cause, the most frequent first."""
+    """Group the sessions that did not complete by cause, the most frequent first."""
     found: defaultdict[str, list[Line]] = defaultdict(list)
     for line in lines:
         if line.status in FAILED:
@@ -234,13 +236,13 @@ def failures_of(lines: Iterable[Line], latest: int = 3) -> list[Failure]:
 
 
 def statuses_of(lines: Iterable[Line]) -> dict[str, int]:
-    """How many sessions have each status, in the order in which they are shown."""
+    """Count the sessions per status, in the order in which pages show them."""
     counts = Counter(line.status for line in lines)
     return {status: counts.pop(status) for status in STATUSES if status in counts} | dict(counts)
 
 
 def ends_over_time(lines: Iterable[Line], columns: int = 60) -> list[tuple[float, int, int]]:
-    """How many sessions ended in each of `columns` equal spans from the first to the last end.
+    """Count the ended sessions in each of `columns` equal intervals from the first to the last end.
 
     `(start of the span, completed, others)`; nothing for fewer than two ends.
     """

@@ -29,7 +29,7 @@ NEWEST = 12
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast sessions end."""
+    """Throughput of sessions."""
 
     sessions_per_minute: float
     tokens_per_second: float
@@ -40,7 +40,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the first page shows."""
+    """Content of the overview page."""
 
     runs: Sequence[Facts]
     total: int
@@ -136,7 +136,7 @@ def _groups(lines: Sequence[Line]) -> dict[str, int]:
 
 
 def _rate(lines: Sequence[Line], now: float) -> Rate | None:
-    """How fast sessions end now, or, where none does any more, ended."""
+    """Compute the current throughput, or that of the whole run if no session ended lately."""
     ended = [line for line in lines if line.ended_at is not None]
     if not ended:
         return None

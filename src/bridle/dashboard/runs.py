@@ -67,7 +67,7 @@ def read_json(path: Path) -> JSON | None:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a run's folder says of it, beside its sessions."""
+    """Facts about a run from its folder, without its sessions."""
 
     name: str
     finished: bool
@@ -113,11 +113,13 @@ class Run:
 
     @property
     def change(self) -> tuple[object, ...]:
-        """What is another value after a look that has seen something new."""
+        """Return a value that changes whenever a refresh found something new."""
         return self._file, self._change
 
     def facts(self) -> Facts:
-        """What the folder says; as much of it as is there."""
+        """Read the run's settings and state from its folder; missing files leave fields at
+        `None`.
+        """
         told = self._settings()
         config = told.get("config") if isinstance(told.get("config"), dict) else {}
         tasks = config.get("tasks")  # type: ignore[union-attr]  # a dict

@@ -36,13 +36,13 @@ FETCHED: Final = 4
 
 
 class Rollouts(Protocol):
-    """What is asked of a server; `bridle.client.Client` is one. Raises `ServerError`."""
+    """Client of a rollout server; `bridle.client.Client` is one. Methods raise `ServerError`."""
 
     def status(self) -> JSON:
-        """How much there is of what."""
+        """Return the server's counts."""
 
     def nodes(self) -> list[JSON]:
-        """Where sessions are computed."""
+        """Return the nodes that run sessions."""
 
     def newest_sessions(
         self, *, limit: int = 100, offset: int = 0, state: str | None = None
@@ -50,12 +50,12 @@ class Rollouts(Protocol):
         """Sessions that were started, newest first."""
 
     def task(self, task_id: str) -> JSON:
-        """Where a task stands."""
+        """Return the state of a task."""
 
     def sessions(self, task_id: str) -> list[JSON]: ...
 
     def session(self, session_id: str) -> JSON:
-        """Where a session stands."""
+        """Return the state of a session."""
 
     def trajectory(self, session_id: str) -> Trajectory:
         """The trajectory of a session that has ended."""

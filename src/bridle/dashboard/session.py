@@ -55,7 +55,7 @@ class Row:
 
     @property
     def is_root(self) -> bool:
-        """Whether its prompt extends no other exchange."""
+        """Return whether the prompt extends no other exchange."""
         return self.exchange.parent_id is None or self.exchange.kept == 0
 
 
@@ -91,7 +91,7 @@ class Detail:
 
 
 class Session:
-    """What was captured of one session, and what became of it."""
+    """Captured session with its result."""
 
     def __init__(self, capture: SessionCapture, result: SessionResult, folder: Path) -> None:
         self.capture = capture
@@ -103,7 +103,7 @@ class Session:
 
     @property
     def trajectory(self) -> Trajectory:
-        """As built with the session's own builder."""
+        """Return the trajectory that the session's own builder built."""
         return self.result.trajectory
 
     @cached_property
@@ -117,7 +117,7 @@ class Session:
 
     @cached_property
     def marks(self) -> Marks:
-        """What becomes of each exchange's tokens."""
+        """Return the mask reason of each exchange's tokens."""
         train = [Kind(kind) for kind in self.trajectory.metadata.get("train") or ()]
         masks = self.capture.session.metadata.get("rejected") == "mask"
         return mark(
@@ -141,7 +141,7 @@ class Session:
         return len(self._order)
 
     def place(self, exchange_id: str) -> int | None:
-        """Where an exchange stands in the tree; `None` = it has no place."""
+        """Return the index of an exchange in the tree; `None` = it is not in the tree."""
         found = (n for n, (_, node) in enumerate(self._order) if _id(node) == exchange_id)
         return next(found, None)
 
@@ -151,7 +151,7 @@ class Session:
 
     @property
     def lost(self) -> list[Lost]:
-        """What has no place, with the reason."""
+        """Return the exchanges that are not in the tree, with the reason."""
         torn = [Lost(one.exchange_id, why, len(one.output_ids)) for one, why in self.graph.lost]
         return torn + [
             Lost(row.exchange_id, f"damaged: {row.why}", row.sampled)
@@ -241,7 +241,7 @@ class Session:
 
 
 def composition(trace: Trace) -> dict[str, int]:
-    """How many tokens of a trace train, were given, or do not train for another reason."""
+    """Count a trace's tokens: prompt, trained, and masked by reason."""
     counts = {"prompt": len(trace.prompt_ids)}
     for reason in MaskReason:
         if count := int((trace.reasons == reason).sum()):

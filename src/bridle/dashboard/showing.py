@@ -1,4 +1,4 @@
-"""How values are written on pages: times, sizes, shares; and the template environment."""
+"""Formatting of values on pages: times, sizes, shares; and the template environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seconds(value: float | None) -> str:
 
 
 def ago(at: float | None) -> str:
-    """How long something is past, in one unit."""
+    """Format a time as its age in one unit."""
     if at is None:
         return NONE
     past = max(0.0, time.time() - at)

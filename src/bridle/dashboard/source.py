@@ -1,4 +1,6 @@
-"""Where pages get what they show: a folder, or a rollout server. Called from worker threads."""
+"""Interface of the data that pages show: a run folder or a rollout server. Called from worker
+threads.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Shown:
 
 
 class Source(Protocol):
-    """What pages ask for. Methods raise `BridleError` when the source cannot be read."""
+    """Data of the pages. Methods raise `BridleError` when the source cannot be read."""
 
     @property
     def title(self) -> str: ...

@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def page(self) -> int:
-        """Where the page with its first token begins."""
+        """Return the start of the page that contains the first token."""
         return self.start // PAGE * PAGE
 
 
@@ -74,17 +74,17 @@ class TokenPage:
 
     @property
     def before(self) -> int | None:
-        """Where the page before begins."""
+        """Return the start of the previous page; `None` = this is the first."""
         return max(0, self.start - PAGE) if self.start else None
 
     @property
     def after(self) -> int | None:
-        """Where the next page begins."""
+        """Return the start of the next page; `None` = this is the last."""
         return self.end if self.end < self.total else None
 
     @property
     def last(self) -> int:
-        """Where the last page begins."""
+        """Return the start of the last page."""
         return max(0, (self.total - 1) // PAGE * PAGE)
 
 

@@ -33,7 +33,7 @@ _LEAST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a call asks its reply to hold."""
+    """Fields that a call asks for in its reply."""
 
     ids: bool = False
     """Ids of the sampled tokens."""

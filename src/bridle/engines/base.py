@@ -85,13 +85,15 @@ class GenerateRequest:
 
     @property
     def begins_again(self) -> bool:
-        """Whether it can't be gone on with from its first tokens, and begins again if it breaks."""
+        """Return whether a broken call must be sampled again from its start, not resumed from its
+        tokens.
+        """
         return self.grammar is not None or self.by_messages
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a piece says, as the engine's own parser streams it."""
+    """Text that a chunk adds, parsed by the engine itself."""
 
     reasoning: str = ""
     text: str = ""
@@ -171,7 +173,7 @@ def _as_one(chunks: list[GenerateChunk]) -> list[GenerateChunk]:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine can do, found by asking it."""
+    """Capabilities of an engine, found by probing it."""
 
     model: str
     context_length: int

@@ -44,7 +44,7 @@ def spell_turn(reasoning: str | None, content: str, calls: Sequence[str]) -> str
 
 
 class RequestView(Protocol):
-    """What a request shows to a script, however it came."""
+    """View of a request for a script, whatever its wire format."""
 
     @property
     def system(self) -> str:
@@ -79,7 +79,7 @@ class MessagesView:
 
 
 def view_messages(messages: Sequence[JSON], tools: Sequence[JSON] | None) -> MessagesView:
-    """What OpenAI Chat messages and tools show."""
+    """Build the view of OpenAI Chat messages and tools."""
 
     def texts(*roles: str) -> list[str]:
         return [text_of(m.get("content")) for m in messages if m.get("role") in roles]
@@ -175,7 +175,8 @@ class PromptView:
 
 
 def opening_of(ids: Ids, tokenizer: ChatTokenizer) -> Ids:
-    """What a prompt holds of the turn to be sampled: its ids after the assistant's header.
+    """Return the ids of the prompt after the open assistant header, the start of the turn to
+    sample.
 
     Empty where the header ends the prompt, where no header is open, or where there is none.
     """

@@ -1,4 +1,4 @@
-"""What an engine says of text and of its own logprobs, held against ours.
+"""Comparison of an engine's tokenizer, template and logprobs with ours.
 
 Our renderer defines each prompt, so nothing breaks where the engine's own template differs, but
 whoever sends the engine messages should know where it would. A tokenizer that is not the engine's
@@ -87,7 +87,7 @@ CASES = (
 
 
 async def compare_rendering(engine: Engine, render: Render) -> Finding:
-    """Where the engine's own template makes another prompt than our renderer."""
+    """Compare the prompts that the engine's own template makes with those of our renderer."""
     differ: list[str] = []
     asked = 0
     for case in CASES:
@@ -119,7 +119,7 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
 
 
 async def compare_template(engine: Engine) -> Finding:
-    """Whether the engine tells the prompts of its chat route, which `prompt = "engine"` needs.
+    """Check that the engine reports the prompts of its chat route, which `prompt = "engine"` needs.
 
     A chat call with messages and tools, of one token, says what that route made of them.
     """
@@ -188,7 +188,9 @@ def _first_difference(ours: Ids, theirs: Ids) -> int:
 async def compare_vocabulary(
     engine: Engine, encode: Callable[[str], Ids], vocab_size: int
 ) -> Finding:
-    """Whether our tokenizer is the engine's: the same ids for a few texts, and none beyond."""
+    """Check that our tokenizer is the engine's: the same ids for a few texts, and no ids beyond its
+    range.
+    """
     what = "tokenizer"
     limit = getattr(engine, "vocab_size", None)
     if isinstance(limit, int) and vocab_size > limit:

@@ -118,7 +118,7 @@ class Reply:
                 )
 
     def _read_chunks(self) -> bool:
-        """Whether the last chunk is there; then `body` is what the chunks hold."""
+        """Decode the chunked body into `body`; return whether the last chunk has arrived."""
         rest = self._rest
         for piece in self._pieces:
             rest += piece
@@ -165,7 +165,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether a call can be sent."""
+        """Return whether the connection can send a call."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -215,7 +215,7 @@ class _Connection(asyncio.Protocol):
         self._end(kind(str(exc) if exc else "Server disconnected"))
 
     def _look(self) -> None:
-        """Whether the server has been silent for too long."""
+        """Fail the call if the server has been silent for too long."""
         self._timer = None
         if self._waiting is None:
             return

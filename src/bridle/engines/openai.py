@@ -279,7 +279,9 @@ class OpenAIEngine:
                     yield data
 
     def _gives_way(self, error: EngineError) -> bool:
-        """Whether asking in plainer words may help; if so they are used from here on."""
+        """Return whether a retry with fewer extensions may succeed; if so later calls leave them
+        out too.
+        """
         if error.status not in _REFUSALS:
             return False
         if self._budget == "max_tokens" and "max_completion_tokens" in str(error):

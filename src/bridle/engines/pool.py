@@ -211,7 +211,7 @@ class EnginePool(SeesByReplica, TakesWeights):
             del self._calls[request.request_id]
 
     def _must_stream(self, request: GenerateRequest) -> bool:
-        """Whether a whole reply of this call might lose tokens, or their versions."""
+        """Return whether an unstreamed reply of this call could lose tokens or their versions."""
         if request.begins_again:
             return False
         if self.settings.keep_tokens or not request.keeps:
@@ -364,7 +364,7 @@ class EnginePool(SeesByReplica, TakesWeights):
             self._refresh()
 
     async def _revived(self, one: Replica) -> bool:
-        """Whether a replica that was down gets calls again."""
+        """Check a replica that was down; return whether it is live again."""
         error = await one.well(self.settings.health_timeout_s) if one.info is not None else None
         if error is None and (one.info is None or (one.gone and one.reopen is not None)):
             error = await self._begun(one)
@@ -473,7 +473,7 @@ class EnginePool(SeesByReplica, TakesWeights):
 
     @property
     def held(self) -> PauseMode | None:
-        """How sampling is stopped; `None` = it is not."""
+        """Return how sampling is paused; `None` = it is not."""
         return self._held
 
     def each(self) -> list[Replica]:

@@ -104,7 +104,7 @@ class Blame:
             call.changed.clear()
 
     def _places(self, call: RoutedCall) -> int:
-        """How many suspects may run at once beside this one; at its last try, it alone."""
+        """Return how many suspects may run beside this call; 1 at its last attempt."""
         left = self._attempts - 1 - call.deaths
         if left <= 0:
             return 1

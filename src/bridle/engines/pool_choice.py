@@ -1,4 +1,4 @@
-"""Which replica a call goes to: its session's own, unless that one has too much to do.
+"""Choice of the replica for a call: its session's own, unless that one is overloaded.
 
 The first call of a session goes where the fewest calls run (then where the fewest sessions live);
 from there the session stays, because its keys and values are in that replica's prefix cache. It
@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Loaded(Protocol):
-    """What is known of a replica here. Compared by identity."""
+    """Replica with a load. Compared by identity."""
 
     @property
     def load(self) -> int:
@@ -88,7 +88,7 @@ class Choice(Generic[PlaceT]):
         return place, how
 
     def sessions(self, place: PlaceT) -> int:
-        """How many remembered sessions live on a replica."""
+        """Count the remembered sessions of a replica."""
         return self._living.get(place, 0)
 
     def forget(self, session_id: str) -> None:

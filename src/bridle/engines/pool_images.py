@@ -1,4 +1,4 @@
-"""What a pool says of messages: what the first of its living replicas says."""
+"""Rendering of messages by the first live replica of a pool."""
 
 from __future__ import annotations
 

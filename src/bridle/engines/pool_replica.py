@@ -31,7 +31,7 @@ RESUME_S = 30.0
 
 
 class RoutingSettings(Settings):
-    """How calls are spread over the replicas of an engine. Times are seconds."""
+    """Routing of calls over the replicas of an engine. Times are seconds."""
 
     sticky: bool = True
     """Keep a session on one replica, for its prefix cache."""
@@ -65,7 +65,7 @@ class RoutingSettings(Settings):
 
 
 class ReplicaState(StrEnum):
-    """Whether a replica gets calls."""
+    """Health of a replica."""
 
     STARTING = "starting"
     LIVE = "live"
@@ -78,7 +78,7 @@ class ReplicaState(StrEnum):
 
     @property
     def out(self) -> bool:
-        """Whether it is to be looked at until it may have calls again."""
+        """Return whether the replica gets no calls until a health check passes."""
         return self in {ReplicaState.DOWN, ReplicaState.QUARANTINED}
 
 

@@ -35,7 +35,7 @@ class TakesWeights(ABC):
     @property
     @abstractmethod
     def held(self) -> PauseMode | None:
-        """How sampling is stopped."""
+        """Return how sampling is paused; `None` = it is not."""
 
     @abstractmethod
     def held_as(self, mode: PauseMode | None) -> None:

@@ -62,7 +62,7 @@ def _as_needed(what: str, found: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What a probe found."""
+    """Findings of a probe."""
 
     findings: tuple[Finding, ...]
     logprob_mode: LogprobMode
@@ -74,12 +74,12 @@ class ProbeReport:
 
     @property
     def missing(self) -> tuple[Finding, ...]:
-        """What training needs and the engine does not give."""
+        """Return the findings that training needs and the engine fails."""
         return tuple(one for one in self.findings if one.needed and not one.ok)
 
     @property
     def usable(self) -> bool:
-        """Whether training can use the engine."""
+        """Return whether training can use the engine."""
         return not self.missing
 
     def rows(self) -> list[JSON]:
@@ -284,7 +284,9 @@ def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
 
 
 async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
-    """Whether replies come in pieces, with ids and logprobs in each; whether they tell prompts."""
+    """Check that replies are streamed with ids and logprobs in each chunk, and whether they report
+    prompts.
+    """
     tells = False
     try:
         reply = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=-1), stream=True)
@@ -307,7 +309,7 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool
 
 
 async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
-    """Whether the same seed draws the same tokens, and whether the replies told their prompt."""
+    """Check that a seed makes sampling deterministic, and whether the replies report prompts."""
     tells = False
     seeded = Sampling(temperature=1.0, top_k=-1, seed=7)
     try:

@@ -15,7 +15,7 @@ from bridle.engines.chatml import CALL, CALL_END, THINK, THINK_END
 
 @dataclass(slots=True)
 class Delta:
-    """What a piece of text added. Empty strings add nothing."""
+    """Parsed text of a chunk. Empty strings add nothing."""
 
     reasoning: str = ""
     content: str = ""
@@ -141,7 +141,7 @@ class ReplyReader:
 
 
 def _held(text: str, markers: tuple[str, ...]) -> int:
-    """How many last characters may be the beginning of a marker."""
+    """Return how many trailing characters may be the start of a marker."""
     longest = max(len(marker) for marker in markers)
     for count in range(min(longest - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-count:]) for marker in markers):

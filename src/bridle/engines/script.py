@@ -29,7 +29,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 class When(Settings):
-    """What a request must show; every given field must hold. Texts are compared as they stand."""
+    """Condition on a request; every given field must hold. Texts are compared exactly."""
 
     system_contains: Texts = ()
     """In the system text."""
@@ -45,7 +45,7 @@ class When(Settings):
     """The model that was asked for."""
 
     def holds(self, view: RequestView, model: str | None) -> bool:
-        """Whether the request fits. Only what a given field needs is looked at."""
+        """Return whether the request meets the condition. Reads only what the given fields need."""
         if self.model is not None and self.model != model:
             return False
         if not all(text in view.system for text in self.system_contains):
@@ -159,7 +159,7 @@ def tool_names(tools: Sequence[JSON]) -> list[str]:
 
 
 def choose(script: Script, view: RequestView, model: str | None) -> tuple[int, int]:
-    """Which conversation and turn a request gets, as indices.
+    """Return the indices of the conversation and turn for a request.
 
     Raises `EngineError` (400, not retryable), showing what the request looks like, if none fits.
     """

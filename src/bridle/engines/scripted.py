@@ -360,7 +360,7 @@ class _Fault:
     delay_s: float
 
     def left(self, ids: Ids) -> Ids:
-        """What of the reply is given out."""
+        """Return the part of the reply that is delivered before the fault."""
         return ids[: len(ids) // 2 if self.tokens == _HALF else self.tokens]
 
 

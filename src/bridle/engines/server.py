@@ -363,7 +363,7 @@ def _refuse_many(n: int | None) -> None:
 
 
 def _grammar(response_format: JSON | None, structured: JSON | None) -> JSON | None:
-    """What constrains the samples, as `GenerateRequest.grammar` has it."""
+    """Return the grammar of `GenerateRequest.grammar` for the fields of a request."""
     if structured and structured.get("json") is not None:
         return {"json_schema": structured["json"]}
     kind = (response_format or {}).get("type")

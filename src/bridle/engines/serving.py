@@ -1,4 +1,4 @@
-"""What adapters of serving engines share beside HTTP: the model's files, and asking for ids."""
+"""Helpers of serving engines beside HTTP: the model's files, and asking for token ids."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def end_ids(folder: Path | None) -> tuple[int, ...]:
 
 
 def vocab_size(folder: Path | None) -> int | None:
-    """How many ids the model has by its own `config.json`; `None` where that is not to be had."""
+    """Return the vocabulary size from the model's `config.json`; `None` = not there."""
     config = _config(folder, "config.json")
     text = config.get("text_config")
     for found in (
@@ -110,7 +110,7 @@ def _config(folder: Path | None, name: str) -> JSON:
 
 
 async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
-    """What `POST /tokenize` answers; `None` = it does not."""
+    """Return the ids from `POST /tokenize`; `None` = the route fails."""
     try:
         return await told_ids(client, "/tokenize", body)
     except EngineError:

@@ -55,7 +55,7 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a server can be asked for; found by asking it."""
+    """Capabilities of a server, found by probing it."""
 
     model: str
     room: int
@@ -278,7 +278,7 @@ class Reading:
         )
 
     def _repeats(self, raw: Raw, meta: MetaInfo) -> bool:
-        """Whether a piece tells all tokens from the first on."""
+        """Return whether a chunk repeats all tokens from the first on."""
         if not self.count:
             return True
         text = compact(bytes(raw)) if raw not in wire.ABSENT else b"[]"
@@ -374,7 +374,7 @@ class Reading:
                 self._lists[name] = [*known, *_LIST.decode(raw)]
 
     def _extras(self, meta: MetaInfo) -> JSON:
-        """What is carried beside the tokens, whatever it means."""
+        """Return the metadata that is passed through beside the tokens."""
         extra: JSON = {}
         for name, kept in self._lists.items():
             extra[name] = [msgspec.json.decode(one) for one in kept]
@@ -389,7 +389,7 @@ _PER_TOKEN = ("sampling_mask", "sampling_logprobs")
 
 
 def _rest(text: bytes, known: bytes) -> bytes:
-    """What follows `known` in a JSON array that begins with the same items.
+    """Return the items of a JSON array after the prefix `known`.
 
     Raises `IdsError` if it begins with others.
     """
@@ -432,7 +432,7 @@ def _told_error(raw: Raw) -> EngineError:
 
 
 def _reply(choice: ChatChoice | None, text: str | None, finish: FinishReason) -> Reply | None:
-    """What the server parsed; of `/generate`, its text."""
+    """Return the reply that the server parsed; for `/generate`, its text."""
     if choice is None:
         return None if text is None else Reply(text, None, (), finish)
     calls = [

@@ -148,7 +148,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What is left, broken characters replaced."""
+        """Return the remaining text, with incomplete characters replaced."""
         text = self._tokenizer.visible(self._pending)
         self._pending.clear()
         return text

@@ -236,7 +236,9 @@ class VllmEngine(Serving):
         return await self._eyes.see(self._client, self._model, messages, tools, arguments)
 
     async def _look_at_images(self, report: ProbeReport) -> bool:
-        """Whether ids go with images on this route, found by one; the probe's report says it."""
+        """Probe whether the route takes token ids together with images, and add the finding to the
+        report.
+        """
         if not self._token_in or self._route is not Route.GENERATE:
             return False
         message = {"content": [{"type": "image_url", "image_url": {"url": SAMPLE}}], "role": "user"}
@@ -251,7 +253,7 @@ class VllmEngine(Serving):
         return taken
 
     async def _takes(self, seen: Seen) -> bool:
-        """Whether ids with an image beside them are sampled under as they are."""
+        """Return whether the engine samples from exactly the ids given with an image."""
         if len(seen.places) != 1:
             return False
         place = Picture(SAMPLE, seen.places[0]["start"], seen.places[0]["length"])
@@ -271,7 +273,7 @@ class VllmEngine(Serving):
         return await self._eyes.read(self._client, self._model, messages, tools, arguments)
 
     async def parsers(self) -> Finding:
-        """Which parsers of its own the server has; costs it a call of one token."""
+        """Find the parsers that the server was started with; costs a call of one token."""
         return await find_parsers(self._client, self._model)
 
     # ---- sampling
@@ -323,7 +325,7 @@ class VllmEngine(Serving):
 
     @property
     def gives_text(self) -> bool:
-        """Whether replies carry what the server parsed itself."""
+        """Return whether replies carry the server's own parsed text."""
         return self._engine_parses or (self._info is not None and not self._strict)
 
     def check(self, read: Read) -> None:

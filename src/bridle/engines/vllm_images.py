@@ -1,4 +1,4 @@
-"""What messages come to on a vLLM, with images or without, asked before they are sampled under.
+"""Token ids and image features of messages, asked from a vLLM before sampling.
 
 `/v1/chat/completions/render` (served with `--enable-scale-out`) tells the ids with all placeholders
 expanded and where each image's stands; `/tokenize`, which every vLLM has, tells the ids alone.
@@ -68,7 +68,7 @@ class _Features(msgspec.Struct):
 
 
 class _Rendered(msgspec.Struct):
-    """What both routes answer; they name the ids differently."""
+    """Answer of both routes, which name the ids differently."""
 
     token_ids: list[int] | None = None
     tokens: list[int] | None = None
@@ -132,7 +132,7 @@ class Eyes:
         body: JSON,
         ask: Callable[[EngineClient, str, JSON], Awaitable[T]],
     ) -> T:
-        """What the server's chat route makes of a body, by the route that it has for that."""
+        """Render a chat body to ids by the route that the server has for it."""
         if self._renders:
             try:
                 asked = {**body, "tool_choice": "none", "mm_payload": "none"}
@@ -156,7 +156,7 @@ class Eyes:
         return tuple(told)
 
     async def _sizes(self, client: EngineClient, model: str, name: str, image: JSON) -> JSON:
-        """What the processor made of one image; empty where that is not told."""
+        """Return the processor's metadata of one image; empty if the server does not report it."""
         known = self._known.get(name)
         if known is None:
             message = {"role": "user", "content": [image]}
@@ -193,7 +193,7 @@ async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
 
 
 def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:
-    """What a server does with images, as a row of its probe. `seen` is what it made of one."""
+    """Build the probe's finding about images. `seen` is the rendering of one image."""
     if seen is None:
         return Finding.note("images", "the model takes none")
     return Finding(

@@ -1,4 +1,4 @@
-"""Which of its own parsers a vLLM was started with: it tells nobody, so one token is asked for.
+"""Detection of the parsers that a vLLM was started with, by sampling one token.
 
 A call that shows a tool is refused by a server without `--tool-call-parser`; a `--reasoning-parser`
 shows where the first word of a reply is told as reasoning.
@@ -67,6 +67,6 @@ async def _asked(client: EngineClient, model: str, fields: JSON) -> wire.Answer:
 
 
 def _first_is_reasoning(answer: wire.Answer) -> bool:
-    """Whether a reply's first token was told as reasoning."""
+    """Return whether the server reported a reply's first token as reasoning."""
     message = answer.choices[0].message if answer.choices else None
     return message is not None and bool(message.reasoning)

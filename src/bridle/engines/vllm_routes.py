@@ -97,7 +97,7 @@ def call_body(
 
 
 def _chat_fields(request: GenerateRequest) -> JSON:
-    """What only the chat route has."""
+    """Return the fields that only the chat route has."""
     # Hidden reasoning would hide ids and logprobs with it.
     fields: JSON = {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
     fields["messages"] = request.messages or [{"role": "user", "content": "."}]
@@ -224,7 +224,7 @@ def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
 
 
 def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
-    """Whether a stream chunk has ids, as many logprobs, and nothing else that we use."""
+    """Return whether a stream chunk has ids, as many logprobs, and nothing else that we use."""
     answer = pair[1]
     if answer is None or not answer.choices or answer.usage is not None:
         return False
@@ -332,7 +332,9 @@ def _logprobs(
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
-    """Whether the entries name `ids`; `None` where they name texts. Raises if they name others."""
+    """Return whether the entries are `ids`; `None` = they are texts. Raises if they are
+    other ids.
+    """
     told: npt.NDArray[np.integer]
     if numbers and None not in numbers:
         told = np.array(numbers, dtype=np.int64)

@@ -80,7 +80,7 @@ def check_folder(source: Path, served: Path | None) -> None:
 
 
 def finding(*, served: Path | None, routes: bool) -> Finding:
-    """Whether a server takes new weights while it runs, as a row of its probe."""
+    """Build the probe's finding about weight updates while the server runs."""
     if not routes:
         return Finding(
             "weights",

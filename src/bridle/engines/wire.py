@@ -75,7 +75,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class CommonFields(SamplingFields, kw_only=True):
-    """What chat and completions share beside sampling."""
+    """Fields of both chat and completion requests beside sampling."""
 
     model: str | None = None
     n: int | None = None
@@ -91,7 +91,7 @@ class CommonFields(SamplingFields, kw_only=True):
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Return whether the client asked for a usage chunk at the end of the stream."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -267,7 +267,7 @@ class Answer(msgspec.Struct):
 
 
 class ErrorDetail(msgspec.Struct):
-    """What an engine says went wrong."""
+    """Error body of an engine."""
 
     message: str = ""
     code: int | str | None = None

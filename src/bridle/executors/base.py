@@ -45,14 +45,14 @@ class SessionRunner(Protocol):
 
     @property
     def capacity(self) -> int:
-        """How many sessions may be handed in at once."""
+        """Number of sessions that may be submitted at once."""
 
     @property
     def free(self) -> int:
-        """How many further sessions fit now."""
+        """Number of further sessions that fit now."""
 
     def stages(self) -> Mapping[SessionStatus, int]:
-        """How many living sessions are in which stage."""
+        """Count the running sessions per stage."""
 
     def session_ids(self) -> tuple[str, ...]:
         """The sessions that live now."""

@@ -306,7 +306,7 @@ class ClusterRunner:
         return sum(member.place.free for member in self._members.values())
 
     def stages(self) -> Mapping[SessionStatus, int]:
-        """How many living sessions are in which stage; those without a node are REGISTERED."""
+        """Count the running sessions per stage; those without a node are REGISTERED."""
         waiting = SessionStatus.REGISTERED
         return Counter(self._stages.get(run_id, waiting) for run_id in self._runs)
 
@@ -322,7 +322,8 @@ class ClusterRunner:
     # ---- runs
 
     def expect(self, run_id: str) -> bool:
-        """Whether a run of an earlier life goes on, or has ended and waits to be fetched.
+        """Return whether a run of an earlier process still runs, or has ended and waits to be
+        fetched.
 
         If so it is kept for who will ask for it.
         """
@@ -356,7 +357,8 @@ class ClusterRunner:
         avoid: frozenset[str] = frozenset(),
         earlier: tuple[str, ...] = (),
     ) -> SessionResult:
-        """As `base.SessionRunner.run`; it waits for room. `NodeLostError` if its node was lost.
+        """Implement `base.SessionRunner.run`; wait for a free slot. `NodeLostError` if the node was
+        lost.
 
         A run of this id that an earlier life began is taken up. `earlier` are runs of the same
         session on nodes that were lost; should one of those turn out to have ended, it counts.

@@ -83,7 +83,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a node can take, for one owner's eyes."""
+    """Capacity of a node as one owner sees it."""
 
     capacity: int
     free: int
@@ -96,7 +96,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a node says to who greets it."""
+    """A node's answer to an owner's first call."""
 
     node_id: str
     epoch: str
@@ -111,7 +111,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has happened since the owner's last look."""
+    """Events since the owner's last poll."""
 
     at: int
     """To be given back at the next look."""
@@ -136,7 +136,7 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """Who asks for runs."""
+    """State of one owner of runs."""
 
     name: str
     placed: int = 0
@@ -199,9 +199,9 @@ class NodeHost:
         )
 
     async def news(self, owner: str, after: int, *, wait_s: float) -> News:
-        """What happened after `after` (0 at first), as soon as there is something.
+        """Return the events after `after` (0 at first); wait up to `wait_s` until there is one.
 
-        Asked again with the same `after` it tells the same again.
+        Polling again with the same `after` returns the same events again.
         """
         one = self._owner(owner)
         if one.at <= after:
@@ -265,7 +265,7 @@ class NodeHost:
             each.note(event)
 
     def result(self, run_id: str) -> End | None:
-        """What a run came to; `None` = it goes on, or is not held here."""
+        """Return the end of a run; `None` = it still runs, or is not known here."""
         run = self._runs.get(run_id)
         return None if run is None else run.end
 
@@ -322,7 +322,7 @@ class NodeHost:
         return self._gateway.metrics()
 
     async def kept_bytes(self) -> int:
-        """How much is kept of runs."""
+        """Return the bytes that runs occupy on disk."""
         logs = self._node.folder.path / SESSIONS
         return await asyncio.to_thread(lambda: self._store.size() + bytes_in(logs))
 
@@ -412,7 +412,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def node_name(folder: Path) -> str:
-    """What a node on this folder is called: the same in every life of it."""
+    """Return the name of the node of this folder, the same in every process."""
     path = folder / "node.id"
     if not path.exists():
         private_folder(path.parent)

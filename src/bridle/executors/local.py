@@ -19,10 +19,9 @@ class LocalExecutor:
 
     @asynccontextmanager
     async def run(self, tasks: Sequence[Task]) -> AsyncIterator[AsyncIterator[SessionResult]]:
-        """As `base.Executor.run`.
+        """Start the tasks in order, the samples of a task together.
 
-        Tasks start in order, samples of a task together. Results that nobody takes hold back new
-        sessions, so memory stays bounded.
+        New sessions wait while results are not taken, so memory stays bounded.
         """
         check(tasks)
         total = sum(task.num_samples for task in tasks)

@@ -1,4 +1,4 @@
-"""What a cluster is made of, seen from who asks for runs: links to nodes, members, runs."""
+"""Client side of a cluster: links to nodes, members, runs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Link(Protocol):
 
     @property
     def offers(self) -> Mapping[str, float]:
-        """How much its machine has of each resource."""
+        """Return the amount of each resource that the node's machine has."""
 
     async def hello(self, owner: str) -> Hello:
-        """As `NodeHost.hello`; the first one waits until the node is up.
+        """Call `NodeHost.hello`; the first call waits until the node is up.
 
         The error that opening it raised, if it cannot be.
         """
 
     async def news(self, owner: str, epoch: str, after: int, *, wait_s: float) -> News:
-        """As `NodeHost.news`; `NodeLostError` if it is not the process of `epoch` any more."""
+        """Call `NodeHost.news`. `NodeLostError` if the node's process is not `epoch` any more."""
 
     async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]: ...
 
@@ -71,7 +71,7 @@ class Link(Protocol):
 
 
 class Patience(Settings):
-    """How long a node is waited for, in seconds."""
+    """Timeouts for a node, in seconds."""
 
     lost_after_s: float = Field(default=5, gt=0)
     """A node that does not answer for so long is lost, and its sessions are run again.
@@ -119,7 +119,7 @@ class Member:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs there, for anybody."""
+        """Return whether the node runs no session of any owner."""
         return not self.runs and self.place.told_free >= self.place.capacity
 
     def json(self) -> JSON:

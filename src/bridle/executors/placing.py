@@ -1,4 +1,4 @@
-"""Which node a session goes to: one that has what it needs, and the most room.
+"""Choice of the node for a session: one with the resources it needs, and the most free slots.
 
 Pure: no clock, no network. `Place` is what is known of a node here; a choice costs one look at each
 node, and what is given away is counted at once, so sessions that come together spread.
@@ -22,7 +22,7 @@ _LEAST: Final = 1e-6
 
 
 def needs_of(runtime: RuntimeSpec) -> dict[str, float]:
-    """What a session asks of its machine beside a slot, by resource.
+    """Return the resources that a session needs beside a slot.
 
     The name of its runtime counts too (`docker`: 1): it matters where some node offers a resource
     of that name, and says then how many such sandboxes a node takes.
@@ -68,11 +68,11 @@ class Place:
         return max(0, self.told_free - (self.placed - self.told_placed)) if self.open else 0
 
     def has(self, needs: Mapping[str, float]) -> bool:
-        """Whether it has so much, were nothing else there."""
+        """Return whether the node has these resources when it is empty."""
         return all(self.offers.get(name, 0.0) >= much - _LEAST for name, much in needs.items())
 
     def fits(self, needs: Mapping[str, float]) -> bool:
-        """Whether it has so much beside what is used."""
+        """Return whether the node has these resources free now."""
         return all(
             self.offers.get(name, 0.0) - self.used.get(name, 0.0) >= much - _LEAST
             for name, much in needs.items()

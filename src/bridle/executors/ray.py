@@ -61,7 +61,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an actor answers: a value, or the error of ours that it came to."""
+    """Result of an actor's method: a value, or the error that it raised."""
 
     value: Any = None
     error: BridleError | None = None
@@ -97,7 +97,7 @@ class NodeActor:
             return Told(error=error)
 
     async def news(self, owner: str, epoch: str, after: int, wait_s: float) -> Told:
-        """As `NodeHost.news`, for who greeted this process."""
+        """Call `NodeHost.news` if the process is still `epoch`."""
         if self._host is None or self._host.epoch != epoch:
             return Told(error=NodeLostError("it was started anew", may_return=True))
         return Told(await self._host.news(owner, after, wait_s=wait_s))
@@ -210,7 +210,7 @@ class RayLink:
         return size
 
     async def leave(self) -> None:
-        """As `Link.leave`; the actor is gone for good."""
+        """Leave the node, and end its actor."""
         with suppress(NodeLostError):
             await told(self._actor.leave.remote())
         await asyncio.to_thread(ray.kill, self._actor)
@@ -220,7 +220,7 @@ class RayLink:
 
 
 async def told(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
-    """What an actor answered; its error is raised, Ray's own as `NodeLostError`."""
+    """Await an actor's result and raise its error; Ray's own errors become `NodeLostError`."""
     try:
         said = await answer
     except (ActorUnavailableError, RayTaskError) as error:
@@ -381,7 +381,9 @@ class RayCluster:
 
 
 def teller_of(source: str) -> Any:  # noqa: ANN401 - ray's handle
-    """Who tells of engines (`RaySettings.engines_from`). `ValueError` if nobody has that name."""
+    """Return the actor or deployment named by `RaySettings.engines_from`. `ValueError` if there is
+    none.
+    """
     if source.startswith("serve:"):
         from ray import serve
 
@@ -407,7 +409,7 @@ def leaving() -> set[str]:
 
 
 def address() -> str:
-    """Where the cluster is that this process is connected to."""
+    """Return the address of the cluster that this process is connected to."""
     found: str = ray.get_runtime_context().gcs_address
     return found
 

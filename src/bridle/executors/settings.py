@@ -1,4 +1,4 @@
-"""What can be set about where sessions are computed: the `[executor]` table of a config file."""
+"""Settings of the `[executor]` table of a config file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridle.lifecycle.manager import NodeSettings
 
 
 class RaySettings(Patience):
-    """Where the cluster is, and which of its machines compute sessions."""
+    """Address of the cluster, and the machines that run sessions."""
 
     address: str | None = None
     """`HOST:PORT` of the cluster's head, or `local` for a new cluster of this machine alone;
@@ -37,7 +37,7 @@ class RaySettings(Patience):
 
 
 class ExecutorSettings(Settings):
-    """Where sessions are computed."""
+    """Choice of the executor."""
 
     kind: Literal["local", "ray"] = "local"
     """`local`: in the server's process; `ray`: on the machines of a Ray cluster."""

@@ -48,7 +48,7 @@ SHARE_TOKENS = 32
 
 @dataclass(slots=True)
 class Counters:
-    """What the batch has done since it started."""
+    """Counters of the batch since its start."""
 
     running: int = 0
     waiting: int = 0
@@ -204,7 +204,7 @@ class Batch:
         self._waiting.extendleft(reversed(passed))
 
     def _worth_waiting(self, call: Call) -> bool:
-        """Whether a running call is about to compute a beginning that this one can copy."""
+        """Return whether a running call is about to compute a prefix that this call can copy."""
         if self._decoder.name != "slots":
             return False
         for other in self._running:
@@ -215,7 +215,9 @@ class Batch:
         return False
 
     def _plan(self) -> list[tuple[Call, int]]:
-        """What to compute: (call, how many of its ids)."""
+        """Choose the work of the next step: pairs of a call and the number of its ids to
+        compute.
+        """
         work = [(call, 1) for call in self._running if call.pending == 1]
         left = self._step_tokens
         for call in self._running:
@@ -323,7 +325,9 @@ def _put_all(posts: list[tuple[Mailbox, GenerateChunk | EngineError]]) -> None:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Whether torch or the system says so; torch on a CPU raises a plain RuntimeError."""
+    """Return whether an error means that memory ran out; torch on a CPU raises a plain
+    RuntimeError.
+    """
     known = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, known) or "can't allocate memory" in str(error)
 

@@ -162,7 +162,7 @@ class Call:
 
     @property
     def pending(self) -> int:
-        """How many ids the cache doesn't cover; 1 = ready for a decode step."""
+        """Return how many ids the cache does not cover; 1 = ready for a decode step."""
         return self.length - self.computed
 
     @property
@@ -195,11 +195,13 @@ class Call:
             self.finish = FinishReason.LENGTH
 
     def has_news(self) -> bool:
-        """Whether there is something that its caller was not told yet."""
+        """Return whether tokens or the end were not yet sent to the caller."""
         return self.finish is not None or self.sampled > self._sent
 
     def chunk(self) -> GenerateChunk:
-        """What was sampled since the last chunk; the last one has its end and its versions."""
+        """Return the tokens since the last chunk; the last chunk carries the finish reason and
+        versions.
+        """
         start, end = self._sent, self.sampled
         self._sent = end
         return GenerateChunk(
@@ -212,7 +214,7 @@ class Call:
         )
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Which weights sampled which of its output tokens; half-open, without gaps."""
+        """Return the weight versions of the output tokens; spans are half-open, without gaps."""
         ends = [*(span.start for span in self._spans), self.sampled][1:]
         return tuple(
             VersionSpan(span.version, span.start, end)
@@ -221,7 +223,7 @@ class Call:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """How many leading ids are equal."""
+    """Count the equal leading ids."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0

@@ -98,7 +98,7 @@ class EmbeddedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine can do, with the version of its weights now."""
+        """Return the engine's capabilities with the current version of its weights."""
         batch, loaded = self._working()
         return EngineInfo(
             model=self._folder.name,

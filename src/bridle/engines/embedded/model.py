@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """How a step is computed."""
+    """Computation of one step."""
 
     name: str
     pieces: bool
@@ -377,7 +377,7 @@ def weights_of(
 
 
 class Feeding(StrEnum):
-    """How a model's own cache may be filled, best first."""
+    """Ways to fill a model's own cache, best first."""
 
     PIECES = "pieces"
     """Any number of tokens at any time."""

@@ -1,4 +1,4 @@
-"""What is remembered of finished calls, found by the longest common beginning.
+"""Prefix cache of finished calls, looked up by the longest common prefix.
 
 An entry is the ids that a call's cache covered and that cache. Ids are indexed in blocks: the
 hash of a block is chained with that of the blocks before it, so a lookup walks the prompt once and
@@ -87,7 +87,7 @@ class PrefixStore:
             self.remove(next(iter(self._entries)))
 
     def covers(self, ids: Ids) -> bool:
-        """Whether an entry begins with all of `ids`, so that keeping them again adds nothing."""
+        """Return whether an entry starts with all of `ids`, so that storing them adds nothing."""
         return len(ids) > 0 and self.find(ids)[1] == len(ids)
 
     def remove(self, entry: Entry) -> None:

@@ -45,7 +45,7 @@ UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_i
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a call is kept."""
+    """Slot of a call in the cache."""
 
     slot: int
 
@@ -62,7 +62,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What one forward pass computes: `decoding` tokens first, one per slot, then the pieces."""
+    """Inputs of one forward pass: `decoding` tokens first, one per slot, then the pieces."""
 
     decoding: int
     slots: torch.Tensor
@@ -78,7 +78,7 @@ class Plan:
     """Made once per step and window: key -1 for decoding, else the offset of a piece."""
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What decoding may look at: additive, shape (used, 1, 1, longest)."""
+        """Return the additive attention mask of decoding, shape (used, 1, 1, longest)."""
         key = (-1, window)
         if key not in self.masks:
             device = self.slots.device
@@ -96,7 +96,9 @@ class Plan:
     def piece_mask(
         self, piece: Piece, window: int | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """What a piece may look at: additive, shape (end - start, end); `None` = plainly causal."""
+        """Return a piece's additive attention mask, shape (end - start, end); `None` = plainly
+        causal.
+        """
         key = (piece.offset, window)
         if key not in self.masks:
             plain = piece.start == 0 and (window is None or window >= piece.end)
