@@ -1,7 +1,7 @@
 import asyncio
 import threading
 
-from bridle.capture.jobs import Job, Jobs
+from bridle.capture.sqlite import Job, Jobs
 from bridle.errors import StoreError
 
 

@@ -9,8 +9,7 @@ import pytest
 from tests.capture.made import MadeSession
 
 from bridle.capture import sqlite
-from bridle.capture.jobs import Job
-from bridle.capture.sqlite import HELD_UP_S, WRITTEN_HERE, SqliteStore
+from bridle.capture.sqlite import HELD_UP_S, WRITTEN_HERE, Job, SqliteStore
 from bridle.errors import StoreError
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bridle.engines.http import EngineClient
-from bridle.engines.vllm_parsers import find_parsers
+from bridle.engines.vllm import find_parsers
 
 CHAT = "v1/chat/completions"
 LACKING = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'

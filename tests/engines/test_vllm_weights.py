@@ -6,7 +6,7 @@ import pytest
 
 from bridle.engines.base import WeightsLostError
 from bridle.engines.http import EngineClient
-from bridle.engines.vllm_weights import check_folder, finding, load
+from bridle.engines.vllm import check_folder, load_weights, weights_finding
 from bridle.errors import EngineError
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "num_hidden_layers": 2}
@@ -28,7 +28,7 @@ async def told(stub, source, **replies):
     server = await stub(**{**GOOD, **replies})
     client = EngineClient(server.url, api_key=None, timeout_s=30)
     try:
-        await load(client, source, 7)
+        await load_weights(client, source, 7)
     finally:
         await client.aclose()
     return server.bodies
@@ -60,7 +60,7 @@ async def test_a_server_that_is_not_there_has_lost_nothing(tmp_path):
     client = EngineClient("http://127.0.0.1:9", api_key=None, timeout_s=1)
     try:
         with pytest.raises(EngineError) as caught:
-            await load(client, model(tmp_path / "a"), 7)
+            await load_weights(client, model(tmp_path / "a"), 7)
     finally:
         await client.aclose()
     assert not isinstance(caught.value, WeightsLostError)
@@ -83,10 +83,10 @@ def test_a_folder_that_cannot_be_meant_is_refused_before_anything_is_changed(tmp
 
 
 def test_a_probe_tells_whether_weights_can_be_put_in_and_which_flag_it_takes(tmp_path):
-    assert "VLLM_SERVER_DEV_MODE=1" in finding(served=None, routes=False).fix
-    assert not finding(served=None, routes=False).needed
-    assert finding(served=None, routes=True).ok
-    assert finding(served=model(tmp_path / "a", tie_word_embeddings=False), routes=True).ok
-    tied = finding(served=model(tmp_path / "b", tie_word_embeddings=True), routes=True)
+    assert "VLLM_SERVER_DEV_MODE=1" in weights_finding(served=None, routes=False).fix
+    assert not weights_finding(served=None, routes=False).needed
+    assert weights_finding(served=None, routes=True).ok
+    assert weights_finding(served=model(tmp_path / "a", tie_word_embeddings=False), routes=True).ok
+    tied = weights_finding(served=model(tmp_path / "b", tie_word_embeddings=True), routes=True)
     assert (tied.ok, tied.needed) == (False, False)
     assert "tied" in tied.found

@@ -15,7 +15,7 @@ from tests.gateway.storms import Stormy, weather
 
 from bridle.config import Limits
 from bridle.engines.server import EngineServer
-from bridle.runtimes.forward import Forwarder
+from bridle.runtimes.place import Forwarder
 
 
 @asynccontextmanager

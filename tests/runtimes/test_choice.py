@@ -3,9 +3,15 @@
 import pytest
 
 from bridle.config import AUTO, RuntimeSpec
-from bridle.runtimes import make_runtime, runtime_class
+from bridle.runtimes import (
+    VARIABLE,
+    _warn_once,
+    chosen,
+    default_backend,
+    make_runtime,
+    runtime_class,
+)
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
-from bridle.runtimes.choice import VARIABLE, _say_loudly, chosen, default_backend
 from bridle.runtimes.docker import DockerRuntime
 from bridle.runtimes.local import LocalRuntime
 
@@ -14,7 +20,7 @@ from bridle.runtimes.local import LocalRuntime
 def machine(tmp_path, monkeypatch):
     """A machine whose `bwrap` is this script; `None` = it has none."""
     monkeypatch.delenv(VARIABLE)
-    _say_loudly.cache_clear()
+    _warn_once.cache_clear()
 
     def make(bwrap):
         for name in ("bash", "tar", "perl", *(() if bwrap is None else ("bwrap",))):

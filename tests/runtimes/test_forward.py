@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from bridle.runtimes.forward import MAX_CONNECTIONS, Forwarder
+from bridle.runtimes.place import MAX_CONNECTIONS, Forwarder
 
 
 def listening():

@@ -12,8 +12,7 @@ import pytest
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.runtimes.conformance import CHECKS, run_check
-from bridle.runtimes.remote import RemoteRuntime
-from bridle.runtimes.rex import KINDS, RexHost
+from bridle.runtimes.remote import KINDS, RemoteRuntime, RexHost
 
 
 def test_a_deployment_that_is_not_there_is_refused_with_those_that_are():

@@ -1,4 +1,4 @@
-"""What a sandbox sees."""
+"""Options of bwrap: which files and folders a sandbox sees."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 
 from bridle.config import RuntimeSpec
 from bridle.runtimes.base import Mount
-from bridle.runtimes.view import OWN, make_folders, view
+from bridle.runtimes.bubblewrap import OWN, bwrap_options, make_folders
 
 
 def words_of(tmp_path, mounts=(), **spec):
     make_folders(tmp_path)
-    return view(RuntimeSpec(**spec), tmp_path, mounts, "/work")
+    return bwrap_options(RuntimeSpec(**spec), tmp_path, mounts, "/work")
 
 
 def bound(words, option):

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import structlog
 
@@ -31,11 +31,13 @@ from bridle.engines.base import (
     GenerateChunk,
     GenerateRequest,
     PauseMode,
+    Seeing,
+    Seen,
+    Templating,
     Versioned,
 )
 from bridle.engines.pool_blame import Blame
 from bridle.engines.pool_choice import Choice, How
-from bridle.engines.pool_images import SeesByReplica
 from bridle.engines.pool_replica import (
     Replica,
     ReplicaState,
@@ -48,13 +50,17 @@ from bridle.engines.reported import ReplyCheck
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
 from bridle.types import JSON
 
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+
 log = structlog.get_logger()
 
 BUSY = 429
 """The status of a replica that lives and has too much to do."""
 
 
-class EnginePool(SeesByReplica, TakesWeights):
+class EnginePool(TakesWeights):
     """An `Engine` (and `Versioned`) over replicas of one model; `add` and `remove` change them."""
 
     def __init__(
@@ -478,6 +484,33 @@ class EnginePool(SeesByReplica, TakesWeights):
 
     def each(self) -> list[Replica]:
         return [one for one in self._replicas.values() if one.info is not None]
+
+    async def see(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Seen | None:
+        """Implement `Seeing`; retryable `EngineError` while no replica is live."""
+        for one in self.each():
+            if not isinstance(one.engine, Seeing):
+                return None
+            if one.state is ReplicaState.LIVE:
+                return await one.engine.see(messages, tools, arguments)
+        raise EngineError("no replica is ready", retryable=True)
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """Implement `Templating`; try the next replica if one fails."""
+        failed: EngineError | None = None
+        for one in self.each():
+            if one.state is not ReplicaState.LIVE or not isinstance(one.engine, Templating):
+                continue
+            try:
+                return await one.engine.template(messages, tools, arguments)
+            except EngineError as error:
+                if not error.retryable:
+                    raise
+                failed = error
+        raise failed or EngineError("no replica is ready", retryable=True)
 
     def published(self, version: int) -> None:
         """Some replica has weights `version`."""

@@ -7,6 +7,7 @@ differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 
-from bridle.engines import vllm_weights
+from bridle.engines import wire
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -27,6 +29,7 @@ from bridle.engines.base import (
     Picture,
     Seen,
     TextDelta,
+    WeightsLostError,
 )
 from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
@@ -34,7 +37,6 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, end_ids, tokenizer_dir, vocab_size
 from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
-from bridle.engines.vllm_parsers import find_parsers
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
@@ -48,6 +50,7 @@ from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from bridle.types import Ids
+
 
 ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
 """The order in which routes are tried where none is asked for."""
@@ -191,7 +194,7 @@ class VllmEngine(Serving):
             means="" if self._paired else "A shift between ids and logprobs could not be seen.",
             fix="" if self._paired else "Use a vLLM that knows `return_tokens_as_token_ids`.",
         )
-        weights = vllm_weights.finding(served=self._served, routes=self._takes_weights)
+        weights = weights_finding(served=self._served, routes=self._takes_weights)
         return route, context, paired, weights
 
     async def pause(self, mode: PauseMode) -> bool:
@@ -206,7 +209,7 @@ class VllmEngine(Serving):
 
         Hold it first: vLLM gives tokens of the moment between the two no version.
         """
-        await vllm_weights.load(self._client, source, version, served=self._served)
+        await load_weights(self._client, source, version, served=self._served)
         self.version = version
 
     async def health(self) -> None:
@@ -408,3 +411,156 @@ class _Progress:
             return self._spans
         version = self._engine.version
         return (VersionSpan(version, 0, self._count),) if self._count else ()
+
+
+_TOOL: JSON = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
+_REFUSAL = "--tool-call-parser"
+
+
+async def find_parsers(client: EngineClient, model: str) -> Finding:
+    """Find the parsers of a vLLM; the finding names both. Never raises.
+
+    The server reports them nowhere, so one token is sampled: a server without `--tool-call-parser`
+    refuses a call with a tool, and a `--reasoning-parser` returns the first word as reasoning.
+    Bridle parses the sampled ids itself, so both matter only if the server's text is wanted. Seen
+    on vLLM 0.32.0.
+    """
+    tools = True
+    try:
+        answer = await _asked(client, model, {"tools": [_TOOL], "tool_choice": "auto"})
+    except EngineError as error:
+        tools = _REFUSAL not in str(error)
+        answer = None
+    if answer is None and not tools:
+        answer = await _plain(client, model)
+    if answer is None:
+        return Finding.note("parsers", "unknown: a chat call of one token fails")
+    reasoning = _first_is_reasoning(answer)
+    seen = "reasoning seen" if reasoning else "reasoning not seen"
+    return Finding.note("parsers", f"{seen}, tools {'yes' if tools else 'no'}")
+
+
+async def _plain(client: EngineClient, model: str) -> wire.Answer | None:
+    try:
+        return await _asked(client, model, {})
+    except EngineError:
+        return None
+
+
+async def _asked(client: EngineClient, model: str, fields: JSON) -> wire.Answer:
+    body: JSON = {
+        "model": model,
+        "request_id": f"probe-{uuid4().hex}",
+        "messages": [{"role": "user", "content": "."}],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        **fields,
+    }
+    text = await client.post(wire.CHAT, msgspec.json.encode(body), Call(), prompt_tokens=1)
+    try:
+        return msgspec.json.decode(text, type=wire.Answer)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"the engine's reply cannot be read: {error}") from None
+
+
+def _first_is_reasoning(answer: wire.Answer) -> bool:
+    """Return whether the server reported a reply's first token as reasoning."""
+    message = answer.choices[0].message if answer.choices else None
+    return message is not None and bool(message.reasoning)
+
+
+SHAPE = (
+    "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+"""Of a model's configuration: what the shapes of its weights follow from."""
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+
+
+async def load_weights(
+    client: EngineClient, source: str | Path, version: int, *, served: Path | None = None
+) -> None:
+    """Have the server load `source`, a folder as it sees it, as `version`; see `Updatable`.
+
+    Uses the stock routes that `VLLM_SERVER_DEV_MODE=1` adds: `/collective_rpc` with
+    `reload_weights`, `/reset_prefix_cache` and `/update_weight_version`. (vLLM's own weight
+    transfer needs NCCL, CUDA IPC or RDMA, and a process group with the trainer.) vLLM drops its
+    weights before it opens the folder: a folder that it cannot read, or tensors of other shapes,
+    leave it without any, and its next call ends it. So the folder is checked here first. With tied
+    embeddings a CPU's head silently keeps the old weights. Seen on vLLM 0.32.0; source:
+    `model_executor/model_loader/reload`, `model_executor/layers/utils.py`.
+
+    `served` is the folder of its first weights, if that is on this machine. `EngineError` names a
+    folder that cannot be meant, before anything is changed; `WeightsLostError` if the server failed
+    in the middle.
+    """
+    check_folder(Path(source), served)
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
+    try:
+        known = await client.tell("/collective_rpc", body)
+    except EngineError as error:
+        if error.status is None:
+            raise
+        raise WeightsLostError(
+            f"{error}. Its weights are gone: start it anew, and look whether {source} is there on "
+            "its machine with weights of its model's shapes",
+            status=error.status,
+        ) from error
+    if not known:
+        raise EngineError(f"{client.base_url} takes no weights: start it with {DEV_MODE}")
+    await client.tell("/reset_prefix_cache")
+    await client.tell("/update_weight_version", {"new_version": str(version)})
+
+
+def check_folder(source: Path, served: Path | None) -> None:
+    """Refuse a folder without weights, or of another model; what is not here cannot be looked at.
+
+    A path that is not here may be there on the server's machine, unless the server's own model is
+    here as well.
+    """
+    if not source.is_dir():
+        if served is not None:
+            raise EngineError(f"{source} is no folder")
+        return
+    if not any(source.glob("*.safetensors")) and not any(source.glob("*.bin")):
+        raise EngineError(f"{source} has no weights (*.safetensors)")
+    if served is None:
+        return
+    new, old = read_config(source), read_config(served)
+    other = [name for name in SHAPE if name in new and name in old and new[name] != old[name]]
+    if other:
+        told = ", ".join(f"{name} {new[name]} instead of {old[name]}" for name in other)
+        raise EngineError(f"{source} is another model than the server's: {told}")
+
+
+def weights_finding(*, served: Path | None, routes: bool) -> Finding:
+    """Build the probe's finding about weight updates while the server runs."""
+    if not routes:
+        return Finding(
+            "weights",
+            ok=False,
+            needed=False,
+            found="taken at the start only",
+            means="A trainer cannot put new ones in.",
+            fix=f"Start vLLM with {DEV_MODE} in its environment, for trainers only: its routes "
+            "are open to whoever reaches it.",
+        )
+    tied = served is not None and read_config(served).get("tie_word_embeddings") is True
+    return Finding(
+        "weights",
+        ok=not tied,
+        needed=False,
+        found="taken from a folder while it runs" + (", embeddings are tied" if tied else ""),
+        means="On a CPU vLLM's head would go on with the old ones." if tied else "",
+        fix="On a CPU serve an untied copy of the model." if tied else "",
+    )
+
+
+def read_config(folder: Path) -> JSON:
+    """A model's configuration; empty where it cannot be read."""
+    try:
+        read = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -1,17 +1,28 @@
-"""Runtimes: where an agent lives, and the only door into it.
+"""Runtimes: sandboxes in which harnesses run.
 
-The contract is `base`, what the kinds share is `place`, each kind is one file. `process` and `proc`
-are how any runtime starts and ends processes of this machine; `conformance` is the suite that each
-runtime passes; `choice` says which kind a task gets that names none.
+`base` is the interface, `place` the base classes, and each kind is one file. `process` and `proc`
+start and end processes of this machine for any runtime; `conformance` is the suite that each
+runtime passes.
+
+The backend `auto` is the runtime that isolates, where possible: `docker` for a task with an image
+or a GPU, `bubblewrap` for any other where it works on this machine, else `local`, with a warning.
+`$BRIDLE_RUNTIME` names another one for tasks without an image or a GPU.
 """
 
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+
+import structlog
 
 from bridle.config import AUTO, RuntimeSpec
 from bridle.plugins import load
 from bridle.runtimes.base import Mount, Runtime, RuntimeFactory
-from bridle.runtimes.choice import chosen, default_backend
 
 RUNTIMES = {
     "local": "bridle.runtimes.local:LocalRuntime",
@@ -27,7 +38,7 @@ __all__ = ["RUNTIMES", "chosen", "default_backend", "make_runtime", "runtime_cla
 
 
 def runtime_class(backend: str) -> RuntimeFactory:
-    """The class that `RuntimeSpec.backend` stands for; `ConfigError` names what is known."""
+    """Return the class named by `RuntimeSpec.backend`. `ConfigError` lists the known names."""
     if backend == AUTO:
         backend = default_backend()[0]
     factory: RuntimeFactory = load(backend, RUNTIMES, what="runtime")
@@ -43,3 +54,54 @@ def make_runtime(
     """
     spec = chosen(spec)
     return runtime_class(spec.backend)(spec, session_id, scratch, mounts)
+
+
+VARIABLE = "BRIDLE_RUNTIME"
+TRIAL_S = 20.0
+ALL = ("--unshare-user", "--unshare-all", "--disable-userns", "--uid", "1000", "--gid", "1000")
+BOUND = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--die-with-parent")
+
+log = structlog.get_logger(__name__)
+
+
+def chosen(spec: RuntimeSpec) -> RuntimeSpec:
+    """Return `spec` with `auto` replaced by a runtime of this machine; any other unchanged."""
+    if spec.backend != AUTO:
+        return spec
+    in_image = spec.image is not None and not Path(spec.image).is_dir()
+    backend = "docker" if in_image or spec.gpus is not None else default_backend()[0]
+    return spec.model_copy(update={"backend": backend})
+
+
+def default_backend() -> tuple[str, str]:
+    """Return the runtime of tasks that name none and need no image, with the reason.
+
+    Tries `bwrap` once per process, for some 10 ms.
+    """
+    from bridle.runtimes.bubblewrap import what_is_missing
+
+    if named := os.environ.get(VARIABLE):
+        return named, f"${VARIABLE} names it"
+    reason = what_is_missing() or _refusal(shutil.which("bwrap") or "bwrap")
+    if reason is None:
+        return "bubblewrap", "bwrap is there and works"
+    _warn_once(reason)
+    return "local", f"NOTHING IS CONTAINED: {reason}"
+
+
+@cache
+def _refusal(bwrap: str) -> str | None:
+    """Return why `bwrap` cannot create namespaces on this machine; `None` = it can."""
+    line = [bwrap, *ALL, *BOUND, "true"]
+    try:
+        done = subprocess.run(line, capture_output=True, check=False, timeout=TRIAL_S, text=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bwrap does not start: {error}"
+    if done.returncode == 0:
+        return None
+    return f"bwrap is there and cannot make a sandbox: {done.stderr.strip()[-300:]}"
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    log.warning("harnesses run in 'local', which contains nothing", reason=reason)

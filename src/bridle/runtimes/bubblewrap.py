@@ -7,7 +7,7 @@ namespaces again; the folders stay.
 
 Inside, the system is the machine's own (`/usr` and little of `/etc`, read-only) or a root folder
 given as `image`. Work, home and temp folders are the session's own. The network has a loopback and
-nothing else; `forward` carries one port of it to the gateway.
+nothing else; `place.Forwarder` forwards one of its ports to the gateway.
 
 How files go in and out, and how the gateway is reached, is `place`'s.
 """
@@ -21,7 +21,7 @@ import platform
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -41,8 +41,123 @@ from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.seccomp import MACHINES, filter_program
-from bridle.runtimes.view import ENVIRONMENT, HOME, OWN, make_folders, view
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
+
+USER = "agent"
+UID = 1000
+HOME = f"/home/{USER}"
+OWN = ("work", "home", "tmp", "more")
+"""Folders of the session below its scratch folder, which it may write to; `more` holds one for
+each path of `RuntimeSpec.kwargs["folders"]`."""
+
+MEMORY_FILES = str(256 << 20)
+"""Bytes of each of the two folders that lie in memory."""
+
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "nix")
+ETC = (
+    *("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone"),
+    *("nsswitch.conf", "os-release", "debian_version", "mime.types", "services", "protocols"),
+    *("ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "ca-certificates.conf", "terminfo"),
+    *("fonts", "java-17-openjdk", "perl", "python3", "python3.11", "python3.12", "python3.13"),
+)
+"""What of the machine's `/etc` is seen inside: nothing that is secret or names the machine."""
+MASKED = (
+    *("interrupts", "kcore", "key-users", "keys", "latency_stats", "sched_debug"),
+    *("timer_list", "timer_stats"),
+)
+"""Files of `/proc` that tell of the whole machine; Docker masks most of them."""
+NOT_FROM_IMAGE = frozenset({"proc", "dev", "sys", "run", "tmp", "work", "home", "root", "mnt"})
+"""Folders at the top of an image that a sandbox has of its own, or does not get."""
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": HOME,
+    "TMPDIR": "/tmp",  # noqa: S108 - the sandbox's own
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "USER": USER,
+    "LOGNAME": USER,
+    "SHELL": "/bin/bash",
+    "TERM": "dumb",
+}
+
+
+def make_folders(scratch: Path) -> None:
+    """Make the folders and small files of `/etc` that `bwrap_options` binds. Raises `OSError`."""
+    for name in (*OWN, "etc", "aside"):
+        (scratch / name).mkdir(exist_ok=True)
+        (scratch / name).chmod(0o700)
+    files = {
+        "passwd": f"{USER}:x:{UID}:{UID}:{USER}:{HOME}:/bin/bash\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+        "group": f"{USER}:x:{UID}:\nnogroup:x:65534:\n",
+        "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+        "hostname": "sandbox\n",
+    }
+    for name, text in files.items():
+        (scratch / "etc" / name).write_text(text)
+        (scratch / "etc" / name).chmod(0o644)
+
+
+def bwrap_options(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top: str) -> list[str]:
+    """Return the options of `bwrap` for a session; `top` is the path of its work folder inside.
+
+    Everything not named here is absent inside: no `/root`, no other homes, no `/var`, no sockets of
+    the machine. Files that are visible are readable with their owner's rights even if the caller is
+    root, so none of them may be secret.
+    """
+    words = ["--unshare-user", "--unshare-all", "--disable-userns", "--as-pid-1"]
+    words += ["--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox"]
+    words += ["--die-with-parent", "--new-session", "--clearenv"]
+    if spec.network == "open":
+        words.append("--share-net")
+    if spec.image is None:
+        words += [*_bound(Path("/"), SYSTEM), *_etc(scratch / "etc", open_=spec.network == "open")]
+    else:
+        image = Path(spec.image)
+        words += _bound(image, sorted({entry.name for entry in image.iterdir()} - NOT_FROM_IMAGE))
+    # Read-only: where the caller is root, the kernel's own switches would be its to turn.
+    words += ["--proc", "/proc", "--remount-ro", "/proc"]
+    for path in (Path("/proc", name) for name in MASKED):
+        words += ["--ro-bind", "/dev/null", str(path)] if path.exists() else []
+    words += ["--dev", "/dev", "--size", MEMORY_FILES, "--perms", "1777", "--tmpfs", "/dev/shm"]  # noqa: S108 - the sandbox's own
+    words += ["--remount-ro", "/dev", "--size", MEMORY_FILES, "--tmpfs", "/run"]
+    words += ["--bind", str(scratch / "tmp"), "/tmp"]  # noqa: S108 - the sandbox's own
+    words += ["--bind", str(scratch / "home"), HOME, "--bind", str(scratch / "work"), top]
+    for number, target in enumerate(spec.kwargs.get("folders", ())):
+        folder = scratch / "more" / str(number)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        words += ["--bind", str(folder), target]
+    for mount in mounts:
+        words += ["--ro-bind", str(mount.source), mount.target]
+    for source in spec.kwargs.get("binds", ()):
+        words += ["--ro-bind", source, source]
+    return [*words, "--remount-ro", "/"]
+
+
+def _bound(root: Path, names: Iterable[str]) -> list[str]:
+    """Entries at the top of a root folder, read-only; links stay links."""
+    words: list[str] = []
+    for name in names:
+        entry = root / name
+        if entry.is_symlink():
+            words += ["--symlink", os.readlink(entry), f"/{name}"]  # noqa: PTH115 - kept as it is
+        elif entry.exists():
+            words += ["--ro-bind", str(entry), f"/{name}"]
+    return words
+
+
+def _etc(own: Path, *, open_: bool) -> list[str]:
+    """The machine's harmless files of `/etc`, and ours."""
+    names = (*ETC, "resolv.conf") if open_ else ETC
+    words = ["--symlink", "/proc/self/mounts", "/etc/mtab"]
+    for name in names:
+        if (entry := Path("/etc", name)).exists():
+            words += ["--ro-bind", str(entry.resolve()), f"/etc/{name}"]
+    for entry in sorted(own.iterdir()):
+        words += ["--ro-bind", str(entry), f"/etc/{entry.name}"]
+    return words
+
 
 HOLD = "echo ready; exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
 """Process 1: it collects what others leave, and nothing inside can end it."""
@@ -143,8 +258,8 @@ class BubblewrapRuntime(Contained):
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """Start process 1; returns when it is up. Blocks for some 10 ms."""
-        seen = view(self._spec, self._scratch, self._mounts, self._top)
-        arguments = _in_memory(b"".join(f"{word}\0".encode() for word in seen))
+        options = bwrap_options(self._spec, self._scratch, self._mounts, self._top)
+        arguments = _in_memory(b"".join(f"{word}\0".encode() for word in options))
         profile, told = _in_memory(filter_program()), os.pipe()
         try:
             words = ["--args", str(arguments), "--seccomp", str(profile)]

@@ -12,17 +12,17 @@ import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
+from bridle.aio import Nursery
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.archive import Keep, pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.forward import Forwarder
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 from bridle.runtimes.snapshot import (
@@ -344,3 +344,91 @@ def with_signal(result: ExecResult) -> ExecResult:
 
 def raise_nothing(_error: BaseException) -> None:
     """A watch that failed must not end the session; the next one begins with the next start."""
+
+
+CHUNK = 1 << 16
+MAX_CONNECTIONS = 1024
+"""Open connections of one sandbox; more wait to be accepted."""
+
+LINGER_S = 5.0
+"""How long a client may still send after the gateway has closed its side."""
+
+FULL_S = 0.1
+"""Wait before another look when no descriptor is free to accept a connection."""
+
+
+class Forwarder:
+    """Forwards connections from a sandbox's own network to the gateway, the only way out of it.
+
+    The listening socket belongs to the sandbox's network namespace; this process accepts on it and
+    copies bytes to one fixed address. None of our processes runs inside, so a harness can neither
+    end nor change the forwarding.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.target: tuple[str, int] | None = None
+        """Host and port; `None` = connections are closed at once."""
+        self._listener = listener
+        self._room = asyncio.Semaphore(MAX_CONNECTIONS)
+        self.linger_s = LINGER_S
+        self._nursery = Nursery(_ignored)
+
+    async def __aenter__(self) -> Self:
+        await self._nursery.__aenter__()
+        self._nursery.start(self._accept(), name="sandbox-forwarder")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._nursery.cancel()
+        finally:
+            self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._room.acquire()
+            try:
+                inside, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no descriptor is free
+                self._room.release()
+                await asyncio.sleep(FULL_S)
+                continue
+            self._nursery.start(self._carried(inside), name="sandbox-connection")
+
+    async def _carried(self, inside: socket.socket) -> None:
+        with inside:
+            try:
+                if self.target is not None:
+                    with suppress(OSError):
+                        await self._carry(inside, self.target)
+            finally:
+                self._room.release()
+
+    async def _carry(self, inside: socket.socket, target: tuple[str, int]) -> None:
+        inside.settimeout(0)
+        inside.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        outside = socket.socket()
+        with outside:
+            outside.settimeout(0)
+            outside.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().sock_connect(outside, target)
+            async with asyncio.TaskGroup() as group:
+                sent = group.create_task(_pump(inside, outside))
+                await _pump(outside, inside)
+                await asyncio.wait({sent}, timeout=self.linger_s)
+                sent.cancel()
+
+
+async def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Copy until `source` ends, then close the writing half of `sink`."""
+    loop = asyncio.get_running_loop()
+    with suppress(OSError):
+        while data := await loop.sock_recv(source, CHUNK):
+            await loop.sock_sendall(sink, data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+def _ignored(_error: BaseException) -> None:
+    """A connection that failed is the business of its two ends."""

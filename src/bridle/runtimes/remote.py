@@ -14,27 +14,32 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, ValidationError
 
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
-from bridle.errors import ConfigError, RuntimeFailure, boundary
+from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
 from bridle.runtimes import remote_runner
 from bridle.runtimes.archive import Keep, pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
 from bridle.runtimes.place import DOWNLOAD_BYTES, FRAME_BYTES
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
-from bridle.runtimes.rex import RexHost
 from bridle.runtimes.snapshot import Bounds, TooMuch, check_archive, put_by_archive
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from swerex.deployment.abstract import AbstractDeployment
+    from swerex.runtime.abstract import AbstractRuntime
+
 
 SHARED = ("local", "remote")
 """Kinds of host that other sessions may be on too."""
@@ -61,7 +66,7 @@ class RemoteSettings(Settings):
 
 
 class Host(Protocol):
-    """Interface of a remote host (`rex.RexHost`)."""
+    """Interface of a remote host (`RexHost`)."""
 
     async def start(self) -> None: ...
 
@@ -432,3 +437,99 @@ def _result(ended: JSON) -> ExecResult:
 def _append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
+
+
+T = TypeVar("T")
+
+KINDS = ("local", "remote", "docker", "modal", "fargate", "daytona")
+"""SWE-ReX's deployments, by the `type` of their configuration."""
+SAID_CHARS = 500
+
+
+class RexHost:
+    """A deployment of SWE-ReX (package `swe-rex`), started and stopped with its session.
+
+    SWE-ReX runs only short commands, small texts and one archive here. Its calls may block their
+    event loop and leave tasks open, so each call gets a thread and a loop of its own.
+    """
+
+    def __init__(self, deployment: JSON) -> None:
+        """`deployment` has a `type` of `KINDS` and that deployment's fields. `ConfigError`."""
+        self._deployment: AbstractDeployment = _open(deployment)
+
+    async def start(self) -> None:
+        """Start it; its own errors escape."""
+        await _aside(self._deployment.start)
+
+    async def stop(self) -> None:
+        """Give it back; idempotent."""
+        await _aside(self._deployment.stop)
+
+    async def execute(self, argv: Sequence[str]) -> str:
+        """Run a short command and return its stdout. `RuntimeFailure` carries its output if it
+        fails.
+        """
+        from swerex.runtime.abstract import Command
+
+        command = Command(command=list(argv))
+        answer = await _aside(lambda: self._runtime.execute(command))
+        if answer.exit_code != 0:
+            said = (answer.stderr or answer.stdout).strip()[-SAID_CHARS:]
+            raise RuntimeFailure(f"{argv[0]}: exit code {answer.exit_code}: {said}")
+        return str(answer.stdout)
+
+    async def read(self, path: str) -> str:
+        """A file of text that is there."""
+        from swerex.runtime.abstract import ReadFileRequest
+
+        request = ReadFileRequest(path=path, encoding="utf-8")
+        answer = await _aside(lambda: self._runtime.read_file(request))
+        return str(answer.content)
+
+    async def write(self, path: str, text: str) -> None:
+        """Make or overwrite a file of text; parents are made."""
+        from swerex.runtime.abstract import WriteFileRequest
+
+        request = WriteFileRequest(path=path, content=text)
+        await _aside(lambda: self._runtime.write_file(request))
+
+    async def upload(self, source: Path, path: str) -> None:
+        """Copy a file of ours there."""
+        from swerex.runtime.abstract import UploadRequest
+
+        request = UploadRequest(source_path=str(source), target_path=path)
+        await _aside(lambda: self._runtime.upload(request))
+
+    @property
+    def _runtime(self) -> AbstractRuntime:
+        return self._deployment.runtime
+
+
+def _open(deployment: JSON) -> AbstractDeployment:
+    kind, fields = deployment.get("type"), {k: v for k, v in deployment.items() if k != "type"}
+    if kind not in KINDS:
+        message = f"runtime 'remote': kwargs.deployment.type: one of {KINDS}, not {kind!r}"
+        raise ConfigError(message)
+    # Its loggers would print every call.
+    os.environ.setdefault("SWE_REX_LOG_STREAM_LEVEL", "100")
+    try:
+        from swerex.deployment import config
+    except ImportError as error:
+        message = (
+            f"runtime 'remote' needs the package swe-rex ({error}): run {install_extra('remote')}"
+        )
+        raise ConfigError(message) from None
+    try:
+        made = getattr(config, f"{kind.capitalize()}DeploymentConfig")(**fields)
+    except ValidationError as error:
+        raise explain(error, f"runtime 'remote': kwargs.deployment of type {kind!r}") from None
+    try:
+        opened: AbstractDeployment = made.get_deployment()
+    except ImportError as error:
+        message = f"runtime 'remote': {kind!r} needs pip install 'swe-rex[{kind}]' ({error})"
+        raise ConfigError(message) from None
+    return opened
+
+
+async def _aside(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    return await asyncio.to_thread(lambda: asyncio.run(work()))
