@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import re
 import sqlite3
 import tomllib
@@ -16,9 +17,31 @@ from bridle.errors import (
     RequestError,
     StoreError,
     boundary,
-    install_extra,
+    requirement,
     root_cause,
 )
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "words"),
+    [
+        (None, "'bridle[train]'"),
+        (
+            {"url": "file:///home/me/my%20code", "dir_info": {"editable": True}},
+            "-e '/home/me/my code[train]'",
+        ),
+        (
+            {"url": "file:///tmp/bridle-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "'bridle[train] @ file:///tmp/bridle-0.1.0-py3-none-any.whl'",
+        ),
+        (
+            {"url": "https://host/bridle", "vcs_info": {"vcs": "git", "commit_id": "1"}},
+            "'bridle[train] @ git+https://host/bridle'",
+        ),
+    ],
+)
+def test_the_command_for_an_extra_fits_how_bridle_was_installed(direct_url, words):
+    assert requirement(direct_url and json.dumps(direct_url), "train") == words
 
 
 def test_an_ordinary_exception_becomes_the_boundarys_and_says_what_was_being_done():
@@ -60,7 +83,6 @@ def test_the_extras_that_messages_name_exist():
     named = set(re.findall(r"""install_extra\(["'](\w+)["']\)""", sources))
 
     assert {"embedded", "ray"} <= named <= project["optional-dependencies"].keys()
-    assert install_extra("ray") == "pip install -e '.[ray]' in a checkout of Bridle"
 
 
 @pytest.mark.parametrize("where", ["README.md", "docs/**/*.md", "src/**/*.py", "examples/**/*.md"])

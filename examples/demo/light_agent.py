@@ -29,10 +29,10 @@ TOOL = {
 def ask(base_url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
     """One chat completion; raises `urllib.error.HTTPError` on a refusal."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(  # noqa: S310 - the base URL is the caller's
+    request = urllib.request.Request(
         f"{base_url}/chat/completions", json.dumps(body).encode(), headers
     )
-    with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=300) as answer:
         message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
         return message
 

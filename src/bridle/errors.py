@@ -8,18 +8,37 @@ value (`bridle.types.Cause`), so only our own bugs escape as anything else.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from urllib.parse import unquote, urlsplit
 
 T = TypeVar("T")
 
 
 def install_extra(extra: str) -> str:
     """The command that installs an optional part of Bridle, for error messages."""
-    return f"pip install -e '.[{extra}]' in a checkout of Bridle"
+    from importlib.metadata import distribution
+
+    return f"pip install {requirement(distribution('bridle').read_text('direct_url.json'), extra)}"
+
+
+def requirement(direct_url: str | None, extra: str) -> str:
+    """The words after `pip install` that add an extra to where Bridle was installed from.
+
+    `direct_url` is pip's record of a folder, an archive or a repository (PEP 610); `None` = an
+    index.
+    """
+    if direct_url is None:
+        return f"'bridle[{extra}]'"
+    facts = json.loads(direct_url)
+    if facts.get("dir_info", {}).get("editable"):
+        return f"-e '{unquote(urlsplit(facts['url']).path)}[{extra}]'"
+    vcs = facts.get("vcs_info", {}).get("vcs")
+    return f"'bridle[{extra}] @ {vcs + '+' if vcs else ''}{facts['url']}'"
 
 
 class BridleError(Exception):

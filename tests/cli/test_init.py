@@ -2,6 +2,7 @@
 
 import json
 import venv
+from pathlib import Path
 
 import pytest
 
@@ -10,25 +11,8 @@ from bridle.datasets.jsonl import load_tasks
 from bridle.engines.script import load_script
 from bridle.errors import ConfigError
 
-AGENT = """
-import json, os, sys, urllib.request
-import my_helper
-
-def ask(words):
-    body = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": words}]}
-    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    headers["content-type"] = "application/json"
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(asked))
-
-def agent(task):
-    ask(task.instruction)
-
-if __name__ == "__main__":
-    assert sys.prefix != sys.base_prefix, "not in its environment"
-    ask(sys.argv[1])
-"""
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = "import my_helper\n" + (ROOT / "examples" / "my_agent.py").read_text()
 
 
 @pytest.fixture
@@ -66,7 +50,7 @@ def test_an_agent_that_does_not_start_is_shown_with_its_own_words(say, project):
 
 
 def test_what_an_agent_needs_is_found(project, tmp_path, monkeypatch):
-    found = find_agent("project/my_agent.py:agent")
+    found = find_agent("project/my_agent.py:ask")
     assert found.agent["harness"] == "function"
     assert found.agent["settings"] == {"python": str(project / ".venv/bin/python")}
     assert str(project) in found.binds
