@@ -285,6 +285,16 @@ class Budgets(Settings):
     teardown_s: float = Field(default=30, gt=0)
 
 
+class ForkSpec(Settings):
+    """A captured session that a task's sessions begin as."""
+
+    capture: str
+    """Its capture file."""
+    session: str
+    at: int = Field(ge=1)
+    """How many of its replies are given again, in the order in which they were captured."""
+
+
 class Task(Settings):
     """One instruction with how to run and score it; expands into `num_samples` sessions."""
 
@@ -307,6 +317,8 @@ class Task(Settings):
     """The reward of their traces; `None` = the session's, so that a malformed reply of a session
     that succeeded is reinforced with it."""
     metadata: JSON = Field(default_factory=dict)
+    fork: ForkSpec | None = None
+    """The captured session that its sessions begin as; `None` = they begin by themselves."""
     task_dir: str | None = None
     """Absolute folder that relative paths of this task are relative to; a loader sets it to the
     task file's. `None` = the current folder."""

@@ -17,6 +17,7 @@ from bridle.cli import (
     doctor,
     engine,
     export,
+    fork,
     gateway,
     generate,
     harness,
@@ -74,6 +75,7 @@ app.command("run")(run.run)
 app.command("show")(show.show)
 app.command("rebuild")(rebuild.rebuild)
 app.command("score")(score.score)
+app.command("fork")(fork.fork)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("train")(train.train)

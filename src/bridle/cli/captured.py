@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridle.capture.reader import SqliteReader
 from bridle.capture.records import SessionCapture
 from bridle.errors import ConfigError
+from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.config import Task
 
 CAPTURE = "capture.sqlite"
 
@@ -62,3 +67,21 @@ def find_session(name: str, runs: Path) -> tuple[Path, SessionCapture]:
     path, session_id = found[0]
     with SqliteReader(path) as reader:
         return path, reader.read(session_id)
+
+
+def config_of(base: Path) -> JSON:
+    """Read the config that a run was started with; empty if the folder holds none."""
+    import orjson
+
+    from bridle.lifecycle.run_folder import RUN
+
+    path = base / RUN
+    found: JSON = orjson.loads(path.read_bytes())["config"] if path.exists() else {}
+    return found
+
+
+def tasks_of(base: Path) -> dict[str, Task]:
+    """Task id -> task, as far as the run folder holds its tasks."""
+    from bridle.config import Task
+
+    return {one["task_id"]: Task.model_validate(one) for one in config_of(base).get("tasks", [])}

@@ -6,7 +6,6 @@ import getpass
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,12 +135,14 @@ def _scorer(
     target: Path, function: str | None, evaluator: str | None, reward: float | None
 ) -> Scorer:
     """Load and check what was asked for. `ConfigError` says what is wrong."""
+    from bridle.cli.captured import tasks_of
+
     if sum(one is not None for one in (function, evaluator, reward)) > 1:
         raise ConfigError("give one of --function, --evaluator and --reward")
     base = target if target.is_dir() else target.parent
     if reward is not None:
         return _constant(reward)
-    tasks = _tasks(base)
+    tasks = tasks_of(base)
     return (
         _evaluator(evaluator, base, tasks) if function is None else _function(function, base, tasks)
     )
@@ -260,13 +261,3 @@ def _output(folder: Path) -> dict[str, Any]:
     """The ends of a session's stdout and stderr, as far as they are kept."""
     logs = {name: folder / f"{name}.log" for name in ("stdout", "stderr")}
     return {name: log.read_bytes() if log.exists() else b"" for name, log in logs.items()}
-
-
-def _tasks(base: Path) -> dict[str, Task]:
-    """Task id -> task, as far as the run folder holds its tasks."""
-    from bridle.config import Task
-    from bridle.lifecycle.run_folder import RUN
-
-    path = base / RUN
-    found = loads(path.read_bytes())["config"].get("tasks", []) if path.exists() else []
-    return {task["task_id"]: Task.model_validate(task) for task in found}

@@ -47,6 +47,7 @@ from bridle.gateway.registry import (
     stored_settings,
 )
 from bridle.gateway.relay import Relay
+from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Responses
 from bridle.gateway.restore import Restorer, register_stored
 from bridle.gateway.retries import Deliveries
@@ -295,11 +296,13 @@ class Gateway:
         metadata: JSON | None = None,
         sampling: SamplingPolicy | None = None,
         limits: Limits | None = None,
+        replay: Replay | None = None,
     ) -> SessionHandle:
         """Open a session; the handle has the only copy of its key.
 
-        `session_id` `None` = one is made. `ConfigError` if the id is taken or cannot be one,
-        `StoreError` if the session cannot be recorded.
+        `session_id` `None` = one is made. `replay` has the replies that it gets first (a fork);
+        they are lost if the gateway's process ends. `ConfigError` if the id is taken or cannot be
+        one, `StoreError` if the session cannot be recorded.
         """
         session_id = session_id or new_session_id()
         self._registry.check_new_id(session_id)
@@ -317,6 +320,7 @@ class Gateway:
             },
         )
         session = Session(record, sampling=sampling, limits=limits)
+        session.replay = replay
         self._registry.add(session, digest)
         try:
             await self._store.open_session(record)

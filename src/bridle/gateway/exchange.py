@@ -243,9 +243,14 @@ class Exchanges:
         served = question.served
         plan = served.plan or session.plan
         call.grammar = grammar_of(question.request, plan, served.info, served.renderer)
-        call.live = self._live(session, call, prompted, effective)
+        captured = None
+        if session.replay is not None and call.other is None:
+            decode = served.sampler.decode
+            captured = session.replay.take(prompted.prompt, call.asked.kind, decode)
+        if captured is None:
+            call.live = self._live(session, call, prompted, effective)
         call.enter(Stage.SAMPLING)
-        sampled = await self._sampled(session, call, prompted, effective)
+        sampled = captured or await self._sampled(session, call, prompted, effective)
         await self._finish(session, call, prompted, effective, sampled)
 
     def _live(
@@ -457,12 +462,13 @@ class Exchanges:
     def _count(self, session: Session, finished: Finished, usage: Usage) -> None:
         session.turns += 1
         session.tokens += usage.completion_tokens
-        if finished.call.other is None:
-            newest = finished.sample.versions[-1].version
-            self.policy.version = max(self.policy.version, newest)
+        if finished.sample.replayed is None:
+            self._metrics.sampled_tokens.inc(usage.completion_tokens)
+            if finished.call.other is None:
+                newest = finished.sample.versions[-1].version
+                self.policy.version = max(self.policy.version, newest)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.sampled_tokens.inc(usage.completion_tokens)
         self._metrics.duration.observe(time.perf_counter() - finished.call.clock_start)
         if finished.sample.break_position is not None:
             self._metrics.breaks.inc()
@@ -480,7 +486,7 @@ class Exchanges:
                 prompt_tail=prompt.tail(PROMPT_TAIL),
                 finish=sampled.finish,
                 stop_text=sampled.last.stop_text,
-                call_ids=() if call.live is None else call.live.call_ids,
+                call_ids=sampled.call_ids if call.live is None else call.live.call_ids,
                 calls_as_text=not calls,
             )
 

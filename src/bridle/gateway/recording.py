@@ -161,6 +161,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "turns": None if (turns := finished.call.turns) is None else turns.as_json(),
         "break": _break(sample),
         "resumed": sample.resumed,
+        "replayed": sample.replayed,
         "versions": "mixed" if sample.mixed else None,
         "stream": _streamed(finished.call) if request.stream else None,
         "error": None if finished.call.error is None else finished.call.error.code,

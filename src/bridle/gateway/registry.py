@@ -29,6 +29,7 @@ from bridle.gateway import faults
 from bridle.gateway.budgets import SamplingPlan, TokenAccount
 from bridle.gateway.call import Call
 from bridle.gateway.keys import PREFIX, key_digest
+from bridle.gateway.replay import Replay
 from bridle.gateway.responses import Shelf
 from bridle.gateway.tries import Tries
 from bridle.prompting.canonical import AtomMemo, Canonical
@@ -132,6 +133,8 @@ class Session:
         """Deliveries on their way to the store."""
         self.counted = True
         """False until the facts of an old session are read from the store."""
+        self.replay: Replay | None = None
+        """The captured replies that it is answered with first, if it is a fork."""
         self.restored = True
         """False until an old session's exchanges are read back."""
         self.in_hand = InHand()
@@ -148,9 +151,7 @@ class Session:
         """Calls that were given to the engine; salts the seeds."""
         self.next_index = 0
         """Order of commit of the next exchange."""
-        self.turns = 0
-        self.tokens = 0
-        self.delivered = 0
+        self.turns = self.tokens = self.delivered = 0
         self.failed_last = False
         self.limit: str | None = None
         self.last_error: str | None = None

@@ -83,6 +83,10 @@ class Sample:
     """What the engine told beside the tokens (see `bridle.gateway.extras`)."""
     extra_before: list[JSON] = field(default_factory=list)
     """What the tries before the last one told as wholes."""
+    replayed: str | None = None
+    """The exchange of another session whose reply this is; `None` = it was sampled for this one."""
+    call_ids: tuple[str, ...] = ()
+    """With `replayed`: the ids that its calls had."""
 
 
 @dataclass(slots=True)
@@ -172,7 +176,7 @@ class Sampler:
         self._engine = engine
         self._mode = mode
         self._version = version
-        self._decode = decode
+        self.decode = decode
 
     async def sample(
         self,
@@ -260,7 +264,7 @@ class Sampler:
             before=sofar.output_ids(),
             stop=request.sampling.stop,
             least=least,
-            decode=self._decode,
+            decode=self.decode,
             abort=partial(self._engine.abort, request.request_id),
         )
 

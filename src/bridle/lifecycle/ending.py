@@ -19,6 +19,7 @@ from bridle.types import Cause, SessionStatus
 ENGINE_CODES = frozenset(
     {"overloaded", "rate_limit", "paused", "engine_error", "store_error"}
     | {"engine_cut", "engine_reset", "engine_silent", "engine_500", "engine_garbled"}
+    | {"replay_differs"}
 )
 """Kinds of refusal (`RequestError.code`) that say nothing about the harness or the policy."""
 

@@ -31,6 +31,7 @@ from bridle.errors import ConfigError, HarnessError, RuntimeFailure
 from bridle.evaluators import open_evaluator
 from bridle.evaluators.base import check_evaluator
 from bridle.gateway.registry import SessionFacts, SessionHandle
+from bridle.gateway.replay import Replay
 from bridle.harnesses import open_harness
 from bridle.harnesses.base import Harness
 from bridle.harnesses.bundles import bundles_dir
@@ -64,6 +65,7 @@ class ModelGateway(Protocol):
         metadata: JSON | None = None,
         sampling: SamplingPolicy | None = None,
         limits: Limits | None = None,
+        replay: Replay | None = None,
     ) -> SessionHandle:
         """Open a session; the handle has the only copy of its key."""
 

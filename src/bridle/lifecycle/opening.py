@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridle.capture.sqlite import SqliteReader
+from bridle.config import ForkSpec
 from bridle.errors import BridleError, RuntimeFailure, boundary
+from bridle.gateway.replay import Replay, replay_of
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.lifecycle.artifacts import began_at
 from bridle.lifecycle.ending import Ending, failed
@@ -53,12 +56,15 @@ async def _open(session: Session, stack: AsyncExitStack, bundle: Path | None) ->
     task, gateway = session.task, session.node.gateway
     runtime = owned_runtime(session, stack, bundle)
     stack.push_async_callback(session.seal)
+    if task.fork is not None:
+        session.replay = await asyncio.to_thread(read_replay, task.fork)
     handle = await gateway.open_session(
         session.session_id,
         task_id=task.task_id,
         metadata=_facts_of(session, runtime),
         sampling=task.sampling,
         limits=task.limits,
+        replay=session.replay,
     )
     await start(session, runtime)
     launch = session.plan.harness.launch(
@@ -106,10 +112,18 @@ async def start(session: Session, runtime: Runtime) -> None:
     await prepare(runtime, actions, stage="prepare", base=session.base, log=log)
 
 
+def read_replay(fork: ForkSpec) -> Replay:
+    """Read the replies that a fork begins with. `StoreError` or `ConfigError` if it cannot."""
+    with SqliteReader(fork.capture) as reader:
+        return replay_of(reader.read(fork.session), fork.at)
+
+
 def _facts_of(session: Session, runtime: Runtime) -> JSON:
     """What capture must know to build the same result again."""
     task, harness = session.task, session.plan.harness
+    forked = {} if task.fork is None else {"fork": task.fork.model_dump(mode="json")}
     return {
+        **forked,
         "sample_index": session.sample_index,
         "harness": harness.name,
         "harness_version": harness.version,

@@ -43,7 +43,7 @@ class SessionResult:
     metadata: JSON
     """The task's own metadata; under `evaluation` the evaluator's, under `scores` the rewards that
     were given later, under `left_out` the files that were not kept, with the reason, under `limits`
-    who kept the runtime's limits."""
+    who kept the runtime's limits, under `fork` how much of a captured session was given again."""
     node_id: str | None = None
     """Which node computed it; `None` = the only one there is."""
 
@@ -86,6 +86,7 @@ class SessionResult:
             "error": self.error,
             "reward": self.reward,
             **{name: stats.get(name) for name in numbers},
+            "fork": self.metadata.get("fork"),
             "timing": self.timing,
             "logs": self.logs,
         }
@@ -97,7 +98,7 @@ def result_of(
     """The result of a session from its records; `trajectory` has its outcome already."""
     kept = session.metadata
     ended = outcome.metadata if outcome is not None else {}
-    ours = ("evaluation", "scores", "left_out", "limits")
+    ours = ("evaluation", "scores", "left_out", "limits", "fork")
     more: JSON = {name: ended[name] for name in ours if name in ended}
     return SessionResult(
         session_id=session.session_id,

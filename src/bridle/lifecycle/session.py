@@ -26,6 +26,7 @@ from bridle.capture.records import Outcome
 from bridle.config import Task
 from bridle.errors import BridleError, StoreError
 from bridle.evaluators.base import Evaluation, Evaluator
+from bridle.gateway.replay import Replay
 from bridle.harnesses.base import Harness
 from bridle.lifecycle.artifacts import keep_files
 from bridle.lifecycle.ending import COMPLETED, Ending, Facts, failed, is_scored
@@ -93,6 +94,7 @@ class Session:
         self.facts: Facts | None = None
         """The gateway's, once it is sealed."""
         self.harness_result: ExecResult | None = None
+        self.replay: Replay | None = None
         self.trajectory: Trajectory | None = None
         """As built before evaluation."""
         self.evaluation: Evaluation | None = None
@@ -249,6 +251,8 @@ class Session:
             "signal": None if result is None else result.signal,
             "logs": self._kept_logs(ending),
         }
+        if self.replay is not None:
+            metadata["fork"] = self.replay.facts()
         if self._left_out:
             metadata["left_out"] = writable(self._left_out)
         if self._limits is not None:

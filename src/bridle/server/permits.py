@@ -65,6 +65,7 @@ INSIDE: Final = _names("""
     limits.max_turns limits.max_tokens limits.max_seconds limits.max_calls_in_flight
     budgets.init_s budgets.agent_s budgets.build_s budgets.evaluate_s budgets.teardown_s
     artifacts.keep artifacts.paths artifacts.patch artifacts.max_mb
+    fork.session fork.at
     """) | {f"{place}.{name}" for place in ("sampling", "agent.sampling") for name in SAMPLING}
 """Fields without a rule; `[]` stands for each entry of a list."""
 
@@ -343,6 +344,7 @@ RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
     "evaluator.strategy": _Judge.strategy,
     "evaluator.config": _Judge.config,
     "evaluator.env": _Judge.scorer_env,
+    "fork.capture": _Judge.host_path,
     "task_dir": _Judge.task_path,
 }
 """Fields that name something of the server's machine."""

@@ -90,10 +90,14 @@ def mark(
     return Marks(by_exchange, by_token, trained, by_reason, shown, joins, passed_over)
 
 
+_ELSEWHERE = {"other_model": MaskReason.OTHER_MODEL, "replayed": MaskReason.REPLAYED}
+"""By what `Exchange.extra` names: who sampled a reply that is not this session's sample."""
+
+
 def _of_sampling(exchange: Exchange, train: Collection[Kind]) -> MaskReason:
     """Return the mask reason that the call itself determines."""
-    if exchange.extra.get("other_model"):
-        return MaskReason.OTHER_MODEL
+    if elsewhere := [name for name in _ELSEWHERE if exchange.extra.get(name)]:
+        return _ELSEWHERE[elsewhere[0]]
     if exchange.kind not in train:
         return MaskReason.KIND
     if exchange.finish_reason is _ABORT:

@@ -67,6 +67,8 @@ class MaskReason(IntEnum):
     REJECTED = 14
     """Read by the harness, which asked the same again or went on from another answer; only where
     the task says `rejected = "mask"`."""
+    REPLAYED = 15
+    """Sampled for another session, of which this one is a fork; trains there."""
 
     @property
     def key(self) -> str:

@@ -1,0 +1,91 @@
+"""Forks of real harnesses: how far a session replays, and what a replayed turn costs.
+
+Each packaged harness runs a few shell commands on a script in the default sandbox. Its session is
+then forked at its last call: every reply is given again from capture while its tools run in a fresh
+work folder. A row says how many calls were given again, whether the fork is exact, the seconds of
+both runs (from the harness's start to its end), and what was different.
+
+    python -m benchmarks.forks [NAME...] [--turns 8] [--again 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bridle.capture.sqlite import SqliteReader
+from bridle.cli.batch import Batch, run_batch
+from bridle.cli.check import EDITS, SUBMIT
+from bridle.config import EvaluatorSpec, ForkSpec, Task
+from bridle.harnesses import ANY_PROGRAM, HARNESSES, default_agent
+
+
+def script(name: str, turns: int) -> dict[str, Any]:
+    """Commands whose output is the same in every run, then the end."""
+    steps: list[dict[str, Any]] = [
+        {"content": "", "shell": [f"echo {n} >> log.txt; wc -c < log.txt; seq {n + 3}"]}
+        for n in range(turns)
+    ]
+    ended = [{"content": "Done.", "shell": [SUBMIT]}, {"content": "Done."}]
+    return {"conversations": [{"turns": EDITS[name][1] if name in EDITS else [*steps, *ended]}]}
+
+
+def tried(name: str, turns: int, again: int, scratch: Path) -> dict[str, Any]:
+    """Run a harness once and fork its session `again` times at its last reply."""
+    agent = default_agent(name)
+    settings = EDITS[name][0] if name in EDITS else {}
+    task = Task(
+        task_id=f"fork-{name}",
+        instruction="Do what has to be done.",
+        agent=agent.model_copy(update={"settings": settings}),
+        evaluator=EvaluatorSpec(strategy="session_completed"),
+    )
+    path = scratch / "script.json"
+    path.write_text(json.dumps(script(name, turns)))
+    engine = f"scripted:{path}"
+    run = scratch / "run"
+    (first,) = run_batch(Batch([task], engine, None, run, 1, name))
+    with SqliteReader(run / "capture.sqlite") as reader:
+        replies = sum(
+            one.state == "delivered" for one in reader.read(first["session_id"]).deliveries.values()
+        )
+    spec = ForkSpec(capture=str(run / "capture.sqlite"), session=first["session_id"], at=replies)
+    forked = task.model_copy(update={"fork": spec, "num_samples": again})
+    lines = run_batch(Batch([forked], engine, None, scratch / "forks", 1, f"{name} again"))
+    return {
+        "harness": name,
+        "replies": replies,
+        "given again": [line["fork"]["replayed"] for line in lines],
+        "exact": sum(line["fork"]["exact"] for line in lines),
+        "first s": first["timing"]["run"],
+        "again s": statistics.median(line["timing"]["run"] for line in lines),
+        "error": next((line["error"] for line in lines if line["error"]), ""),
+    }
+
+
+def main() -> None:
+    """Try harnesses one after another and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=sorted(set(HARNESSES) - set(ANY_PROGRAM)))
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--again", type=int, default=3)
+    options = parser.parse_args()
+    print("| harness | replies | given again | exact | first, s | again, s | what differs |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for name in options.names:
+        with tempfile.TemporaryDirectory(prefix="bridle-forks-") as scratch:
+            row = tried(name, options.turns, options.again, Path(scratch))
+        given = ", ".join(map(str, row["given again"]))
+        print(
+            f"| {name} | {row['replies']} | {given} | {row['exact']} of {options.again} "
+            f"| {row['first s']:.2f} | {row['again s']:.2f} | {row['error']} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`bridle fork`: more samples of a captured session from one of its turns on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bridle.cli.gateway import ConfigOption, EnginesOption, TokenizerOption
+from bridle.cli.output import console, print_json
+from bridle.cli.paths import check_folder
+from bridle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bridle.cli.config import FileConfig
+    from bridle.config import Task
+
+
+def fork(  # noqa: PLR0913 - one parameter per flag
+    session: Annotated[str, typer.Argument(help="Session id, or its beginning.")],
+    at: Annotated[
+        int, typer.Option(min=1, help="How many captured replies are given again, without a model.")
+    ],
+    run: Annotated[
+        Path, typer.Option(help="Run folder, or the folder of runs, that has it.")
+    ] = Path("runs"),
+    samples: Annotated[int, typer.Option(min=1, help="Sessions that begin like it.")] = 1,
+    engine: EnginesOption = None,
+    config: ConfigOption = None,
+    tokenizer: TokenizerOption = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Sample a captured session again from one of its turns on.
+
+    The task's harness starts anew in a fresh runtime. Its first --at calls get the captured
+    replies, as long as each prompt is, id for id, the captured one; then the model samples. Without
+    --engine the run's own engine is used. Ends with code 0 if every fork was exact, else 1.
+    """
+    from bridle.api import new_run_folder
+    from bridle.cli.batch import Batch, run_batch
+    from bridle.cli.captured import find_session
+    from bridle.config import ForkSpec
+    from bridle.gateway.replay import replay_of
+
+    path, capture = find_session(session, run)
+    replay_of(capture, at)
+    task = _task_of(path.parent, capture.session.task_id)
+    spec = ForkSpec(capture=str(path.resolve()), session=capture.session.session_id, at=at)
+    forked = task.model_copy(update={"num_samples": samples, "fork": spec})
+    folder = check_folder(out or new_run_folder(Path("runs")), "--out")
+    setup = _setup(path.parent, config, engine, tokenizer)
+    lines = run_batch(Batch([forked], setup, None, folder, concurrency))
+    exact = sum(bool(line["fork"] and line["fork"]["exact"]) for line in lines)
+    if json:
+        print_json({"folder": str(folder), "exact": exact, "sessions": lines})
+    else:
+        from bridle.cli.run import report
+
+        report(lines, folder, json=False)
+        console.print(f"{exact} of {len(lines)} sessions forked exactly at call {at}")
+    raise typer.Exit(0 if exact == len(lines) else 1)
+
+
+def _task_of(base: Path, task_id: str | None) -> Task:
+    """The session's task. `ConfigError` if its run does not hold it."""
+    from bridle.cli.captured import tasks_of
+
+    tasks = tasks_of(base)
+    if task_id not in tasks:
+        raise ConfigError(
+            f"{base} does not hold the task {task_id!r}: only sessions of bridle run can be forked"
+        )
+    return tasks[task_id]
+
+
+def _setup(
+    base: Path, config: Path | None, engines: list[str] | None, tokenizer: str | None
+) -> FileConfig:
+    """Return the config that was given; without an engine, that of the run."""
+    from bridle.cli.captured import config_of
+    from bridle.cli.config import load_config
+
+    facts = config_of(base)
+    gateway = {name: facts.get(name) for name in ("stream", "prompt")}
+    if config is None and not engines:
+        engines = facts.get("engines")
+        tokenizer = tokenizer or facts.get("tokenizer")
+    return load_config(config, engines=engines or (), tokenizer=tokenizer, gateway=gateway)

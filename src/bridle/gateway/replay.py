@@ -1,0 +1,173 @@
+"""Captured replies that are given again: the beginning of a fork.
+
+A fork of a session starts its harness anew. A call whose prompt is, id for id, one of the captured
+prompts gets the captured reply without the engine. When all replies before the fork point have been
+given, the engine samples under exactly the prompt that was captured there. A prompt that differs is
+refused with its first different token: nothing is pretended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from bridle.capture.records import no_ids, no_logprobs
+from bridle.engines.base import GenerateChunk
+from bridle.errors import ConfigError, RequestError
+from bridle.gateway.sampling import Sample
+from bridle.trajectory.graph import Node, first_difference, grow, ids
+from bridle.trajectory.transcript import Transcript
+from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
+
+if TYPE_CHECKING:
+    from bridle.capture.records import Exchange, SessionCapture
+    from bridle.prompting.prompt import PromptIds
+    from bridle.types import Ids
+
+DIFFERS: Final = "replay_differs"
+"""Kind of the refusal of a prompt that is not the captured one."""
+
+CONVERSATIONS: Final = frozenset({Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION})
+"""Kinds of call that a harness must repeat; others (titles, probes) may come at any time."""
+
+BEFORE, AFTER = 24, 8
+"""Ids around the first difference that an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One call of the session that is forked."""
+
+    node: Node
+    call_ids: tuple[str, ...]
+    """Ids of the calls in its reply, which the harness sends back."""
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.node.exchange
+
+    def sample(self, decode: Callable[[Ids], str]) -> Sample:
+        """The reply as if it had been sampled now."""
+        exchange = self.exchange
+        stops = exchange.sampling.stop
+        text = decode(exchange.output_ids) if stops else ""
+        last = GenerateChunk(
+            no_ids(),
+            no_logprobs(),
+            exchange.finish_reason,
+            stop_text=next((stop for stop in stops if stop in text), None),
+            cached_tokens=exchange.extra.get("cached_tokens", 0),
+        )
+        return Sample(
+            output_ids=exchange.output_ids,
+            logprobs=exchange.logprobs,
+            finish=exchange.finish_reason,
+            versions=exchange.versions,
+            last=last,
+            engine_prompt=None,
+            break_position=None,
+            resumed=0,
+            extra=exchange.extra.get("engine", {}),
+            replayed=exchange.exchange_id,
+            call_ids=self.call_ids,
+        )
+
+
+class Replay:
+    """The captured beginning of one session; lives as long as the session that repeats it."""
+
+    def __init__(self, replies: Sequence[Captured], following: Sequence[Captured]) -> None:
+        """`replies` are given again; `following` came after them, in order of commit."""
+        self._left = list(replies)
+        self._following = tuple(following)
+        self._given = 0
+        self._forked = False
+        """Whether a call came at the fork point."""
+
+    def take(self, prompt: PromptIds, kind: Kind, decode: Callable[[Ids], str]) -> Sample | None:
+        """Return the captured reply to `prompt`; `None` = the engine is to sample.
+
+        `RequestError` for a prompt that was not captured, at the fork point or before.
+        """
+        for place, one in enumerate(self._left):
+            if one.exchange.prompt_digest == prompt.digest:
+                del self._left[place]
+                self._given += 1
+                return one.sample(decode)
+        if self._forked or kind not in CONVERSATIONS:
+            return None
+        expected = [one for one in self._left if one.exchange.kind in CONVERSATIONS]
+        if not expected:
+            known = {one.exchange.prompt_digest for one in self._following}
+            self._forked = not known or prompt.digest in known
+            expected = list(self._following)
+        if not self._forked:
+            raise _differs(prompt, expected[0].node, self._given, decode)
+        return None
+
+    def facts(self) -> JSON:
+        """Replies given again, those that were not asked for, and whether the fork is exact."""
+        left = sum(one.exchange.kind in CONVERSATIONS for one in self._left)
+        met = self._forked or not self._following
+        return {"replayed": self._given, "left": left, "exact": met and not left}
+
+
+def replay_of(capture: SessionCapture, at: int) -> Replay:
+    """Make the replay of a captured session's first `at` delivered replies of the policy.
+
+    `ConfigError` if it has fewer, or if its calls cannot be given again.
+    """
+    session_id = capture.session.session_id
+    graph = grow(session_id, capture.exchanges)
+    transcript = Transcript(capture.exchanges, capture.bodies)
+    nodes = sorted(graph.nodes.values(), key=lambda node: node.exchange.index)
+    of_policy = [node for node in nodes if not node.exchange.extra.get("other_model")]
+    shown = [node for node in of_policy if _was_received(capture, node.exchange)]
+    if at > len(shown):
+        raise ConfigError(f"fork: session {session_id} has {len(shown)} replies; at = {at}")
+    for node in shown:
+        _check(node, session_id)
+    captured = [Captured(node, _call_ids(transcript, node.exchange)) for node in shown]
+    return Replay(
+        captured[:at],
+        [one for one in captured[at:] if one.exchange.kind in CONVERSATIONS],
+    )
+
+
+def _was_received(capture: SessionCapture, exchange: Exchange) -> bool:
+    delivery = capture.deliveries.get(exchange.exchange_id)
+    return delivery is not None and delivery.state is DeliveryState.DELIVERED
+
+
+def _check(node: Node, session_id: str) -> None:
+    exchange = node.exchange
+    reason = None
+    if not node.sound or exchange.extra.get("break"):
+        reason = "its prompt is not known exactly"
+    elif exchange.finish_reason is FinishReason.ABORT:
+        reason = "its reply broke off"
+    elif exchange.logprob_mode is LogprobMode.NONE:
+        reason = "it was captured without logprobs"
+    if reason is not None:
+        message = f"fork: call {exchange.index} of session {session_id}: {reason}"
+        raise ConfigError(message)
+
+
+def _call_ids(transcript: Transcript, exchange: Exchange) -> tuple[str, ...]:
+    messages = transcript.reply(exchange)
+    return tuple(call.id or "" for message in messages for call in message.tool_calls)
+
+
+def _differs(
+    prompt: PromptIds, node: Node, given: int, decode: Callable[[Ids], str]
+) -> RequestError:
+    old, new = ids(node, node.prompt_length), prompt.array()
+    at = first_difference(old, new)
+    around = slice(max(0, at - BEFORE), at + AFTER)
+    return RequestError(
+        f"the fork's call {given + 1} is not the captured call {node.exchange.index}: its prompt "
+        f"differs from token {at} of {len(old)} on: captured {decode(old[around])!r}, "
+        f"now {decode(new[around])!r}",
+        code=DIFFERS,
+    )

@@ -1,0 +1,161 @@
+"""Forks: a session that is answered with the captured replies of another one first."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.house import SHELL_TOOL, house, tool_result, user
+from tests.gateway.sdk_agents import CLIENTS, reading
+
+from bridle.engines.script import make_script
+from bridle.engines.scripted import ScriptedEngine
+from bridle.errors import ConfigError
+from bridle.gateway.replay import replay_of
+from bridle.trajectory import rebuild
+from bridle.types import VersionSpan
+
+TURNS = 6
+NONSENSE = {"content": "nothing that was captured"}
+
+
+async def captured(home, caller):
+    """End a session and read its capture."""
+    await home.gateway.seal(caller.session_id)
+    return home.store.read(caller.session_id)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("stream", ["whole", "live"])
+async def test_every_sdk_reads_captured_replies_as_it_read_them_when_they_were_sampled(
+    client, stream
+):
+    engine = ScriptedEngine(make_script(reading(TURNS), "book"))
+    async with house(engine=engine, stream=stream) as home:
+        first = await home.session()
+        await client(first.handle, TURNS)
+        original = await captured(home, first)
+    async with house(NONSENSE, stream=stream) as home:
+        replay = replay_of(original, TURNS - 1)
+        fork = await home.session(replay=replay)
+        await client(fork.handle, TURNS)
+        again = await captured(home, fork)
+    assert replay.facts() == {"replayed": TURNS - 1, "left": 0, "exact": True}
+    for old, new in zip(original.exchanges, again.exchanges, strict=True):
+        assert (new.prompt_digest, new.kept) == (old.prompt_digest, old.kept)
+    for old, new in list(zip(original.exchanges, again.exchanges, strict=True))[:-1]:
+        assert np.array_equal(new.output_ids, old.output_ids)
+        assert np.array_equal(new.logprobs, old.logprobs)
+        assert new.extra["replayed"] == old.exchange_id
+    assert "replayed" not in again.exchanges[-1].extra
+    trained = rebuild(again).metadata["stats"]
+    assert trained["tokens_trained"] == len(again.exchanges[-1].output_ids)
+
+
+async def played(home, caller, calls=2):
+    """An agent that makes some calls, each with a command."""
+    messages = [user("go")]
+    for number in range(calls):
+        message = await caller.ask(messages, tools=[SHELL_TOOL])
+        messages.append(message)
+        messages += [tool_result(one, f"done {number}") for one in message.get("tool_calls", ())]
+        messages.append(user(f"more {number}"))
+    return messages
+
+
+RUNS = {"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}], "content": "I look."}
+
+
+async def test_a_harness_gets_the_ids_of_captured_calls_and_no_version_of_the_past():
+    async with house(RUNS) as home:
+        first = await home.session()
+        said = await played(home, first)
+        original = await captured(home, first)
+    old = [
+        replace(exchange, versions=(VersionSpan(7, 0, len(exchange.output_ids)),))
+        for exchange in original.exchanges
+    ]
+    async with house(NONSENSE) as home:
+        fork = await home.session(replay=replay_of(replace(original, exchanges=old), 2))
+        assert await played(home, fork) == said
+        assert [exchange.versions[0].version for exchange in fork.exchanges] == [7, 7]
+        assert home.gateway.policy()["version"] == 0
+        assert "bridle_sampled_tokens_total 0.0" in home.gateway.metrics()
+
+
+async def test_samples_of_one_prompt_are_given_again_one_each():
+    async with house(RUNS) as home:
+        first = await home.session()
+        for _ in range(3):
+            await first.ask([user("vote")])
+        original = await captured(home, first)
+    async with house(NONSENSE) as home:
+        fork = await home.session(replay=replay_of(original, 3))
+        async with asyncio.TaskGroup() as group:
+            for seed in range(3):
+                group.create_task(fork.ask([user("vote")], seed=seed))
+        again = await captured(home, fork)
+    given_again = {exchange.extra["replayed"] for exchange in again.exchanges}
+    assert given_again == {exchange.exchange_id for exchange in original.exchanges}
+
+
+async def test_a_reply_that_a_stop_string_ended_ends_there_again():
+    async with house({"content": "one two three"}) as home:
+        first = await home.session()
+        said = await first.ask([user("count")], stop=[" two"])
+        original = await captured(home, first)
+    async with house(NONSENSE) as home:
+        fork = await home.session(replay=replay_of(original, 1))
+        assert await fork.ask([user("count")], stop=[" two"]) == said
+    assert said["content"] == "one"
+
+
+@given(place=st.integers(0, 2), after=st.booleans())
+async def test_a_prompt_that_was_not_captured_is_refused_before_the_fork_and_free_after_it(
+    place, after
+):
+    async with house(RUNS) as home:
+        first = await home.session()
+        await played(home, first, calls=3)
+        original = await captured(home, first)
+    async with house(NONSENSE) as home:
+        replay = replay_of(original, 2)
+        fork = await home.session(replay=replay)
+        messages = await played(home, fork, calls=3 if after else place)
+        body = {"model": "m", "messages": [*messages[:-1], user("another")], "tools": [SHELL_TOOL]}
+        if not messages[:-1]:
+            body["messages"] = [user("another")]
+        status, reply = await fork.post(body)
+        assert status == (200 if after else 400), reply
+        assert replay.facts()["exact"] is after
+        if not after:
+            assert "differs from token" in reply["error"]["message"]
+            assert "another" in reply["error"]["message"]
+
+
+async def test_calls_beside_the_conversation_are_sampled_where_they_were_not_captured():
+    rules = [{"name": "title", "kind": "side", "system_contains": "Write a title"}]
+    side = [{"role": "system", "content": "Write a title"}, user("go")]
+    async with house(RUNS) as home:
+        first = await home.session()
+        await played(home, first)
+        original = await captured(home, first)
+    async with house(NONSENSE) as home:
+        fork = await home.session(replay=replay_of(original, 2), metadata={"kind_rules": rules})
+        first_message = await fork.ask([user("go")], tools=[SHELL_TOOL])
+        title = await fork.ask(side)
+        assert title["content"] == NONSENSE["content"]
+        assert first_message["content"] == RUNS["content"]
+
+
+async def test_a_reply_that_nobody_received_is_no_part_of_a_fork():
+    async with house(RUNS) as home:
+        first = await home.session()
+        await played(home, first)
+        original = await captured(home, first)
+    (last, *_) = original.deliveries
+    del original.deliveries[last]
+    with pytest.raises(ConfigError, match="has 1 replies; at = 2"):
+        replay_of(original, 2)
