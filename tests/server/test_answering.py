@@ -1,4 +1,4 @@
-"""What every route does with a request, before it is the route's own."""
+"""Steps that every route shares: tokens, limits, bodies and errors."""
 
 import pytest
 from tests.server.house import an_app, body

@@ -141,7 +141,7 @@ def surroundings(backend: str, environment: Environment | None) -> JSON:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where strangers' code runs, and where the environments for it are kept."""
+    """The sandbox of other people's code, and the folder of the environments made for it."""
 
     backend: str
 

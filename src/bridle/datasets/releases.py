@@ -89,7 +89,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a release changed, by kind of file."""
+    """The changes of a release, by kind of file."""
 
     source: str
     """The reference patch."""
@@ -179,7 +179,7 @@ class Maker:
     async def _environment(
         self, release: Path, wheels: tuple[Wheel, Wheel], root: str
     ) -> Environment:
-        """What the release and its tests need, and the base's metadata in place of the package."""
+        """Install what the release and its tests need, and the base's metadata for the package."""
         base, newer = wheels
         info = f"{canonicalize_name(base.name).replace('-', '_')}-{base.version}.dist-info"
         files = {
@@ -373,7 +373,7 @@ def change_notes(base: Path, release: Path) -> str:
 
 
 def is_test(path: PurePosixPath | Path) -> bool:
-    """Whether a path belongs to the tests."""
+    """Return whether a path belongs to the tests."""
     inside = {"test", "tests"} & set(path.parts[:-1])
     return bool(inside) or path.name.startswith("test_") or path.name.endswith("_test.py")
 
@@ -425,7 +425,7 @@ def without_versions(lines: Iterable[str], versions: Sequence[Version]) -> set[s
 
 
 def test_requirements(tree: Path, wheel: Wheel) -> list[str]:
-    """What a package and its tests need: extras, dependency groups or requirement files."""
+    """Return what a package and its tests need: extras, dependency groups or files."""
     listed = read_pyproject(tree).get("dependency-groups")
     groups = listed if isinstance(listed, dict) else {}
     needed = dict.fromkeys(["pytest", *wheel.needs()])
@@ -486,7 +486,7 @@ def applying(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Which tests decide."""
+    """Tests of a task by what they show."""
 
     fail: tuple[str, ...]
     """They pass only with the reference patch."""
@@ -535,8 +535,8 @@ test_command.__test__ = False  # type: ignore[attr-defined]
 
 
 def statement(hint: Hint, wheels: tuple[Wheel, Wheel], fail: Sequence[str], notes: str) -> str:
-    """What the agent is told: at `none` the versions, at `tests` also which tests fail, at `notes`
-    also the change notes.
+    """Write the task's statement: at `none` the versions, at `tests` also the failing tests, at
+    `notes` also the change notes.
     """
     base, release = wheels
     told = (
