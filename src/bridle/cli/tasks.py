@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tempfile
 from collections import Counter
@@ -65,6 +64,8 @@ def from_releases(
 
 def _make(maker: Maker, wanted: str, most: int) -> list[JSON]:
     """Make and verify the tasks of one package, newest releases first."""
+    import asyncio
+
     from bridle.datasets.environments import Refused
     from bridle.datasets.releases import pairs
 
