@@ -3,7 +3,7 @@
 Engine, client and gateway share one loop; what the benchmark itself calls is not counted, nor what
 the store's thread does. A call is one of a Python function or of a builtin.
 
-    python -m benchmarks.gateway_counts [--tools 30] [--context 2000] [--names]
+    python -m benchmarks.gateway_counts [--tools 30] [--context 2000] [--paced] [--names 60]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNTED = 5
 
 
 async def count_calls(
-    way: Way, folder: str, *, context: int = 2_000, tools: int = 0
+    way: Way, folder: str, *, context: int = 2_000, tools: int = 0, paced: bool = False
 ) -> tuple[int, Counter[str]]:
     """Count the calls of one turn (the median), and of all `COUNTED` turns by name."""
     found: Counter[str] = Counter()
@@ -45,7 +45,7 @@ async def count_calls(
             found[f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"] += 1
 
     async with (
-        parts.instant_engine() as engine,
+        parts.instant_engine(paced=paced) as engine,
         parts.gateway(engine, folder, stream="live" if way.reply == "live" else "whole") as served,
         Player(way, context, tools, served.url, str(served.control_token)) as player,
     ):
@@ -65,13 +65,16 @@ async def count_calls(
     return round(statistics.median(totals)), found
 
 
-def calls_a_turn(way: Way, *, context: int = 2_000, tools: int = 0) -> tuple[int, Counter[str]]:
+def calls_a_turn(
+    way: Way, *, context: int = 2_000, tools: int = 0, paced: bool = False
+) -> tuple[int, Counter[str]]:
     """Count the calls of one linear turn (the median of several), and of all these turns by name.
 
+    With `paced`, each sampled token of a stream is read from the engine by itself.
     The end of one turn may run in the next one, so a mean would miss some or have some too many.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return uvloop.run(count_calls(way, folder, context=context, tools=tools))
+        return uvloop.run(count_calls(way, folder, context=context, tools=tools, paced=paced))
 
 
 def main() -> None:
@@ -81,12 +84,15 @@ def main() -> None:
     parser.add_argument("--replies", nargs="+", default=["json", "whole", "live"])
     parser.add_argument("--context", type=int, default=2_000)
     parser.add_argument("--tools", type=int, default=30)
+    parser.add_argument("--paced", action="store_true", help="read each sampled token by itself")
     parser.add_argument("--names", type=int, default=0, help="show so many of what was called")
     options = parser.parse_args()
     for name in options.ways:
         for reply in options.replies:
             way = Way(name, reply)
-            calls, found = calls_a_turn(way, context=options.context, tools=options.tools)
+            calls, found = calls_a_turn(
+                way, context=options.context, tools=options.tools, paced=options.paced
+            )
             print(f"{way}: {calls} calls a turn")
             for called, count in found.most_common(options.names):
                 print(f"  {count / COUNTED:6.1f}  {called}")

@@ -88,6 +88,17 @@ def in_chunks(stream: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in found) + CHUNKS_END[2:]
 
 
+def one_by_one(transport: asyncio.Transport, chunks: bytes) -> None:
+    """Write a chunked body, each chunk in a round of the event loop of its own."""
+    if transport.is_closing():
+        return  # a client may go at `[DONE]`
+    size = chunks.index(b"\r\n")
+    end = size + 4 + int(chunks[:size], 16)
+    transport.write(chunks[:end])
+    if end < len(chunks):
+        asyncio.get_running_loop().call_soon(one_by_one, transport, chunks[end:])
+
+
 def out_of_chunks(body: bytes) -> bytes:
     """A chunked body without its frames."""
     pieces, at = [], 0
@@ -173,10 +184,14 @@ Replies = dict[tuple[bytes, bool], tuple[bytes, bytes]]
 
 
 class Canned(Framed):
-    """A connection to the instant engine: calls get a canned reply, all else is asked elsewhere."""
+    """A connection to the instant engine: calls get a canned reply, all else is asked elsewhere.
 
-    def __init__(self, replies: Replies, ask: Callable[..., None]) -> None:
+    `paced` streams bring one event at a time.
+    """
+
+    def __init__(self, replies: Replies, ask: Callable[..., None], *, paced: bool) -> None:
         super().__init__()
+        self._paced = paced
         self._replies = replies
         self._ask = ask
 
@@ -194,7 +209,12 @@ class Canned(Framed):
         if streams:
             first, _, rest = after.partition(b"\r\n")  # of the event that holds the ids
             event = before + ids + first
-            self.transport.write(STREAM_HEAD + b"%x\r\n" % len(event) + event + b"\r\n" + rest)
+            chunks = b"%x\r\n" % len(event) + event + b"\r\n" + rest
+            if self._paced:
+                self.transport.write(STREAM_HEAD)
+                one_by_one(self.transport, chunks)
+            else:
+                self.transport.write(STREAM_HEAD + chunks)
         else:
             answer(self.transport, 200, before + ids + after)
 
@@ -330,10 +350,10 @@ async def canned_replies(server: str, client: aiohttp.ClientSession) -> Replies:
 
 
 @asynccontextmanager
-async def instant_engine() -> AsyncIterator[str]:
+async def instant_engine(*, paced: bool = False) -> AsyncIterator[str]:
     """The instant engine: `EngineServer`, and before it a front that repeats the server's replies.
 
-    Gives the front's URL.
+    Gives the front's URL. With `paced`, each event of a stream is a read of its own.
     """
     async with (
         EngineServer(InstantEngine(), tokenizer="builtin") as server,
@@ -354,7 +374,7 @@ async def instant_engine() -> AsyncIterator[str]:
             nursery.start(pass_on(*parts), name="pass on")
 
         loop = asyncio.get_running_loop()
-        front = await loop.create_server(lambda: Canned(replies, ask), "127.0.0.1", 0)
+        front = await loop.create_server(lambda: Canned(replies, ask, paced=paced), "127.0.0.1", 0)
         yield f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
         front.close()
 

@@ -317,8 +317,9 @@ class EventDecoder:
         self._pieces.append(piece)
         if b"\n" not in piece:  # a line may be long: its pieces are joined once
             return []
-        *whole, rest = b"".join(self._pieces).split(b"\n")
-        self._pieces = [rest]
+        joined = piece if len(self._pieces) == 1 else b"".join(self._pieces)
+        *whole, rest = joined.split(b"\n")
+        self._pieces = [rest] if rest else []
         found, lines = list[bytes](), self._lines
         for line in whole:
             text = line[:-1] if line[-1:] == b"\r" else line

@@ -7,7 +7,7 @@ last ids are the end of the text, and a whole parse happens once, in C, if an en
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -16,8 +16,9 @@ import orjson
 if TYPE_CHECKING:
     from bridle.types import Ids
 
-_LIST = msgspec.json.Decoder(list[int])
 _LARGEST = 2**31 - 1
+_LIST = msgspec.json.Decoder(list[int])
+_IDS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]])
 
 SHORT_BYTES = 2048
 """Text up to which decoding beats numpy's parser and the checks around it."""
@@ -108,13 +109,18 @@ def parse_ids(text: bytes) -> Ids:
 
 def _parse_strictly(text: bytes) -> Ids:
     try:
+        return np.array(_IDS.decode(text), dtype=np.int32)
+    except msgspec.MsgspecError:
+        raise IdsError(_why_no_ids(text)) from None
+
+
+def _why_no_ids(text: bytes) -> str:
+    try:
         values = _LIST.decode(text)
     except msgspec.MsgspecError as error:
-        raise IdsError(f"not a JSON array of token ids: {error}") from None
-    if values and not 0 <= min(values) <= max(values) <= _LARGEST:
-        wrong = next(i for i, value in enumerate(values) if not 0 <= value <= _LARGEST)
-        raise IdsError(f"[{wrong}]: {values[wrong]} is no token id")
-    return np.array(values, dtype=np.int32)
+        return f"not a JSON array of token ids: {error}"
+    wrong = next(i for i, value in enumerate(values) if not 0 <= value <= _LARGEST)
+    return f"[{wrong}]: {values[wrong]} is no token id"
 
 
 class TextIds:

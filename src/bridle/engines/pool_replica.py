@@ -280,8 +280,9 @@ class RoutedCall:
         """Add `count` tokens of `version` to the spans."""
         start, self.given = self.given, self.given + count
         if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version, start, self.given))
+            self.spans[-1] = VersionSpan(version, self.spans[-1].start, self.given)
+        else:
+            self.spans.append(VersionSpan(version, start, self.given))
 
     def cut(self) -> GenerateChunk:
         """The last chunk of a call whose replica was lost, or that its caller ended."""

@@ -278,8 +278,9 @@ def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
         cached_tokens=cached,
         extra=_extra(choice),
     )
+    spans = _spans(choice.weight_versions, unnamed) if choice.weight_versions else None
     message = choice.message or choice.delta
-    return Read(chunk, cached, _spans(choice, unnamed), paired, message, choice.text, told)
+    return Read(chunk, cached, spans, paired, message, choice.text, told)
 
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -357,12 +358,10 @@ def _finish(reason: str) -> FinishReason:
     return wire.FINISH[reason]
 
 
-def _spans(choice: wire.Choice, unnamed: int) -> tuple[VersionSpan, ...] | None:
-    if not choice.weight_versions:
-        return None
+def _spans(told: list[wire.Span], unnamed: int) -> tuple[VersionSpan, ...]:
     return tuple(
         VersionSpan(as_version(span.version, unnamed=unnamed), span.start, span.end)
-        for span in choice.weight_versions
+        for span in told
     )
 
 

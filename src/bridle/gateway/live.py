@@ -119,13 +119,16 @@ class LiveReply:
 
     def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
         """The events of what lies behind `mark`, and where that ends."""
-        end = replace(self._end, calls=mark.calls) if encoder.calls_at_end else self._end
+        end = self._end
+        if encoder.calls_at_end:
+            end = Mark(end.reasoning, end.text, mark.calls)
         if mark == end:
             return b"", mark
-        pieces = [
-            encoder.reasoning(_from(self._reasoning, mark.reasoning)),
-            encoder.text(_from(self._text, mark.text)),
-        ]
+        pieces: list[bytes] = []
+        if end.reasoning > mark.reasoning:
+            pieces.append(encoder.reasoning(_from(self._reasoning, mark.reasoning)))
+        if end.text > mark.text:
+            pieces.append(encoder.text(_from(self._text, mark.text)))
         for index, call in enumerate(self._calls[mark.calls : end.calls], mark.calls):
             pieces.append(encoder.tool_call(index, call.id or "", call.name, call.arguments))
         return b"".join(pieces), end

@@ -119,7 +119,7 @@ class Relay:
         clock, silence = asyncio.get_running_loop().time, self._settings.keepalive_s
         opening, mark, silent_until = encoder.open(), Mark(), clock()
         while not call.done.is_set():
-            live, news, pieces = call.live, _news(call), b""
+            live, pieces = call.live, b""
             if live is not None:
                 pieces, mark = live.after(mark, encoder)
             if pieces and live is not None:
@@ -128,7 +128,7 @@ class Relay:
             elif clock() >= silent_until:
                 await writer.write(opening or encoder.keepalive())
             else:
-                await _within(news, silent_until - clock())
+                await _within(_news(call), silent_until - clock())
                 continue
             opening, silent_until = b"", clock() + silence
         return opening
