@@ -34,6 +34,20 @@ def test_a_typing_mistake_is_named_instead_of_ignored():
     assert "runtme" in str(mistake(runtme={}))
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"intsruction": "x"}, "instruction"),
+        ({"budgets": {"agents_s": 3}}, "agent_s"),
+        ({"runtime": {"prepare": [{"type": "exec", "comand": "true"}]}}, "command"),
+    ],
+)
+def test_a_typing_mistake_says_what_may_have_been_meant(given, meant):
+    with pytest.raises(ValidationError) as caught:
+        Task.model_validate({"task_id": "t", "instruction": "do", **given})
+    assert f"did you mean {meant!r}?" in str(explain(caught.value, "tasks.toml:3"))
+
+
 def test_long_values_are_shortened_and_further_mistakes_counted():
     text = str(mistake(task_id="!" * 300, num_samples=-1))
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -351,7 +353,28 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     more = f" (+{error.error_count() - 1} more)" if error.error_count() > 1 else ""
     given = repr(first["input"])
     given = given if len(given) <= 80 else given[:77] + "..."
-    return ConfigError(f"{where}: {path}: {first['msg']}; given: {given}{more}")
+    meant = _meant(error.title, first["loc"]) if first["type"] == "extra_forbidden" else ""
+    return ConfigError(f"{where}: {path}: {first['msg']}{meant}; given: {given}{more}")
+
+
+def _meant(title: str, loc: Sequence[int | str]) -> str:
+    """A question after the field at `loc` that is nearest to the unknown one there, or nothing."""
+    models: list[type[BaseModel]] = [Settings]
+    for one in models:
+        models += one.__subclasses__()
+    model = next((one for one in models if one.__name__ == title), None)
+    for part in loc[:-1]:
+        if model is not None and part in model.model_fields:
+            model = _model_of(model.model_fields[str(part)].annotation)
+    close = get_close_matches(str(loc[-1]), model.model_fields if model else (), 1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _model_of(annotation: object) -> type[BaseModel] | None:
+    """The model in a field's type, such as a tuple of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_of, get_args(annotation))), None)
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_overrides_lie_over_a_task_and_defaults_under_it(tmp_path):
             "t.toml",
             """[[tasks]]\ntask_id = "a"\ninstruction = "x"\n\n[[tasks]]\ntask_id = "b"
             instruction = "x"\n[tasks.agent]\nharnes = "pi"\n""",
-            r"t\.toml:9: agent\.harnes: Extra inputs are not permitted; given: 'pi'",
+            r"t\.toml:9: agent\.harnes: .* did you mean 'harness'\?; given: 'pi'",
         ),
         ("t.toml", 'tasks = [{task_id = "a"}]\n', r"t\.toml:1: instruction: Field required"),
         (
