@@ -133,6 +133,18 @@ async def messages(on: Attacked) -> list[int]:
     return found
 
 
+async def values(on: Attacked) -> list[int]:
+    """Two million fields, a million parts of one message, and as many fields as are taken."""
+    go = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+    parts = [{"role": "user", "content": [{"type": "text", "text": ""}] * 1_000_000}]
+    bodies = [
+        {**go, **{f"field{number}": 0 for number in range(2_000_000)}},
+        {"model": "m", "messages": parts},
+        {**go, **{f"field{number}": 0 for number in range(240_000)}},
+    ]
+    return [await on.post(on.attacker, json.dumps(body).encode()) for body in bodies]
+
+
 async def half_requests(on: Attacked) -> list[int]:
     """900 half requests, held for five seconds."""
     host, _, port = on.url.removeprefix("http://").partition(":")
@@ -148,7 +160,15 @@ async def half_requests(on: Attacked) -> list[int]:
     return [len(held)]
 
 
-ATTACKS: tuple[Attack, ...] = (bomb, one_letter, largest, within_bounds, messages, half_requests)
+ATTACKS: tuple[Attack, ...] = (
+    bomb,
+    one_letter,
+    largest,
+    within_bounds,
+    messages,
+    values,
+    half_requests,
+)
 
 
 @asynccontextmanager

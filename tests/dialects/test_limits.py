@@ -5,7 +5,14 @@ import pytest
 from tests.dialects.exchange import POSTED
 
 from bridle.dialects import DIALECTS, recognise
-from bridle.dialects.limits import MOST_ITEMS, MOST_NESTED, check_json, field_too_deep
+from bridle.dialects.limits import (
+    MOST_ITEMS,
+    MOST_NESTED,
+    MOST_VALUES,
+    check_json,
+    check_values,
+    field_too_deep,
+)
 from bridle.dialects.reading import decode, encode, split_array, split_body
 from bridle.errors import RequestError
 from bridle.types import Dialect
@@ -31,6 +38,14 @@ def test_messages_are_limited_in_number():
     with pytest.raises(RequestError, match=f"maximum length {MOST_ITEMS}") as refused:
         split_body(beyond, "input")
     assert refused.value.param == "input"
+
+
+def test_values_are_limited_in_number_and_commas_in_text_are_none():
+    check_values(encode({"text": ",\\\",'" * MOST_VALUES, "stop": [0] * (MOST_VALUES - 3)}))
+    for body in ([0] * (MOST_VALUES + 1), {str(n): n for n in range(MOST_VALUES + 1)}):
+        with pytest.raises(RequestError, match=f"more than {MOST_VALUES} JSON values") as refused:
+            check_values(encode(body))
+        assert (refused.value.status, refused.value.code) == (413, "request_too_large")
 
 
 def test_a_list_that_is_read_by_itself_is_limited_too():

@@ -235,6 +235,28 @@ async def test_counting_tokens_fills_no_memory():
         assert len(caller._session.messages) < 5
 
 
+MANY: dict[str, dict[str, Any]] = {
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]},
+    "calls": {
+        "messages": [user("go"), {"role": "assistant", "tool_calls": [{"id": "c"}] * 300_000}]
+    },
+    "tools": {"messages": [user("go")], "tools": [{"type": "function", "function": {}}] * 200_000},
+    "stop": {"messages": [user("go")], "stop": ["a"] * 300_000},
+    "fields": {"messages": [user("go")], **{f"field{number}": 0 for number in range(300_000)}},
+}
+
+
+@pytest.mark.parametrize("name", list(MANY))
+async def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(name):
+    async with house({"content": "a"}) as home:
+        caller = await home.session()
+        raw = io.BytesIO(orjson.dumps({"model": "m", **MANY[name]}))
+        async with home.client.post(caller.url, data=raw, headers=caller.headers) as response:
+            refused = await response.json()
+        assert (response.status, refused["error"]["code"]) == (413, "request_too_large")
+        assert memos(home, caller.session_id) == (0, 0)
+
+
 REFUSED_BODIES = {
     "too long by its characters": (400, request_of("a" * 600_000), {}),
     "too long by its tokens": (400, request_of("some words in a row, " * 28_000), {}),

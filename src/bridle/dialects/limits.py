@@ -15,11 +15,14 @@ MOST_NESTED: Final = 128
 MOST_ITEMS: Final = 10_000
 """Messages of one request: each costs tens of microseconds before its first token is counted."""
 
+MOST_VALUES: Final = 250_000
+"""Members and items of all objects and arrays of one request: each costs some hundred bytes."""
 
 MOST_SCANNED: Final = 1 << 20
 """Bytes of the largest body in which the field that is wrong is looked for: it costs 0.2 s."""
 
 _TOKEN: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+_COMMA: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|,', re.DOTALL)
 _LONG_NUMBER: Final = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
@@ -106,3 +109,18 @@ def check_count(count: int, path: str) -> None:
         message = f"Invalid '{path}': array too long. Expected an array with maximum length "
         message += f"{MOST_ITEMS}, but got an array with length {count} instead."
         raise RequestError(message, param=path)
+
+
+def check_values(raw: bytes) -> None:
+    """Raise a 413 `RequestError` if JSON has more than `MOST_VALUES` members and items.
+
+    To be run in a thread: a body with many commas in its texts takes some time.
+    """
+    if raw.count(b",") < MOST_VALUES:
+        return
+    commas = 0
+    for token in _COMMA.finditer(raw):
+        commas += raw[token.start()] == ord(",")
+        if commas >= MOST_VALUES:
+            message = f"the request has more than {MOST_VALUES} JSON values"
+            raise RequestError(message, status=413, code="request_too_large")

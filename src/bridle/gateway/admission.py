@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from bridle.aio import run_shielded
 from bridle.dialects.base import Route, WireFormat
 from bridle.dialects.history import History
+from bridle.dialects.limits import check_values
 from bridle.errors import RequestError
 from bridle.gateway.faults import RETRY_AFTER_S
 from bridle.gateway.registry import Session
@@ -145,6 +146,7 @@ class Admission:
         messages, atoms = History(), AtomMemo()
 
         def parse() -> ModelRequest:
+            check_values(body)
             request = wire.parse(route, body, messages)
             self._check(request)
             canonical(request, atoms)
