@@ -151,6 +151,9 @@ def test_source_distributions_are_not_run_where_nothing_contains_them(say, tmp_p
     said = say("tasks", "from-releases", "tinytext", "--out", tmp_path / "out")
     assert said.code == 2
     assert "--runtime local" in said.err
+    accepted = ("tinytext==1.1..1.2", "--out", tmp_path / "out", "--runtime", "local")
+    said = say("tasks", "from-releases", *accepted)
+    assert said.code == 0, said.out
 
 
 def test_a_version_that_the_index_lacks_is_named(say, tmp_path):

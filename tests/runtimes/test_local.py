@@ -1,3 +1,4 @@
+import asyncio
 import os
 import secrets
 import socket
@@ -51,8 +52,23 @@ async def test_the_environment_holds_nothing_of_the_callers(runtime):
     names = {line.partition("=")[0] for line in result.stdout.decode().splitlines()}
     assert names == {
         "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TERM",
-        "FROM", "BRIDLE_SESSION", "BRIDLE_EXEC",
+        "FROM", "BRIDLE_SESSION", "BRIDLE_PLACE", "BRIDLE_EXEC",
     }  # fmt: skip
+
+
+async def test_ending_one_place_of_a_session_leaves_its_other_place_alone(runtime, tmp_path):
+    other = LocalRuntime(RuntimeSpec(), SESSION, tmp_path / "other")
+    await other.start()
+    async with asyncio.TaskGroup() as group:
+        os.mkfifo(f"{other.workdir}/begun")
+        running = group.create_task(other.exec("echo > begun; exec sleep 60"))
+        await asyncio.to_thread(Path(other.workdir, "begun").read_text)
+        await runtime.exec("true")
+        await runtime.kill()
+        assert not running.done()
+        await other.kill()
+    assert running.result().signal is not None
+    await other.stop()
 
 
 async def test_the_workdir_may_be_a_folder_below(runtime, tmp_path):

@@ -293,7 +293,7 @@ class DockerRuntime(Contained):
             argv=[*words, *inside.argv],
             cwd="/",
             env={**client_environment(), **env},
-            marks=(self._mark, execution.encode()),
+            marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
         )
         ended = False
         try:

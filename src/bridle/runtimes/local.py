@@ -132,8 +132,9 @@ class LocalRuntime(Place):
 
     async def kill(self) -> None:
         """End all processes of the session, including daemons that left their process group."""
+        marks = [f"{name}={value}".encode() for name, value in self._own_marks.items()]
         await run_shielded(
-            end_all(lambda: members((self._mark,), self._leaders), grace_s=KILL_GRACE_S),
+            end_all(lambda: members(marks, self._leaders), grace_s=KILL_GRACE_S),
             timeout_s=KILL_GRACE_S + 2 * KILL_S,
         )
 

@@ -8,6 +8,7 @@ harness planted is ever followed by us, and one address inside is carried to the
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import tempfile
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.archive import Keep, pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
+from bridle.runtimes.proc import EXEC_MARK, PLACE_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 from bridle.runtimes.snapshot import (
     Bounds,
@@ -70,6 +71,8 @@ class Place(ABC):
         self._scratch = scratch
         self._mounts = tuple(mounts)
         self._execs = 0
+        self._own_marks = {SESSION_MARK: session_id, PLACE_MARK: secrets.token_hex(8)}
+        """Those of everything that runs here, and of nothing in another place of the session."""
         self._usable = False
         """Between `start` and `stop`."""
 
@@ -140,7 +143,7 @@ class Place(ABC):
     def _marks(self) -> dict[str, str]:
         """The variables that mark what the next command starts."""
         self._execs += 1
-        return {SESSION_MARK: self._session_id, EXEC_MARK: f"{self._session_id}/{self._execs}"}
+        return {**self._own_marks, EXEC_MARK: f"{self._session_id}/{self._execs}"}
 
     def _check_mounts(self) -> None:
         for mount in self._mounts:

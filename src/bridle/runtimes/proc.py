@@ -1,10 +1,11 @@
 """Finding and ending the processes of a session.
 
 A process group is not enough: a daemon leaves it. So every process that a runtime starts carries
-marks in its environment (`BRIDLE_SESSION`, `BRIDLE_EXEC`), and its descendants inherit them. The
-processes of a session are those with its mark, those of the process groups and sessions that we
-started, and all their descendants. Only a process that clears its environment, leaves its session
-and loses its parent escapes this; runtimes that contain do not rely on it.
+marks in its environment (`BRIDLE_SESSION`, `BRIDLE_PLACE`, `BRIDLE_EXEC`), and its descendants
+inherit them. A session has several places when it is scored apart from its agent. The processes of
+a place are those with its marks, those of the process groups and sessions that we started, and all
+their descendants. Only a process that clears its environment, leaves its session and loses its
+parent escapes this; runtimes that contain do not rely on it.
 
 Without `/proc` (macOS) only the process groups are known.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from bridle.errors import RuntimeFailure
 
 SESSION_MARK = "BRIDLE_SESSION"
+PLACE_MARK = "BRIDLE_PLACE"
 EXEC_MARK = "BRIDLE_EXEC"
 
 PROC = Path("/proc")
