@@ -164,6 +164,14 @@ async def test_a_server_that_is_not_there_is_told_after_the_clients_patience():
         assert caught.value.code == "unreachable"
 
 
+async def test_a_token_in_the_url_stands_in_no_message_of_the_client():
+    url = f"http://x:{TOKEN.token}@127.0.0.1:1"
+    async with AsyncClient(url, patience_s=0.2) as client:
+        with pytest.raises(ServerError, match="cannot be reached") as caught:
+            await client.status()
+        assert TOKEN.token not in f"{caught.value} {client.url} {client!r}"
+
+
 async def test_what_runs_is_seen_waited_for_and_ended(tmp_path):
     workers = FakeWorkers(capacity=2, held=True)
     async with a_client(tmp_path, workers) as client:
