@@ -169,6 +169,7 @@ async def test_a_token_in_the_url_stands_in_no_message_of_the_client():
     async with AsyncClient(url, patience_s=0.2) as client:
         with pytest.raises(ServerError, match="cannot be reached") as caught:
             await client.status()
+        assert TOKEN.token is not None
         assert TOKEN.token not in f"{caught.value} {client.url} {client!r}"
 
 

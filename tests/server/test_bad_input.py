@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from tests.server.house import FakeWorkers, an_app, body, ended, result, until
 
 from bridle.config import Task
+from bridle.server.answering import MOST_VALUES
 
 FIELDS = (
     *("task_id", "instruction", "num_samples", "runtime", "agent", "builder", "evaluator"),
@@ -95,6 +96,14 @@ async def test_a_number_of_400_digits_is_refused_by_its_fields_name(tmp_path, pl
         told = await http.post("/v1/tasks", content=whole.replace(b'"@"', b"9" * 400))
         assert told.status_code == 422
         assert told.json()["error"]["param"] == f"tasks.0.{place}"
+
+
+async def test_a_body_of_very_many_values_is_refused_before_it_is_read(tmp_path):
+    fields = b",".join(b'"k%d":0' % number for number in range(MOST_VALUES + 1))
+    async with an_app(tmp_path) as http:
+        told = await http.post("/v1/tasks", content=b'{"tasks":[],"x":{%b}}' % fields)
+        assert (told.status_code, told.json()["error"]["code"]) == (413, "too_large")
+        assert f"more than {MOST_VALUES} JSON values" in told.json()["error"]["message"]
 
 
 async def test_null_where_a_list_stands_is_refused_by_its_name(tmp_path):

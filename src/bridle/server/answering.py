@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from bridle.config import explain
-from bridle.dialects.limits import check_depth, check_json
+from bridle.dialects.limits import check_depth, check_json, check_values
 from bridle.errors import (
     BridleError,
     ConfigError,
@@ -52,6 +52,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_BODY: Final = 64 << 20
 """Bytes of the largest request: a thousand tasks of 64 KB."""
+
+MOST_VALUES: Final = 1_000_000
+"""Members and items of all objects and arrays of a request: a thousand tasks of a thousand."""
+
+LONG_BYTES: Final = 1 << 18
+"""Bytes from which a body is decoded in a thread."""
 
 BODY_S: Final = 120.0
 """Seconds that a request's body may take to arrive."""
@@ -191,8 +197,13 @@ class Asked:
         """
         given = await self._bytes()
         try:
-            value = _decoded(given or b"{}")
+            if len(given) > LONG_BYTES:
+                value = await asyncio.to_thread(_decoded, given)
+            else:
+                value = _decoded(given or b"{}")
         except RequestError as error:
+            if error.status == 413:
+                raise Refusal(413, "too_large", str(error)) from None
             param = (error.param or "").replace("[", ".").replace("]", "")
             raise Refusal(422, "invalid", str(error), param=param or None) from None
         except orjson.JSONDecodeError as error:
@@ -218,6 +229,7 @@ class Asked:
 
 
 def _decoded(given: bytes) -> Any:  # noqa: ANN401 - JSON
+    check_values(given, MOST_VALUES)
     try:
         value = orjson.loads(given)
         check_depth(given, value, "")
