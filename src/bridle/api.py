@@ -259,7 +259,7 @@ class Session:
         self._reward = None if value is None else float(value)
 
     def trajectory(self) -> Trajectory:
-        """What was captured so far."""
+        """Build the trajectory of the exchanges captured so far."""
         return trajectory_of(self._gateway.store.read(self.session_id))
 
 
@@ -419,7 +419,7 @@ def _evaluator(scorer: Scorer) -> EvaluatorSpec:
 
 
 def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:
-    """How an exception of its block ends a session."""
+    """Return the ending of a session whose `async with` block raised `error`."""
     if isinstance(error, asyncio.CancelledError):
         return SessionStatus.CANCELLED, Cause.CANCELLED, None
     scorer = isinstance(error, EvaluatorError)
@@ -428,7 +428,7 @@ def _ending(error: BaseException) -> tuple[SessionStatus, Cause, str | None]:
 
 
 def _kept(task: Task | None) -> JSON:
-    """What rebuilding needs of a task."""
+    """Return the fields of a task that a rebuild of the trajectory needs."""
     if task is None:
         return {}
     return {

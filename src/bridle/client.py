@@ -141,7 +141,7 @@ class AsyncClient:
         return fresh
 
     async def task(self, task_id: str) -> JSON:
-        """Where a task stands, in counts."""
+        """Return the state of a task, with counts of its sessions."""
         return await self._json("GET", f"/v1/tasks/{task_id}")
 
     async def tasks(self, *, state: str | None = None) -> AsyncGenerator[JSON, None]:
@@ -177,7 +177,7 @@ class AsyncClient:
         return found
 
     async def session(self, session_id: str) -> JSON:
-        """Where a session stands, or its result without its trajectory."""
+        """Return the state of a session, or its result without the trajectory."""
         return await self._json("GET", f"/v1/sessions/{session_id}")
 
     async def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
@@ -271,11 +271,11 @@ class AsyncClient:
     # ---- the server
 
     async def status(self) -> JSON:
-        """How much there is of what."""
+        """Return the server's counts of tasks, sessions and nodes."""
         return await self._json("GET", "/v1/status")
 
     async def nodes(self) -> list[JSON]:
-        """Which nodes there are, their slots, and what they do."""
+        """Return the nodes with their slots and running sessions."""
         found: list[JSON] = (await self._json("GET", "/v1/nodes"))["nodes"]
         return found
 
@@ -312,7 +312,7 @@ class AsyncClient:
         return count
 
     async def events(self) -> AsyncGenerator[JSON, None]:
-        """What happens from here on, until the server ends."""
+        """Yield the server's events from now on, until it stops."""
         http = self._session()
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=60)
         known = self._known()
@@ -398,7 +398,7 @@ class Client:
 
     @property
     def token(self) -> str | None:
-        """As of `AsyncClient`."""
+        """See `AsyncClient`."""
         return self._client.token
 
     def __enter__(self) -> Self:
@@ -441,50 +441,50 @@ class Client:
             self._wait(close())
 
     def submit(self, task: Task | Mapping[str, Any], **terms: object) -> bool:
-        """As `AsyncClient.submit`."""
+        """See `AsyncClient.submit`."""
         return self._wait(self._client.submit(task, **terms))
 
     def submit_many(self, tasks: Iterable[Task | Mapping[str, Any]], **terms: object) -> list[bool]:
-        """As `AsyncClient.submit_many`."""
+        """See `AsyncClient.submit_many`."""
         return self._wait(self._client.submit_many(tasks, **terms))
 
     def task(self, task_id: str) -> JSON:
-        """As `AsyncClient.task`."""
+        """See `AsyncClient.task`."""
         return self._wait(self._client.task(task_id))
 
     def tasks(self, *, state: str | None = None) -> Iterator[JSON]:
-        """As `AsyncClient.tasks`."""
+        """See `AsyncClient.tasks`."""
         return self._each(self._client.tasks(state=state))
 
     def sessions(self, task_id: str) -> list[JSON]:
-        """As `AsyncClient.sessions`."""
+        """See `AsyncClient.sessions`."""
         return self._wait(self._client.sessions(task_id))
 
     def newest_sessions(
         self, *, limit: int = 100, offset: int = 0, state: str | None = None
     ) -> list[JSON]:
-        """As `AsyncClient.newest_sessions`."""
+        """See `AsyncClient.newest_sessions`."""
         found = self._client.newest_sessions(limit=limit, offset=offset, state=state)
         return self._wait(found)
 
     def session(self, session_id: str) -> JSON:
-        """As `AsyncClient.session`."""
+        """See `AsyncClient.session`."""
         return self._wait(self._client.session(session_id))
 
     def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
-        """As `AsyncClient.wait`."""
+        """See `AsyncClient.wait`."""
         return self._wait(self._client.wait(task_id, timeout_s=timeout_s))
 
     def cancel(self, *task_ids: str) -> list[str]:
-        """As `AsyncClient.cancel`."""
+        """See `AsyncClient.cancel`."""
         return self._wait(self._client.cancel(*task_ids))
 
     def cancel_session(self, session_id: str) -> JSON:
-        """As `AsyncClient.cancel_session`."""
+        """See `AsyncClient.cancel_session`."""
         return self._wait(self._client.cancel_session(session_id))
 
     def give_reward(self, session_id: str, reward: float, **more: object) -> JSON:
-        """As `AsyncClient.give_reward`."""
+        """See `AsyncClient.give_reward`."""
         return self._wait(self._client.give_reward(session_id, reward, **more))
 
     def groups(
@@ -497,7 +497,7 @@ class Client:
         page: int = 4,
         quiet_s: float | None = None,
     ) -> Iterator[Group]:
-        """As `AsyncClient.groups`."""
+        """See `AsyncClient.groups`."""
         return self._each(
             self._client.groups(
                 cursor=cursor,
@@ -510,55 +510,55 @@ class Client:
         )
 
     def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
-        """As `AsyncClient.ack`."""
+        """See `AsyncClient.ack`."""
         return self._wait(self._client.ack(cursor=cursor, task_ids=task_ids))
 
     def trajectory(self, session_id: str) -> Trajectory:
-        """As `AsyncClient.trajectory`."""
+        """See `AsyncClient.trajectory`."""
         return self._wait(self._client.trajectory(session_id))
 
     def artifact(self, session_id: str, name: str) -> bytes:
-        """As `AsyncClient.artifact`."""
+        """See `AsyncClient.artifact`."""
         return self._wait(self._client.artifact(session_id, name))
 
     def status(self) -> JSON:
-        """As `AsyncClient.status`."""
+        """See `AsyncClient.status`."""
         return self._wait(self._client.status())
 
     def nodes(self) -> list[JSON]:
-        """As `AsyncClient.nodes`."""
+        """See `AsyncClient.nodes`."""
         return self._wait(self._client.nodes())
 
     def policy(self) -> JSON:
-        """As `AsyncClient.policy`."""
+        """See `AsyncClient.policy`."""
         return self._wait(self._client.policy())
 
     def set_policy(self, **changes: object) -> JSON:
-        """As `AsyncClient.set_policy`."""
+        """See `AsyncClient.set_policy`."""
         return self._wait(self._client.set_policy(**changes))
 
     def pause(self) -> JSON:
-        """As `AsyncClient.pause`."""
+        """See `AsyncClient.pause`."""
         return self._wait(self._client.pause())
 
     def drain(self, timeout_s: int = 60) -> JSON:
-        """As `AsyncClient.drain`."""
+        """See `AsyncClient.drain`."""
         return self._wait(self._client.drain(timeout_s))
 
     def resume(self) -> JSON:
-        """As `AsyncClient.resume`."""
+        """See `AsyncClient.resume`."""
         return self._wait(self._client.resume())
 
     def dead_callbacks(self) -> list[JSON]:
-        """As `AsyncClient.dead_callbacks`."""
+        """See `AsyncClient.dead_callbacks`."""
         return self._wait(self._client.dead_callbacks())
 
     def replay(self, delivery_id: str | None = None) -> int:
-        """As `AsyncClient.replay`."""
+        """See `AsyncClient.replay`."""
         return self._wait(self._client.replay(delivery_id))
 
     def events(self) -> Iterator[JSON]:
-        """As `AsyncClient.events`."""
+        """See `AsyncClient.events`."""
         return self._each(self._client.events())
 
 

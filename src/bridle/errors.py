@@ -215,7 +215,9 @@ class RequestError(BridleError):
 
     @property
     def passes(self) -> bool:
-        """Whether it is a failure on our side, after which the same request may succeed."""
+        """Return whether the failure is on Bridle's side, so that a retry of the request may
+        succeed.
+        """
         return self.code in {"overloaded", "paused", "store_error"} or self.code.startswith(
             "engine_"
         )

@@ -40,7 +40,7 @@ class Hosts:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener at this address or name."""
+    """Return whether a listener at this address or name is reachable only from this machine."""
     address = _address(host)
     return host == LOCALHOST if address is None else address.is_loopback
 

@@ -49,7 +49,7 @@ class Dialect(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a model call was for. Decides what trains by default."""
+    """Purpose of a model call. Decides which calls train by default."""
 
     AGENT = "agent"
     """The agent itself; the default."""
@@ -73,7 +73,7 @@ class FinishReason(StrEnum):
 
 
 class LogprobMode(StrEnum):
-    """Which distribution a logprob belongs to."""
+    """Distribution that a logprob belongs to."""
 
     PROCESSED = "processed"
     """The distribution that was sampled from: after temperature, top-k and top-p."""
@@ -84,7 +84,7 @@ class LogprobMode(StrEnum):
 
 
 class DeliveryState(StrEnum):
-    """What became of a reply after it was committed."""
+    """Delivery of a reply after its commit."""
 
     DELIVERED = "delivered"
     """All of it was written to a live connection, or a later request shows it."""
@@ -97,7 +97,7 @@ class DeliveryState(StrEnum):
 
 
 class SessionStatus(StrEnum):
-    """Where a session stands; transitions are in `bridle.lifecycle.session`."""
+    """Status of a session; `bridle.lifecycle.session` has the transitions."""
 
     REGISTERED = "REGISTERED"
     INITIALIZING = "INITIALIZING"
@@ -134,7 +134,7 @@ class Cause(StrEnum):
 
 
 class Role(StrEnum):
-    """Who speaks in an internal message."""
+    """Role of a message in the internal format."""
 
     SYSTEM = "system"
     USER = "user"
