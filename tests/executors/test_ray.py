@@ -23,19 +23,19 @@ def test_each_process_takes_a_folder_of_its_own_and_the_next_one_takes_a_dead_on
 async def test_what_an_actor_answers_is_given_and_its_errors_are_raised():
     from ray.exceptions import ActorUnavailableError, ObjectLostError
 
-    from bridle.executors.ray import Told, told
+    from bridle.executors.ray import Answer, unwrapped
 
     async def answer(value):
         if isinstance(value, Exception):
             raise value
         return value
 
-    assert await told(answer(Told(3))) == 3
-    assert await told(answer(None)) is None
+    assert await unwrapped(answer(Answer(3))) == 3
+    assert await unwrapped(answer(None)) is None
     with pytest.raises(ConfigError, match="no such engine"):
-        await told(answer(Told(error=ConfigError("no such engine"))))
+        await unwrapped(answer(Answer(error=ConfigError("no such engine"))))
     with pytest.raises(NodeLostError) as away:
-        await told(answer(ActorUnavailableError("it restarts", b"1" * 16)))
+        await unwrapped(answer(ActorUnavailableError("it restarts", b"1" * 16)))
     with pytest.raises(NodeLostError) as gone:
-        await told(answer(ObjectLostError("1" * 56, None, "")))
+        await unwrapped(answer(ObjectLostError("1" * 56, None, "")))
     assert (away.value.may_return, gone.value.may_return) == (True, False)

@@ -72,9 +72,9 @@ def _conversation(example: Example, agent: JSON, times: dict[str, float]) -> JSO
     for message in example.prompt_messages:
         steps.add(message, copied=True)
     turns = [] if example.trace is None else turns_of(example.trace)
-    told = bool(turns) and all(turn.said for turn in turns)
+    has_messages = bool(turns) and all(turn.said for turn in turns)
     prompt = completion = 0
-    if told:
+    if has_messages:
         for turn in turns:
             for message in turn.given:
                 steps.add(message)
@@ -86,7 +86,7 @@ def _conversation(example: Example, agent: JSON, times: dict[str, float]) -> JSO
         for message in example.response_messages:
             steps.add(message)
     final = {"total_steps": len(steps.steps)}
-    if told:
+    if has_messages:
         final |= {"total_prompt_tokens": prompt, "total_completion_tokens": completion}
     return {
         "schema_version": SCHEMA,

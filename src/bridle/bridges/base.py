@@ -114,16 +114,16 @@ class Row:
         shape (R,).
         """
         size, ends = len(self.response_ids), self.trace.turn_ends
-        told = (self.trace.metadata.get("temperatures") or [None] * len(ends))[: len(ends)]
-        by_call = [1.0 if one is None else one for one in told]
+        recorded = (self.trace.metadata.get("temperatures") or [None] * len(ends))[: len(ends)]
+        by_call = [1.0 if one is None else one for one in recorded]
         sizes = np.diff(np.minimum(ends, size), prepend=0, append=size)
         return np.repeat(np.array([*by_call, 1.0], np.float32), sizes)
 
     @property
     def lags(self) -> tuple[int, int] | None:
         """Oldest and newest policy version that sampled a token; `None` = none was sampled."""
-        told = self.versions[self.versions >= 0]
-        return (int(told.min()), int(told.max())) if len(told) else None
+        known = self.versions[self.versions >= 0]
+        return (int(known.min()), int(known.max())) if len(known) else None
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ class ServerSessions:
     def _trajectory(self, task_id: str, session: JSON | None) -> Trajectory:
         """Fetch the trajectory of one sample; a session without one gets an empty trajectory."""
         own = {"task_id": task_id}
-        told = session or {"session_id": "", "error": "the server began no session"}
+        answer = session or {"session_id": "", "error": "the server began no session"}
         if session is not None:
             try:
                 trajectory = self._client.trajectory(session["session_id"])
@@ -84,4 +84,4 @@ class ServerSessions:
                 if refused.status != 404:
                     raise
         status = SessionStatus.ERROR
-        return Trajectory(told["session_id"], status, (), None, told.get("error"), own)
+        return Trajectory(answer["session_id"], status, (), None, answer.get("error"), own)

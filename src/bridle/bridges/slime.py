@@ -113,7 +113,7 @@ def _blank(group: Group, mean: float, place: int, at: int) -> Row:
 
 def _sample(row: Row, template: Sample) -> Sample:
     sample = copy.copy(template)
-    told = row.versions[row.versions >= 0]
+    known_versions = row.versions[row.versions >= 0]
     sample.rollout_id = template.index
     sample.tokens = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
     sample.response = "\n".join(_texts(row))
@@ -121,7 +121,7 @@ def _sample(row: Row, template: Sample) -> Sample:
     sample.loss_mask = row.mask.tolist()
     sample.rollout_log_probs = row.logprobs.tolist()
     sample.reward = row.reward
-    sample.weight_versions = [str(version) for version in dict.fromkeys(told.tolist())]
+    sample.weight_versions = [str(version) for version in dict.fromkeys(known_versions.tolist())]
     sample.remove_sample = not row.mask.any()
     sample.status = _status(row, type(sample).Status)
     sample.metadata = {
@@ -173,8 +173,8 @@ def _advantages(sessions: Sequence[Sequence[Sample]], kind: str) -> list[list[fl
     """One advantage per sample of each session of a group."""
     known = [of[0].metadata.get("reward_known", True) for of in sessions]
     means = [
-        float(np.mean([sample.reward for sample in of])) if told else float("nan")
-        for of, told in zip(sessions, known, strict=True)
+        float(np.mean([sample.reward for sample in of])) if is_known else float("nan")
+        for of, is_known in zip(sessions, known, strict=True)
     ]
     if all(sample.reward == of[0].reward for of in sessions for sample in of):
         own = session_advantages(means, kind)

@@ -276,10 +276,10 @@ class TrlAsyncRollouts:
     def _nothing(self) -> str:
         status = Counter(str(one.status) for one in self._barren)
         errors = Counter(one.error for one in self._barren if one.error)
-        told = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+        example = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
         return (
             f"{self._barren_groups} groups in a row give nothing to train on: of "
-            f"{len(self._barren)} sessions {dict(status)}{told}"
+            f"{len(self._barren)} sessions {dict(status)}{example}"
         )
 
 

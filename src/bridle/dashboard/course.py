@@ -64,10 +64,10 @@ class Training:
 
 def training_of(name: str, course: JSON) -> Training | None:
     """A training from its course; `None` for what is not one."""
-    told, evaluations = course.get("steps"), course.get("evaluations")
-    if not isinstance(told, list) or not isinstance(evaluations, list):
+    recorded, evaluations = course.get("steps"), course.get("evaluations")
+    if not isinstance(recorded, list) or not isinstance(evaluations, list):
         return None
-    by_step: dict[int, JSON] = {int(one["step"]): one for one in told if "step" in one}
+    by_step: dict[int, JSON] = {int(one["step"]): one for one in recorded if "step" in one}
     held = {
         int(one["step"]): float(one["reward"])
         for one in evaluations

@@ -146,8 +146,8 @@ class Folder:
                 self._runs.pop(path).close()
             for path in self._trained:
                 # A course is rewritten in place: half of one is no reason to forget the last.
-                if (told := read_json(path)) is not None:
-                    self._courses[path] = told
+                if (course := read_json(path)) is not None:
+                    self._courses[path] = course
             return [self._runs[path] for path in captures]
 
     def _trainings(self) -> list[Training]:

@@ -89,7 +89,7 @@ class Run:
         self._lock = threading.RLock()
         self._reader: SqliteReader | None = None
         self._file: tuple[int, int] | None = None
-        self._told: tuple[tuple[int, int], JSON] | None = None
+        self._settings_read: tuple[tuple[int, int], JSON] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -120,8 +120,8 @@ class Run:
         """Read the run's settings and state from its folder; missing files leave fields at
         `None`.
         """
-        told = self._settings()
-        config = told.get("config") if isinstance(told.get("config"), dict) else {}
+        settings = self._settings()
+        config = settings.get("config") if isinstance(settings.get("config"), dict) else {}
         tasks = config.get("tasks")  # type: ignore[union-attr]  # a dict
         expected = None
         if isinstance(tasks, list):
@@ -142,9 +142,9 @@ class Run:
             return {}
         stamp = (facts.st_mtime_ns, facts.st_size)
         with self._lock:
-            if self._told is None or self._told[0] != stamp:
-                self._told = (stamp, read_json(path) or {})
-            return self._told[1]
+            if self._settings_read is None or self._settings_read[0] != stamp:
+                self._settings_read = (stamp, read_json(path) or {})
+            return self._settings_read[1]
 
     def fault(self) -> str | None:
         """Why the file cannot be read; `None` = it can."""

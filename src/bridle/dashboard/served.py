@@ -82,11 +82,11 @@ class Served:
     def overview(self) -> Overview:
         status = self._rollouts.status()
         seen = None if self._folder is None else self._folder.overview()
-        told = self._told()
-        lines = [line_of(one) for one in told]
+        sessions = self._newest()
+        lines = [line_of(one) for one in sessions]
         latest = {line.session_id for line in newest(lines)}
         own = overview_of(lines, [], [], now=time.time())
-        shown = self._lines([one for one in told if one["session_id"] in latest])
+        shown = self._lines([one for one in sessions if one["session_id"] in latest])
         counts: dict[str, int] = dict(status["sessions"])
         waiting = int(status["sessions_waiting"])
         return replace(
@@ -106,9 +106,9 @@ class Served:
 
     def sessions(self, wanted: Wanted, start: int, count: int) -> Listed:
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
-        told = [(one, line_of(one)) for one in self._told(state)]
-        lines = [line for _, line in told]
-        found = [one for one, line in told if wanted.takes(line)]
+        rows = [(one, line_of(one)) for one in self._newest(state)]
+        lines = [line for _, line in rows]
+        found = [one for one, line in rows if wanted.takes(line)]
         choices = {
             "status": sorted({*FAILED, "COMPLETED", "RUNNING", "QUEUED"}),
             "cause": sorted({line.cause for line in lines if line.cause}),
@@ -117,7 +117,7 @@ class Served:
         return Listed(self._lines(found[start : start + count]), len(found), choices)
 
     def groups(self, run: str, start: int, count: int) -> tuple[Sequence[Group], int]:  # noqa: ARG002 - it has no runs
-        groups = groups_of(line_of(one) for one in self._told())
+        groups = groups_of(line_of(one) for one in self._newest())
         return groups[start : start + count], len(groups)
 
     def group(self, task_id: str, run: str) -> Group | None:  # noqa: ARG002 - it has no runs
@@ -133,20 +133,20 @@ class Served:
 
     def session(self, session_id: str, run: str) -> Shown | None:  # noqa: ARG002 - it has no runs
         try:
-            told = self._rollouts.session(session_id)
+            session = self._rollouts.session(session_id)
         except ServerError as error:
             if error.status == 404:
                 return None
             raise
-        line, facts = line_of(told), {"earlier": told.get("earlier") or None}
-        logs = {name: name for name in told.get("artifacts") or ()}
+        line, facts = line_of(session), {"earlier": session.get("earlier") or None}
+        logs = {name: name for name in session.get("artifacts") or ()}
         known = {name: value for name, value in facts.items() if value is not None}
-        found = None if self._folder is None else self._folder.session(_run_id(told), "")
-        found = found or self._fetch(told)
+        found = None if self._folder is None else self._folder.session(_run_id(session), "")
+        found = found or self._fetch(session)
         if found is not None:
             line = replace(found.line, session_id=line.session_id, status=line.status, run=".")
             return replace(found, line=line, logs=logs, facts=found.facts | known)
-        if not told.get("has_trajectory"):
+        if not session.get("has_trajectory"):
             return Shown(line, logs=logs, facts=known)
         trajectory = self._rollouts.trajectory(session_id)
         measured = measured_of(trajectory)
@@ -169,14 +169,14 @@ class Served:
                 return None
             raise
 
-    def _fetch(self, told: JSON) -> Shown | None:
+    def _fetch(self, session: JSON) -> Shown | None:
         """A session from its capture, had from the server; `None` = it has none of it."""
-        run_id = _run_id(told)
+        run_id = _run_id(session)
         with self._lock:
             if run_id in self._fetched:
                 return self._fetched[run_id]
         try:
-            content = self._rollouts.artifact(told["session_id"], CAPTURE)
+            content = self._rollouts.artifact(session["session_id"], CAPTURE)
         except ServerError as error:
             if error.status == 404:
                 return None
@@ -187,21 +187,21 @@ class Served:
             path.write_bytes(content)
             with closing(Folder(path)) as folder:
                 shown = folder.session(run_id, "")
-        if shown is not None and told.get("ended_at") is not None:
+        if shown is not None and session.get("ended_at") is not None:
             with self._lock:
                 self._fetched[run_id] = shown
                 while len(self._fetched) > FETCHED:
                     self._fetched.popitem(last=False)
         return shown
 
-    def _told(self, state: str | None = None) -> list[JSON]:
+    def _newest(self, state: str | None = None) -> list[JSON]:
         return self._rollouts.newest_sessions(limit=NEWEST, state=state)
 
-    def _lines(self, told: Sequence[JSON]) -> list[Line]:
+    def _lines(self, sessions: Sequence[JSON]) -> list[Line]:
         """Sessions with what capture tells of them, where it is at hand."""
-        names = {one["session_id"]: _run_id(one) for one in told}
+        names = {one["session_id"]: _run_id(one) for one in sessions}
         known = {} if self._folder is None else self._folder.known(names.values())
-        return [_with(line_of(one), known.get(names[one["session_id"]])) for one in told]
+        return [_with(line_of(one), known.get(names[one["session_id"]])) for one in sessions]
 
 
 def _with(line: Line, mine: Line | None) -> Line:
@@ -216,28 +216,28 @@ def _with(line: Line, mine: Line | None) -> Line:
     )
 
 
-def _run_id(told: JSON) -> str:
+def _run_id(session: JSON) -> str:
     """Under which id a session's last run was captured."""
-    attempt = int(told.get("attempt") or 1)
-    session_id: str = told["session_id"]
+    attempt = int(session.get("attempt") or 1)
+    session_id: str = session["session_id"]
     return session_id if attempt <= 1 else f"{session_id}.r{attempt}"
 
 
-def line_of(told: JSON) -> Line:
+def line_of(session: JSON) -> Line:
     """A session as the API tells it."""
     return Line(
-        session_id=told["session_id"],
+        session_id=session["session_id"],
         run=".",
-        task_id=told.get("task_id") or "",
-        sample_index=told["sample_index"],
-        harness=told.get("harness") or "",
-        harness_version=told.get("harness_version") or "",
-        status=told["status"],
-        cause=told.get("cause"),
-        error=told.get("error"),
-        reward=told.get("reward"),
-        opened_at=told.get("started_at"),
-        ended_at=told.get("ended_at"),
-        last_at=told.get("ended_at"),
-        timing=told.get("timing") or {},
+        task_id=session.get("task_id") or "",
+        sample_index=session["sample_index"],
+        harness=session.get("harness") or "",
+        harness_version=session.get("harness_version") or "",
+        status=session["status"],
+        cause=session.get("cause"),
+        error=session.get("error"),
+        reward=session.get("reward"),
+        opened_at=session.get("started_at"),
+        ended_at=session.get("ended_at"),
+        last_at=session.get("ended_at"),
+        timing=session.get("timing") or {},
     )

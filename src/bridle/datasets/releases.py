@@ -294,11 +294,11 @@ async def pairs(wanted: str) -> list[tuple[Source, Source]]:
     """
     package, ends = parse_wanted(wanted)
     try:
-        told = json.loads(last(await host_python("-P", str(SOURCES), package)))["sources"]
+        listed = json.loads(last(await host_python("-P", str(SOURCES), package)))["sources"]
     except Refused as error:
         raise ConfigError(f"{package}: pip cannot list it: {error.detail}") from error
     known: dict[Version, Source] = {}
-    for each in told:
+    for each in listed:
         version = Version(each["version"])
         plain = not (version.is_prerelease or each["yanked"])
         if each["file"].endswith(".tar.gz") and (plain or version in ends):
@@ -539,13 +539,13 @@ def statement(hint: Hint, wheels: tuple[Wheel, Wheel], fail: Sequence[str], note
     `notes` also the change notes.
     """
     base, release = wheels
-    told = (
+    summary = (
         f"The repository in the current folder is the Python package {base.name}, version "
         f"{base.version}. Change the package so that it behaves as version {release.version} does. "
         "Hidden tests of that version decide; change no tests. Run tests with `python -m pytest`; "
         "what they need is installed, and there is no network."
     )
-    parts = [told]
+    parts = [summary]
     if hint == "notes":
         parts.append(f"Notes on version {release.version}:\n\n{notes[:NOTES_CHARS]}")
     if hint != "none":

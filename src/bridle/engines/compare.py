@@ -168,8 +168,8 @@ async def _chat_prompt(engine: Engine, case: Case, ids: Ids) -> Ids | None:
         by_messages=True,
         calls=False,
     )
-    told = [chunk.prompt_ids_json async for chunk in engine.generate(request)]
-    texts = [text for text in told if text is not None]
+    prompts = [chunk.prompt_ids_json async for chunk in engine.generate(request)]
+    texts = [text for text in prompts if text is not None]
     return parse_ids(compact(texts[0])) if texts else None
 
 
@@ -239,11 +239,11 @@ async def recompute_logprobs(
         except EngineError as error:
             return _differs(f"it could not be sampled from: {error}")
         ids = np.concatenate([chunk.output_ids for chunk in chunks])
-        told = np.concatenate([chunk.logprobs for chunk in chunks])
-        if not len(ids) or len(told) != len(ids):
-            return _differs(f"{len(told)} logprobs for {len(ids)} ids")
+        reported = np.concatenate([chunk.logprobs for chunk in chunks])
+        if not len(ids) or len(reported) != len(ids):
+            return _differs(f"{len(reported)} logprobs for {len(ids)} ids")
         used = temperature if mode is LogprobMode.PROCESSED else 1.0
-        worst = max(worst, float(np.abs(score(prompt, ids, used) - told).max()))
+        worst = max(worst, float(np.abs(score(prompt, ids, used) - reported).max()))
     found = f"at most {worst:.2g} nats from a plain forward pass"
     if worst >= close:
         return _differs(found)

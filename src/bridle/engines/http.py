@@ -249,13 +249,13 @@ def failure(
     )
 
 
-def seconds(told: str, now: float) -> float | None:
+def seconds(header: str, now: float) -> float | None:
     """Seconds that a `Retry-After` names, as a number or as a date; `None` if it is neither."""
     try:
-        wait_s = float(told)
+        wait_s = float(header)
     except ValueError:
         try:
-            wait_s = parsedate_to_datetime(told).timestamp() - now
+            wait_s = parsedate_to_datetime(header).timestamp() - now
         except ValueError:
             return None
     return max(0.0, wait_s) if math.isfinite(wait_s) else None

@@ -157,9 +157,9 @@ class OpenAIEngine:
                 f"{self._client.base_url} has several models: name one, as in openai:URL#MODEL "
                 f"({names})"
             )
-        told = models.get(self._model, {}).get("max_model_len")
-        self._context_length = told if isinstance(told, int) else UNKNOWN_CONTEXT
-        self.report = self._findings(told)
+        length = models.get(self._model, {}).get("max_model_len")
+        self._context_length = length if isinstance(length, int) else UNKNOWN_CONTEXT
+        self.report = self._findings(length)
         return EngineInfo(
             model=self._model,
             context_length=self._context_length,

@@ -262,11 +262,11 @@ class EnginePool(TakesWeights):
     def _nobody(self, waited_s: float) -> str:
         if self._held is not None:
             return f"the weights are still being updated after {waited_s:g} s"
-        told = "; ".join(
+        replicas = "; ".join(
             f"{one.name} is {one.state}: {one.error or 'no calls for weights this old'}"
             for one in self._replicas.values()
         )
-        return f"no engine came within {waited_s:g} s: {told}"
+        return f"no engine came within {waited_s:g} s: {replicas}"
 
     async def _judge(self, one: Replica, call: RoutedCall, error: EngineError) -> None:
         """Decide what a replica's failure means; returns if the call may be tried again.

@@ -107,16 +107,16 @@ class TakesWeights(ABC):
         if not self._up():
             raise EngineError("no replica is there to take weights", retryable=True)
         failed: list[str] = []
-        told: set[str] = set()
+        logged: set[str] = set()
         # Again for those that came back meanwhile, with weights that were the newest then.
         while todo := [
             one
             for one in self._up()
-            if one.name not in told
+            if one.name not in logged
             and (only is None or one.name in only)
             and not (only_older and one.version >= version)
         ]:
-            told.update(one.name for one in todo)
+            logged.update(one.name for one in todo)
             if rolling and self.held is None:
                 failed += await self._in_turn(todo, source, version, wait=mode == "wait")
             else:

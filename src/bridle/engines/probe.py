@@ -153,11 +153,11 @@ async def _ask(
         stream=stream,
     )
     chunks = [chunk async for chunk in engine.generate(request)]
-    told = [chunk.prompt_ids_json for chunk in chunks if chunk.prompt_ids_json is not None]
+    prompts = [chunk.prompt_ids_json for chunk in chunks if chunk.prompt_ids_json is not None]
     return _Reply(
         np.concatenate([chunk.output_ids for chunk in chunks]),
         np.concatenate([chunk.logprobs for chunk in chunks]),
-        told[0] if told else None,
+        prompts[0] if prompts else None,
         len(chunks),
     )
 
@@ -205,12 +205,14 @@ def _token_in(reply: _Reply, prompt: Sequence[int]) -> Finding:
     sent = ArrayIds(np.array(prompt, dtype=np.int32)).json()
     if reply.prompt_text is not None and compact(reply.prompt_text) == sent:
         return _as_needed("token in", "the prompt is taken as given")
-    told = "it does not tell its prompt" if reply.prompt_text is None else "it used another prompt"
+    problem = (
+        "it does not tell its prompt" if reply.prompt_text is None else "it used another prompt"
+    )
     return Finding(
         "token in",
         ok=False,
         needed=True,
-        found=told,
+        found=problem,
         means="Each turn would be sampled under a re-rendering of what came before.",
         fix="Use vLLM 0.32 or later (chat with `kv_transfer_params.prompt_token_ids`), or start it "
         "with --enable-scale-out for /inference/v1/generate.",

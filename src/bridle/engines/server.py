@@ -132,7 +132,7 @@ class EngineServer:
             except CutError:
                 return await _cut(request)
             except EngineError as error:
-                return _failed(*_told(error))
+                return _failed(*_status_and_message(error))
             except (web.HTTPException, ConnectionError):
                 raise
             except Exception as error:  # noqa: BLE001 - the top of a served request
@@ -390,7 +390,7 @@ async def _stream(
         _drop(request)
         return response
     except EngineError as error:
-        status, message = _told(error)
+        status, message = _status_and_message(error)
         await response.write(event(_error_body(status, message)) + b"data: [DONE]\n\n")
     else:
         await response.write(b"".join(answer.closing()))
@@ -413,7 +413,7 @@ def _drop(request: web.Request) -> None:
         request.transport.close()
 
 
-def _told(error: EngineError) -> tuple[int, str]:
+def _status_and_message(error: EngineError) -> tuple[int, str]:
     """Status and message of an engine's failure, worded as vLLM does where clients read it."""
     if isinstance(error, ContextOverflowError):
         asked = f"{error.requested} output tokens and " if error.requested else ""

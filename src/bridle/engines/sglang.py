@@ -190,7 +190,7 @@ class SglangEngine(Serving):
     def _server_findings(self, about: JSON) -> tuple[Finding, ...]:
         streams = "tell what is new" if self._incremental else "repeat what was said before"
         parsers = [about.get("reasoning_parser"), about.get("tool_call_parser")]
-        told = "weight_version" in about
+        versioned = "weight_version" in about
         return (
             Finding.note("server", f"SGLang {self.server_version or 'of unknown version'}"),
             Finding.note("route", self._route.path),
@@ -207,10 +207,10 @@ class SglangEngine(Serving):
                 fix="" if self._incremental else "Start with --incremental-streaming-output.",
             ),
             Finding(
-                "version route", ok=told, needed=False,
-                found=str(about.get("weight_version")) if told else "replies tell no version",
-                means="" if told else "Tokens carry the version that POST /policy told.",
-                fix="" if told else "Use SGLang 0.5 or later.",
+                "version route", ok=versioned, needed=False,
+                found=str(about.get("weight_version")) if versioned else "replies tell no version",
+                means="" if versioned else "Tokens carry the version that POST /policy set.",
+                fix="" if versioned else "Use SGLang 0.5 or later.",
             ),
             Finding.note("parsers", "reasoning {}, tools {}".format(*parsers)),
         )  # fmt: skip

@@ -400,23 +400,27 @@ def _rest(text: bytes, known: bytes) -> bytes:
     return b"[" + text[len(known) - 1 :].removeprefix(b",")
 
 
-def _finish(told: Matched | None) -> FinishReason | None:
-    if told is None:
+def _finish(matched: Matched | None) -> FinishReason | None:
+    if matched is None:
         return None
-    if told.type not in wire.FINISH:
-        raise EngineError(f"the engine ended a reply with {told.type!r}", retryable=True)
-    if told.type == "abort" and told.status_code is not None:
+    if matched.type not in wire.FINISH:
+        raise EngineError(f"the engine ended a reply with {matched.type!r}", retryable=True)
+    if matched.type == "abort" and matched.status_code is not None:
         raise EngineError(
-            f"the engine gave a call up: {told.message}",
-            retryable=told.status_code >= 500 or told.status_code == 429,
-            status=told.status_code,
+            f"the engine gave a call up: {matched.message}",
+            retryable=matched.status_code >= 500 or matched.status_code == 429,
+            status=matched.status_code,
         )
-    return wire.FINISH[told.type]
+    return wire.FINISH[matched.type]
 
 
-def _stop_text(told: Matched | None) -> str | None:
-    stopped = told is not None and told.type == "stop" and isinstance(told.matched, str)
-    return told.matched if stopped and told is not None and isinstance(told.matched, str) else None
+def _stop_text(matched: Matched | None) -> str | None:
+    stopped = matched is not None and matched.type == "stop" and isinstance(matched.matched, str)
+    return (
+        matched.matched
+        if stopped and matched is not None and isinstance(matched.matched, str)
+        else None
+    )
 
 
 def _told_error(raw: Raw) -> EngineError:

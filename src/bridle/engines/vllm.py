@@ -266,8 +266,8 @@ class VllmEngine(Serving):
             Sampling(temperature=1.0, max_tokens=1),
             pictures=(place,),
         )
-        told = [chunk.prompt_ids_json async for chunk in self.generate(asked)]
-        return asked.prompt.json() in told
+        prompts = [chunk.prompt_ids_json async for chunk in self.generate(asked)]
+        return asked.prompt.json() in prompts
 
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
@@ -530,8 +530,8 @@ def check_folder(source: Path, served: Path | None) -> None:
     new, old = read_config(source), read_config(served)
     other = [name for name in SHAPE if name in new and name in old and new[name] != old[name]]
     if other:
-        told = ", ".join(f"{name} {new[name]} instead of {old[name]}" for name in other)
-        raise EngineError(f"{source} is another model than the server's: {told}")
+        differences = ", ".join(f"{name} {new[name]} instead of {old[name]}" for name in other)
+        raise EngineError(f"{source} is another model than the server's: {differences}")
 
 
 def weights_finding(*, served: Path | None, routes: bool) -> Finding:

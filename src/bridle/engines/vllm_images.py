@@ -106,13 +106,15 @@ class Eyes:
     ) -> Seen | None:
         body = _chat_body(model, messages, tools, arguments)
         try:
-            told = await self._asked(client, body, _rendered)
+            rendered = await self._asked(client, body, _rendered)
         except EngineError as error:
             if error.status == 400 and any(words in str(error) for words in BLIND):
                 return None
             raise
-        listed = told.tokens if told.token_ids is None else told.token_ids
-        places = await self._places(client, model, told.features or _Features(), _images(messages))
+        listed = rendered.tokens if rendered.token_ids is None else rendered.token_ids
+        places = await self._places(
+            client, model, rendered.features or _Features(), _images(messages)
+        )
         return Seen(np.array(listed, dtype=np.int32), places)
 
     async def read(
@@ -148,12 +150,12 @@ class Eyes:
     ) -> tuple[JSON, ...]:
         places = features.mm_placeholders.get("image", [])
         hashes = features.mm_hashes.get("image", [])
-        told: list[JSON] = [{"start": one.offset, "length": one.length} for one in places]
+        placeholders: list[JSON] = [{"start": one.offset, "length": one.length} for one in places]
         if len(hashes) == len(places):
-            for place, name, image in zip(told, hashes, images, strict=False):
+            for place, name, image in zip(placeholders, hashes, images, strict=False):
                 if sizes := await self._sizes(client, model, name, image):
                     place["grid"] = sizes
-        return tuple(told)
+        return tuple(placeholders)
 
     async def _sizes(self, client: EngineClient, model: str, name: str, image: JSON) -> JSON:
         """Return the processor's metadata of one image; empty if the server does not report it."""
@@ -184,12 +186,12 @@ def _chat_body(
 async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
     text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
     try:
-        told = msgspec.json.decode(text, type=_Rendered)
+        rendered = msgspec.json.decode(text, type=_Rendered)
     except msgspec.MsgspecError as error:
         raise EngineError(f"{client.base_url}{path} cannot be read: {error}") from None
-    if not told.token_ids and not told.tokens:
+    if not rendered.token_ids and not rendered.tokens:
         raise EngineError(f"{client.base_url}{path} tells no ids")
-    return told
+    return rendered
 
 
 def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:

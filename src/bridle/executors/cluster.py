@@ -473,7 +473,7 @@ class ClusterRunner:
             self._nursery.start(self._fetched(member, run), name=f"fetch {run.run_id}")
 
     async def _fetched(self, member: Member, run: Run) -> None:
-        told = run.ended
+        ended_before = run.ended
         end = await self._persist(member, lambda: member.link.result(run.run_id))
         run.fetching = False
         if run.member is not member:
@@ -482,7 +482,7 @@ class ClusterRunner:
             self._drop(run)
             self._held[run.run_id] = member
             run.finish(end)
-        elif run.ended and not told:  # it ended while we asked
+        elif run.ended and not ended_before:  # it ended while we asked
             self._fetch(member, run)
 
     async def _end(self, run: Run) -> None:

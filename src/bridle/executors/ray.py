@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Answer:
     """Result of an actor's method: a value, or the error that it raised."""
 
     value: Any = None
@@ -85,22 +85,22 @@ class NodeActor:
         self._leaving = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
 
-    async def say(self, word: str, *given: Any, **named: Any) -> Told:  # noqa: ANN401 - of any method
+    async def say(self, word: str, *given: Any, **named: Any) -> Answer:  # noqa: ANN401 - of any method
         """Call a method of the host."""
         try:
             host = await self._up() if word == "hello" else self._host
             if host is None:
                 raise NodeLostError("it has just been started", may_return=True)
             value = getattr(host, word)(*given, **named)
-            return Told(await value if asyncio.iscoroutine(value) else value)
+            return Answer(await value if asyncio.iscoroutine(value) else value)
         except BridleError as error:
-            return Told(error=error)
+            return Answer(error=error)
 
-    async def news(self, owner: str, epoch: str, after: int, wait_s: float) -> Told:
+    async def news(self, owner: str, epoch: str, after: int, wait_s: float) -> Answer:
         """Call `NodeHost.news` if the process is still `epoch`."""
         if self._host is None or self._host.epoch != epoch:
-            return Told(error=NodeLostError("it was started anew", may_return=True))
-        return Told(await self._host.news(owner, after, wait_s=wait_s))
+            return Answer(error=NodeLostError("it was started anew", may_return=True))
+        return Answer(await self._host.news(owner, after, wait_s=wait_s))
 
     async def leave(self) -> None:
         """End all that runs here, and be ready to be ended."""
@@ -157,7 +157,7 @@ class RayLink:
         return hello
 
     async def news(self, owner: str, epoch: str, after: int, *, wait_s: float) -> News:
-        news: News = await told(self._actor.news.remote(owner, epoch, after, wait_s))
+        news: News = await unwrapped(self._actor.news.remote(owner, epoch, after, wait_s))
         return news
 
     async def start(self, owner: str, starts: Sequence[Start]) -> list[str | None]:
@@ -212,14 +212,14 @@ class RayLink:
     async def leave(self) -> None:
         """Leave the node, and end its actor."""
         with suppress(NodeLostError):
-            await told(self._actor.leave.remote())
+            await unwrapped(self._actor.leave.remote())
         await asyncio.to_thread(ray.kill, self._actor)
 
     async def _say(self, word: str, *given: object) -> Any:  # noqa: ANN401 - the callers know
-        return await told(self._actor.say.remote(word, *given))
+        return await unwrapped(self._actor.say.remote(word, *given))
 
 
-async def told(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
+async def unwrapped(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
     """Await an actor's result and raise its error; Ray's own errors become `NodeLostError`."""
     try:
         said = await answer
@@ -227,7 +227,7 @@ async def told(answer: Any) -> Any:  # noqa: ANN401 - what an actor's call gives
         raise NodeLostError(_short(error), may_return=True) from error
     except RayError as error:
         raise NodeLostError(_short(error)) from error
-    if isinstance(said, Told):
+    if isinstance(said, Answer):
         if said.error is not None:
             raise said.error
         return said.value

@@ -227,11 +227,11 @@ async def _locked(path: Path, report: Report, label: str) -> AsyncIterator[None]
     """Hold the lock file; the system lets it go when this process dies."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        told = False
+        announced = False
         while not try_lock(file):
-            if not told:
+            if not announced:
                 report(f"{label}: another process is building it; waiting")
-                told = True
+                announced = True
             await asyncio.sleep(LOCK_POLL_S)
         yield
     finally:

@@ -75,13 +75,13 @@ class FunctionHarness:
         folder = f"{context.home}/.function"
         config = f"{folder}/config.json"
         task = {k: v for k, v in asdict(context).items() if k not in NOT_TOLD}
-        told = {
+        config_values = {
             "module": self._module,
             "name": self._name,
             "task": {**task, "model": context.model_name},
         }
         files = {
-            config: as_json(told),
+            config: as_json(config_values),
             f"{folder}/{RUNNER}": (SCRIPTS / RUNNER).read_bytes(),
             f"{folder}/{MODULES}/.keep": b"",
         }

@@ -260,21 +260,21 @@ class BubblewrapRuntime(Contained):
         """Start process 1; returns when it is up. Blocks for some 10 ms."""
         options = bwrap_options(self._spec, self._scratch, self._mounts, self._top)
         arguments = _in_memory(b"".join(f"{word}\0".encode() for word in options))
-        profile, told = _in_memory(filter_program()), os.pipe()
+        profile, info_pipe = _in_memory(filter_program()), os.pipe()
         try:
             words = ["--args", str(arguments), "--seccomp", str(profile)]
-            words += ["--info-fd", str(told[1]), "--"]
+            words += ["--info-fd", str(info_pipe[1]), "--"]
             process = subprocess.Popen(
                 [*begin(self._doors()), "bwrap", *words, "/bin/bash", "-c", HOLD],
-                pass_fds=[arguments, profile, told[1]],
+                pass_fds=[arguments, profile, info_pipe[1]],
                 env={**ENVIRONMENT, SESSION_MARK: self._session_id},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-            os.close(told[1])
-            with os.fdopen(told[0], "rb") as info:
+            os.close(info_pipe[1])
+            with os.fdopen(info_pipe[0], "rb") as info:
                 facts = info.read()
             assert process.stdout is not None
             if process.stdout.readline() != b"ready\n":

@@ -123,12 +123,12 @@ async def _pull(image: str) -> None:
 
 
 async def _tell_layers(image: str, said: Path) -> None:
-    told = (0, 0)
+    logged = (0, 0)
     while True:
         await asyncio.sleep(LOOK_S)
-        found = layers(said.read_text(errors="replace")) if said.exists() else told  # noqa: ASYNC240 - quick
-        if found != told:
-            told = found
+        found = layers(said.read_text(errors="replace")) if said.exists() else logged  # noqa: ASYNC240 - quick
+        if found != logged:
+            logged = found
             log.info("pulling an image", image=image, layers_done=found[0], layers=found[1])
 
 

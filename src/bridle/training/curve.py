@@ -67,11 +67,11 @@ def draw_png(path: Path, course: Course, *, title: str) -> Path:
     axes = figure.add_subplot()
     axes.plot(steps, rewards, ".", color="#9db4c8", label="sessions of the step")
     axes.plot(steps, smoothed(rewards), color="#1f5f8b", label=f"mean of {AVERAGED} steps")
-    told = [one for one in course.evaluations if one["reward"] is not None]
-    if told:
+    known = [one for one in course.evaluations if one["reward"] is not None]
+    if known:
         axes.plot(
-            [one["step"] for one in told],
-            [one["reward"] for one in told],
+            [one["step"] for one in known],
+            [one["reward"] for one in known],
             "D--",
             color="#c0392b",
             label="held-out tasks",

@@ -41,10 +41,10 @@ class Evaluation:
 
     def json(self) -> JSON:
         """Return the object that the run's files hold."""
-        told: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
+        value: JSON = {"reward": self.reward, "sessions": self.sessions, "unknown": self.unknown}
         if self.others:
-            told["others"] = {label: one.json() for label, one in self.others.items()}
-        return told
+            value["others"] = {label: one.json() for label, one in self.others.items()}
+        return value
 
 
 def evaluation_of(

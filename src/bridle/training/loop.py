@@ -255,8 +255,8 @@ def _nothing_trains(groups: list[Group]) -> str:
     status = Counter(str(session.status) for session in sessions)
     rewards = Counter("unknown" if s.reward is None else f"{s.reward:g}" for s in sessions)
     errors = Counter(session.error for session in sessions if session.error)
-    told = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+    example = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
     return (
         f"{len(groups)} groups in a row train nothing: of {len(sessions)} sessions "
-        f"{dict(status)}, rewards {dict(rewards.most_common(5))}{told}"
+        f"{dict(status)}, rewards {dict(rewards.most_common(5))}{example}"
     )

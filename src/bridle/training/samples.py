@@ -277,10 +277,10 @@ def check_sampling(session: Trajectory, temperature: float) -> None:
     """
     for trace in filter(trains, session.traces):
         where = f"session {session.session_id} (trace {trace.trace_id})"
-        told = trace.metadata.get("sampling")
-        if told is None:
-            told = {"temperature": trace.metadata.get("temperatures", ())}
-        for field, values in told.items():
+        sampling = trace.metadata.get("sampling")
+        if sampling is None:
+            sampling = {"temperature": trace.metadata.get("temperatures", ())}
+        for field, values in sampling.items():
             for value in values:
                 if (fault := unfit_setting(field, value, temperature)) is not None:
                     raise TrainingError(f"{where} {fault}")

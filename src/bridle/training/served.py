@@ -48,9 +48,9 @@ class Name:
         return f"{self.training}.{self.index:06d}.{self.attempt}.{self.task_id}"
 
     @classmethod
-    def of(cls, told: str, training: str) -> Name | None:
+    def of(cls, group_id: str, training: str) -> Name | None:
         """Read one of `training`'s names; `None` = it is none."""
-        first, _, rest = told.partition(".")
+        first, _, rest = group_id.partition(".")
         index, _, rest = rest.partition(".")
         attempt, _, task_id = rest.partition(".")
         if first != training or not (index.isdecimal() and attempt.isdecimal() and task_id):
@@ -138,17 +138,17 @@ class ServerGroups:
         """Find what an earlier life had begun; end what nobody will take."""
         lost = await self._weights_are_lost()
         unwanted: list[str] = []
-        async for told in self._client.tasks():
-            if not str(told["task_id"]).startswith(f"{self._training}."):
+        async for task in self._client.tasks():
+            if not str(task["task_id"]).startswith(f"{self._training}."):
                 continue
-            name = Name.of(told["task_id"], self._training)
+            name = Name.of(task["task_id"], self._training)
             if name is not None:
                 self._attempts[name.index] = max(self._attempts[name.index], name.attempt + 1)
-            if told["acked_at"]:
+            if task["acked_at"]:
                 continue
-            ended = told["cursor"] is not None
-            if name is None or told["state"] == "cancelled" or not self._wants(name, lost, ended):
-                unwanted.append(told["task_id"])
+            ended = task["cursor"] is not None
+            if name is None or task["state"] == "cancelled" or not self._wants(name, lost, ended):
+                unwanted.append(task["task_id"])
             else:
                 self._known[name.index] = name
                 if lost:
@@ -203,17 +203,17 @@ class ServerGroups:
 
     async def read(self) -> None:
         """Hand on what ends; raises `ServerError` when the server is gone for long."""
-        async for told in self._client.groups(ack=False):
-            waiting = self._evaluating.pop(told.task_id, None)
+        async for group in self._client.groups(ack=False):
+            waiting = self._evaluating.pop(group.task_id, None)
             if waiting is not None:
-                waiting.set_result(told)
+                waiting.set_result(group)
                 continue
-            name = Name.of(told.task_id, self._training)
+            name = Name.of(group.task_id, self._training)
             if name is not None:
-                await self._hand_on(name, told)
+                await self._hand_on(name, group)
 
-    async def _hand_on(self, name: Name, told: ServerGroup) -> None:
-        sessions = tuple(one.trajectory for one in told.results)
+    async def _hand_on(self, name: Name, group: ServerGroup) -> None:
+        sessions = tuple(one.trajectory for one in group.results)
         if name in self._old and _newest(sessions) > self._version:
             await self._client.ack(task_ids=[str(name)])
             if self._known.pop(name.index, None) is None:
@@ -226,8 +226,8 @@ class ServerGroups:
 
 def _newest(sessions: Sequence[Trajectory]) -> int:
     """The newest version of any token that was sampled; -1 = none is known."""
-    told = [trace.versions for session in sessions for trace in session.traces]
-    return max((int(versions.max()) for versions in told if len(versions)), default=-1)
+    versions_by_trace = [trace.versions for session in sessions for trace in session.traces]
+    return max((int(versions.max()) for versions in versions_by_trace if len(versions)), default=-1)
 
 
 @asynccontextmanager

@@ -401,10 +401,10 @@ def _placeholders(node: Node) -> list[JSON]:
     path.
     """
     extra = node.exchange.extra
-    told = extra.get("media") or (extra.get("engine") or {}).get("media") or []
+    media = extra.get("media") or (extra.get("engine") or {}).get("media") or []
     shift = node.prompt_length - node.exchange.prompt_length
     moved = [
-        place | {"start": place["start"] + shift} if "start" in place else place for place in told
+        place | {"start": place["start"] + shift} if "start" in place else place for place in media
     ]
     return [place for place in moved if place.get("start", node.kept) >= node.kept]
 

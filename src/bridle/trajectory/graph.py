@@ -304,9 +304,11 @@ class _Grower:
         for exchange in unique.values():
             before = exchange.continues
             old, new = self.nodes.get(before or ""), self.nodes.get(exchange.exchange_id)
-            if told := exchange.extra.get("break"):
-                around = None if old is None or new is None else _around(old, new, told["position"])
-                self.note(exchange, told["reason"], told["position"], around)
+            if found := exchange.extra.get("break"):
+                around = (
+                    None if old is None or new is None else _around(old, new, found["position"])
+                )
+                self.note(exchange, found["reason"], found["position"], around)
                 continue
             if before is None or exchange.parent_id is not None:
                 continue

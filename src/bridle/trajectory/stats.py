@@ -115,14 +115,14 @@ def _lineage(exchanges: Sequence[Exchange], joined: Joined) -> JSON:
     }
     shown = [sums[f"turns_{kind}"] for kind in ("verbatim", "rerendered", "foreign")]
     agent = [exchange for exchange in exchanges if exchange.kind is Kind.AGENT]
-    told = all("turns" in exchange.extra for exchange in agent)
-    showing = [e for e in agent if told and _ours(e.extra["turns"])]
+    counted = all("turns" in exchange.extra for exchange in agent)
+    showing = [e for e in agent if counted and _ours(e.extra["turns"])]
     extending = sum(e.parent_id is not None or e.exchange_id in joined.extended for e in showing)
     return {
         "turns_shown": sum(shown) if known else None,
         **sums,
         "merge_ratio": extending / len(showing) if showing else None,
-        "merging": {"extending": extending, "showing": len(showing)} if told else None,
+        "merging": {"extending": extending, "showing": len(showing)} if counted else None,
     }
 
 
