@@ -53,6 +53,13 @@ def team(lead: Turns, worker: Turns, skip: int) -> Script:
     ]
 
 
+SUMMARY: Script = [
+    {"when": {"user_contains": "Context Extraction"}, "turns": [{"content": "Oslo: 717710."}]},
+    {"when": {"user_contains": "summary of the conversation"}, "turns": list(AGAIN), "skip": 1},
+    {"turns": list(WHOLE)},
+]
+
+
 CODE: Turns = [
     {"content": "Thought: look.\n<code>\nprint(population(city='Oslo'))\n</code>"},
     {"content": "Thought: add.\n<code>\nfinal_answer(add(717710, 291940))\n</code>"},
@@ -140,7 +147,7 @@ class Loop:
 
     program: str
     lock: str = "agents"
-    """Name of the lock of its environment; `npm` for JavaScript."""
+    """Name of the lock of its environment; JavaScript's begin with `npm`."""
     arguments: tuple[str, ...] = ()
     script: Script = field(default_factory=lambda: plain(*WHOLE))
     sees: bool = False
@@ -193,6 +200,18 @@ LOOPS: Sequence[Loop] = (
         for api in ("chat", "responses", "anthropic", "google")
     ),
     *(Loop("langchain_agent.py", arguments=(api,)) for api in ("chat", "responses", "anthropic")),
+    *(
+        Loop(
+            "langchain_agent.py",
+            arguments=(api, "summary"),
+            script=SUMMARY,
+            facts=Facts(
+                calls=7, conversations=2, verbatim=7, shown=9, forks=CHANGED, habits={"other": 1}
+            ),
+            note="Its middleware asks for a summary, which replaces all but the last reply.",
+        )
+        for api in ("chat", "responses", "anthropic")
+    ),
     Loop(
         "langgraph_router.py",
         script=[
@@ -213,6 +232,10 @@ LOOPS: Sequence[Loop] = (
     ),
     *(
         Loop("ai_sdk_agent.mjs", "npm", arguments=(api,))
+        for api in ("chat", "responses", "anthropic")
+    ),
+    *(
+        Loop("ai_sdk_6_agent.mjs", "npm-ai-6", arguments=(api,))
         for api in ("chat", "responses", "anthropic")
     ),
     *(

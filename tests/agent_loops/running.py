@@ -22,7 +22,7 @@ LOCKS = HERE / "locks"
 
 async def command(loop: Loop, programs: Path) -> list[str]:
     """The command line of a program; its environment is installed if it is not there yet."""
-    npm = loop.lock == "npm"
+    npm = loop.lock.startswith("npm")
     recipe = (
         node_recipe(loop.lock, "1", size_mb=600, locks=LOCKS)
         if npm
