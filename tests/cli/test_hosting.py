@@ -43,6 +43,6 @@ async def test_without_ray_the_extra_is_named(tmp_path, config, monkeypatch):
     on_ray = config.model_copy(
         update={"executor": config.executor.model_copy(update={"kind": "ray"})}
     )
-    with pytest.raises(ConfigError, match=r"\.\[ray\]"):
+    with pytest.raises(ConfigError, match=r"\[ray\]"):
         async with workers_of(on_ray, tmp_path, "owner"):
             raise AssertionError
