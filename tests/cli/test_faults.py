@@ -12,6 +12,7 @@ FAULTS = {
     "doctor": (("gone",), 2),
     "engine": (("scripted:gone.json",), 2),
     "export": (("gone", "--format", "sft", "--out", "x.jsonl"), 2),
+    "fork": (("gone", "--run", "gone", "--at", "1"), 2),
     "gateway": (("--config", "gone.toml"), 2),
     "generate": (("gone", "--engine", "scripted:gone.json", "--out", "x"), 2),
     "init": (("mine", "--agent", "gone.py"), 2),

@@ -4,7 +4,7 @@
 start and end processes of this machine for any runtime; `conformance` is the suite that each
 runtime passes.
 
-The backend `auto` is the runtime that isolates, where possible: `docker` for a task with an image
+The backend "auto" is the runtime that isolates, where possible: `docker` for a task with an image
 or a GPU, `bubblewrap` for any other where it works on this machine, else `local`, with a warning.
 `$BRIDLE_RUNTIME` names another one for tasks without an image or a GPU.
 """
