@@ -56,6 +56,7 @@ async def test_a_server_outlives_its_database_and_runs_each_session_once(
 
 
 @pytest.mark.postgres
+@pytest.mark.timeout(180)
 async def test_a_database_that_hangs_is_a_503_and_work_goes_on_when_it_is_back(
     own_cluster, tmp_path, monkeypatch
 ):
@@ -84,20 +85,22 @@ async def test_a_database_that_hangs_is_a_503_and_work_goes_on_when_it_is_back(
 
 
 @pytest.mark.postgres
+@pytest.mark.timeout(180)
 async def test_a_server_ends_while_its_database_hangs(own_cluster, tmp_path):
     database = await Database.open(hasty(own_cluster.fresh()))
     async with database.read() as connection:
         await connection.execute(text("SELECT 1"))
     with own_cluster.frozen():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await database.aclose()
 
 
 @pytest.mark.postgres
+@pytest.mark.timeout(180)
 async def test_a_server_does_not_wait_at_its_start_for_a_database_that_hangs(own_cluster):
     url = own_cluster.fresh()
     with own_cluster.frozen():
-        async with asyncio.timeout(45):
+        async with asyncio.timeout(90):
             with pytest.raises(StateError, match="did not answer in time"):
                 await Database.open(url)
 
