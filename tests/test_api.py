@@ -211,3 +211,24 @@ def test_a_wrong_agent_or_scorer_is_refused_before_anything_runs(
     with pytest.raises(ConfigError, match=match):
         bridle.rollout(agent, ["a"], scorer=scorer, engine=engine, data=tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+async def test_a_session_is_forked_at_one_of_its_replies(tmp_path):
+    turns = [{"content": "One."}, {"content": "Two."}]
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
+    async with bridle.Gateway(f"scripted:{script}", data=tmp_path / "run") as gateway:
+        async with gateway.session("sum-1") as session:
+            assert [await ask(session), await ask(session, "3 + 3?")] == ["One.", "One."]
+        async with session.fork(at=1) as fork:
+            assert await ask(fork) == "One."
+            with pytest.raises(openai.BadRequestError, match="differs from token"):
+                await ask(fork, "4 + 4?")
+            assert await ask(fork, "3 + 3?") == "One."
+        with pytest.raises(ConfigError, match="has 2 replies; at = 3"):
+            async with session.fork(at=3):
+                pass
+    captured, forked = results(gateway.path)
+    assert (captured.metadata.get("fork"), forked.task_id) == (None, "sum-1")
+    assert forked.metadata["fork"] == {"replayed": 1, "left": 0, "exact": True}
+    assert forked.trajectory.metadata["stats"]["tokens_excluded"] == {"replayed": 4}

@@ -4,14 +4,14 @@ Every agent must call a model; Bridle stands at that call. A harness changes its
 its key, nothing else. The gateway answers in four providers' wire formats, keeps the exact tokens
 that were sampled, and the trajectory builders turn them into training sequences.
 
-`Gateway` and `rollout` run agents from Python, `Client` and `AsyncClient` talk to a rollout server;
-`Task` and `Trajectory` are what goes in and comes out. Each loads when it is asked for.
+`Gateway`, `rollout` and `fork` run agents from Python, `Client` and `AsyncClient` talk to a rollout
+server; `Task` and `Trajectory` are what goes in and comes out. Each loads when it is asked for.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bridle.api import Gateway, Session, rollout
+    from bridle.api import Gateway, Session, fork, rollout
     from bridle.client import AsyncClient, Client
     from bridle.config import Task
     from bridle.trajectory.sample import Trace, Trajectory
@@ -27,6 +27,7 @@ __all__ = [
     "Trace",
     "Trajectory",
     "__version__",
+    "fork",
     "rollout",
 ]
 
@@ -38,6 +39,7 @@ _HOMES = {
     "Task": "bridle.config",
     "Trace": "bridle.trajectory.sample",
     "Trajectory": "bridle.trajectory.sample",
+    "fork": "bridle.api",
     "rollout": "bridle.api",
 }
 

@@ -38,6 +38,7 @@ from bridle.evaluators.base import Evaluation
 from bridle.evaluators.function import evaluation_of
 from bridle.evaluators.function_runner import Attempt
 from bridle.gateway import app
+from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
 from bridle.lifecycle.results import result_from, trajectory_of
@@ -47,6 +48,7 @@ from bridle.types import JSON, Cause, SessionStatus
 
 if TYPE_CHECKING:
     from bridle.gateway.registry import SessionHandle
+    from bridle.gateway.replay import Replay
 
 FINISH_S = 120.0
 """Time for writing the last files once a run is being ended."""
@@ -158,12 +160,13 @@ class Gateway:
         session_id: str | None = None,
         sampling: SamplingPolicy | None = None,
         limits: Limits | None = None,
+        replay: Replay | None = None,
         **metadata: object,
     ) -> AsyncIterator[Session]:
         """Open a session; at the end its key is dead and its reward and ending are recorded.
 
-        An exception of the block ends it as ERROR (CANCELLED where the task is cancelled), without
-        a reward, and is raised again.
+        `replay` has the replies that it gets first (`Session.fork`). An exception of the block ends
+        it as ERROR (CANCELLED where the task is cancelled), without a reward, and is raised again.
         """
         whole = task if isinstance(task, Task) else None
         opened = await self.app.open_session(
@@ -172,8 +175,10 @@ class Gateway:
             metadata={"harness": "python", **_kept(whole), **metadata},
             sampling=sampling or (whole.sampling if whole else None),
             limits=limits or (whole.limits if whole else None),
+            replay=replay,
         )
         session = Session(self, opened, whole)
+        session.replay = replay
         try:
             yield session
         except BaseException as error:
@@ -201,7 +206,10 @@ class Gateway:
             trace_rewards=session.trace_rewards if cause is None else None,
             cause=cause,
             error=error,
-            metadata={"evaluation": session.evaluation} if session.evaluation else {},
+            metadata={
+                **({"evaluation": session.evaluation} if session.evaluation else {}),
+                **({"fork": session.replay.facts()} if session.replay else {}),
+            },
         )
         await self.store.close_session(outcome)
         self.app.forget(session.session_id)
@@ -240,6 +248,8 @@ class Session:
         self.evaluation: JSON = {}
         """Recorded beside the reward."""
         self.trace_rewards: tuple[float, ...] | None = None
+        self.replay: Replay | None = None
+        """The captured replies that it gets first; `None` = it is no fork."""
         self.ended = False
         self._reward: float | None = None
 
@@ -261,6 +271,59 @@ class Session:
     def trajectory(self) -> Trajectory:
         """Build the trajectory of the exchanges captured so far."""
         return trajectory_of(self._gateway.store.read(self.session_id))
+
+    @asynccontextmanager
+    async def fork(self, *, at: int) -> AsyncIterator[Session]:
+        """Open a session of the same task that gets the first `at` replies of this one again.
+
+        The engine is not asked for them. A prompt that differs from the captured one is refused
+        with HTTP 400. `ConfigError` if this session has fewer replies.
+        """
+        capture = await asyncio.to_thread(self._gateway.store.read, self.session_id)
+        origin = {"session": self.session_id, "at": at}
+        async with self._gateway.session(
+            self.task or capture.session.task_id, replay=replay_of(capture, at), fork=origin
+        ) as session:
+            yield session
+
+
+def fork(
+    session: str,
+    *,
+    at: int,
+    samples: int = 1,
+    run: str | Path = "runs",
+    engine: str | Sequence[str] | None = None,
+    tokenizer: str | None = None,
+    concurrency: int | None = None,
+    data: str | Path | None = None,
+) -> list[Trajectory]:
+    """Sample a session of `bridle run` or of a harness's `rollout` again from one of its turns on.
+
+    A fork whose harness does not repeat itself is a trajectory with status ERROR.
+
+    Args:
+        session: Its id, or the beginning.
+        at: Its replies that are given again, without an engine.
+        samples: Sessions that begin like it.
+        run: Run folder, or the folder of runs, that has it.
+        engine: As for `Gateway`; `None` = that of the run.
+        tokenizer: As for `Gateway`.
+        concurrency: Harnesses at once; `None` = twice the cores.
+        data: As for `Gateway`.
+
+    Raises:
+        ConfigError: There is no such session or turn, or its run does not hold its task.
+    """
+    from bridle.cli.batch import Batch, run_batch
+    from bridle.cli.fork import forked_task, setup_of
+
+    task, base = forked_task(session, Path(run), at, samples)
+    engines = [engine] if isinstance(engine, str) else list(engine or ())
+    folder = new_run_folder() if data is None else Path(data)
+    batch = Batch([task], setup_of(base, None, engines, tokenizer), None, folder, concurrency)
+    _in_thread(lambda: run_batch(batch))
+    return _by_task(folder, [task])
 
 
 def rollout(

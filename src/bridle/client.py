@@ -204,6 +204,14 @@ class AsyncClient:
         body = {"reward": reward, **more}
         return await self._json("POST", f"/v1/sessions/{session_id}/reward", body)
 
+    async def fork(
+        self, session_id: str, *, at: int, samples: int = 1, task_id: str | None = None
+    ) -> str:
+        """Submit a task whose sessions begin with the first `at` replies of this one; its id."""
+        body = {"at": at, "num_samples": samples, "task_id": task_id}
+        answer = await self._json("POST", f"/v1/sessions/{session_id}/fork", body)
+        return str(answer["task_id"])
+
     # ---- results
 
     async def groups(
@@ -486,6 +494,13 @@ class Client:
     def give_reward(self, session_id: str, reward: float, **more: object) -> JSON:
         """See `AsyncClient.give_reward`."""
         return self._wait(self._client.give_reward(session_id, reward, **more))
+
+    def fork(
+        self, session_id: str, *, at: int, samples: int = 1, task_id: str | None = None
+    ) -> str:
+        """See `AsyncClient.fork`."""
+        found = self._client.fork(session_id, at=at, samples=samples, task_id=task_id)
+        return self._wait(found)
 
     def groups(
         self,

@@ -6,8 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
+import bridle
 from bridle.capture.sqlite import SqliteReader
-from bridle.lifecycle.results import trajectory_of
+from bridle.errors import ConfigError
+from bridle.lifecycle.results import result_from, trajectory_of
 from bridle.trajectory.sample import MaskReason
 
 
@@ -146,3 +148,13 @@ def test_a_task_file_names_a_fork_beside_itself_and_what_is_missing_is_said_befo
         assert said.code == 2
         assert error in " ".join(said.err.split())
         assert not (tmp_path / name).exists()
+
+
+def test_python_forks_a_session_as_the_command_does(run, other, tmp_path):
+    (original, *_) = captures(run)
+    session_id, folder = original.session.session_id, tmp_path / "forks"
+    found = bridle.fork(session_id, at=1, samples=2, run=run, engine=other, data=folder)
+    assert [one.status for one in found] == ["COMPLETED", "COMPLETED"]
+    assert [result_from(fork).metadata["fork"]["exact"] for fork in captures(folder)] == [True] * 2
+    with pytest.raises(ConfigError, match="no session 'nobody'"):
+        bridle.fork("nobody", at=1, run=run)

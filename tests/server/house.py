@@ -143,6 +143,7 @@ class FakeWorkers:
         return True
 
     outlive = False
+    capture = None
 
     def expect(self, run_id):
         return False

@@ -6,10 +6,12 @@ from tests.server.house import KNOWN, TOKEN, an_app, body
 
 from bridle.cli.serve import server_of
 from bridle.client import AsyncClient
+from bridle.folders import private_file
 from bridle.server.auth import Role, Token
 from bridle.server.permits import Permits
 
 TENANT = Token(name="tenant", token="the-token-of-a-tenant", roles=(Role.SUBMIT, Role.READ))
+ADMIN, HELPER = "the-token-of-the-admin", "the-token-of-a-helper"
 SCORING = "tests.evaluators.scoring"
 POLAR = {"task_id": "t", "instruction": "x", "agent": {"harness": "codex"}}
 
@@ -100,3 +102,69 @@ END
         session = await client.session("task-0.0")
     assert str(marker) in session["error"], "the function was called, inside"
     assert not marker.exists()
+
+
+async def fork(client, session_id, **wanted):
+    async with client._http.post(
+        f"{client.url}/v1/sessions/{session_id}/fork", json=wanted, headers=client._known()
+    ) as answer:
+        return answer.status, await answer.json()
+
+
+@pytest.mark.timeout(120)
+async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    both = ("the-token-of-alice", "the-token-of-bob")
+    rows = (f'[[tokens]]\nname = "{token[13:]}"\ntoken = "{token}"\n' for token in both)
+    private_file(tokens).write_text("".join(rows))
+    permits = {"runtimes": ("local",)}
+    config = whole_config(tmp_path, permits=permits, tokens=tokens)
+    async with (
+        server_of(config) as opened,
+        AsyncClient(opened.url, token=both[0]) as alice,
+        AsyncClient(opened.url, token=both[1]) as bob,
+    ):
+        await alice.submit(tasks(1, samples=1)[0])
+        await alice.wait("task-0", timeout_s=60)
+        (original,) = await alice.sessions("task-0")
+        session_id = original["session_id"]
+        for _ in range(2):  # the second one changes nothing
+            name = await alice.fork(session_id, at=1, samples=2)
+        assert name == f"{session_id}.at1"
+        await alice.wait(name, timeout_s=60)
+        forks = await alice.sessions(name)
+        assert [one["status"] for one in forks] == ["COMPLETED"] * 2
+        async for group in alice.groups(quiet_s=1):
+            found = [one.metadata.get("fork", {}).get("exact") for one in group.results]
+            assert found == ([None] if group.task_id == "task-0" else [True, True])
+        for one in forks:
+            stats = (await alice.trajectory(one["session_id"])).metadata["stats"]
+            assert stats["tokens_excluded"]["replayed"] > 0
+        again = await alice.fork(forks[0]["session_id"], at=1, task_id="again")
+        assert (await alice.wait(again, timeout_s=60))["usable_sessions"] == 1
+
+        assert (await fork(bob, session_id, at=1))[0] == 404
+        status, told = await fork(alice, session_id, at=9)
+        assert (status, told["error"]["param"]) == (422, "at")
+        assert "replies; at = 9" in told["detail"]
+        status, told = await fork(alice, session_id, at=1, task_id="no name")
+        assert (status, told["error"]["param"]) == (422, "task_id")
+
+
+@pytest.mark.timeout(120)
+async def test_a_fork_is_permitted_what_its_owner_is_permitted_now(tmp_path):
+    """A session of `local` that an admin's token submitted, forked with another of its owner's."""
+    tokens = tmp_path / "tokens.toml"
+    private_file(tokens).write_text(
+        f'[[tokens]]\nname = "operator"\ntoken = "{ADMIN}"\nroles = ["admin"]\n'
+        f'[[tokens]]\nname = "operator"\ntoken = "{HELPER}"\n'
+    )
+    async with (
+        server_of(whole_config(tmp_path, tokens=tokens)) as opened,
+        AsyncClient(opened.url, token=ADMIN) as admin,
+        AsyncClient(opened.url, token=HELPER) as helper,
+    ):
+        await admin.submit(tasks(1, samples=1)[0])
+        await admin.wait("task-0", timeout_s=60)
+        status, told = await fork(helper, "task-0.0", at=1)
+        assert (status, told["error"]["code"]) == (422, "not_permitted")

@@ -40,6 +40,7 @@ OWN = {
     "GET /v1/sessions",
     "GET /v1/sessions/{session_id}",
     "DELETE /v1/sessions/{session_id}",
+    "POST /v1/sessions/{session_id}/fork",
     "POST /v1/sessions/{session_id}/reward",
     "GET /v1/sessions/{session_id}/trajectory",
     "GET /v1/sessions/{session_id}/artifacts/{name:path}",
@@ -149,8 +150,9 @@ async def test_what_is_anothers_is_answered_as_if_it_did_not_exist(tmp_path, met
             assert (never.status_code, refused.status_code) == (404, 404)
             named = refused.text.replace(session["session_id"], "nobodys.0")
             assert named.replace("hers", "nobodys") == never.text
-            own = await alice.request(method, url, json={"reward": 1} if "reward" in path else None)
-            assert own.status_code == 200
+            bodies = {"reward": {"reward": 1}, "fork": {"at": 1}}
+            own = await alice.request(method, url, json=bodies.get(path.rpartition("/")[2]))
+            assert own.status_code == (409 if path.endswith("/fork") else 200)
 
 
 async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):

@@ -43,16 +43,11 @@ def fork(  # noqa: PLR0913 - one parameter per flag
     """
     from bridle.api import new_run_folder
     from bridle.cli.batch import Batch, run_batch
-    from bridle.cli.captured import find_session
-    from bridle.config import ForkSpec
 
-    path, capture = find_session(session, run)
-    task = _task_of(path.parent, capture.session.task_id)
-    spec = ForkSpec(capture=str(path.resolve()), session=capture.session.session_id, at=at)
-    forked = task.model_copy(update={"num_samples": samples, "fork": spec})
+    task, base = forked_task(session, run, at, samples)
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
-    setup = _setup(path.parent, config, engine, tokenizer)
-    lines = run_batch(Batch([forked], setup, None, folder, concurrency))
+    setup = setup_of(base, config, engine, tokenizer)
+    lines = run_batch(Batch([task], setup, None, folder, concurrency))
     exact = sum(bool(line["fork"] and line["fork"]["exact"]) for line in lines)
     if json:
         print_json({"folder": str(folder), "exact": exact, "sessions": lines})
@@ -64,19 +59,26 @@ def fork(  # noqa: PLR0913 - one parameter per flag
     raise typer.Exit(0 if exact == len(lines) else 1)
 
 
-def _task_of(base: Path, task_id: str | None) -> Task:
-    """The session's task. `ConfigError` if its run does not hold it."""
-    from bridle.cli.captured import tasks_of
+def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, Path]:
+    """Return the task of forks of a session, and the run folder that holds the session.
 
+    `ConfigError` if the run does not hold the session's task.
+    """
+    from bridle.cli.captured import find_session, tasks_of
+    from bridle.config import ForkSpec
+
+    path, capture = find_session(session, run)
+    base, task_id = path.parent, capture.session.task_id
     tasks = tasks_of(base)
     if task_id not in tasks:
         raise ConfigError(
             f"{base} does not hold the task {task_id!r}: only sessions of bridle run can be forked"
         )
-    return tasks[task_id]
+    spec = ForkSpec(capture=str(path.resolve()), session=capture.session.session_id, at=at)
+    return tasks[task_id].model_copy(update={"num_samples": samples, "fork": spec}), base
 
 
-def _setup(
+def setup_of(
     base: Path, config: Path | None, engines: list[str] | None, tokenizer: str | None
 ) -> FileConfig:
     """Return the config that was given; without an engine, that of the run."""

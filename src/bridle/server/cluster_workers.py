@@ -32,6 +32,7 @@ class ClusterWorkers:
     """Implements `workers.Workers` on a `ClusterRunner` that outlives."""
 
     outlive = True
+    capture = None
 
     def __init__(self, runner: ClusterRunner) -> None:
         self._runner = runner

@@ -61,6 +61,16 @@ class Submission(Task, Terms):
         return Task.model_construct(**task), Terms.model_construct(**terms)
 
 
+class Fork(Terms):
+    """Body of `POST /v1/sessions/{session_id}/fork`: a new task of sessions that begin like it."""
+
+    at: int = Field(ge=1)
+    """How many of its replies are given again."""
+    num_samples: int = Field(default=1, ge=1, le=10_000)
+    task_id: Name | None = None
+    """Id of the new task; `None` = the session's id with `.at` and the number."""
+
+
 class Batch(Settings):
     """Body of `POST /v1/tasks`; all of it is accepted, or nothing."""
 

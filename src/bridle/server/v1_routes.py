@@ -6,10 +6,15 @@ import asyncio
 import time
 from typing import Final
 
+import orjson
+from pydantic import ValidationError
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from bridle.config import ForkSpec
+from bridle.errors import ConfigError, StoreError
 from bridle.gateway.weights import SetPolicy
+from bridle.lifecycle.opening import read_replay
 from bridle.server import wire
 from bridle.server.answering import (
     ARROW_TYPE,
@@ -20,6 +25,7 @@ from bridle.server.answering import (
     Refusal,
     Served,
     accepted,
+    invalid,
     packed_reply,
     reply,
     route,
@@ -28,7 +34,7 @@ from bridle.server.auth import Role
 from bridle.server.polar_routes import check, is_tenant, list_sessions, session_json, task_row
 from bridle.server.results import session_result, trajectory
 from bridle.server.rows import run_id
-from bridle.server.schemas import BATCH, Ack, Batch, CancelBody, Reward
+from bridle.server.schemas import BATCH, Ack, Batch, CancelBody, Fork, Reward, Submission
 from bridle.server.states import DeliveryState, SessionState, TaskState
 from bridle.server.views import is_final
 from bridle.server.wire import Row
@@ -79,6 +85,7 @@ def routes(served: Served) -> list[Route]:
         route(served, "GET", "/v1/sessions/{session_id}", read, show_session),
         route(served, "DELETE", "/v1/sessions/{session_id}", submit, cancel_session),
         route(served, "POST", "/v1/sessions/{session_id}/reward", submit, give_reward, body=Reward),
+        route(served, "POST", "/v1/sessions/{session_id}/fork", submit, fork_session, body=Fork),
         route(served, "GET", "/v1/sessions/{session_id}/trajectory", read, show_trajectory),
         route(served, "GET", "/v1/sessions/{session_id}/artifacts/{name:path}", read, artifact),
         route(served, "GET", "/v1/groups", read, groups, query=GROUPS),
@@ -213,6 +220,37 @@ async def give_reward(asked: Asked) -> Response:
     row = await _session(asked)
     told = session_json(asked, row) | {"task_id": row["task_id"]}
     return reply(told | {"taken_at": row["acked_at"]})
+
+
+async def fork_session(asked: Asked) -> Response:
+    """`POST /v1/sessions/{session_id}/fork`: accept a task whose sessions begin like this one.
+
+    It is the session's task under another id, checked against the caller's permits once more.
+    """
+    row = await _session(asked)
+    wanted = await asked.body(Fork)
+    capture = asked.service.workers.capture
+    if capture is None:
+        message = "each node of a cluster captures in a file of its own: submit a task with `fork`"
+        raise Refusal(409, "conflict", message)
+    run = run_id(row["session_id"], max(1, row["attempt"]))
+    fork = ForkSpec(capture=str(capture), session=run, at=wanted.at)
+    task = await asked.views.task(row["task_id"])
+    assert task is not None
+    own = {"task_id": wanted.task_id or f"{row['session_id']}.at{wanted.at}", "fork": None}
+    given = orjson.loads(task["spec"]) | wanted.model_dump(exclude={"at"}) | own
+    try:
+        checked = check(asked, Submission.model_validate(given))
+        await asyncio.to_thread(read_replay, fork, capture.parent)
+    except ValidationError as error:
+        raise invalid(error) from None
+    except ConfigError as error:
+        raise Refusal(422, "invalid", str(error), param="at") from None
+    except StoreError as error:
+        raise Refusal(404, "not_found", f"its capture cannot be read: {error}") from None
+    forked = checked.model_copy(update={"fork": fork})
+    (new,) = await asked.service.submit([forked], owner=asked.caller.name, tenant=is_tenant(asked))
+    return reply({"task_id": forked.task_id, "new": new})
 
 
 async def show_trajectory(asked: Asked) -> Response:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, Self
 
+from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import Store
 from bridle.config import Task
 from bridle.errors import ConfigError
@@ -30,6 +31,10 @@ class Workers(Protocol):
 
     outlive: bool
     """Whether runs go on when their caller is cancelled, for the server's next life."""
+
+    @property
+    def capture(self) -> Path | None:
+        """The capture file of all runs; `None` = each node has one of its own."""
 
     @property
     def capacity(self) -> int:
@@ -121,6 +126,7 @@ class NodeWorkers:
         self._node = node
         self._gateway = gateway
         self._store = store
+        self.capture = store.path if isinstance(store, SqliteStore) else None
         self._earlier = gateway.session_ids()
         hosted = Hosted(node, gateway, store)
         self.remove, self.kept_bytes = hosted.remove, hosted.kept_bytes
