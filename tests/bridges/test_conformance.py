@@ -1,7 +1,6 @@
 """Each bridge trains exactly the tokens that it should, read out of its trainer's own tensors."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from bridle.bridges.base import rows_of
 from bridle.bridges.nemo import response_of
 from bridle.bridges.openenv import openenv_trace
 from bridle.bridges.slime import samples_of
-from bridle.bridges.trl import TrlRollouts
-from bridle.bridges.trl_async import rows_of as trl_rows_of
+from bridle.bridges.trl import EveryTrace, TrlRollouts, async_rows, session_reward
 from bridle.bridges.verifiers import verifiers_trace
 from bridle.config import Task
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
@@ -93,35 +91,107 @@ def test_slime_and_miles_samples_train_every_token():
     trainer_conformance(groups, rows).check()
 
 
-def test_trls_rollout_function_trains_every_token_of_the_largest_trace():
-    groups = trainer_sessions()
-
-    class Player:
-        def play(self, tasks):
-            return sessions_of(groups)
-
-        def update_weights(self, weights, version):
-            pass
-
-    rollouts = TrlRollouts(Player(), [Task(task_id="t", instruction="go")])
-    model = SimpleNamespace(state_dict=dict)
-    unwrapping = SimpleNamespace(unwrap_model=lambda given: given)
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=0), model=model, accelerator=unwrapping
-    )
-    batch = rollouts(["t"] * 12, trainer)
-    rows = [
-        TrainedRow(session.session_id, [*prompt, *ids], [*([0] * len(prompt)), *mask],
-                   [*([0] * len(prompt)), *logprobs])
-        for session, prompt, ids, mask, logprobs in zip(
-            sessions_of(groups), batch["prompt_ids"], batch["completion_ids"], batch["env_mask"],
-            batch["logprobs"], strict=True)
+def without_images(groups):
+    """The same sessions with no picture behind their tokens."""
+    return [
+        dataclasses.replace(group, sessions=tuple(
+            dataclasses.replace(one, traces=tuple(
+                dataclasses.replace(trace, media=()) for trace in one.traces))
+            for one in group.sessions))
+        for group in groups
     ]  # fmt: skip
-    trainer_conformance(groups, rows).check(missing=SMALLER)
+
+
+class Groups:
+    """Plays the groups that it was given once; a task is a group's."""
+
+    def __init__(self, groups):
+        self.waiting = {group.task_id: iter(group.sessions) for group in groups}
+        self.played = []
+
+    def play(self, tasks):
+        self.played += [next(self.waiting[task.task_id]) for task in tasks]
+        return self.played
+
+    def update_weights(self, weights, version):
+        pass
+
+    def set_version(self, version):
+        pass
+
+
+class Noting(EveryTrace):
+    """Notes what the loss is computed on, and whose session each row is."""
+
+    seen: list
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        return batch | {"owner": batch["advantages"].new_tensor(self.rollout_func.owners).int()}
+
+    def _compute_loss(self, model, inputs):
+        self.seen.append({name: of.clone() for name, of in inputs.items() if of.ndim})
+        return super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+
+@pytest.mark.train
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("loss_type", "steps"), [("grpo", 1), ("grpo", 3), ("dapo", 1)])
+def test_trls_loss_sees_every_token_of_every_trace(tmp_path, loss_type, steps):
+    from tests.training.made import tiny_model
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    from bridle.config import builtin_tokenizer_dir
+    from datasets import Dataset
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer))
+
+    groups = without_images(trainer_sessions())
+    player = Groups(groups)
+    tasks = [Task(task_id=group.task_id, instruction="go") for group in groups]
+    rollouts = TrlRollouts(player, tasks)
+    seen: list = []
+    type("Trainer", (Noting, GRPOTrainer), {"seen": seen})(
+        model=model,
+        processing_class=tokenizer,
+        args=GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=12 // steps, num_generations=4,
+            gradient_accumulation_steps=steps, max_steps=1, loss_type=loss_type, beta=0.0,
+            scale_rewards="none", learning_rate=0.0, bf16=False, use_cpu=True, report_to=[],
+            save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
+            shuffle_dataset=False, log_completions=True,
+        ),
+        train_dataset=Dataset.from_list(rollouts.rows()),
+        reward_funcs=session_reward,
+        rollout_func=rollouts,
+    ).train()  # fmt: skip
+    means = {one.session_id: group.mean for group in groups for one in group.sessions}
+    (size,) = {len(batch["owner"]) for batch in seen}
+    rows = []
+    for batch, at in ((batch, at) for batch in seen for at in range(size)):
+        session = player.played[batch["owner"][at]]
+        given, kept = batch["prompt_mask"][at].bool(), batch["completion_mask"][at].bool()
+        ids = [
+            *batch["prompt_ids"][at][given].tolist(),
+            *batch["completion_ids"][at][kept].tolist(),
+        ]
+        pad = [0] * int(given.sum())
+        mask = [*pad, *batch["tool_mask"][at][kept].tolist()]
+        logprobs = [*pad, *batch["sampling_per_token_logps"][at][kept].tolist()]
+        weight = None
+        if any(mask):  # TRL averages rows: a session's advantage is shared out among its own
+            share = batch["advantages"][at].item() / (session.reward - means[session.session_id])
+            weight = share * 12 / (size * steps) if loss_type == "grpo" else None
+            assert loss_type == "grpo" or share == pytest.approx(1)
+        rows.append(TrainedRow(session.session_id, ids, mask, logprobs, weight=weight))
+    trainer_conformance(groups, rows).check()
 
 
 def test_trls_asynchronous_samples_train_every_token():
-    groups = trainer_sessions()
+    groups = without_images(trainer_sessions())
     rows = []
     for group in groups:
         for session in group.sessions:
@@ -130,7 +200,7 @@ def test_trls_asynchronous_samples_train_every_token():
             rows += [
                 TrainedRow(session.session_id, row.input_ids.tolist(), row.completion_mask.tolist(),
                            row.old_log_probs.tolist())
-                for row in trl_rows_of(0, [session, other], version=4)
+                for row in async_rows(0, [session, other], version=4)
             ]  # fmt: skip
     trainer_conformance(groups, rows).check()
 

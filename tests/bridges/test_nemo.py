@@ -45,10 +45,11 @@ def test_messages_that_cannot_be_told_apart_are_empty_texts_with_tokens():
     assert len(with_tokens(told)) == 2
 
 
-def test_a_session_is_its_largest_trace():
+def test_a_session_is_its_largest_trace_and_the_reply_counts_the_tokens_of_the_others():
     small = trace("small", loss_mask=np.array([1, 1, 0, 0, 0, 0, 0], np.uint8))
     told = response_of(session("s", 1.0, small, trace()))
     assert len(with_tokens(told["output"])) == 2
+    assert verify_response(session("s", 1.0, small, trace()), PARAMS)["tokens_left_out"] == 2
     assert response_of(session("s", 1.0))["output"] == []
 
 
@@ -56,6 +57,7 @@ def test_an_unknown_reward_is_a_masked_sample_with_its_cause():
     told = verify_response(session("s", None, status="TIMEOUT", error="late"), PARAMS)
     assert (told["reward"], told["mask_sample"]) == (0.0, True)
     assert told["failure_reason"] == "TIMEOUT: late"
+    assert told["tokens_left_out"] == 0
     assert verify_response(session("s", 0.5, trace()), PARAMS)["mask_sample"] is False
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from tests.training.made import session, trace
 
+from bridle.bridges.base import RowCounts
 from bridle.bridges.local import LocalSessions
-from bridle.bridges.trl import Counts, TrlRollouts, session_reward
+from bridle.bridges.trl import EveryTrace, TrlRollouts, session_reward
 from bridle.config import Task
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, TrainingError
 from bridle.lifecycle.manager import NodeSettings
 
 
@@ -28,57 +29,75 @@ class Player:
     def update_weights(self, weights, version):
         self.weights.append((weights, version))
 
+    def set_version(self, version):
+        pass
 
-def trainer(step):
-    model = SimpleNamespace(state_dict=lambda: {"of": step})
-    return SimpleNamespace(
-        state=SimpleNamespace(global_step=step),
-        model=model,
-        accelerator=SimpleNamespace(unwrap_model=lambda given: given),
-    )
+
+class Trainer(EveryTrace):
+    """The attributes of a trainer that are read, in one process."""
+
+    def __init__(self, step=0, steps_per_generation=1):
+        self.state = SimpleNamespace(global_step=step)
+        self.model = SimpleNamespace(state_dict=lambda: {"of": step}, training=True)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda given: given, num_processes=1)
+        self.args = SimpleNamespace(steps_per_generation=steps_per_generation)
 
 
 TASKS = [Task(task_id=name, instruction="go") for name in "ab"]
 
 
-def test_a_session_is_a_row_of_its_largest_trace():
-    small, large = trace([1], [9]), trace([1, 2], [3, 4, 5], [1, 0, 1], logprobs=[-1, 0, -2])
-    rollouts = TrlRollouts(Player(session(1.0, small, large)), TASKS)
+def test_every_trace_is_a_row_the_first_of_each_session_before_the_others():
+    first, second = trace([1, 2], [3, 4, 5], [1, 0, 1], logprobs=[-1, 0, -2]), trace([1], [9])
+    other = session(0.0, trace([1], [7]))
+    rollouts = TrlRollouts(Player(session(1.0, first, second), other), TASKS)
 
-    rows = rollouts(["a"], trainer(0))
+    rows = rollouts(["a", "b"], Trainer())
 
     assert rows == {
-        "prompt_ids": [[1, 2]],
-        "completion_ids": [[3, 4, 5]],
-        "logprobs": [[-1.0, 0.0, -2.0]],
-        "env_mask": [[1, 0, 1]],
-        "session_reward": [1.0],
+        "prompt_ids": [[1, 2], [1], [1]],
+        "completion_ids": [[3, 4, 5], [7], [9]],
+        "logprobs": [[-1.0, 0.0, -2.0], [-1.0], [-1.0]],
+        "env_mask": [[1, 0, 1], [1], [1]],
+        "session_reward": [1.0, 0.0],
     }
-    assert rollouts.counts == Counts(sessions=1, with_more=1, tokens_left=1)
+    assert rollouts.owners == [0, 1, 0]
+    assert rollouts.weights == pytest.approx([2 / 3, 1, 1 / 3])
+    assert rollouts.counts == RowCounts(sessions=2, rows=3, tokens=4)
 
 
-def test_the_reward_of_the_largest_trace_is_its_own_where_it_has_one():
-    small, large = trace([1], [9]), trace([1], [3, 4], reward=0.25)
-    rows = TrlRollouts(Player(session(1.0, small, large)), TASKS)(["a"], trainer(0))
-    assert rows["session_reward"] == [0.25]
+def test_the_rows_of_a_batch_fill_trls_steps():
+    session_of_three = session(1.0, trace([1], [2]), trace([1], [3]), trace([1], [4]))
+    rollouts = TrlRollouts(Player(session_of_three), TASKS)
+    rows = rollouts(["a"], Trainer(steps_per_generation=2))
+    assert rows["env_mask"] == [[1], [1], [1], [0]]
+    assert rollouts.weights[-1] == 0
 
 
 def test_a_session_that_cannot_train_is_a_row_that_does_not():
     unknown, nothing = session(None, trace([1], [2, 3])), session(0.0)
     rollouts = TrlRollouts(Player(unknown, nothing), TASKS)
 
-    rows = rollouts(["a", "b"], trainer(0))
+    rows = rollouts(["a", "b"], Trainer())
 
     assert rows["env_mask"] == [[0, 0], [0]]
-    assert rows["session_reward"] == [None, None]
+    assert rows["session_reward"] == [None, 0.0]
     assert len(rows["prompt_ids"][1]) == len(rows["completion_ids"][1]) == 1
-    assert rollouts.counts.without_trace == 1
+    assert rollouts.counts.left_out == {"unknown": 1, "empty": 1}
+
+
+def test_a_trainer_of_one_row_per_prompt_and_images_are_refused():
+    seen = session(1.0, trace([1], [2], media=({"digest": "0" * 64},)))
+    rollouts = TrlRollouts(Player(seen), TASKS)
+    with pytest.raises(ConfigError, match="Plain takes one row per prompt: use `class Trainer"):
+        rollouts(["a"], type("Plain", (), {})())
+    with pytest.raises(TrainingError, match="has images"):
+        rollouts(["a"], Trainer())
 
 
 def test_rows_come_in_the_order_of_the_prompts_one_for_each():
     sessions = [session(float(n), trace([1], [n])) for n in range(3)]
     player = Player(*sessions)
-    rows = TrlRollouts(player, TASKS)(["b", "a", "b"], trainer(0))
+    rows = TrlRollouts(player, TASKS)(["b", "a", "b"], Trainer())
     assert player.asked == [["b", "a", "b"]]
     assert rows["completion_ids"] == [[0], [1], [2]]
 
@@ -87,7 +106,7 @@ def test_weights_are_published_when_they_have_changed():
     player = Player(*[session(1.0, trace([1], [2]))] * 3)
     rollouts = TrlRollouts(player, TASKS)
     for step in (0, 0, 1):
-        rollouts(["a"], trainer(step))
+        rollouts(["a"], Trainer(step))
     assert player.weights == [({"of": 0}, 0), ({"of": 1}, 1)]
 
 
@@ -135,7 +154,7 @@ def test_a_real_grpo_trainer_learns_through_a_harness(tmp_path, one_thread):
     node = NodeSettings(run_slots=16, keep_logs="failed")
     with LocalSessions(f"embedded:{model}", tmp_path / "run", node=node) as sessions:
         rollouts = TrlRollouts(sessions, tasks)
-        learning = GRPOTrainer(
+        learning = type("Trainer", (EveryTrace, GRPOTrainer), {})(
             model=str(model),
             args=config,
             train_dataset=Dataset.from_list(rollouts.rows()),

@@ -13,7 +13,7 @@ import torch
 from tests.training.made import session, trace
 
 from bridle.bridges.local import LocalSessions
-from bridle.bridges.trl_async import GIVE_UP, Row, TrlAsyncRollouts, rows_of
+from bridle.bridges.trl import GIVE_UP, AsyncRow, TrlAsyncRollouts, async_rows
 from bridle.config import Task
 from bridle.errors import ConfigError, EngineError, TrainingError
 from bridle.lifecycle.manager import NodeSettings
@@ -74,7 +74,7 @@ def test_every_trace_of_a_session_is_a_row_with_its_sessions_advantage():
     )
     few, unknown = session(0.0, trace([1], [7], version=4)), session(None, trace([1], [6]))
 
-    first, second, third = rows_of(11, [many, few, unknown], version=9)
+    first, second, third = async_rows(11, [many, few, unknown], version=9)
 
     assert first.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert first.completion_mask.tolist() == [0, 0, 1, 0, 1]
@@ -91,17 +91,17 @@ def test_traces_with_rewards_of_their_own_have_advantages_of_their_own():
         own = trace([1], [3], reward=helper, metadata={"kind": "subagent", "agent": "helper"})
         return session(1.0, trace([1], [2], metadata={"kind": "agent"}), own)
 
-    rows = rows_of(0, [played(0.0), played(1.0)], version=3)
+    rows = async_rows(0, [played(0.0), played(1.0)], version=3)
     assert [row.advantage for row in rows] == [0.0, -1.0, 0.0, 1.0]
     assert [row.metrics["reward"] for row in rows] == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_a_group_that_does_not_vary_has_no_rows_and_tokens_without_a_version_have_the_groups():
     one = session(1.0, trace([1], [2], version=-1))
-    assert rows_of(0, [one, one], version=3) == []
-    [row, _] = rows_of(0, [one, session(0.0, trace([1], [2], version=-1))], version=3)
+    assert async_rows(0, [one, one], version=3) == []
+    [row, _] = async_rows(0, [one, session(0.0, trace([1], [2], version=-1))], version=3)
     assert row.model_version == 3
-    half = rows_of(0, [one, one, one, session(0.0, trace([1], [2]))], version=3, normalise=False)
+    half = async_rows(0, [one, one, one, session(0.0, trace([1], [2]))], version=3, normalise=False)
     assert [row.advantage for row in half] == [0.25, 0.25, 0.25, -0.75]
 
 
@@ -242,7 +242,7 @@ def test_rows_have_the_fields_of_trls_own_samples_and_go_through_its_data_path()
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     accelerate.PartialState(cpu=True)
-    assert [one.name for one in fields(Row)] == [one.name for one in fields(RolloutSample)]
+    assert [one.name for one in fields(AsyncRow)] == [one.name for one in fields(RolloutSample)]
 
     group = (
         session(1.0, trace([1, 2], [3, 4], version=2), trace([1, 2], [5], version=2)),

@@ -26,7 +26,7 @@ import numpy as np
 import structlog
 
 from bridle.config import Task
-from bridle.errors import ConfigError
+from bridle.errors import ConfigError, TrainingError
 from bridle.trajectory.credit import has_own_rewards, trace_reward, trace_weights
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON
@@ -136,6 +136,14 @@ class RowCounts:
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> sessions (`unknown`, `empty`) or rows (`overlong`)."""
 
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(
+            self.sessions + other.sessions,
+            self.rows + other.rows,
+            self.tokens + other.tokens,
+            self.left_out + other.left_out,
+        )
+
     def json(self, prefix: str = "bridle") -> dict[str, float]:
         left = {f"{prefix}/left_out/{name}": float(n) for name, n in sorted(self.left_out.items())}
         return {
@@ -238,6 +246,15 @@ def warn_of_own_rewards(bridge: str, session: Trajectory) -> None:
     """Say that a format with one reward per session leaves out those of traces and tokens."""
     if has_own_rewards(session):
         log.warning("trace_rewards_left_out", bridge=bridge, session=session.session_id)
+
+
+def refuse_images(trainer: str, session: Trajectory) -> None:
+    """Raise `TrainingError` for images: such a trainer takes pixels, and a trace has digests."""
+    if any(trace.media for trace in session.traces):
+        raise TrainingError(
+            f"session {session.session_id} has images, which the bridge to {trainer} cannot pass "
+            "on: use tasks without images, or `bridle train`"
+        )
 
 
 def fit(trace: Trace, shape: Shape) -> Trace | None:

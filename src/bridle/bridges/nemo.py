@@ -2,8 +2,9 @@
 
 NeMo RL trains on a Responses object in which the last item of each model call has
 `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`; each call's prompt must begin
-with all tokens of the call before. A trace is exactly that. One chain is trained per rollout: that
-of the trace with the most tokens that train.
+with all tokens of the call before. A trace is exactly that. NeMo RL (checked at commit 7ea279a)
+makes one training sequence of each rollout, so it takes the trace with the most tokens that train;
+the reply counts the tokens of the others.
 
 A call of which not every token trains has no token fields of its own: its tokens stand in the
 prompt of the next call.
@@ -106,16 +107,19 @@ def verify_response(trajectory: Trajectory, create_params: JSON) -> JSON:
     """Build the reply of a NeMo Gym agent server to `/run`.
 
     A session whose reward is not known is masked (`mask_sample`), with how it ended. There is one
-    reward per session: a warning names a session whose traces have their own.
+    reward per session: a warning names a session whose traces have their own. `tokens_left_out`
+    counts those of all traces but the largest; NeMo RL logs every number of a reply.
     """
     warn_of_own_rewards("nemo", trajectory)
     known = trajectory.reward is not None
+    tokens = sorted(int(trace.loss_mask.sum()) for trace in trajectory.traces)
     return {
         "responses_create_params": create_params,
         "response": response_of(trajectory),
         "reward": trajectory.reward if trajectory.reward is not None else 0.0,
         "mask_sample": not known,
         "failure_reason": None if known else f"{trajectory.status}: {trajectory.error or ''}",
+        "tokens_left_out": sum(tokens[:-1]),
     }
 
 

@@ -1,8 +1,11 @@
-"""TRL: a `rollout_func` for `GRPOTrainer` whose rollouts are sessions of real harnesses.
+"""TRL: sessions of real harnesses for `GRPOTrainer` and `AsyncGRPOTrainer`, every trace a row.
+
+    class Trainer(EveryTrace, GRPOTrainer):
+        pass
 
     with LocalSessions(f"embedded:{model_dir}", folder) as sessions:
         rollouts = TrlRollouts(sessions, tasks)
-        trainer = GRPOTrainer(
+        trainer = Trainer(
             model=model_dir,
             args=GRPOConfig(...),
             train_dataset=Dataset.from_list(rollouts.rows()),
@@ -11,66 +14,78 @@
         )
         trainer.train()
 
-TRL wants one row per prompt, so a session gives its trace with the most tokens that train; `rows`
-says how many sessions had more. (Trainers that take any number of rows lose nothing.) A session
-that has none, or whose reward is not known, is a row that does not train: its mask is 0 throughout,
-and its reward `None`. Before each batch the trainer's weights go into the engine, so the batch is
+`GRPOTrainer` takes one reward per prompt, and any number of rows where `EveryTrace` gives each row
+the advantage of its session. A session without a reward, or without a token that trains, is a row
+that trains nothing. Before each batch the trainer's weights go into the engine, so the batch is
 sampled from the weights that it updates.
+
+`TrlAsyncRollouts` is both of what `AsyncGRPOTrainer` takes: the *rollout worker* plays groups of
+`num_generations` sessions in threads while the trainer trains, and the *weight transfer* puts the
+trainer's parameters into the engine, which resumes calls in flight. A row is as old as its oldest
+token that trains, so TRL's `max_staleness` bounds what it promises to. Sessions without a reward,
+and groups whose rewards do not vary, give no rows; `counts` says how many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from bridle.bridges.base import (
+    Group,
+    Row,
+    RowCounts,
+    Sessions,
+    Shape,
+    TaskTable,
+    blank,
+    refuse_images,
+    rows_of,
+    warn_of_own_rewards,
+)
 from bridle.config import Task
 from bridle.engines.base import Weights
-from bridle.errors import ConfigError
-from bridle.trajectory.credit import trace_reward
+from bridle.errors import ConfigError, TrainingError
+from bridle.trajectory.credit import trace_advantages, trace_reward
 from bridle.trajectory.sample import Trace, Trajectory
 
 REWARD = "session_reward"
 """Name of the field by which TRL hands sessions' rewards to reward functions."""
 
+MEAN_OF_ROWS = frozenset({"grpo", "sapo"})
+"""TRL's `loss_type`s that average over the tokens of each row, then over rows."""
 
-class Sessions(Protocol):
-    """Interface for running sessions (`bridle.bridges.local.LocalSessions`)."""
+SUM_OF_ROWS = frozenset({"dr_grpo", "luspo"})
+"""Those that sum over the tokens of each row, then average over rows; all others average over the
+tokens of the batch."""
 
-    def play(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """One session per entry, in order."""
+STOP_S = 60.0
+"""How long `stop` waits for sessions that run."""
+
+GIVE_UP = 64
+"""Groups in a row without a row after which the trainer is told what became of them."""
+
+
+class TrainedSessions(Sessions, Protocol):
+    """Sessions on an engine that takes a trainer's weights (`bridle.bridges.local`)."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Sample from these from here on."""
 
-
-class Trainer(Protocol):
-    """Attributes of `trl.GRPOTrainer` that are used here."""
-
-    @property
-    def state(self) -> Any:  # noqa: ANN401 - transformers' own
-        """With `global_step`."""
-
-    @property
-    def accelerator(self) -> Any:  # noqa: ANN401 - accelerate's own
-        """With `unwrap_model`."""
-
-    @property
-    def model(self) -> Any:  # noqa: ANN401 - torch's own
-        """The policy, perhaps wrapped."""
+    def set_version(self, version: int) -> None:
+        """The engine has the weights of this version already."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Counts of the sessions so far."""
-
-    sessions: int = 0
-    without_trace: int = 0
-    """Sessions of which nothing trains."""
-    with_more: int = 0
-    """Sessions of which only the largest trace was given."""
-    tokens_left: int = 0
-    """Tokens that would train in the traces that were not given."""
+# ---- GRPOTrainer
 
 
 def session_reward(
@@ -84,59 +99,337 @@ def session_reward(
 class TrlRollouts:
     """A `rollout_func` over tasks; the prompts of the data set are their ids."""
 
-    def __init__(self, sessions: Sessions, tasks: Sequence[Task]) -> None:
+    def __init__(self, sessions: TrainedSessions, tasks: Sequence[Task]) -> None:
         """`ConfigError` if two tasks have one id."""
         self._sessions = sessions
-        self._tasks = {task.task_id: task for task in tasks}
+        self._tasks = TaskTable(tasks)
         self._published: int | None = None
-        self.counts = Counts()
-        if len(self._tasks) != len(tasks):
-            raise ConfigError("two tasks have one task_id")
+        self.counts = RowCounts()
+        self.owners: list[int] = []
+        """For each row of the last batch, the place of its session's prompt."""
+        self.weights: list[float] = []
+        """Of each row in its session; 0 for rows that fill up the batch."""
 
     def rows(self) -> list[dict[str, str]]:
         """The data set: one row per task, `prompt` is its id."""
-        return [{"prompt": task_id} for task_id in self._tasks]
+        return [{"prompt": task.task_id} for task in self._tasks]
 
-    def __call__(self, prompts: Sequence[str], trainer: Trainer) -> dict[str, list[Any]]:
-        """One session per prompt; the fields that TRL wants, `env_mask` and the rewards."""
+    def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:  # noqa: ANN401 - TRL's
+        """Play one session per prompt; the first trace of each, then the others.
+
+        `ConfigError` for a trainer that takes one row per prompt, `TrainingError` for images.
+        """
+        if not isinstance(trainer, EveryTrace):
+            raise ConfigError(
+                f"{type(trainer).__name__} takes one row per prompt: "
+                "use `class Trainer(EveryTrace, GRPOTrainer)` (bridle.bridges.trl)"
+            )
         self._publish(trainer)
         played = self._sessions.play([self._tasks[prompt] for prompt in prompts])
-        rows = [self._row(session) for session in played]
-        return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+        rows = self._rows(played)
+        room = _rows_per_process(trainer, len(rows))
+        self.owners = [row.group for row in rows] + [0] * (room - len(rows))
+        self.weights = [row.weight for row in rows] + [0.0] * (room - len(rows))
+        traces = [row.trace for row in rows]
+        traces += [blank(played[0])] * (room - len(rows)) if played else []
+        return {
+            "prompt_ids": [trace.prompt_ids.tolist() for trace in traces],
+            "completion_ids": [trace.response_ids.tolist() for trace in traces],
+            "logprobs": [trace.response_logprobs.tolist() for trace in traces],
+            "env_mask": [trace.loss_mask.tolist() for trace in traces],
+            REWARD: [session.reward for session in played],
+        }
 
-    def _publish(self, trainer: Trainer) -> None:
+    def _rows(self, played: Sequence[Trajectory]) -> list[Row]:
+        """All rows, the first of every session before the others."""
+        for session in played:
+            refuse_images("TRL", session)
+            warn_of_own_rewards("trl", session)
+        rows, counts = rows_of([Group("", (one,)) for one in played], Shape(blanks=True))
+        self.counts += counts
+        first = {row.group: row for row in reversed(rows)}
+        return sorted(rows, key=lambda row: row is not first[row.group])
+
+    def _publish(self, trainer: Any) -> None:  # noqa: ANN401 - TRL's
         step = int(trainer.state.global_step)
         if step != self._published:
             model = trainer.accelerator.unwrap_model(trainer.model)
             self._sessions.update_weights(model.state_dict(), step)
             self._published = step
 
-    def _row(self, session: Trajectory) -> Mapping[str, Any]:
-        traces = sorted(session.traces, key=_trained, reverse=True)
-        best = traces[0] if traces and _trained(traces[0]) else None
-        counts = self.counts
-        counts.sessions += 1
-        counts.without_trace += best is None
-        counts.with_more += len(traces) > 1
-        counts.tokens_left += sum(map(_trained, traces[1:]))
-        reward = None
-        if best is not None and session.reward is not None:
-            reward = trace_reward(best, session)
-        return {**_fields(best, trains=reward is not None), REWARD: reward}
+
+def _rows_per_process(trainer: Any, rows: int) -> int:  # noqa: ANN401 - TRL's
+    """Return the rows that every process gives: as many, in equal parts for TRL's steps."""
+    if trainer.accelerator.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        rows = max(gather_object([rows]))
+    parts = trainer.args.steps_per_generation if trainer.model.training else 1
+    return -(-rows // parts) * int(parts)
 
 
-def _trained(trace: Trace) -> int:
-    return int(trace.loss_mask.sum())
+class EveryTrace:
+    """Mixin for `trl.GRPOTrainer` (1.16): a prompt may have any number of rows.
+
+    TRL computes one advantage per session; each of its rows gets it, so that every session weighs 1
+    where TRL averages over rows, and every token alike where TRL averages over tokens.
+    """
+
+    rollout_func: TrlRollouts
+    loss_type: str
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Leave the texts of the first rows alone: TRL has rewards and a log for each prompt."""
+        generated = list(super()._generate(prompts))  # type: ignore[misc]
+        generated[3] = generated[3][: len(prompts)]
+        return tuple(generated)
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
+        """Give each row its session's advantage."""
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        of_sessions = batch["advantages"]
+        owners, weights = (
+            self.rollout_func.owners,
+            of_sessions.new_tensor(self.rollout_func.weights),
+        )
+        by_row = of_sessions[owners]
+        if self.loss_type in MEAN_OF_ROWS:
+            by_row = by_row * weights * len(owners) / len(inputs)
+        elif self.loss_type in SUM_OF_ROWS:
+            by_row = by_row * len(owners) / len(inputs)
+        batch["advantages"] = by_row
+        return dict(batch)
 
 
-def _fields(trace: Trace | None, *, trains: bool) -> dict[str, Any]:
-    """A trace as a row; TRL has no empty rows, so no trace is one token that does not train."""
-    if trace is None:
-        return {"prompt_ids": [0], "completion_ids": [0], "logprobs": [0.0], "env_mask": [0]}
-    mask = trace.loss_mask.tolist()
-    return {
-        "prompt_ids": trace.prompt_ids.tolist(),
-        "completion_ids": trace.response_ids.tolist(),
-        "logprobs": trace.response_logprobs.tolist(),
-        "env_mask": mask if trains else [0] * len(mask),
-    }
+# ---- AsyncGRPOTrainer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AsyncRow:
+    """One trace for TRL; the fields of its `RolloutSample`."""
+
+    prompt: list[Mapping[str, Any]]
+    completion: list[Mapping[str, Any]]
+    input_ids: npt.NDArray[np.int64]
+    completion_mask: npt.NDArray[np.int64]
+    """1 = trains; shape as `input_ids`."""
+    old_log_probs: npt.NDArray[np.float32]
+    """Of the tokens that train, else 0; shape as `input_ids`."""
+    advantage: float
+    model_version: int
+    """Of its oldest token that trains."""
+    group_id: int
+    metrics: dict[str, float]
+    enqueued_at: float | None = None
+    """Unix seconds."""
+
+
+@dataclass(slots=True)
+class AsyncCounts:
+    """Counts of the groups so far."""
+
+    groups: int = 0
+    flat: int = 0
+    """Groups whose rewards do not vary: of no use."""
+    rows: int = 0
+    sessions: Counter[str] = field(default_factory=Counter)
+    """By status."""
+
+
+def async_rows(
+    group_id: int, sessions: Sequence[Trajectory], *, version: int, normalise: bool = True
+) -> list[AsyncRow]:
+    """The rows of a group; none if its rewards do not vary.
+
+    `version` is that of tokens which do not tell theirs. `TrainingError` for images.
+    """
+    rewards = [float("nan") if one.reward is None else float(one.reward) for one in sessions]
+    advantages = trace_advantages(sessions, "grpo" if normalise else "dr_grpo")
+    if not any(map(any, advantages)):
+        return []
+    known = [reward for reward in rewards if not np.isnan(reward)]
+    metrics = {"reward_std": float(np.std(known))}
+    for one in sessions:
+        refuse_images("TRL", one)
+    return [
+        _row(trace, own, group_id, {"reward": trace_reward(trace, session), **metrics}, version)
+        for session, of in zip(sessions, advantages, strict=True)
+        if session.reward is not None
+        for trace, own in zip(session.traces, of, strict=True)
+        if trace.loss_mask.any()
+    ]
+
+
+def _row(
+    trace: Trace, advantage: float, group_id: int, metrics: dict[str, float], version: int
+) -> AsyncRow:
+    before = len(trace.prompt_ids)
+    trained = trace.versions[(trace.loss_mask == 1) & (trace.versions >= 0)]
+    return AsyncRow(
+        prompt=list(trace.prompt_messages or ()),
+        completion=list(trace.response_messages or ()),
+        input_ids=np.concatenate([trace.prompt_ids, trace.response_ids]).astype(np.int64),
+        completion_mask=np.pad(trace.loss_mask.astype(np.int64), (before, 0)),
+        old_log_probs=np.pad(trace.response_logprobs.astype(np.float32), (before, 0)),
+        advantage=advantage,
+        model_version=int(trained.min()) if len(trained) else version,
+        group_id=group_id,
+        metrics=metrics,
+        enqueued_at=time.time(),
+    )
+
+
+class TrlAsyncRollouts:
+    """TRL's `rollout_worker` and `weight_transfer` over tasks; its prompts are their ids."""
+
+    def __init__(
+        self,
+        sessions: TrainedSessions,
+        tasks: Sequence[Task],
+        *,
+        num_generations: int = 8,
+        groups_at_once: int = 4,
+        queue_rows: int = 256,
+        normalise: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Nothing is started. `ConfigError` if two tasks have one id.
+
+        Args:
+            sessions: What plays.
+            tasks: Drawn once per epoch, in an order of the seed's.
+            num_generations: Sessions of a group.
+            groups_at_once: How many groups are played at a time.
+            queue_rows: Rows that wait for the trainer at most; then no further group begins.
+            normalise: Advantages over the group's deviation, or not.
+            seed: Of the order.
+        """
+        self._sessions = sessions
+        self._tasks = TaskTable(tasks)
+        self._size = num_generations
+        self._threads = [
+            threading.Thread(target=self._play, name=f"bridle-group-{n}", daemon=True)
+            for n in range(groups_at_once)
+        ]
+        self._normalise = normalise
+        self._draws = enumerate(_epochs(list(self._tasks), seed))
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._barren: list[Trajectory] = []
+        self._barren_groups = 0
+        self._sent = 0
+        self.version = 0
+        """Of the policy that samples; TRL counts from 1."""
+        self.counts = AsyncCounts()
+        self.rollout_buffer: queue.Queue[AsyncRow] = queue.Queue(maxsize=queue_rows)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+
+    def rows(self) -> list[dict[str, str]]:
+        """The data set: one row per task, `prompt` is its id. TRL counts epochs by its length."""
+        return [{"prompt": task.task_id} for task in self._tasks]
+
+    # ---- TRL's rollout worker
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Begin no further group, and wait for those that run."""
+        self._stopping.set()
+        until = time.monotonic() + STOP_S
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def update_model_version(self, model_version: int) -> None:
+        """Set the weight version of later samples."""
+        if model_version != self._sent:
+            self._sessions.set_version(model_version)
+        self.version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what ended the play; `TrainingError` if groups in a row gave nothing to train on.
+
+        A session has time limits of its own, so one that takes long is no fault.
+        """
+        del stale_after_s
+        if self._failure is not None:
+            raise self._failure
+        if self._barren_groups >= GIVE_UP:
+            raise TrainingError(self._nothing())
+
+    # ---- TRL's weight transfer
+
+    def init_weight_transfer(self) -> None:
+        """Nothing: the engine takes weights as it is."""
+
+    def pause(self) -> None:
+        """Nothing: the gateway holds its calls while weights are loaded."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Put parameters into the engine, as the version that TRL will name next."""
+        self._sent = self.version + 1
+        self._sessions.update_weights(dict(iterator), self._sent)
+
+    def resume(self) -> None:
+        """Nothing: calls that were held went on."""
+
+    def destroy(self) -> None:
+        """Nothing is held."""
+
+    # ---- groups
+
+    def _play(self) -> None:
+        try:
+            while not self._stopping.is_set() and self._barren_groups < GIVE_UP:
+                with self._lock:
+                    number, task = next(self._draws)
+                version = self.version
+                played = self._sessions.play([task] * self._size)
+                made = async_rows(number, played, version=version, normalise=self._normalise)
+                self._count(played, made)
+                for row in made:
+                    self._put(row)
+        except BaseException as error:  # noqa: BLE001 - told to the trainer's thread
+            self._failure = error
+
+    def _count(self, played: Sequence[Trajectory], made: Sequence[AsyncRow]) -> None:
+        with self._lock:
+            self.counts.groups += 1
+            self.counts.flat += not made
+            self.counts.rows += len(made)
+            self.counts.sessions.update(str(one.status) for one in played)
+            if made or any(one.reward for one in played):
+                self._barren, self._barren_groups = [], 0
+            else:
+                self._barren += played
+                self._barren_groups += 1
+        known = [one.reward for one in played if one.reward is not None]
+        if known:
+            self.metrics_queue.put({"rollout/reward": float(np.mean(known))})
+
+    def _put(self, row: AsyncRow) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.rollout_buffer.put(row, timeout=0.2)
+            except queue.Full:
+                continue
+            return
+
+    def _nothing(self) -> str:
+        status = Counter(str(one.status) for one in self._barren)
+        errors = Counter(one.error for one in self._barren if one.error)
+        example = f"; most often: {errors.most_common(1)[0][0]}" if errors else ""
+        return (
+            f"{self._barren_groups} groups in a row give nothing to train on: of "
+            f"{len(self._barren)} sessions {dict(status)}{example}"
+        )
+
+
+def _epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
+    """All tasks once, in an order of the seed's, then again in another."""
+    drawn = random.Random(seed)  # noqa: S311 - an order
+    while tasks:
+        yield from drawn.sample(tasks, len(tasks))

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from bridle.bridges.base import Group, Row, Shape, rows_of, warn_of_own_rewards
+from bridle.bridges.base import Group, Row, Shape, refuse_images, rows_of, warn_of_own_rewards
 from bridle.bridges.remote import ServerSessions, open_server
-from bridle.errors import ConfigError, TrainingError
+from bridle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,11 +48,7 @@ def outputs_of(session: Trajectory, shape: Shape) -> list[Any]:
 
     if session.reward is None:
         return []
-    if any(trace.media for trace in session.traces):
-        raise TrainingError(
-            f"session {session.session_id} has images, which the bridge to verl cannot pass on: "
-            "use tasks without images, or `bridle train`"
-        )
+    refuse_images("verl", session)
     warn_of_own_rewards("verl", session)
     rows, counts = rows_of([Group("", (session,))], shape)
     if counts.left_out["overlong"]:
