@@ -15,6 +15,8 @@ from bridle.types import FinishReason
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 ALL = [0, 1, 2, 3]
 BYSTANDERS = 24
+GROUPS = [BYSTANDERS + 1, BYSTANDERS + 1, 9, 3, 1]
+"""Calls that run at each death."""
 
 
 class Poisonable(Fake):
@@ -70,26 +72,29 @@ class Poisonable(Fake):
 
 
 class Crowded(Poisonable):
-    """The first two deaths hit the poisoned call and all bystanders."""
+    """The poisoned call dies once its group is complete, before a bystander there has a token."""
 
     def __init__(self, error, *, dies):
         super().__init__(error, dies=dies)
-        self.all_here = asyncio.Event()
+        self.poison_here = False
 
     async def _reply(self, request):
-        if self.deaths < SUSPECTED:
-            if self.running > BYSTANDERS:
-                self.all_here.set()
-            await self.all_here.wait()
-            if request.session_id != "poison":
-                await self.down.wait()
-                raise lost()
+        if request.session_id == "poison":
+            self.poison_here = True
+            while self.running < GROUPS[self.deaths]:  # noqa: ASYNC110 - steps are the unit
+                await asyncio.sleep(0)
+        # Every call that the pool lets in now begins within these steps of the loop.
+        for _ in range(10 * BYSTANDERS):
+            await asyncio.sleep(0)
+        if request.session_id != "poison" and (self.poison_here or self.deaths < SUSPECTED):
+            await self.down.wait()
+            raise lost()
         async for piece in super()._reply(request):
             yield piece
 
     def _restarted(self):
         super()._restarted()
-        self.all_here.clear()
+        self.poison_here = False
 
 
 async def outcome(pool, request):
@@ -153,7 +158,7 @@ async def test_suspects_run_in_groups_that_shrink_until_the_killer_is_alone():
         bad, good = await beside(pool)
         assert isinstance(bad, EngineError)
         assert [ids for ids, *_ in good] == [ALL] * BYSTANDERS
-        assert fake.lost_with == [BYSTANDERS + 1, BYSTANDERS + 1, 9, 3, 1]
+        assert fake.lost_with == GROUPS
         assert not pool._blame._held
         assert not pool._blame._waiting
 
