@@ -109,6 +109,8 @@ async def test_two_servers_do_a_batch_and_one_takes_over_from_the_other(tmp_path
             second.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(second.process.wait, 60) == 0
         judge(sessions, first.runs(), second.runs(), receiver)
+        again = {f"{one['session_id']}.r2" for one in sessions if one["attempt"] == 2}
+        assert again <= set(second.runs())
 
 
 @pytest.mark.postgres
@@ -160,7 +162,7 @@ async def all_ended(url):
 
 
 def judge(sessions, by_first, by_second, receiver):
-    """Every session ended once, by one of them, and was told as the same by every delivery."""
+    """Check that each session ended once, on one server, and that its deliveries are equal."""
     assert len(sessions) == TASKS * SAMPLES
     assert {one["status"] for one in sessions} == {"COMPLETED"}
     runs = Counter([*by_first, *by_second])
@@ -168,7 +170,8 @@ def judge(sessions, by_first, by_second, receiver):
     assert by_first
     assert by_second
     for one in sessions:
-        # Again was run what the first one was doing when it was killed, and nothing else.
+        # Only a session that the first server was running ran again. A first server that was
+        # stopped for a time shares the queue afterwards: it may run that session itself.
         whys = [earlier["why"] for earlier in one["earlier"]]
         name, attempt = one["session_id"], one["attempt"]
         assert (len(whys), set(whys)) in [(0, set()), (1, {"interrupted"})]
@@ -176,7 +179,6 @@ def judge(sessions, by_first, by_second, receiver):
         last = name if attempt == 1 else f"{name}.r{attempt}"
         assert runs.pop(last) == 1
         if attempt == 2:
-            assert last in by_second
             runs.pop(name, None)  # it may have been killed before its node knew of it
     assert not runs
     told = defaultdict(set)
