@@ -1,0 +1,110 @@
+"""A trainer of one's own on the HTTP contract: the protocol's example, as a real process."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import msgspec
+import pytest
+from tests.server.house import FakeWorkers, a_service, body, result, served
+
+from bridle.server.app import serving
+from bridle.server.auth import Role, Token
+from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "own-trainer" / "trainer.py"
+trainer = SimpleNamespace(**runpy.run_path(str(PROGRAM)))
+TOKEN = Token(name="trainer", token="a-token-of-sixteen", roles=(Role.ADMIN,))
+
+
+class Shapes(FakeWorkers):
+    """Each session of a task is one of the group with its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = {group.task_id: group for group in trainer_sessions()}
+
+    async def run(self, task, sample_index, run_id, avoid=frozenset()):
+        made = result(run_id, task, sample_index)
+        session = self.groups[task.task_id].sessions[sample_index]
+        fields = {name: getattr(session, name) for name in ("status", "error", "reward")}
+        trajectory = dataclasses.replace(session, session_id=run_id)
+        return dataclasses.replace(made, trajectory=trajectory, **fields)
+
+
+async def test_a_trainer_of_ones_own_trains_every_token_of_every_trace(tmp_path):
+    async with (
+        a_service(tmp_path, Shapes()) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+        server = trainer.Server(url, TOKEN.token)
+        groups = trainer_sessions()
+        tasks = [body(group.task_id, len(group.sessions), max_attempts=1) for group in groups]
+        await asyncio.to_thread(server.ask, "POST", "/v1/tasks", {"tasks": tasks})
+        found = []
+        while len(found) < len(groups):
+            query = "/v1/groups?wait_s=30&include=trajectories"
+            found = (await asyncio.to_thread(server.ask, "GET", query))["groups"]
+    names = {
+        one["session_id"]: next(g for g in groups if g.task_id == group["task_id"])
+        .sessions[one["sample_index"]]
+        .session_id
+        for group in found
+        for one in group["results"]
+    }
+    rows = [
+        TrainedRow(names[row.session_id], row.ids, row.mask, row.logprobs, row.versions, row.weight)
+        for group in found
+        for row in trainer.rows_of(group)
+    ]
+    trainer_conformance(groups, rows).check()
+
+
+async def run(arguments, *, killed_after=None):
+    """Run the program; kill it once it has said so many lines. Returns what it said."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PROGRAM), *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    said = []
+    async for line in process.stdout:
+        said.append(line.decode())
+        if len(said) == killed_after:
+            process.kill()
+            break
+    status = await process.wait()
+    assert status == (0 if killed_after is None else -9)
+    return said
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, seed):
+    drawn = random.Random(seed)
+    tasks = [body(f"task-{n}", 2) for n in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    checkpoint = tmp_path / "checkpoint.json"
+    workers = FakeWorkers(answers={f"task-{n}.0": {"reward": 0.0} for n in range(8)})
+    async with (
+        a_service(tmp_path, workers) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+        arguments = [url, TOKEN.token, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
+        # A step says three lines: the groups left, the groups taken, and that it saved.
+        for _ in range(2):
+            await run(arguments, killed_after=drawn.randint(1, 4))
+        said = await run(arguments)
+        assert said[-1].endswith("0 groups left\n")
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN.token}"}) as http:
+            left = msgspec.json.decode((await http.get(f"{url}/v1/groups")).content)["groups"]
+    trained = Counter(one for step in json.loads(checkpoint.read_text())["steps"] for one in step)
+    assert trained == Counter(task["task_id"] for task in tasks)
+    assert left == []
+    assert len(workers.ran) == 16  # no session was played twice
