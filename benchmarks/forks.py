@@ -2,8 +2,8 @@
 
 Each packaged harness runs a few shell commands on a script in the default sandbox. Its session is
 then forked at its last call: every reply is given again from capture while its tools run in a fresh
-work folder. A row says how many calls were given again, whether the fork is exact, the seconds of
-both runs (from the harness's start to its end), and what was different.
+work folder. A row says how many calls were given again, whether each fork is exact or equivalent,
+the seconds of both runs (from the harness's start to its end), and what was different.
 
     python -m benchmarks.forks [NAME...] [--turns 8] [--again 3]
 """
@@ -60,7 +60,9 @@ def tried(name: str, turns: int, again: int, scratch: Path) -> dict[str, Any]:
         "harness": name,
         "replies": replies,
         "given again": [line["fork"]["replayed"] for line in lines],
-        "exact": sum(line["fork"]["exact"] for line in lines),
+        "verdicts": [
+            ": ".join((line["fork"]["verdict"], *line["fork"]["noise"])) for line in lines
+        ],
         "first s": first["timing"]["run"],
         "again s": statistics.median(line["timing"]["run"] for line in lines),
         "error": next((line["error"] for line in lines if line["error"]), ""),
@@ -74,14 +76,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--again", type=int, default=3)
     options = parser.parse_args()
-    print("| harness | replies | given again | exact | first, s | again, s | what differs |")
+    print("| harness | replies | given again | forks | first, s | again, s | what differs |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for name in options.names:
         with tempfile.TemporaryDirectory(prefix="bridle-forks-") as scratch:
             row = tried(name, options.turns, options.again, Path(scratch))
         given = ", ".join(map(str, row["given again"]))
         print(
-            f"| {name} | {row['replies']} | {given} | {row['exact']} of {options.again} "
+            f"| {name} | {row['replies']} | {given} | {', '.join(row['verdicts'])} "
             f"| {row['first s']:.2f} | {row['again s']:.2f} | {row['error']} |",
             flush=True,
         )

@@ -28,6 +28,23 @@ def test_a_changed_history_is_told_with_its_cost():
     assert history_of(line | {"turns_shown": 0}) == "shows no turn of the model again"
 
 
+def test_a_check_names_what_varies_in_a_replay():
+    assert check_harness("command", replay=True)["replay"] == "exact"
+
+
+@pytest.mark.harnesses
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [("codex", "exec_result"), ("copilot", "session_id"), ("openclaw", "session_id")],
+)
+def test_a_harness_with_random_texts_replays_but_for_their_names(name, noise):
+    report = check_harness(name, replay=True)["replay"]
+
+    assert report.startswith("equivalent but for")
+    assert noise in report
+
+
 @pytest.mark.harnesses
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "what"), [("aider", "edit"), ("mini_swe_agent", "tool call")])

@@ -46,7 +46,7 @@ def test_a_fork_gets_the_captured_replies_and_then_samples_under_the_captured_pr
     assert said.code == 0, said.err
     assert said.json["exact"] == 2
     for line in said.json["sessions"]:
-        assert line["fork"] == {"replayed": 1, "left": 0, "exact": True}
+        assert line["fork"] == {"replayed": 1, "left": 0, "verdict": "exact", "noise": []}
         assert (line["status"], line["reward"]) == ("COMPLETED", 0.0)
     for fork in captures(tmp_path / "forks"):
         first, second = fork.exchanges
@@ -79,7 +79,7 @@ def test_all_replies_are_given_again_without_an_engine(say, run, other, tmp_path
     words = ("--run", run, "--at", 2, "--engine", other, "--out", tmp_path / "forks", "--json")
     said = say("fork", original.session.session_id, *words)
     (line,) = said.json["sessions"]
-    assert line["fork"] == {"replayed": 2, "left": 0, "exact": True}
+    assert line["fork"] == {"replayed": 2, "left": 0, "verdict": "exact", "noise": []}
     assert (line["reward"], line["tokens_trained"]) == (1.0, 0)
 
 
@@ -136,7 +136,7 @@ def test_a_task_file_names_a_fork_beside_itself_and_what_is_missing_is_said_befo
     words = ("--engine", other, "--out", tmp_path / "forks")
     said = say("run", path, *words, "--json")
     assert said.code == 0, said.err
-    assert said.json["sessions"][0]["fork"]["exact"]
+    assert said.json["sessions"][0]["fork"]["verdict"] == "exact"
     gone = [
         ("capture", "gone.sqlite", "gone.sqlite"),
         ("session", "nobody", "nobody"),
@@ -155,6 +155,6 @@ def test_python_forks_a_session_as_the_command_does(run, other, tmp_path):
     session_id, folder = original.session.session_id, tmp_path / "forks"
     found = bridle.fork(session_id, at=1, samples=2, run=run, engine=other, data=folder)
     assert [one.status for one in found] == ["COMPLETED", "COMPLETED"]
-    assert [result_from(fork).metadata["fork"]["exact"] for fork in captures(folder)] == [True] * 2
+    assert [result_from(fork).metadata["fork"]["replayed"] for fork in captures(folder)] == [1, 1]
     with pytest.raises(ConfigError, match="no session 'nobody'"):
         bridle.fork("nobody", at=1, run=run)

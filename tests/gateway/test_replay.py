@@ -1,6 +1,7 @@
 """Forks: a session that is answered with the captured replies of another one first."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,13 @@ from tests.gateway.sdk_agents import CLIENTS, reading
 
 from bridle.capture.records import no_logprobs
 from bridle.capture.store import MemoryStore
+from bridle.dialects.noise import Varying
 from bridle.engines.script import make_script
 from bridle.engines.scripted import ScriptedEngine
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
 from bridle.trajectory import rebuild
+from bridle.trajectory.graph import grow
 from bridle.types import FinishReason, LogprobMode, VersionSpan
 
 TURNS = 6
@@ -44,7 +47,7 @@ async def test_every_sdk_reads_captured_replies_as_it_read_them_when_they_were_s
         fork = await home.session(replay=replay)
         await client(fork.handle, TURNS)
         again = await captured(home, fork)
-    assert replay.facts() == {"replayed": TURNS - 1, "left": 0, "exact": True}
+    assert replay.facts() == {"replayed": TURNS - 1, "left": 0, "verdict": "exact", "noise": []}
     for old, new in zip(original.exchanges, again.exchanges, strict=True):
         assert (new.prompt_digest, new.kept) == (old.prompt_digest, old.kept)
     for old, new in list(zip(original.exchanges, again.exchanges, strict=True))[:-1]:
@@ -131,7 +134,7 @@ async def test_a_prompt_that_was_not_captured_is_refused_before_the_fork_and_fre
             body["messages"] = [user("another")]
         status, reply = await fork.post(body)
         assert status == (200 if after else 400), reply
-        assert replay.facts()["exact"] is after
+        assert replay.facts()["verdict"] == ("exact" if after else "refused")
         if not after:
             assert "differs from token" in reply["error"]["message"]
             assert "another" in reply["error"]["message"]
@@ -178,7 +181,7 @@ async def test_a_reply_whose_record_failed_is_given_again_to_the_retry():
         assert status >= 500
         assert replay.facts()["replayed"] == 0
         await played(home, fork)
-    assert replay.facts() == {"replayed": 2, "left": 0, "exact": True}
+    assert replay.facts() == {"replayed": 2, "left": 0, "verdict": "exact", "noise": []}
 
 
 async def test_a_later_reply_that_broke_off_or_has_no_logprobs_keeps_no_earlier_fork_back():
@@ -195,7 +198,7 @@ async def test_a_later_reply_that_broke_off_or_has_no_logprobs_keeps_no_earlier_
         async with house(NONSENSE) as home:
             replay = replay_of(cut, 2)
             await played(home, await home.session(replay=replay), calls=3)
-        assert replay.facts() == {"replayed": 2, "left": 0, "exact": True}
+        assert replay.facts() == {"replayed": 2, "left": 0, "verdict": "exact", "noise": []}
 
 
 async def test_a_reply_that_nobody_received_is_no_part_of_a_fork():
@@ -207,3 +210,60 @@ async def test_a_reply_that_nobody_received_is_no_part_of_a_fork():
     del original.deliveries[last]
     with pytest.raises(ConfigError, match="has 1 replies; at = 2"):
         replay_of(original, 2)
+
+
+CHUNK = Varying("chunk", re.compile(r"chunk [0-9a-f]{6}"))
+
+
+async def noisy(caller, ids, more=""):
+    """An agent whose messages have a random id each."""
+    messages = []
+    for name in ids:
+        messages.append(user(f"chunk {name}{more}"))
+        messages.append(await caller.ask(messages))
+
+
+async def test_prompts_that_differ_in_named_texts_only_are_the_captured_ones():
+    async with house(RUNS) as home:
+        first = await home.session()
+        await noisy(first, ["00000a", "00000b", "00000c"])
+        original = await captured(home, first)
+    async with house({"content": "new"}) as home:
+        replay = replay_of(original, 2, [CHUNK])
+        fork = await home.session(replay=replay)
+        await noisy(fork, ["10000a", "20000b", "30000c", "40000d"])
+        again = await captured(home, fork)
+    facts = {"replayed": 2, "left": 0, "verdict": "equivalent", "noise": ["chunk"]}
+    assert replay.facts() == facts
+    *same, own = again.exchanges
+    assert [one.prompt_digest for one in same] == [e.prompt_digest for e in original.exchanges]
+    assert [one.extra.get("noise") for one in again.exchanges] == [["chunk"]] * 3 + [None]
+    assert own.parent_id == same[-1].exchange_id
+    assert grow(again.session.session_id, again.exchanges).breaks == ()
+    assert rebuild(again).metadata["stats"]["tokens_excluded"].keys() == {"replayed"}
+
+
+@pytest.mark.parametrize("rules", [[CHUNK], []], ids=["more differs", "no rule"])
+async def test_a_prompt_that_differs_in_more_than_named_texts_is_refused(rules):
+    async with house(RUNS) as home:
+        first = await home.session()
+        await noisy(first, ["00000a", "00000b"])
+        original = await captured(home, first)
+    async with house(NONSENSE) as home:
+        replay = replay_of(original, 2, rules)
+        fork = await home.session(replay=replay)
+        with pytest.raises(AssertionError, match="differs from token"):
+            await noisy(fork, ["10000a", "10000b"], more=" more" if rules else "")
+        assert (replay.facts()["replayed"], replay.facts()["verdict"]) == (0, "refused")
+
+
+async def test_a_session_folder_in_the_prompt_is_a_named_text():
+    async with house(RUNS) as home:
+        first = await home.session()
+        await first.ask([user("You work in /tmp/bridle-abcdefgh/0a1b2c3d/work.")])
+        original = await captured(home, first)
+    async with house(NONSENSE) as home:
+        replay = replay_of(original, 1)
+        fork = await home.session(replay=replay)
+        await fork.ask([user("You work in /tmp/bridle-12_45678/4e5f6a7b/work.")])
+    assert (replay.facts()["replayed"], replay.facts()["noise"]) == (1, ["session_folder"])

@@ -135,8 +135,8 @@ async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path):
         forks = await alice.sessions(name)
         assert [one["status"] for one in forks] == ["COMPLETED"] * 2
         async for group in alice.groups(quiet_s=1):
-            found = [one.metadata.get("fork", {}).get("exact") for one in group.results]
-            assert found == ([None] if group.task_id == "task-0" else [True, True])
+            found = [one.metadata.get("fork", {}).get("verdict") for one in group.results]
+            assert found == ([None] if group.task_id == "task-0" else ["exact", "exact"])
         for one in forks:
             stats = (await alice.trajectory(one["session_id"])).metadata["stats"]
             assert stats["tokens_excluded"]["replayed"] > 0

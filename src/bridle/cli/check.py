@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from bridle.cli.batch import Batch, run_batch
-from bridle.config import AUTO, EvaluatorSpec, RuntimeSpec, Task
+from bridle.config import AUTO, EvaluatorSpec, ForkSpec, RuntimeSpec, Task
 from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
+from bridle.lifecycle.run_folder import CAPTURE
 from bridle.types import JSON
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -33,11 +34,12 @@ EDITS: dict[str, tuple[JSON, list[JSON]]] = {
 """Programs without tools, which change files as the model's text says: settings and turns."""
 
 
-def check_harness(name: str, version: str | None = None) -> JSON:
+def check_harness(name: str, version: str | None = None, *, replay: bool = False) -> JSON:
     """Install harness `name`, let it write a file in its own way, and say how it went.
 
     `version` is another one than the pinned. `works` in the report is whether the file is there and
-    the session completed. `ConfigError` for an unknown name.
+    the session completed; with `replay`, `replay` is what a fork of that session came to.
+    `ConfigError` for an unknown name.
     """
     pinned = default_agent(name)
     agent = pinned.model_copy(update={"version": version}) if version else pinned
@@ -57,7 +59,9 @@ def check_harness(name: str, version: str | None = None) -> JSON:
         path = Path(scratch) / "script.json"
         path.write_text(json.dumps({"conversations": [{"turns": turns}]}))
         run = Path(scratch) / "run"
-        [line] = run_batch(Batch([task], f"scripted:{path}", None, run, 1, f"check {name}"))
+        engine = f"scripted:{path}"
+        [line] = run_batch(Batch([task], engine, None, run, 1, f"check {name}"))
+        forks = {"replay": _replayed(task, engine, run, line)} if replay else {}
     made = line["reward"] == 1.0
     return {
         "harness": name,
@@ -72,7 +76,19 @@ def check_harness(name: str, version: str | None = None) -> JSON:
         "merge ratio": line["merge_ratio"],
         "history": history_of(line),
         "unknown to the gateway": line["unknown"],
+        **forks,
     }
+
+
+def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
+    """Fork a session at its last call; tell whether it is exact, and what differs."""
+    at = max(1, line["exchanges"] - 1)
+    fork = ForkSpec(capture=str(run / CAPTURE), session=line["session_id"], at=at)
+    forked = task.model_copy(update={"fork": fork})
+    [again] = run_batch(Batch([forked], engine, None, run.parent / "fork", 1, "replay"))
+    facts = again["fork"] or {"verdict": "refused", "noise": []}
+    told = {"exact": "exact", "equivalent": f"equivalent but for {', '.join(facts['noise'])}"}
+    return told.get(facts["verdict"]) or f"refused: {again['error']}"
 
 
 HABITS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,8 +39,9 @@ def fork(  # noqa: PLR0913 - one parameter per flag
     """Sample a captured session again from one of its turns on.
 
     The task's harness starts anew in a fresh runtime. Its first --at calls get the captured
-    replies, as long as each prompt is, id for id, the captured one; then the model samples. Without
-    --engine the run's own engine is used. Ends with code 0 if every fork was exact, else 1.
+    replies, as long as each prompt is the captured one; then the model samples. Without --engine
+    the run's own engine is used. Ends with code 0 if every fork was exact, or equivalent (its
+    prompts differed in named texts only, such as a random id), else 1.
     """
     from bridle.api import new_run_folder
     from bridle.cli.batch import Batch, run_batch
@@ -48,15 +50,19 @@ def fork(  # noqa: PLR0913 - one parameter per flag
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
     setup = setup_of(base, config, engine, tokenizer)
     lines = run_batch(Batch([task], setup, None, folder, concurrency))
-    exact = sum(bool(line["fork"] and line["fork"]["exact"]) for line in lines)
+    verdicts = Counter(line["fork"]["verdict"] for line in lines if line["fork"])
+    exact, equivalent = verdicts["exact"], verdicts["equivalent"]
     if json:
-        print_json({"folder": str(folder), "exact": exact, "sessions": lines})
+        counts = {"exact": exact, "equivalent": equivalent}
+        print_json({"folder": str(folder), **counts, "sessions": lines})
     else:
         from bridle.cli.run import report
 
         report(lines, folder, json=False)
-        console.print(f"{exact} of {len(lines)} sessions forked exactly at call {at}")
-    raise typer.Exit(0 if exact == len(lines) else 1)
+        names = sorted({name for line in lines for name in (line["fork"] or {}).get("noise", ())})
+        noise = f", {equivalent} but for {', '.join(names)}" if equivalent else ""
+        console.print(f"{exact} of {len(lines)} sessions forked exactly at call {at}{noise}")
+    raise typer.Exit(0 if exact + equivalent == len(lines) else 1)
 
 
 def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, Path]:

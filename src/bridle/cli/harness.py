@@ -80,6 +80,9 @@ def check(
     version: Annotated[
         str | None, typer.Option(help="Another version than the pinned one, without its lock.")
     ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Fork the session too, and name what varies.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Install a harness, let it do one piece of work against the scripted engine, and report.
@@ -88,7 +91,7 @@ def check(
     """
     from bridle.cli.check import check_harness
 
-    report = check_harness(name, version)
+    report = check_harness(name, version, replay=replay)
     if json:
         print_json(report)
     else:

@@ -47,6 +47,7 @@ from bridle.gateway.recording import (
     sampled_under,
 )
 from bridle.gateway.registry import Session
+from bridle.gateway.replay import Captured
 from bridle.gateway.retries import Deliveries
 from bridle.gateway.sampling import REFUSED_S, Sample, Sofar
 from bridle.gateway.settings import GatewaySettings
@@ -239,6 +240,24 @@ class Exchanges:
         shown = await show(served, request)
         with _RENDERING:
             prompted = await served.prompts.prompted(question, parent, shown)
+        replay = session.replay
+        if replay is None or call.other is not None:
+            await self._answer(session, call, prompted)
+            return
+        prompted, captured = replay.take(prompted, call.asked.kind, served.sampler.decode)
+        try:
+            await self._answer(session, call, prompted, captured)
+        except BaseException:
+            if captured is not None:
+                replay.put_back(captured)
+            raise
+
+    async def _answer(
+        self, session: Session, call: Call, prompted: Prompted, captured: Captured | None = None
+    ) -> None:
+        """Sample under the prompt, or give the captured reply again, and commit it."""
+        question = call.posed()
+        request, served = question.request, question.served
         length = prompted.prompt.length
         effective = await self._effective(session, call, question, length)
         head = call.reply_head()
@@ -246,22 +265,13 @@ class Exchanges:
         call.turns = lineage.turns_shown(session, question, prompted.parent)
         plan = served.plan or session.plan
         call.grammar = grammar_of(request, plan, served.info, served.renderer)
-        if session.replay is not None and call.other is None:
-            decode = served.sampler.decode
-            captured = session.replay.take(prompted.prompt, call.asked.kind, decode)
-            if captured is not None:
-                call.enter(Stage.SAMPLING)
-                sampled = captured.sample(decode)
-                try:
-                    await self._finish(session, call, prompted, effective, sampled)
-                except BaseException:
-                    session.replay.put_back(captured)
-                    raise
-                return
-        if request.stream and self._settings.stream != "whole":
+        if captured is None and request.stream and self._settings.stream != "whole":
             call.live = self._live(session, call, prompted, effective)
         call.enter(Stage.SAMPLING)
-        sampled = await self._sampled(session, call, question, prompted, effective)
+        if captured is not None:
+            sampled = captured.sample(served.sampler.decode)
+        else:
+            sampled = await self._sampled(session, call, question, prompted, effective)
         await self._finish(session, call, prompted, effective, sampled)
 
     def _live(

@@ -43,6 +43,8 @@ class Prompted:
     for what its template refuses."""
     parted: int = 0
     """How many texts that the engine tokenised held what looks like a control token."""
+    noise: tuple[str, ...] = ()
+    """Named texts in which the request differs from the captured one whose prompt this is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,7 @@ def _extra(finished: Finished, unpaired: int) -> JSON:
         "media": [*finished.call.images],
         "prompt": finished.prompted.rendered_by,
         "markers_parted": finished.prompted.parted,
+        "noise": list(finished.prompted.noise),
         "cached_tokens": sample.last.cached_tokens,
         "engine": sample.extra,
         "engine_before": sample.extra_before,

@@ -2,18 +2,20 @@
 
 A fork of a session starts its harness anew. A call whose prompt is, id for id, one of the captured
 prompts gets the captured reply without the engine. When all replies before the fork point have been
-given, the engine samples under exactly the prompt that was captured there. A prompt that differs is
-refused with its first different token: nothing is pretended.
+given, the engine samples under exactly the prompt that was captured there. A prompt that differs in
+nothing but named texts, which the harness writes anew in each run, stands for the captured one: its
+exchange has the captured ids and those names. Any other is refused with its first different token.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from bridle.capture.records import no_ids, no_logprobs
+from bridle.dialects.noise import VARYING, differing
 from bridle.engines.base import GenerateChunk
 from bridle.errors import ConfigError, RequestError
 from bridle.gateway.sampling import Sample
@@ -23,6 +25,8 @@ from bridle.types import JSON, DeliveryState, FinishReason, Kind, LogprobMode
 
 if TYPE_CHECKING:
     from bridle.capture.records import Exchange, SessionCapture
+    from bridle.dialects.noise import Varying
+    from bridle.gateway.recording import Prompted
     from bridle.prompting.prompt import PromptIds
     from bridle.types import Ids
 
@@ -34,6 +38,9 @@ CONVERSATIONS: Final = frozenset({Kind.AGENT, Kind.SUBAGENT, Kind.COMPACTION})
 
 BEFORE, AFTER = 24, 8
 """Ids around the first difference that an error shows."""
+
+AROUND: Final = 64
+"""Ids before the first difference in which a named text may begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +85,69 @@ class Captured:
 class Replay:
     """The captured beginning of one session; lives as long as the session that repeats it."""
 
-    def __init__(self, replies: Sequence[Captured], following: Sequence[Node]) -> None:
+    def __init__(
+        self,
+        replies: Sequence[Captured],
+        following: Sequence[Node],
+        noise: Sequence[Varying] = (),
+    ) -> None:
         """`replies` are given again; `following` came after them, in order of commit."""
         self._left = list(replies)
+        self._noise = (*noise, *VARYING)
+        self._names: set[str] = set()
+        """Of the texts that prompts differed in."""
         self._following = tuple(following)
         self._given = 0
         self._forked = False
         """Whether a call came at the fork point."""
 
-    def take(self, prompt: PromptIds, kind: Kind, decode: Callable[[Ids], str]) -> Captured | None:
-        """Take the captured reply to `prompt`; `None` = the engine is to sample.
+    def take(
+        self, prompted: Prompted, kind: Kind, decode: Callable[[Ids], str]
+    ) -> tuple[Prompted, Captured | None]:
+        """Take the captured reply to a prompt; `None` = the engine is to sample.
 
+        Returns the prompt with it: the captured one where they differ in named texts only.
         `RequestError` for a prompt that was not captured, at the fork point or before.
         """
+        prompt = prompted.prompt
         for place, one in enumerate(self._left):
             if one.exchange.prompt_digest == prompt.digest:
                 del self._left[place]
                 self._given += 1
-                return one
+                return prompted, one
         if self._forked or kind not in CONVERSATIONS:
-            return None
-        expected = [one.node for one in self._left if one.exchange.kind in CONVERSATIONS]
-        if not expected:
+            return prompted, None
+        replies = [one for one in self._left if one.exchange.kind in CONVERSATIONS]
+        if not replies:
             known = {node.exchange.prompt_digest for node in self._following}
             self._forked = not known or prompt.digest in known
-            expected = list(self._following)
-        if not self._forked:
-            raise _differs(prompt, expected[0], self._given, decode)
-        return None
+            if self._forked:
+                return prompted, None
+        expected = {one.node: one for one in replies} or dict.fromkeys(self._following)
+        for node, captured in expected.items():
+            if (same := self._equivalent(prompted, node, decode)) is not None:
+                self._names.update(same.noise)
+                if captured is None:
+                    self._forked = True
+                else:
+                    self._left.remove(captured)
+                    self._given += 1
+                return same, captured
+        raise _differs(prompt, next(iter(expected)), self._given, decode)
+
+    def _equivalent(
+        self, prompted: Prompted, node: Node, decode: Callable[[Ids], str]
+    ) -> Prompted | None:
+        """The captured prompt of `node`, if `prompted` differs from it in named texts only."""
+        old, new = ids(node, node.prompt_length), prompted.prompt.array()
+        kept, at = prompted.prompt.kept, first_difference(old, new)
+        if at < kept or prompted.shown is not None or prompted.images:
+            return None
+        begin = max(0, at - AROUND)
+        names = differing(decode(old[begin:]), decode(new[begin:]), self._noise)
+        if names is None:
+            return None
+        return replace(prompted, prompt=prompted.prompt.instead(old[kept:]), noise=names)
 
     def put_back(self, captured: Captured) -> None:
         """Return a reply whose call failed before its commit: the harness may ask again."""
@@ -113,13 +155,15 @@ class Replay:
         self._given -= 1
 
     def facts(self) -> JSON:
-        """Replies given again, those that were not asked for, and whether the fork is exact."""
+        """Replies given again, those that were not asked for, and how true the fork is."""
         left = sum(one.exchange.kind in CONVERSATIONS for one in self._left)
-        met = self._forked or not self._following
-        return {"replayed": self._given, "left": left, "exact": met and not left}
+        met = not left and (self._forked or not self._following)
+        verdict = ("equivalent" if self._names else "exact") if met else "refused"
+        noise = sorted(self._names)
+        return {"replayed": self._given, "left": left, "verdict": verdict, "noise": noise}
 
 
-def replay_of(capture: SessionCapture, at: int) -> Replay:
+def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -> Replay:
     """Make the replay of a captured session's first `at` delivered replies of the policy.
 
     `ConfigError` if it has fewer, or if one of them cannot be given again.
@@ -139,6 +183,7 @@ def replay_of(capture: SessionCapture, at: int) -> Replay:
     return Replay(
         [Captured(node, _call_ids(transcript, node.exchange)) for node in shown[:at]],
         [node for node in shown[at:] if node.exchange.kind in CONVERSATIONS and _is_exact(node)],
+        noise,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import ClassVar, Generic
 
 from bridle.config import AgentSpec
+from bridle.dialects.noise import Varying
 from bridle.errors import ConfigError, HarnessError
 from bridle.harnesses.base import SettingsT, crash, parse_settings, refuse_commands
 from bridle.harnesses.bundles import Builder, Recipe, ensure
@@ -92,6 +93,8 @@ class Packaged(Generic[SettingsT]):
     transports: ClassVar[Collection[str]] = TRANSPORTS
     """Of MCP servers that it can use."""
     has_skills: ClassVar[bool] = True
+    noise: ClassVar[Sequence[Varying]] = ()
+    """Texts that it writes anew in each run, in which a fork may differ from its capture."""
     dialect: Dialect
     """Set by the class, or from the setting `api`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import ForkSpec
+from bridle.dialects.noise import Varying
 from bridle.errors import BridleError, RuntimeFailure, boundary
 from bridle.gateway.replay import Replay, replay_of
 from bridle.harnesses.base import Launch, LaunchContext
@@ -57,7 +59,8 @@ async def _open(session: Session, stack: AsyncExitStack, bundle: Path | None) ->
     runtime = owned_runtime(session, stack, bundle)
     stack.push_async_callback(session.seal)
     if task.fork is not None:
-        session.replay = await asyncio.to_thread(read_replay, task.fork, session.base)
+        noise = getattr(session.plan.harness, "noise", ())
+        session.replay = await asyncio.to_thread(read_replay, task.fork, session.base, noise)
     handle = await gateway.open_session(
         session.session_id,
         task_id=task.task_id,
@@ -112,13 +115,14 @@ async def start(session: Session, runtime: Runtime) -> None:
     await prepare(runtime, actions, stage="prepare", base=session.base, log=log)
 
 
-def read_replay(fork: ForkSpec, base: Path) -> Replay:
+def read_replay(fork: ForkSpec, base: Path, noise: Sequence[Varying] = ()) -> Replay:
     """Read the replies that a fork begins with. `StoreError` or `ConfigError` if it cannot.
 
-    `base` is the task's folder, which a relative `fork.capture` begins at.
+    `base` is the task's folder, which a relative `fork.capture` begins at; `noise` is the
+    harness's.
     """
     with SqliteReader(base / fork.capture) as reader:
-        return replay_of(reader.read(fork.session), fork.at)
+        return replay_of(reader.read(fork.session), fork.at, noise)
 
 
 def _facts_of(session: Session, runtime: Runtime) -> JSON:

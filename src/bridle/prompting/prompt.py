@@ -66,11 +66,14 @@ class PromptIds:
         before, self._array, self._json = self._json, None, None
         return PromptIds(_link(self._link, (_frozen(output_ids), _frozen(suffix))), before)
 
+    def instead(self, suffix: Ids) -> PromptIds:
+        """The same prompt with another suffix."""
+        link = self._link
+        return PromptIds(_link(link.before, (*link.segments[:-1], _frozen(suffix))))
+
     def behind(self, ids: Ids) -> PromptIds:
         """The same prompt with more ids at its end; they belong to its own suffix."""
-        link = self._link
-        suffix = np.concatenate((link.segments[-1], ids))
-        return PromptIds(_link(link.before, (*link.segments[:-1], _frozen(suffix))))
+        return self.instead(np.concatenate((self.suffix, ids)))
 
     def __len__(self) -> int:
         return self._link.length
