@@ -113,7 +113,6 @@ class Board:
         self._rewards: list[float] = []
 
     def say(self, note: str) -> None:
-        """Show `note` beside the bar."""
         self._bars.update(self._bar, note=note)
 
     def hear(self, event: Event) -> None:

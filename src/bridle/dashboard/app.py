@@ -120,7 +120,6 @@ class _Pages:
         return self._sources(request.scope.get(TOKEN, ""))
 
     def overview(self, request: Request) -> Response:
-        """Render the overview page."""
         return self._page(request, "overview.html", seen=self._source(request).overview())
 
     def sessions(self, request: Request) -> Response:

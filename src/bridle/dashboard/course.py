@@ -58,7 +58,6 @@ class Training:
 
     @property
     def labels(self) -> list[str]:
-        """Of the columns of `rows`."""
         return [curve.label for chart in self.curves for curve in chart]
 
 

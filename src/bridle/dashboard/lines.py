@@ -124,12 +124,10 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Those that are known."""
         return [line.reward for line in self.lines if line.reward is not None]
 
     @property
     def mean(self) -> float | None:
-        """Of the known rewards."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     @property

@@ -51,7 +51,6 @@ def ago(at: float | None) -> str:
 
 
 def clock(at: float | None) -> str:
-    """A moment, in UTC."""
     return NONE if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 

@@ -114,7 +114,6 @@ class Member:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last answered."""
         return self.clock() - self.heard
 
     @property

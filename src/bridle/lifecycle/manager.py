@@ -322,7 +322,6 @@ class Scratch:
         return folder
 
     def remove(self) -> None:
-        """Remove it all; idempotent."""
         with suppress(RuntimeFailure):  # the next reaper tries again
             remove_folders([self.folder])
 

@@ -60,7 +60,6 @@ class SessionPlaces:
     _left: Path | None = None
 
     async def left(self) -> Path:
-        """See `evaluators.base.Places.left`."""
         if self._left is None:
             work = self.folder / "work"
             self.resources.push_async_callback(asyncio.to_thread, remove_folders, [self.folder])
@@ -76,7 +75,6 @@ class SessionPlaces:
 
     @asynccontextmanager
     async def fresh(self) -> AsyncIterator[Runtime]:
-        """See `evaluators.base.Places.fresh`."""
         async with self._opened() as runtime:
             await self.prepare(runtime)
             with _checking():
@@ -86,7 +84,6 @@ class SessionPlaces:
     async def with_work(
         self, ours: Sequence[str] = (), only: Sequence[str] | None = None
     ) -> AsyncIterator[Runtime]:
-        """See `evaluators.base.Places.with_work`."""
         if self.trusted:
             self.used.add(self._own)
             with _checking():
@@ -102,7 +99,6 @@ class SessionPlaces:
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[Runtime]:
-        """See `evaluators.base.Places.whole`."""
         self.used.add(self._own if self.trusted else "apart")
         async with AsyncExitStack() as stack:
             runtime = self.agents
@@ -123,7 +119,6 @@ class SessionPlaces:
 
     @asynccontextmanager
     async def untouched(self) -> AsyncIterator[SessionPlaces]:
-        """See `evaluators.base.Places.untouched`."""
         async with AsyncExitStack() as stack:
             yield replace(
                 self,

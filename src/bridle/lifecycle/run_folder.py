@@ -86,7 +86,6 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Let the folder go; idempotent."""
         self._lock.close()
 
     @property

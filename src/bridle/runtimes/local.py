@@ -151,7 +151,6 @@ class LocalRuntime(Place):
 
 
 def search_path() -> str:
-    """Return the caller's `PATH`."""
     return os.environ.get("PATH", PATH)
 
 

@@ -26,7 +26,6 @@ class Kept:
         self._size = 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes."""
         self._size += len(data)
         room = self._head_limit - len(self._head)
         if room > 0:
@@ -81,7 +80,6 @@ class LogFile:
             os.write(self._file, b"\n[bridle: the log's size limit is reached]\n")
 
     def close(self) -> None:
-        """Release the file; idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

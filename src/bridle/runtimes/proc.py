@@ -52,7 +52,6 @@ class Leaders:
     """Collected leaders whose group had other members left."""
 
     def add(self, pid: int) -> None:
-        """A leader was started."""
         self.running.add(pid)
 
     def collected(self, pid: int) -> None:

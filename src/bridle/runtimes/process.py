@@ -113,7 +113,6 @@ async def run_process(command: Command) -> ExecResult:
 
 
 def _spawn(command: Command) -> subprocess.Popen[bytes]:
-    """Start it; `OSError` escapes."""
     if not Path(command.cwd).is_dir():
         message = f"cannot start {command.argv[0]!r}: working folder {command.cwd} does not exist"
         raise RuntimeFailure(message)
@@ -314,7 +313,6 @@ class _Streams:
                 await self._all_closed.wait()
 
     def close(self) -> None:
-        """Close all pipes; idempotent."""
         self._close_stdin()
         for pipe in list(self._open.values()):
             self._close(pipe)

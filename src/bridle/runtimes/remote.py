@@ -462,7 +462,6 @@ class RexHost:
         await _aside(self._deployment.start)
 
     async def stop(self) -> None:
-        """Give it back; idempotent."""
         await _aside(self._deployment.stop)
 
     async def execute(self, argv: Sequence[str]) -> str:

@@ -51,7 +51,6 @@ class Stream:
         self.pieces = 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes."""
         self._size += len(data)
         if self._left > 0:
             if not self._waiting:

@@ -299,7 +299,6 @@ class _Copier:
             self.left.append(f"{path}: neither a regular file nor a folder nor a link")
 
     def copy_file(self, source: Path, target: Path, facts: os.stat_result) -> None:
-        """Copy a regular file."""
         self.bytes += facts.st_size
         if self.bytes > self._bounds.bytes:
             raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")

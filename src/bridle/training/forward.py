@@ -220,7 +220,6 @@ def _tree(samples: Sequence[Sample]) -> Tree:
 
 
 def _advantages(sample: Sample) -> npt.NDArray[np.float32]:
-    """One per response token."""
     size = len(sample.trace.response_ids)
     return np.broadcast_to(np.asarray(sample.advantage, dtype=np.float32), (size,))
 

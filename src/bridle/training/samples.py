@@ -143,7 +143,6 @@ def make_batch(
 
 
 def nothing_left(batch: Batch) -> str:
-    """Explain a batch without tokens."""
     message = f"nothing to train on; left out: {batch.left_out}"
     if "stale" in batch.left_out:
         message += "; stale sessions were sampled more than max_lag updates ago: raise max_lag"
