@@ -32,13 +32,6 @@ class ThisMachine:
             raise RuntimeFailure(done.stderr.decode())
         return done.stdout.decode()
 
-    async def read(self, path):
-        return await asyncio.to_thread(Path(path).read_text)
-
-    async def write(self, path, text):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(Path(path).write_text, text)
-
     async def upload(self, source, path):
         await asyncio.to_thread(shutil.copy, source, path)
 

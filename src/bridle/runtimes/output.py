@@ -65,18 +65,19 @@ class LogFile:
         private_folder(path.parent)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._left = limit
-        self._full = False
+        self.full = False
+        """Whether the limit is reached, so that nothing more is written."""
 
     def feed(self, data: bytes) -> None:
         """Append; past the limit nothing but one note is written."""
-        if self._full:
+        if self.full:
             return
         part = data[: self._left]
         self._left -= len(part)
         while part:
             part = part[os.write(self._file, part) :]
         if len(data) > 0 and self._left == 0:
-            self._full = True
+            self.full = True
             os.write(self._file, b"\n[bridle: the log's size limit is reached]\n")
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Base classes of runtimes: running a command, copying files in and out, reaching the gateway.
 
-`Place` is one session's runtime, less what its kind does. `Contained` is one whose paths are not
-the machine's: files go in and out as archives that a `tar` inside makes or takes, so no link that a
-harness planted is ever followed by us, and one address inside is carried to the gateway.
+`Place` is one session's runtime, less what its kind does. `Archived` is one whose paths are not the
+machine's: files go in and out as archives that a `tar` inside makes or takes, so no link that a
+harness planted is ever followed by us. `Contained` also has limits and one address inside that is
+carried to the gateway.
 """
 
 from __future__ import annotations
@@ -157,38 +158,15 @@ class Place(ABC):
             raise RuntimeFailure(message)
 
 
-class Contained(Place):
-    """A place whose paths and network are its own."""
-
-    contains = True
-    kind: str
-    """What it is, for messages."""
+class Archived(Place):
+    """A place whose files go in and out as archives of `tar`, which runs inside."""
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
-        given = {name: getattr(spec, name) or limit for name, limit in LIMITS.items()}
-        super().__init__(spec.model_copy(update=given), session_id, scratch, mounts)
-        self._memory_bytes = given["memory_mb"] << 20
-        self._storage_bytes = given["storage_mb"] << 20
+        super().__init__(spec, session_id, scratch, mounts)
         self._download_room = DOWNLOAD_BYTES
         """Bytes that may still be copied out."""
-        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
-        self._lock = asyncio.Lock()
-        self._address = ("127.0.0.1", GATEWAY_PORT)
-        """Where the gateway is, as seen inside."""
-        self._target: tuple[str, int] | None = None
-        """Where it is, as seen here."""
-        self._forwarder: Forwarder | None = None
-
-    @property
-    def limits(self) -> Literal["kernel", "watched"]:
-        """Return who enforces the memory and process limits: control groups (`kernel`) or polling
-        (`watched`).
-        """
-        return "kernel"
-
-    # ---- files
 
     async def upload(self, source: Path, target: str) -> None:
         """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
@@ -297,14 +275,45 @@ class Contained(Place):
         self._must_be_usable()
         return tempfile.TemporaryDirectory(dir=self._scratch / "aside")
 
-    # ---- addresses
-
     def inside(self, path: Path) -> str:
         """Return the path inside of a mounted host path; any other path is returned unchanged."""
         for mount in self._mounts:
             if path.is_relative_to(mount.source):
-                return str(PurePosixPath(mount.target, path.relative_to(mount.source)))
+                return str(PurePosixPath(self._target_of(mount), path.relative_to(mount.source)))
         return str(path)
+
+    def _target_of(self, mount: Mount) -> str:
+        return mount.target
+
+
+class Contained(Archived):
+    """A place whose paths and network are its own."""
+
+    contains = True
+    kind: str
+    """What it is, for messages."""
+
+    def __init__(
+        self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
+    ) -> None:
+        given = {name: getattr(spec, name) or limit for name, limit in LIMITS.items()}
+        super().__init__(spec.model_copy(update=given), session_id, scratch, mounts)
+        self._memory_bytes = given["memory_mb"] << 20
+        self._storage_bytes = given["storage_mb"] << 20
+        self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
+        self._lock = asyncio.Lock()
+        self._address = ("127.0.0.1", GATEWAY_PORT)
+        """Where the gateway is, as seen inside."""
+        self._target: tuple[str, int] | None = None
+        """Where it is, as seen here."""
+        self._forwarder: Forwarder | None = None
+
+    @property
+    def limits(self) -> Literal["kernel", "watched"]:
+        """Return who enforces the memory and process limits: control groups (`kernel`) or polling
+        (`watched`).
+        """
+        return "kernel"
 
     def gateway_url(self, url: str) -> str:
         """The URL's way in: an address inside, carried to that one address."""

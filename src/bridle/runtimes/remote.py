@@ -1,12 +1,12 @@
 """The `remote` runtime: a session on a host elsewhere, through SWE-ReX.
 
-The host needs bash, coreutils, tar and Python 3.8 or later. `remote_runner` is put there; it runs
-the commands, and what they say comes back in pieces that are asked for (`status`), so a session can
-be watched, timed out and ended, which SWE-ReX alone cannot do.
+SWE-ReX's `execute` answers only after the end of a command, one at a time. So `RUN` starts a
+command on the host in the background, with files for its output, and `LOOK` is executed until the
+command has ended.
 
-A session cannot reach a gateway that listens on this machine's loopback: `kwargs.gateway` says
-where it is reached from there. What keeps a session in, and which limits and network it has, is the
-host's; `contains` says only that it is no host of others.
+A session cannot reach a gateway that listens on this machine's loopback: `kwargs.gateway` is its
+address on the host. The sandbox, the limits and the network are the host's; `contains` says only
+that no other session shares the host.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import asyncio
 import base64
 import json
 import os
-import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, suppress
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, ValidationError
@@ -27,13 +28,11 @@ from pydantic import Field, ValidationError
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
-from bridle.runtimes import remote_runner
-from bridle.runtimes.archive import Keep, pack, pack_bytes, unpack
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
-from bridle.runtimes.place import DOWNLOAD_BYTES, FRAME_BYTES
+from bridle.runtimes.place import Archived
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
-from bridle.runtimes.snapshot import Bounds, TooMuch, check_archive, put_by_archive
+from bridle.runtimes.process import Command
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -45,12 +44,78 @@ SHARED = ("local", "remote")
 """Kinds of host that other sessions may be on too."""
 CALL_S = 60.0
 STOP_S = 120.0
+GRACE_S = 1.0
+"""Time between SIGTERM and SIGKILL."""
 FIRST_LOOK_S = 0.01
 LAST_LOOK_S = 0.5
-NOTHING = '{"out": 0, "err": 0, "ended": null}'
 
-TAKE_OUT = """mkdir -p -- "$2" && tar --no-same-owner -xpf "$1" -C "$2"
-code=$?; rm -f -- "$1"; exit $code"""
+RUN = """
+import json, os, subprocess, sys
+os.chdir(sys.argv[1])
+given = json.load(open("request"))
+code = failed = None
+stdin = open("stdin" if given["stdin"] else os.devnull, "rb")
+with open("out", "wb") as out, open("err", "wb") as err:
+    try:
+        if given["make"]:
+            os.makedirs(given["make"], exist_ok=True)
+        env = {"PATH": os.environ.get("PATH", os.defpath), **given["env"]}
+        child = subprocess.Popen(given["argv"], cwd=given["cwd"], env=env, stdin=stdin,
+                                 stdout=out, stderr=err, start_new_session=True)
+        if os.path.exists("over"):
+            child.kill()
+        code = child.wait()
+    except OSError as error:
+        if not os.path.isdir(given["cwd"]):
+            failed = "working folder %s does not exist" % given["cwd"]
+        elif isinstance(error, (FileNotFoundError, PermissionError)):
+            code = 127 if isinstance(error, FileNotFoundError) else 126
+            err.write(("bridle: %s: %s\\n" % (given["argv"][0], error.strerror)).encode())
+        else:
+            failed = str(error)
+with open("ended.part", "w") as file:
+    json.dump({"code": code, "failed": failed}, file)
+os.rename("ended.part", "ended")
+"""
+"""Runs the command of the file `request` in the folder it is given; `ended` tells its end."""
+START = 'setsid "$1" -c "$2" "$3" </dev/null >/dev/null 2>&1 &'
+LOOK = """cd -- "$1" || exit
+ended=$(cat ended 2>/dev/null)
+for each in "out $2" "err $3"; do
+  set -- $each
+  [ "$2" = - ] || tail -c "+$(($2 + 1))" "$1" 2>/dev/null | head -c 1048576 | base64 | tr -d '\\n'
+  echo
+done
+echo "$ended"
+"""
+"""Prints the next piece of stdout and of stderr (`-` = none of it), then how the command ended."""
+KEPT = """cd -- "$1" || exit
+for each in "out $2 $3" "err $4 $5"; do
+  set -- $each
+  head -c "$2" "$1" | base64 | tr -d '\\n'; echo
+  tail -c "$3" "$1" | base64 | tr -d '\\n'; echo
+  wc -c < "$1"
+done
+rm -rf -- "$PWD"
+"""
+"""Prints head, tail and size of stdout and of stderr, and deletes the folder."""
+END = """found() { grep -lzxF -- "$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
+mark=$1
+kill -TERM $(found) 2>/dev/null
+for turn in $(seq "$2"); do [ -n "$(found)" ] || break; sleep 0.05; done
+for turn in $(seq 500); do
+  alive=$(found)
+  [ -n "$alive" ] || exit 0
+  kill -KILL $alive 2>/dev/null; sleep 0.02
+done
+"""
+"""Ends all processes with a mark in their environment: TERM, `$2` looks, then KILL."""
+READABLE = """top=$(realpath -- "$2") && at=$(realpath -- "$(dirname -- "$1")") || exit
+[[ $at/ == "${top%/}"/* ]] || { echo "$1 lies outside the session's own folder" >&2; exit 1; }
+[ -e "$1" ] || [ -L "$1" ] || { echo "$1 is not there" >&2; exit 1; }
+find "$1" ! -type l ! -perm -400 -exec chmod u+rwX {} ';' || true
+"""
+"""Fails for a path outside a folder, and makes everything below it readable for its owner."""
 REMOVE = 'chmod -R u+rwx -- "$1" 2>/dev/null; rm -rf -- "$1"'
 
 
@@ -65,141 +130,166 @@ class RemoteSettings(Settings):
     python: str = "python3"
 
 
-class Host(Protocol):
-    """Interface of a remote host (`RexHost`)."""
+@dataclass(slots=True)
+class _Stream:
+    """An output file of a command and the log that it is copied to."""
 
-    async def start(self) -> None: ...
+    sink: LogFile | None
+    read: int = 0
 
-    async def stop(self) -> None:
-        """Give it back; idempotent."""
+    @property
+    def offset(self) -> str:
+        return "-" if self.sink is None or self.sink.full else str(self.read)
 
-    async def execute(self, argv: Sequence[str]) -> str:
-        """Run a short command and return its stdout. `RuntimeFailure` if it fails."""
-
-    async def read(self, path: str) -> str:
-        """A file of text that is there."""
-
-    async def write(self, path: str, text: str) -> None:
-        """Make or overwrite a file of text."""
-
-    async def upload(self, source: Path, path: str) -> None:
-        """Copy a file of ours there."""
+    def feed(self, piece: bytes) -> None:
+        if self.sink is not None:
+            self.sink.feed(piece)
+        self.read += len(piece)
 
 
-class RemoteRuntime:
+class RemoteRuntime(Archived):
     """One session's folders and processes on a host; implements `base.Runtime`."""
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
         self._settings = settings = _settings_of(spec)
-        self._host: Host = self._open_host(settings.deployment)
-        self._spec = spec
-        self._session_id = session_id
-        self._scratch = scratch
-        self._mounts = tuple(mounts)
-        self._here = settings.deployment.get("type") == "local"
+        super().__init__(spec, session_id, scratch, mounts)
+        self._host = self._open_host(settings.deployment)
+        self._is_local = settings.deployment.get("type") == "local"
         self.contains = settings.deployment.get("type") not in SHARED
-        self._root = str(scratch / "remote") if self._here else "/"
+        self._root = str(scratch / "remote") if self._is_local else "/"
         self.home = self.workdir = ""
         self._count = 0
-        self._usable = self._started = False
+        self._started = False
 
-    def _open_host(self, deployment: JSON) -> Host:
+    def _open_host(self, deployment: JSON) -> RexHost:
         return RexHost(deployment)
 
     async def start(self) -> None:
-        """Start the host and put the folders, the runner and the mounts there."""
+        """Start the host, make the session's folders and copy the mounts there."""
         with boundary(RuntimeFailure, f"cannot start the host of session {self._session_id}"):
             self._started = True
+            (self._scratch / "aside").mkdir(exist_ok=True)
             await self._host.start()
-            if not self._here:
+            if not self._is_local:
                 made = await self._host.execute(["mktemp", "-d", "-t", "bridle-XXXXXXXX"])
                 self._root = made.strip()
             self.home = f"{self._root}/home"
             self.workdir = str(PurePosixPath(self._root, "work", self._spec.workdir or ""))
             folders = [self.home, self._environment()["TMPDIR"], self.workdir]
             await self._host.execute(["mkdir", "-p", "-m", "700", "--", *folders])
-            source = await asyncio.to_thread(Path(remote_runner.__file__).read_text)
-            await self._host.write(self._runner, source)
             self._usable = True
-            if not self._here:
+            if not self._is_local:
                 for mount in self._mounts:
-                    await self.upload(mount.source, self._target(mount))
+                    await self.upload(mount.source, self._target_of(mount))
 
     # ---- commands
 
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-        output_limit: int = 1 << 20,
-        log: Path | None = None,
-        error_log: Path | None = None,
-    ) -> ExecResult:
-        """Run a command (`base.Runtime.exec`); a workdir that the harness deleted is recreated."""
+    async def _run(self, inside: Command) -> ExecResult:
         self._must_be_usable()
-        folder, execution = self._next("run"), f"{self._session_id}/{self._count}"
-        marks = {SESSION_MARK: self._session_id, EXEC_MARK: execution}
-        request = {
-            "argv": ["bash", "-o", "pipefail", "-c", command]
-            if isinstance(command, str)
-            else list(command),
-            "env": {**self._environment(), **(env or {}), **marks},
-            "cwd": str(PurePosixPath(self.workdir, cwd or "")),
-            "make": self.workdir if cwd is None else None,
-            "stdin": stdin is not None,
-            "timeout_s": timeout_s,
-            "output_limit": output_limit,
-            "streamed": 0 if log is None and error_log is None else LOG_LIMIT + 1,
-            "mark": f"{EXEC_MARK}={execution}",
-        }
+        marks, began = self._marks(), asyncio.get_running_loop().time()
+        self._count += 1
+        folder = f"{self._root}/{self._count}-run"
         ended = False
         try:
             with (
                 boundary(RuntimeFailure, f"running a command in session {self._session_id}"),
                 ExitStack() as files,
             ):
-                logs = _logs(log, error_log, files)
-                if stdin is not None:
-                    given = base64.b64encode(stdin).decode()
-                    await self._host.write(f"{folder}/input", given)
-                await self._host.write(f"{folder}/status", NOTHING)
-                await self._host.write(f"{folder}/request", json.dumps(request))
-                await self._run("start", folder)
-                result = await self._followed(folder, logs)
+                streams = _streams(inside, files)
+                await self._begin(inside, folder, marks)
+                end, timed_out = await self._wait(inside, folder, streams, marks[EXEC_MARK])
+                outputs, truncated = await self._kept(inside, folder)
                 ended = True
-                return result
         finally:
             if not ended:
-                await run_shielded(self._give_up(folder, request["mark"]), timeout_s=STOP_S)
+                await run_shielded(self._end_command(folder, marks[EXEC_MARK]), timeout_s=STOP_S)
+        if end["failed"] is not None:
+            raise RuntimeFailure(f"the command could not be started: {end['failed']}")
+        code = end["code"]
+        return ExecResult(
+            exit_code=code if code >= 0 and not timed_out else None,
+            signal=-code if code < 0 else None,
+            timed_out=timed_out,
+            stdout=outputs[0],
+            stderr=outputs[1],
+            truncated=truncated,
+            duration_s=asyncio.get_running_loop().time() - began,
+        )
 
-    async def _followed(self, folder: str, logs: Mapping[str, LogFile | None]) -> ExecResult:
-        """Read what a command says into `logs` until it has ended."""
-        read, wait_s = {"out": 0, "err": 0}, FIRST_LOOK_S
+    async def _begin(self, inside: Command, folder: str, marks: dict[str, str]) -> None:
+        """Put the command on the host and start it."""
+        request = {
+            "argv": list(inside.argv),
+            "env": {**self._environment(), **inside.env, **marks},
+            "cwd": inside.cwd,
+            "make": self.workdir if inside.cwd == self.workdir else None,
+            "stdin": inside.stdin is not None,
+        }
+        await self._host.execute(["mkdir", "--", folder])
+        with self._aside() as aside:
+            await self._send(json.dumps(request).encode(), f"{folder}/request", aside)
+            if inside.stdin is not None:
+                await self._send(inside.stdin, f"{folder}/stdin", aside)
+        await self._shell(START, self._settings.python, RUN, folder)
+
+    async def _send(self, content: bytes | Path, path: str, aside: str) -> None:
+        """Upload a file to the host; `aside` is a folder for one that is not a file yet."""
+        if isinstance(content, bytes):
+            file = Path(aside, PurePosixPath(path).name)
+            await asyncio.to_thread(file.write_bytes, content)
+            content = file
+        await self._host.upload(content, path)
+
+    async def _wait(
+        self, inside: Command, folder: str, streams: tuple[_Stream, _Stream], execution: str
+    ) -> tuple[JSON, bool]:
+        """Return how the command ended, and whether its time ran out."""
+        try:
+            async with asyncio.timeout(inside.timeout_s):
+                return await self._follow(folder, streams), False
+        except TimeoutError:
+            await self._end_command(folder, execution)
+        async with asyncio.timeout(STOP_S):
+            return await self._follow(folder, streams), True
+
+    async def _follow(self, folder: str, streams: tuple[_Stream, _Stream]) -> JSON:
+        """Copy a command's output to its logs until it has ended."""
+        wait_s = FIRST_LOOK_S
         while True:
-            status = json.loads(await self._host.read(f"{folder}/status"))
-            for name, log in logs.items():
-                if read[name] < status[name]:
-                    wait_s = FIRST_LOOK_S
-                for piece in range(read[name], status[name]):
-                    data = base64.b64decode(await self._host.read(f"{folder}/{name}.{piece}"))
-                    if log is not None:
-                        log.feed(data)
-                read[name] = status[name]
-            if status["ended"] is not None:
-                return _result(status["ended"])
+            offsets = [stream.offset for stream in streams]
+            *pieces, ended = (await self._shell(LOOK, folder, *offsets)).split("\n")[:3]
+            for stream, piece in zip(streams, pieces, strict=True):
+                stream.feed(base64.b64decode(piece))
+            if any(pieces):
+                wait_s = FIRST_LOOK_S
+            elif ended:
+                return dict(json.loads(ended))
             await asyncio.sleep(wait_s)
             wait_s = min(1.5 * wait_s, LAST_LOOK_S)
 
-    async def _give_up(self, folder: str, mark: object) -> None:
-        with suppress(RuntimeFailure), boundary(RuntimeFailure, "giving a command up"):
-            await self._host.write(f"{folder}/over", "")
-            await self._run("kill", str(mark), "1")
+    async def _kept(self, inside: Command, folder: str) -> tuple[list[bytes], bool]:
+        """Return what stays in memory of stdout and stderr, and whether that is less than all."""
+        limits = [0 if inside.stdout is not None else inside.output_limit, inside.output_limit]
+        halves = [half for limit in limits for half in ((limit + 1) // 2, limit // 2)]
+        lines = (await self._shell(KEPT, folder, *map(str, halves))).split("\n")
+        outputs, truncated = [], False
+        for limit, (head64, tail64, count) in zip(limits, (lines[:3], lines[3:6]), strict=True):
+            head, tail, size = base64.b64decode(head64), base64.b64decode(tail64), int(count)
+            rest = min(size - len(head), len(tail))
+            outputs.append(joined(head, tail[len(tail) - rest :], size) if limit else b"")
+            truncated = truncated or (size > limit > 0)
+        return outputs, truncated
+
+    async def _end_command(self, folder: str, execution: str) -> None:
+        with boundary(RuntimeFailure, "ending a command"):
+            await self._host.execute(["mkdir", "-p", "--", folder])
+            await self._host.execute(["touch", "--", f"{folder}/over"])
+            await self._shell(END, f"{EXEC_MARK}={execution}", str(int(GRACE_S / 0.05)))
+
+    async def _shell(self, script: str, *words: str) -> str:
+        return await self._host.execute(["bash", "-c", script, "bash", *words])
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -212,58 +302,12 @@ class RemoteRuntime:
             **self._spec.env,
         }
 
-    async def _run(self, *words: str) -> str:
-        return await self._host.execute([self._settings.python, self._runner, *words])
+    # ---- files and addresses
 
-    # ---- files
-
-    async def upload(self, source: Path, target: str) -> None:
-        """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
-        self._must_be_usable()
-        path = PurePosixPath(self.workdir, target)
-        with (
-            boundary(RuntimeFailure, f"cannot upload {source} to {target}"),
-            tempfile.TemporaryDirectory(dir=self._scratch) as aside,
-        ):
-            archive = Path(aside, "in.tar")
-            folder = await asyncio.to_thread(pack, source, path, archive)
-            await self._put(archive, folder)
-
-    async def write(self, target: str, content: bytes, *, mode: int = 0o644) -> None:
-        """Implement `base.Runtime.write`. A symbolic link at `target` is replaced, not followed."""
-        self._must_be_usable()
-        path = PurePosixPath(self.workdir, target)
-        with (
-            boundary(RuntimeFailure, f"cannot write {target}"),
-            tempfile.TemporaryDirectory(dir=self._scratch) as aside,
-        ):
-            archive = Path(aside, "in.tar")
-            await asyncio.to_thread(archive.write_bytes, pack_bytes(content, path.name, mode))
-            await self._put(archive, path.parent)
-
-    async def _put(self, archive: Path, folder: PurePosixPath) -> None:
-        there = self._next("in.tar")
-        await self._host.upload(archive, there)
-        await self._host.execute(["bash", "-c", TAKE_OUT, "bash", there, str(folder)])
-
-    async def download(
-        self, source: str, target: Path, *, most: int | None = None
-    ) -> tuple[str, ...]:
-        """Implement `base.Runtime.download`. What comes out is taken apart as `archive` says."""
-        room = DOWNLOAD_BYTES if most is None else most
-        try:
-            await self._copy_out(source, target, room)
-        except TooMuch as error:
-            raise RuntimeFailure(f"{source} has more than {room >> 20} MiB") from error
-        return ()
-
-    async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        """Implement `base.Runtime.snapshot`. The remote runner reads the files."""
-        return await self.copy_kept(folder)
-
-    async def copy_kept(self, folder: Path, keep: Keep | None = None) -> tuple[str, ...]:
-        await self._copy_out(".", folder, Bounds().bytes, any_link=True, only=keep)
-        return ()
+    async def _get(self, path: PurePosixPath, archive: Path, most: int) -> None:
+        """Implement `Archived._get`. On a shared host only the session's own folder is read."""
+        await self._shell(READABLE, str(path), "/" if self.contains else self._root)
+        await super()._get(path, archive, most)
 
     async def copied(self, scratch: Path) -> Runtime:
         """Raises `RuntimeFailure`: such a host makes no copies of itself."""
@@ -271,52 +315,11 @@ class RemoteRuntime:
         message = "runtime 'remote' cannot be copied: evaluator.trusted = true scores in it"
         raise RuntimeFailure(message)
 
-    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        return await put_by_archive(self, folder, keep)
-
-    async def _copy_out(
-        self,
-        source: str,
-        target: Path,
-        most: int,
-        *,
-        any_link: bool = False,
-        only: Keep | None = None,
-    ) -> None:
-        self._must_be_usable()
-        path, there = PurePosixPath(self.workdir, source), self._next("out")
-        with boundary(RuntimeFailure, f"cannot download {source}"):
-            pieces = int(
-                await self._run("pack", str(path), there, "" if self.contains else self._root)
-            )
-            if (pieces - 1) * remote_runner.PIECE > most + FRAME_BYTES:
-                raise TooMuch(f"there are more than {most >> 20} MiB")
-            with tempfile.TemporaryDirectory(dir=self._scratch) as aside:
-                archive = Path(aside, "out.tar")
-                for piece in range(pieces):
-                    text = await self._host.read(f"{there}/tar.{piece}")
-                    await asyncio.to_thread(_append, archive, base64.b64decode(text))
-                await asyncio.to_thread(check_archive, archive, Bounds(bytes=most))
-                await asyncio.to_thread(
-                    unpack, archive, path.name, target, any_link=any_link, only=only
-                )
-
-    # ---- addresses
-
     def inside(self, path: Path) -> str:
-        """Return the path on the remote host of a mounted host path; any other path is returned
-        unchanged.
-        """
-        if not self._here:
-            for mount in self._mounts:
-                if path.is_relative_to(mount.source):
-                    return str(PurePosixPath(self._target(mount), path.relative_to(mount.source)))
-        return str(path)
+        return str(path) if self._is_local else super().inside(path)
 
-    def _target(self, mount: Mount) -> str:
-        """Return the path where a mount is put: inside the session's own folder if the host is
-        shared.
-        """
+    def _target_of(self, mount: Mount) -> str:
+        """Return where a mount is copied to: the session's own folder if the host is shared."""
         return mount.target if self.contains else f"{self._root}/mounts/{mount.target}"
 
     def gateway_url(self, url: str) -> str:
@@ -334,7 +337,8 @@ class RemoteRuntime:
 
     async def _kill(self) -> None:
         with boundary(RuntimeFailure, f"ending the processes of session {self._session_id}"):
-            await self._run("kill", f"{SESSION_MARK}={self._session_id}", "1")
+            mark = f"{SESSION_MARK}={self._session_id}"
+            await self._shell(END, mark, str(int(GRACE_S / 0.05)))
 
     async def stop(self) -> None:
         """Delete the session's folders and release the host."""
@@ -347,25 +351,11 @@ class RemoteRuntime:
             if self._usable:
                 await self._kill()
                 with boundary(RuntimeFailure, f"removing the folders of {self._session_id}"):
-                    await self._host.execute(["bash", "-c", REMOVE, "bash", self._root])
+                    await self._shell(REMOVE, self._root)
         finally:
             self._usable = False
             with boundary(RuntimeFailure, f"giving the host of {self._session_id} back"):
                 await self._host.stop()
-
-    @property
-    def _runner(self) -> str:
-        return f"{self._root}/runner.py"
-
-    def _next(self, name: str) -> str:
-        """A path there that nothing uses yet."""
-        self._count += 1
-        return f"{self._root}/{self._count}-{name}"
-
-    def _must_be_usable(self) -> None:
-        if not self._usable:
-            message = f"the runtime of session {self._session_id} is not started, or was stopped"
-            raise RuntimeFailure(message)
 
 
 def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
@@ -400,43 +390,19 @@ def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
     return settings
 
 
-def _logs(
-    log: Path | None, error_log: Path | None, files: ExitStack
-) -> Mapping[str, LogFile | None]:
-    """The log file of each stream; both may have the same."""
+def _streams(command: Command, files: ExitStack) -> tuple[_Stream, _Stream]:
+    """Open the files that stdout and stderr are copied to; both may have the same log."""
 
-    def opened(path: Path) -> LogFile:
-        file = LogFile(path)
+    def opened(path: Path, limit: int = LOG_LIMIT) -> LogFile:
+        file = LogFile(path, limit)
         files.callback(file.close)
         return file
 
-    out = None if log is None else opened(log)
-    return {"out": out, "err": out if error_log is None else opened(error_log)}
-
-
-def _result(ended: JSON) -> ExecResult:
-    if ended["failed"] is not None:
-        raise RuntimeFailure(f"the command could not be started: {ended['failed']}")
-    said, truncated = {}, False
-    for name in ("out", "err"):
-        head, tail = (base64.b64decode(ended[name][part]) for part in ("head", "tail"))
-        said[name] = joined(head, tail, ended[name]["size"])
-        truncated = truncated or len(head) + len(tail) < ended[name]["size"]
-    code = ended["code"]
-    return ExecResult(
-        exit_code=code if code >= 0 and not ended["timed_out"] else None,
-        signal=-code if code < 0 else None,
-        timed_out=ended["timed_out"],
-        stdout=said["out"],
-        stderr=said["err"],
-        truncated=truncated,
-        duration_s=ended["seconds"],
-    )
-
-
-def _append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
+    out = None if command.log is None else opened(command.log)
+    error = out if command.error_log is None else opened(command.error_log)
+    if command.stdout is not None:
+        out = opened(command.stdout, sys.maxsize)
+    return _Stream(out), _Stream(error)
 
 
 T = TypeVar("T")
@@ -449,8 +415,8 @@ SAID_CHARS = 500
 class RexHost:
     """A deployment of SWE-ReX (package `swe-rex`), started and stopped with its session.
 
-    SWE-ReX runs only short commands, small texts and one archive here. Its calls may block their
-    event loop and leave tasks open, so each call gets a thread and a loop of its own.
+    SWE-ReX's calls may block their event loop and leave tasks open, so each call gets a thread and
+    a loop of its own.
     """
 
     def __init__(self, deployment: JSON) -> None:
@@ -468,32 +434,17 @@ class RexHost:
         """Run a short command and return its stdout. `RuntimeFailure` carries its output if it
         fails.
         """
-        from swerex.runtime.abstract import Command
+        from swerex.runtime.abstract import Command as RexCommand
 
-        command = Command(command=list(argv))
+        command = RexCommand(command=list(argv))
         answer = await _aside(lambda: self._runtime.execute(command))
         if answer.exit_code != 0:
             said = (answer.stderr or answer.stdout).strip()[-SAID_CHARS:]
             raise RuntimeFailure(f"{argv[0]}: exit code {answer.exit_code}: {said}")
         return str(answer.stdout)
 
-    async def read(self, path: str) -> str:
-        """A file of text that is there."""
-        from swerex.runtime.abstract import ReadFileRequest
-
-        request = ReadFileRequest(path=path, encoding="utf-8")
-        answer = await _aside(lambda: self._runtime.read_file(request))
-        return str(answer.content)
-
-    async def write(self, path: str, text: str) -> None:
-        """Make or overwrite a file of text; parents are made."""
-        from swerex.runtime.abstract import WriteFileRequest
-
-        request = WriteFileRequest(path=path, content=text)
-        await _aside(lambda: self._runtime.write_file(request))
-
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a file of ours there."""
+        """Copy a file to the host."""
         from swerex.runtime.abstract import UploadRequest
 
         request = UploadRequest(source_path=str(source), target_path=path)
