@@ -273,6 +273,7 @@ def _on_begin(connection: Connection) -> None:
 def _migrate(connection: Connection) -> None:
     from alembic import command
     from alembic.config import Config
+    from alembic.util import CommandError
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
@@ -280,4 +281,8 @@ def _migrate(connection: Connection) -> None:
     config.attributes["connection"] = connection
     if connection.dialect.name == "postgresql":  # servers that start together migrate in turn
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATING})")
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        message = f"database: another version of bridle made it, and this one has no step ({error})"
+        raise ConfigError(message) from error

@@ -1,27 +1,41 @@
-import sqlalchemy as sa
+import sqlite3
+from contextlib import closing
+
+import pytest
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from tests.server.migrations.versions.test_v0002 import made
+from sqlalchemy import create_engine, inspect
 
-from bridle.server.migrations.versions import v0002, v0003
+from bridle.errors import ConfigError
+from bridle.server.database import Database
+from bridle.server.migrations.versions import v0003
 
 
-def test_tasks_keep_their_owner_and_those_of_no_token_are_nobodys():
-    engine = sa.create_engine("sqlite://")
+async def test_the_numbers_begin_at_nought(tmp_path):
+    async with await Database.open(tmp_path / "a.sqlite"):
+        pass
+    with closing(sqlite3.connect(tmp_path / "a.sqlite")) as connection:
+        rows = connection.execute("SELECT name, value FROM numbers ORDER BY name").fetchall()
+    assert rows == [("done_seq", 0), ("paused", 0), ("policy_version", 0)]
+
+
+@pytest.mark.parametrize("revision", ["0002", "9999"])
+async def test_a_database_of_an_unknown_revision_is_refused(tmp_path, revision):
+    async with await Database.open(tmp_path / "a.sqlite"):
+        pass
+    with closing(sqlite3.connect(tmp_path / "a.sqlite")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+        connection.commit()
+    with pytest.raises(ConfigError, match=f"another version of bridle.*{revision}"):
+        await Database.open(tmp_path / "a.sqlite")
+
+
+def test_it_can_be_taken_back():
+    engine = create_engine("sqlite://")
     with engine.connect() as connection:
         with Operations.context(MigrationContext.configure(connection)):
-            made(connection)
-            v0002.upgrade()
-            copied = "SELECT 'b', digest, spec, terms, 'anyone', priority, state, open, samples,"
-            columns = "digest, spec, terms, owner, priority, state, open, samples, target, expanded"
-            columns += ", ended, usable, version, submitted_at"
-            copied += " target, expanded, ended, usable, version, submitted_at FROM tasks"
-            connection.execute(sa.text(f"INSERT INTO tasks (task_id, {columns}) {copied}"))
             v0003.upgrade()
-            rows = connection.execute(sa.text("SELECT task_id, name, owner FROM tasks"))
-            assert rows.all() == [("a", "a", "o"), ("b", "b", "")]
-            assert connection.execute(sa.text("SELECT owner FROM callbacks")).all() == [("o",)] * 2
+            assert len(inspect(connection).get_table_names()) == 4
             v0003.downgrade()
-        left = {one["name"] for one in sa.inspect(connection).get_columns("callbacks")}
-        assert "owner" not in left
+        assert inspect(connection).get_table_names() == []
     engine.dispose()
