@@ -389,6 +389,9 @@ async def _play(
     if not inspect.iscoroutinefunction(agent):
         message = f"agent: {agent!r} is no async function, harness name, command or AgentSpec"
         raise ConfigError(message)
+    if any(task.branching for task in tasks):
+        message = "branching: only sessions of a harness are forked by their task; `session.fork`"
+        raise ConfigError(message)
     if isinstance(scorer, EvaluatorSpec):
         message = "scorer: an agent that is a function is scored by a function, not an evaluator"
         raise ConfigError(message)

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -308,6 +308,26 @@ class ForkSpec(Settings):
     """How many of its replies are given again, in the order in which they were captured."""
 
 
+class BranchingSpec(Settings):
+    """Forks of a task's sessions, begun when these have completed."""
+
+    at: tuple[int, ...] | Annotated[str, Field(pattern=r"^every:[1-9]\d*$")]
+    """After how many replies: `[4, 8]`, or `every:4`."""
+    samples: int = Field(default=1, ge=1)
+    """Forks at each of them."""
+    max_depth: int = Field(default=1, ge=1)
+    """1 = forks are not forked again."""
+    budget_tokens: int | None = Field(default=None, ge=1)
+    """Sampled tokens of the task's sessions after which no fork begins; `None` = any number."""
+
+    def points(self, first: int, replies: int) -> list[int]:
+        """The fork points of a session with so many replies, from `first` on, before its last."""
+        if isinstance(self.at, str):
+            step = int(self.at.partition(":")[2])
+            return [at for at in range(step, replies, step) if at >= first]
+        return sorted({at for at in self.at if first <= at < replies})
+
+
 class Task(Settings):
     """One instruction with how to run and score it; expands into `num_samples` sessions."""
 
@@ -332,6 +352,8 @@ class Task(Settings):
     metadata: JSON = Field(default_factory=dict)
     fork: ForkSpec | None = None
     """The captured session that its sessions begin as; `None` = they begin by themselves."""
+    branching: BranchingSpec | None = None
+    """Forks of its sessions, which join their group; `None` = there are none."""
     task_dir: str | None = None
     """Absolute folder that relative paths of this task are relative to; a loader sets it to the
     task file's. `None` = the current folder."""

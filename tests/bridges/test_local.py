@@ -7,6 +7,7 @@ from examples.demo.lookups import lookups
 from examples.demo.policy import lookup_task
 
 from bridle.bridges.local import LocalSessions
+from bridle.config import BranchingSpec
 from bridle.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,3 +58,12 @@ def test_a_mistake_in_a_task_reaches_the_caller(script, tmp_path):
         pytest.raises(ConfigError, match="nobody"),
     ):
         sessions.play([wrong])
+
+
+def test_trees_are_refused(script, tmp_path):
+    [task] = (lookup_task(one, tmp_path / "files") for one in lookups(1, seed=3))
+    with (
+        LocalSessions(script, tmp_path / "run", tokenizer="builtin") as sessions,
+        pytest.raises(ConfigError, match="branching"),
+    ):
+        sessions.play([task.model_copy(update={"branching": BranchingSpec(at=(1,))})])

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from tests.lifecycle.house import a_node, checked, nothing_lives, task
 
+from bridle.capture.sqlite import SqliteStore
 from bridle.errors import ConfigError, StoreError
 from bridle.executors.local import LocalExecutor
 
@@ -110,3 +111,43 @@ async def test_results_that_nobody_takes_hold_back_new_sessions(tmp_path):
         await asyncio.sleep(0.2)
         assert len(node.store.sessions()) == node.capacity == 4
         assert len([result async for result in results]) == 20
+
+
+THREE = [{"shell": ["echo one >> out.txt"]}, {"shell": ["echo done > out.txt"]}, {"content": "Ok"}]
+
+
+@pytest.mark.parametrize(
+    ("branching", "sessions"),
+    [
+        ({"at": [1, 2, 9], "samples": 2}, 1 + 4),
+        ({"at": "every:1", "max_depth": 2}, 1 + 2 + 1),
+        ({"at": "every:2"}, 1 + 1),
+        ({"at": [1], "samples": 5, "budget_tokens": 1}, 1),
+    ],
+)
+async def test_a_task_with_branching_forks_its_sessions(tmp_path, branching, sessions):
+    store = await SqliteStore.open(tmp_path / "capture.sqlite")
+    tasks = [task(evaluator=checked(), branching=branching)]
+    async with (
+        store,
+        a_node(tmp_path, *THREE, store=store) as node,
+        LocalExecutor(node).run(tasks) as results,
+    ):
+        ended = [result async for result in results]
+    assert [result.reward for result in ended] == [1.0] * sessions
+    forks = [one.metadata["fork"] for one in ended if "fork" in one.metadata]
+    assert [fork["verdict"] for fork in forks] == ["exact"] * (sessions - 1)
+    root, *others = sorted(ended, key=lambda one: "fork" in one.metadata)
+    sampled = root.trajectory.metadata["stats"]["tokens_captured"]
+    for one in others:
+        stats = one.trajectory.metadata["stats"]
+        again = stats["tokens_excluded"]["replayed"]
+        assert stats["tokens_trained"] + again == stats["tokens_captured"] == sampled
+
+
+async def test_branching_without_a_capture_file_is_refused_before_the_first_session(tmp_path):
+    async with a_node(tmp_path) as node:
+        with pytest.raises(ConfigError, match="branching: needs a node that captures in a file"):
+            async with LocalExecutor(node).run([task(branching={"at": [1]})]):
+                raise AssertionError
+        assert node.seen == []

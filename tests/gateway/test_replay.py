@@ -20,7 +20,7 @@ from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
 from bridle.trajectory import rebuild
 from bridle.trajectory.graph import grow
-from bridle.types import FinishReason, LogprobMode, VersionSpan
+from bridle.types import FinishReason, Kind, LogprobMode, VersionSpan
 
 TURNS = 6
 NONSENSE = {"content": "nothing that was captured"}
@@ -267,3 +267,48 @@ async def test_a_session_folder_in_the_prompt_is_a_named_text():
         fork = await home.session(replay=replay)
         await fork.ask([user("You work in /tmp/bridle-12_45678/4e5f6a7b/work.")])
     assert (replay.facts()["replayed"], replay.facts()["noise"]) == (1, ["session_folder"])
+
+
+@given(points=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+async def test_a_token_of_a_tree_of_forks_trains_once_under_the_ids_it_was_sampled_under(points):
+    async with house(RUNS) as home:
+        first = await home.session()
+        await played(home, first, calls=4)
+        tree = [await captured(home, first)]
+        for at in points:
+            fork = await home.session(replay=replay_of(tree[-1], at))
+            await played(home, fork, calls=4)
+            tree.append(await captured(home, fork))
+    for before, after, at in zip(tree, tree[1:], points, strict=False):
+        graph = grow(after.session.session_id, after.exchanges)
+        assert (graph.breaks, graph.lost) == ((), ())
+        assert all(node.sound for node in graph.nodes.values())
+        prompts = [exchange.prompt_digest for exchange in after.exchanges]
+        assert prompts[: at + 1] == [one.prompt_digest for one in before.exchanges[: at + 1]]
+        stats = rebuild(after).metadata["stats"]
+        again = sum(len(one.output_ids) for one in before.exchanges[:at])
+        assert stats["tokens_excluded"] == {"replayed": again}
+        assert stats["tokens_trained"] + again == stats["tokens_captured"]
+        new = sum(len(one.suffix_ids) + len(one.output_ids) for one in after.exchanges)
+        assert new == max(node.length for node in graph.nodes.values()), "each token is kept once"
+
+
+async def test_a_session_is_forked_after_its_compaction():
+    rules = [{"name": "summary", "kind": "compaction", "last_user_contains": "Summarize"}]
+
+    async def compacting(caller):
+        messages = await played(None, caller)
+        await caller.ask([*messages, user("Summarize.")], tools=[SHELL_TOOL])
+        await caller.ask([user("So far: two calls.")], tools=[SHELL_TOOL])
+
+    async with house(RUNS) as home:
+        first = await home.session(metadata={"kind_rules": rules})
+        await compacting(first)
+        original = await captured(home, first)
+        assert original.exchanges[2].kind is Kind.COMPACTION
+        for at in (2, 3, 4):
+            replay = replay_of(original, at)
+            fork = await home.session(replay=replay, metadata={"kind_rules": rules})
+            await compacting(fork)
+            assert replay.facts()["verdict"] == "exact"
+            assert replay.facts()["replayed"] == at

@@ -83,6 +83,7 @@ def runtime(**fields):
         ("runtime.image", runtime(backend="apptainer", image="docker-archive:/srv/x.tar")),
         ("agent.skills_path", {"agent": {"harness": "codex", "skills_path": "skills"}}),
         ("fork.capture", {"fork": {"capture": "/srv/capture.sqlite", "session": "s", "at": 1}}),
+        ("branching.at", {"branching": {"at": [1]}}),
         ("task_dir", {"task_dir": "/srv/tasks"}),
         ("builder.strategy", {"builder": {"strategy": "mine:build"}}),
         ("evaluator.strategy", {"evaluator": {"strategy": "mine:Evaluator"}}),

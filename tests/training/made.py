@@ -24,7 +24,7 @@ def trace(
         response_logprobs=np.where(mask, given, 0).astype(np.float32),
         versions=np.where(mask, versions, -1).astype(np.int32),
         reasons=np.where(mask, MaskReason.TRAINED, MaskReason.PROMPT).astype(np.uint8),
-        exchange_ids=(),
+        exchange_ids=more.pop("exchange_ids", ()),
         turn_ends=more.pop("turn_ends", ()),
         finish_reason="stop",
         logprob_mode=mode,

@@ -1,5 +1,7 @@
 """How much each token of a batch counts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -335,3 +337,22 @@ def test_a_group_says_whether_it_trains_and_varies():
     assert not failed.trains
     assert not failed.varies
     assert np.isnan(failed.rewards).all()
+
+
+def test_a_tree_of_forks_counts_once():
+    fork = {"fork": {"session": "a", "replayed": ["a-0"]}}
+    first = trace([1], [2, 3], exchange_ids=("a-0", "a-1"), turn_ends=(1, 2))
+    again = trace([1], [2, 4], [0, 1], exchange_ids=("c-0", "c-1"), turn_ends=(1, 2))
+    alone = trace([1], [5, 6], exchange_ids=("b-0", "b-1"), turn_ends=(1, 2))
+    origin, other = session(1.0, first, name="a"), session(0.0, alone, name="b")
+    forked = replace(session(0.0, again, name="c"), metadata=fork)
+    batch = of([group(origin, other, forked)], advantage="dr_grpo")
+    assert batch.sessions == 3
+    assert [one.advantage.tolist() for one in batch.samples] == [
+        [0.25, 0.5],
+        [-0.5, -0.5],
+        [-0.25, -0.25],
+    ]
+    of_trees = of([group(origin, other, forked)], normalise="token")
+    weights = [one.weight for one in of_trees.samples]
+    assert weights == pytest.approx([1 / 6, 1 / 6, 1 / 4])

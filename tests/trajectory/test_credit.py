@@ -13,10 +13,13 @@ from bridle.trajectory.credit import (
     grpo_advantages,
     leave_one_out_baselines,
     rloo_advantages,
+    roots_of,
+    session_advantages,
     session_weights,
     shared_advantages,
     token_weights,
     trace_weights,
+    tree_advantages,
 )
 
 rewards = st.lists(st.one_of(st.floats(-5, 5), st.just(math.nan)), max_size=10)
@@ -118,3 +121,89 @@ def test_several_rewards_of_a_session_have_one_vote_together():
     assert shared_advantages([[1, 0], [0]], "dr_grpo") == [[0.75, -0.25], [-0.25]]
     assert shared_advantages([[1, 0], [0]], "rloo") == [[1.0, 0.0], [-0.5]]
     assert shared_advantages([[1, 0], [0]], "grpo")[0][0] == pytest.approx(0.75 / deviation)
+
+
+TURNS = 3
+
+
+def played(name, reward, *, of=None, at=0):
+    """A session of three turns of two tokens, or its fork after `at` of them."""
+    fork = {} if of is None else {"fork": {"session": of, "replayed": exchanges(of)[:at]}}
+    ends = tuple(2 * (turn + 1) for turn in range(TURNS))
+    trace = SimpleNamespace(
+        exchange_ids=tuple(exchanges(name)), turn_ends=ends, response_ids=range(2 * TURNS)
+    )
+    session: Any = SimpleNamespace(session_id=name, reward=reward, metadata=fork, traces=(trace,))
+    return session
+
+
+def exchanges(name):
+    return [f"{name}-{turn}" for turn in range(TURNS)]
+
+
+def test_a_branch_point_compares_what_was_done_from_it():
+    """`a` is worth (1 + 0) / 2 before its second turn, and 1 against its fork's 0 after it."""
+    group = [played("a", 1.0), played("b", 0.0), played("a1", 0.0, of="a", at=2)]
+    ((a,), (b,), (fork,)) = tree_advantages(group, "dr_grpo")
+    assert a.tolist() == [0.25] * 4 + [0.5] * 2
+    assert b.tolist() == [-0.25] * 6
+    assert fork[4:].tolist() == [-0.5] * 2
+    assert roots_of(group) == [0, 1, 0]
+
+
+def test_a_fork_of_a_fork_counts_for_each_turn_that_led_to_it():
+    """`a1` is worth (0 + 1) / 2 after its own second turn, so `a` is worth (0 + 1 / 2) / 2."""
+    group = [
+        played("a", 0.0),
+        played("a1", 0.0, of="a", at=1),
+        played("a2", 1.0, of="a1", at=2),
+        played("b", 0.0),
+    ]
+    found = [of[0] for of in tree_advantages(group, "dr_grpo")]
+    assert found[0].tolist() == [0.125] * 2 + [-0.25] * 4
+    assert found[1][2:].tolist() == [0.25] * 2 + [-0.5] * 2
+    assert found[2][4:].tolist() == [0.5] * 2
+    assert roots_of(group) == [0, 0, 0, 3]
+
+
+def test_a_fork_without_a_reward_is_no_sibling():
+    group = [played("a", 1.0), played("b", 0.0), played("a1", None, of="a", at=1)]
+    ((a,), _, (fork,)) = tree_advantages(group, "dr_grpo")
+    assert a.tolist() == [0.5] * 2 + [0.0] * 4
+    assert not fork.any()
+
+
+def test_forks_of_a_session_elsewhere_are_a_group_of_their_own():
+    group = [played(name, reward, of="gone", at=1) for name, reward in (("x", 1.0), ("y", 0.0))]
+    assert roots_of(group) == [0, 1]
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=6),
+    forks=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 2), st.sampled_from([0.0, 1.0]))),
+    kind=st.sampled_from(["grpo", "dr_grpo"]),
+)
+def test_siblings_of_a_tree_weigh_each_other_out(values, forks, kind):
+    group = [played(f"r{place}", value) for place, value in enumerate(values)]
+    for number, (of, at, value) in enumerate(forks):
+        origin = group[of % len(group)]
+        given = len(origin.metadata.get("fork", {}).get("replayed", ()))
+        if at > given:
+            group.append(played(f"f{number}", value, of=origin.session_id, at=at))
+    found = {
+        one.session_id: of[0] for one, of in zip(group, tree_advantages(group, kind), strict=True)
+    }
+    roots = [found[one.session_id][0] for one in group if "fork" not in one.metadata]
+    assert sum(roots) == pytest.approx(0, abs=1e-9)
+    siblings = {}
+    for one in group:
+        if origin := one.metadata.get("fork"):
+            at = len(origin["replayed"])
+            own = found[origin["session"]][2 * at]
+            siblings.setdefault((origin["session"], at), [own]).append(
+                found[one.session_id][2 * at]
+            )
+    for of in siblings.values():
+        assert sum(of) == pytest.approx(0, abs=1e-9)
+    if not siblings:
+        assert roots == pytest.approx(session_advantages(values, kind))

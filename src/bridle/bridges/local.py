@@ -19,6 +19,7 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.config import Task
 from bridle.engines import open_engine
 from bridle.engines.base import Weights
+from bridle.errors import ConfigError
 from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
@@ -92,6 +93,8 @@ class LocalSessions:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _play(self, tasks: Sequence[Task]) -> list[Trajectory]:
+        if any(task.branching for task in tasks):
+            raise ConfigError("branching: `bridle train` alone trains trees; remove it")
         counts = Counter(task.task_id for task in tasks)
         once = {task.task_id: task for task in tasks}
         wanted = [

@@ -1,15 +1,24 @@
-"""The local executor: all sessions on one node, in this process."""
+"""The local executor: all sessions on one node, in this process, and their forks.
+
+A task with `branching` grows a tree: when a session has ended, forks of it begin at the turns that
+the task names, and they are sessions of the task like the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from bridle.config import Task
+from bridle.capture.sqlite import SqliteStore
+from bridle.config import ForkSpec, Task
+from bridle.errors import ConfigError
+from bridle.gateway.replay import replies_of
 from bridle.lifecycle.manager import Node, check
 from bridle.lifecycle.results import SessionResult
+from bridle.types import SessionStatus
 
 
 class Executor(Protocol):
@@ -38,43 +47,81 @@ class LocalExecutor:
     @asynccontextmanager
     async def run(self, tasks: Sequence[Task]) -> AsyncIterator[AsyncIterator[SessionResult]]:
         check(tasks)
-        total = sum(task.num_samples for task in tasks)
-        ended: asyncio.Queue[SessionResult] = asyncio.Queue()
-        room = asyncio.Semaphore(self._node.capacity)
+        if any(task.branching for task in tasks) and not isinstance(self._node.store, SqliteStore):
+            raise ConfigError("branching: needs a node that captures in a file")
+        batch = _Batch(self._node, sum(task.num_samples for task in tasks))
         try:
             async with asyncio.TaskGroup() as group:
-                feeder = group.create_task(self._feed(_samples(tasks), room, ended), name="feeder")
+                feeder = group.create_task(batch.feed(_samples(tasks)), name="feeder")
                 try:
-                    yield _results(ended, room, total)
+                    yield batch.results()
                 finally:
                     feeder.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
 
-    async def _feed(
-        self,
-        samples: Iterator[tuple[Task, int]],
-        room: asyncio.Semaphore,
-        ended: asyncio.Queue[SessionResult],
-    ) -> None:
+
+class _Batch:
+    """The sessions of one `run`."""
+
+    def __init__(self, node: Node, total: int) -> None:
+        self._node = node
+        self._total = total
+        """Sessions that have ended or will."""
+        self._ended: asyncio.Queue[SessionResult] = asyncio.Queue()
+        self._room = asyncio.Semaphore(node.capacity)
+        self._sampled: Counter[str] = Counter()
+        """Tokens by task."""
+
+    async def results(self) -> AsyncIterator[SessionResult]:
+        taken = 0
+        while taken < self._total:
+            result = await self._ended.get()
+            taken += 1
+            self._room.release()
+            yield result
+
+    async def feed(self, samples: Iterator[tuple[Task, int]]) -> None:
         """Start sessions as there is room; ends all of them when it is cancelled."""
-
-        async def one(task: Task, sample_index: int) -> None:
-            ended.put_nowait(await self._node.run(task, sample_index))
-
         async with asyncio.TaskGroup() as sessions:
             for task, sample_index in samples:
-                await room.acquire()
-                sessions.create_task(one(task, sample_index))
+                await self._room.acquire()
+                sessions.create_task(self._one(task, sample_index))
 
+    async def _one(self, task: Task, sample_index: int, depth: int = 0) -> None:
+        result = await self._node.run(task, sample_index)
+        forks = await self._forks(task, result, depth)
+        self._total += len(forks)
+        self._ended.put_nowait(result)
+        async with asyncio.TaskGroup() as sessions:
+            for fork in forks:
+                await self._room.acquire()
+                sessions.create_task(self._one(fork, sample_index, depth + 1))
 
-async def _results(
-    ended: asyncio.Queue[SessionResult], room: asyncio.Semaphore, total: int
-) -> AsyncIterator[SessionResult]:
-    for _ in range(total):
-        result = await ended.get()
-        room.release()
-        yield result
+    async def _forks(self, task: Task, result: SessionResult, depth: int) -> list[Task]:
+        """The forks of a session that has ended, each a task of one session."""
+        spec, store = task.branching, self._node.store
+        if spec is None or not isinstance(store, SqliteStore):
+            return []
+        stats = result.trajectory.metadata["stats"]
+        again = stats["tokens_excluded"].get("replayed", 0)
+        self._sampled[task.task_id] += stats["tokens_captured"] - again
+        spent = spec.budget_tokens is not None and (
+            self._sampled[task.task_id] >= spec.budget_tokens
+        )
+        if spent or depth == spec.max_depth or result.status is not SessionStatus.COMPLETED:
+            return []
+        capture = await asyncio.to_thread(store.read, result.session_id)
+        replies, given = replies_of(capture)
+        forks = [
+            ForkSpec(capture=str(store.path.absolute()), session=result.session_id, at=at)
+            for at in spec.points(given + 1, replies)
+        ]
+        return [
+            task.model_copy(update={"fork": fork, "num_samples": 1})
+            for fork in forks
+            for _ in range(spec.samples)
+        ]
 
 
 def _samples(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:

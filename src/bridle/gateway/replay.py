@@ -169,11 +169,8 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
     `ConfigError` if it has fewer, or if one of them cannot be given again.
     """
     session_id = capture.session.session_id
-    graph = grow(session_id, capture.exchanges)
     transcript = Transcript(capture.exchanges, capture.bodies)
-    nodes = sorted(graph.nodes.values(), key=lambda node: node.exchange.index)
-    of_policy = [node for node in nodes if not node.exchange.extra.get("other_model")]
-    shown = [node for node in of_policy if _was_received(capture, node.exchange)]
+    shown = _received(capture)
     if at > len(shown):
         raise ConfigError(f"fork: session {session_id} has {len(shown)} replies; at = {at}")
     for node in shown[:at]:
@@ -185,6 +182,21 @@ def replay_of(capture: SessionCapture, at: int, noise: Sequence[Varying] = ()) -
         [node for node in shown[at:] if node.exchange.kind in CONVERSATIONS and _is_exact(node)],
         noise,
     )
+
+
+def replies_of(capture: SessionCapture) -> tuple[int, int]:
+    """Count a session's replies that were given again or sampled, and those given again."""
+    shown = _received(capture)
+    fit = next((place for place, node in enumerate(shown) if _unfit(node)), len(shown))
+    return fit, sum("replayed" in node.exchange.extra for node in shown)
+
+
+def _received(capture: SessionCapture) -> list[Node]:
+    """The exchanges of the policy whose replies the harness received, in order of capture."""
+    graph = grow(capture.session.session_id, capture.exchanges)
+    nodes = sorted(graph.nodes.values(), key=lambda node: node.exchange.index)
+    of_policy = [node for node in nodes if not node.exchange.extra.get("other_model")]
+    return [node for node in of_policy if _was_received(capture, node.exchange)]
 
 
 def _was_received(capture: SessionCapture, exchange: Exchange) -> bool:

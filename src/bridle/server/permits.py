@@ -66,7 +66,7 @@ INSIDE: Final = _names("""
     limits.max_turns limits.max_tokens limits.max_seconds limits.max_calls_in_flight
     budgets.init_s budgets.agent_s budgets.build_s budgets.evaluate_s budgets.teardown_s
     artifacts.keep artifacts.paths artifacts.patch artifacts.max_mb
-    fork.session fork.at
+    fork.session fork.at branching.samples branching.max_depth branching.budget_tokens
     """) | {f"{place}.{name}" for place in ("sampling", "agent.sampling") for name in SAMPLING}
 """Fields without a rule; `[]` stands for each entry of a list."""
 
@@ -310,6 +310,9 @@ class _Judge:
         for place, name in enumerate(given if isinstance(given, list | tuple) else [given]):
             yield from self.copied(f"{field}[{place}]", name)
 
+    def branching(self, field: str, _: object) -> Refused:
+        yield field, "grows no trees here: fork sessions by POST /v1/sessions/{session_id}/fork"
+
     def task_path(self, field: str, given: object) -> Refused:
         """A path that may be relative to the task's folder."""
         path = Path(self.task.task_dir or ".", str(given)).resolve()
@@ -350,6 +353,7 @@ RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
     "evaluator.config": _Judge.config,
     "evaluator.env": _Judge.scorer_env,
     "fork.capture": _Judge.task_path,
+    "branching.at": _Judge.branching,
     "task_dir": _Judge.task_path,
 }
 """Fields that name something of the server's machine."""

@@ -21,9 +21,11 @@ from bridle.trajectory.credit import (
     has_own_rewards,
     role_advantages,
     role_of,
+    roots_of,
     session_advantages,
     session_weights,
     token_weights,
+    tree_advantages,
 )
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, LogprobMode
@@ -116,7 +118,9 @@ def make_batch(
     """
     left_out: Counter[str] = Counter()
     alone = 0
-    kept: list[tuple[int, list[tuple[Trace, float | Floats]]]] = []
+    kept: dict[tuple[int, int], list[tuple[Trace, float | Floats]]] = {}
+    """By group and root: a session's forks share its weight."""
+    sessions = 0
     for place, group in enumerate(groups):
         for session in group.sessions:
             check_sampling(session, settings.temperature)
@@ -125,21 +129,23 @@ def make_batch(
             left_out["flat"] += len(group.sessions)
             continue
         alone += without
-        for session, own in zip(group.sessions, advantages, strict=True):
+        roots = roots_of(group.sessions)
+        for root, session, own in zip(roots, group.sessions, advantages, strict=True):
             reason = _unfit(session, version, max_lag)
             if reason is not None:
                 left_out[reason] += 1
                 continue
             if traces := _fitting(session, own, settings, left_out):
-                kept.append((place, traces))
-    weights = _weights([[trace for trace, _ in traces] for _, traces in kept], settings)
+                kept.setdefault((place, root), []).extend(traces)
+                sessions += 1
+    weights = _weights([[trace for trace, _ in traces] for traces in kept.values()], settings)
     samples = tuple(
         Sample(trace, place, advantage, weight)
-        for (place, traces), shares in zip(kept, weights, strict=True)
+        for ((place, _), traces), shares in zip(kept.items(), weights, strict=True)
         for (trace, advantage), weight in zip(traces, shares, strict=True)
         if trains(trace)
     )
-    return Batch(samples, version, len(kept), dict(left_out), _lags(samples, version), alone)
+    return Batch(samples, version, sessions, dict(left_out), _lags(samples, version), alone)
 
 
 def nothing_left(batch: Batch) -> str:
@@ -171,7 +177,10 @@ def advantages_of(group: Group, kind: str) -> tuple[list[list[float | Floats]], 
     (kind and name of the agent) in the group's other sessions. Where it gave rewards per token,
     each turn is: it is worth the rewards from its beginning to the trace's end, and is compared
     with the same turn of the role. Each session counts once in a mean, however many traces it has.
+    A group with forks of its own sessions is compared branch by branch (`tree_advantages`).
     """
+    if len(set(roots_of(group.sessions))) < len(group.sessions):
+        return [[*of] for of in tree_advantages(group.sessions, kind)], 0
     by_session = session_advantages(group.rewards, kind)
     found: list[list[float | Floats]] = [
         [own] * len(s.traces) for own, s in zip(by_session, group.sessions, strict=True)

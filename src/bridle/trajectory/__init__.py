@@ -183,6 +183,9 @@ def build(
     metadata = _metadata(session, builder, train, stats, plans)
     if choose is tree_paths:
         metadata["tree"] = _tree(traces)
+    if origin := session.metadata.get("fork"):
+        given = [one.extra["replayed"] for one in exchanges if one.extra.get("replayed")]
+        metadata["fork"] = {"session": origin["session"], "replayed": given}
     trajectory = Trajectory(
         session.session_id, SessionStatus.RUNNING, tuple(traces), None, None, metadata
     )

@@ -8,7 +8,7 @@ advantage 0.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -158,6 +158,97 @@ def trace_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[flo
         return role_advantages(rewards, parts, kind)[0]
     own = session_advantages(rewards, kind)
     return [[value] * len(of) for value, of in zip(own, parts, strict=True)]
+
+
+def roots_of(sessions: Sequence[Trajectory]) -> list[int]:
+    """For each session of a group the place of the one that it descends from by forks, or its own.
+
+    A fork of a session that is not in the group descends from none.
+    """
+    places = {session.session_id: place for place, session in enumerate(sessions)}
+    found = []
+    for place in range(len(sessions)):
+        root, above = place, _origin(sessions[place], places)
+        while above is not None:
+            root, above = above, _origin(sessions[above], places)
+        found.append(root)
+    return found
+
+
+def _origin(session: Trajectory, places: Mapping[str, int]) -> int | None:
+    fork = session.metadata.get("fork")
+    return None if fork is None else places.get(fork["session"])
+
+
+def tree_advantages(sessions: Sequence[Trajectory], kind: str) -> list[list[Floats]]:
+    """Advantages of each response token of each trace, in a group with forks of its own sessions.
+
+    At a branch point, what a session did next is compared with what its forks from there did: each
+    of them is worth the mean of what the next branch point has, or its reward where there is none.
+    Tokens before the first branch point are compared with those of the group's other roots. These
+    are the sibling comparisons of TreeRPO (arXiv 2506.05183), with turns as steps.
+    """
+    return _Tree(sessions, kind).advantages()
+
+
+class _Tree:
+    """Branch points and values of a group; `kind` as for `session_advantages`."""
+
+    def __init__(self, sessions: Sequence[Trajectory], kind: str) -> None:
+        self._sessions, self._kind = sessions, kind
+        places = {session.session_id: place for place, session in enumerate(sessions)}
+        points: list[dict[frozenset[str], list[int]]] = [{} for _ in sessions]
+        self._roots = []
+        for place, session in enumerate(sessions):
+            above = _origin(session, places)
+            if above is None:
+                self._roots.append(place)
+            else:
+                before = frozenset(session.metadata["fork"]["replayed"])
+                points[above].setdefault(before, []).append(place)
+        self._points = [sorted(of.items(), key=lambda point: len(point[0])) for of in points]
+        """Of each session: the exchanges before a branch point and the forks from there."""
+        self._found = [[0.0] * (len(of) + 1) for of in self._points]
+        """Of each session: the advantage of what lies before, between and after its points."""
+
+    def advantages(self) -> list[list[Floats]]:
+        self._compare([(place, 0) for place in self._roots])
+        for place, points in enumerate(self._points):
+            for number in range(len(points)):
+                self._compare(self._branches(place, number))
+        return [
+            [self._of_trace(place, trace) for trace in session.traces]
+            for place, session in enumerate(self._sessions)
+        ]
+
+    def _branches(self, place: int, number: int) -> list[tuple[int, int]]:
+        """The sessions that part at a branch point, each with its part that begins there."""
+        return [(place, number + 1), *((fork, 0) for fork in self._points[place][number][1])]
+
+    def _compare(self, branches: Sequence[tuple[int, int]]) -> None:
+        values = [self._value(place, part) for place, part in branches]
+        for (place, part), own in zip(
+            branches, session_advantages(values, self._kind), strict=True
+        ):
+            self._found[place][part] = own
+
+    def _value(self, place: int, part: int) -> float:
+        """The worth of a session from the beginning of one of its parts; `NaN` = not known."""
+        if part == len(self._points[place]):
+            reward = self._sessions[place].reward
+            return float("nan") if reward is None else float(reward)
+        values = np.array([self._value(*branch) for branch in self._branches(place, part)])
+        known = values[np.isfinite(values)]
+        return float(known.mean()) if len(known) else float("nan")
+
+    def _of_trace(self, place: int, trace: Trace) -> Floats:
+        found: Floats = np.zeros(len(trace.response_ids))
+        begin = 0
+        for exchange_id, end in zip(trace.exchange_ids, trace.turn_ends, strict=True):
+            part = sum(exchange_id not in before for before, _ in self._points[place])
+            found[begin:end] = self._found[place][part]
+            begin = max(begin, end)
+        return found
 
 
 def session_weights(traces: Sequence[int]) -> list[Floats]:
