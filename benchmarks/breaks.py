@@ -44,9 +44,9 @@ from tests.real_clients.work import the_files_are_right
 
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.ids import ArrayIds
-from bridle.engines.script import Turn, make_script
-from bridle.engines.scripted import ScriptedEngine
-from bridle.engines.tokenizer import load_tokenizer
+from bridle.scripted.engine import ScriptedEngine
+from bridle.scripted.script import Turn, make_script
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON
 
 if TYPE_CHECKING:

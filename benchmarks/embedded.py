@@ -29,8 +29,8 @@ import torch
 import transformers
 
 from bridle.config import builtin_tokenizer_dir
+from bridle.embedded import EmbeddedEngine
 from bridle.engines.base import GenerateRequest
-from bridle.engines.embedded import EmbeddedEngine
 from bridle.types import Sampling
 
 if TYPE_CHECKING:

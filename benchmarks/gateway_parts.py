@@ -27,13 +27,13 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.cli.serving import long_running
 from bridle.engines import open_engine
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.server import EngineServer
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.engines.vllm_routes import Route, call_body
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import load_renderer
+from bridle.scripted.server import EngineServer
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import FinishReason, LogprobMode, Sampling, VersionSpan
 
 OUTPUT_TOKENS = 128

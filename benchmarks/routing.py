@@ -43,7 +43,7 @@ from tests.vllm.serving import make_model as make_small_model
 
 from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
-from bridle.engines.embedded import EmbeddedEngine
+from bridle.embedded import EmbeddedEngine
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_choice import How
 from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica

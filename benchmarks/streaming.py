@@ -35,12 +35,12 @@ import uvloop
 from gateway_parts import words
 
 from bridle.engines.base import GenerateRequest
-from bridle.engines.script import make_script
-from bridle.engines.scripted import ScriptedEngine
-from bridle.engines.server import EngineServer
 from bridle.engines.vllm_routes import Route, call_body
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import load_renderer
+from bridle.scripted.engine import ScriptedEngine
+from bridle.scripted.script import make_script
+from bridle.scripted.server import EngineServer
 from bridle.types import Message, Role, Sampling, TextPart
 
 TEXT = " the" * 19

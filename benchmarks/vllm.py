@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 from tests.vllm.serving import VllmServer, make_model
 
-from bridle.engines.tokenizer import load_tokenizer
+from bridle.scripted.tokenizer import load_tokenizer
 
 Messages = list[dict[str, Any]]
 

@@ -7,9 +7,9 @@ import pytest
 
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
-from bridle.engines.scripted import scripted_logprobs
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.errors import ConfigError, EngineError
+from bridle.scripted.engine import scripted_logprobs
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.testing import JumpingLoop, RecordingEngine, instant_engine, scripted_engine
 from bridle.types import FinishReason, Sampling
 

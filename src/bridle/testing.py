@@ -18,9 +18,9 @@ import numpy as np
 
 from bridle.bridges.base import Group
 from bridle.engines.base import Engine, EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.script import make_script
-from bridle.engines.scripted import ScriptedEngine, scripted_logprobs
-from bridle.engines.tokenizer import load_tokenizer
+from bridle.scripted.engine import ScriptedEngine, scripted_logprobs
+from bridle.scripted.script import make_script
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.trajectory.sample import MaskReason, Trace, Trajectory
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
 

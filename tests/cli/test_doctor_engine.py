@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from tests.engines.embedded.models import save_model
+from tests.embedded.models import save_model
 from tests.engines.sglang_server import SglangServer
 
 from bridle.cli.doctor_engine import compare
 from bridle.config import builtin_tokenizer_dir
-from bridle.engines.server import EngineServer
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.vllm import VllmEngine
+from bridle.scripted.server import EngineServer
 from bridle.testing import scripted_engine
 
 

@@ -16,7 +16,7 @@ from bridle.cli.generate import _standing, _wanting
 from bridle.config import FieldPolicy, SamplingPolicy, Task
 from bridle.datasets.jsonl import load_tasks
 from bridle.engines import open_engine
-from bridle.engines.server import EngineServer
+from bridle.scripted.server import EngineServer
 
 
 @pytest.fixture

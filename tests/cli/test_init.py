@@ -8,8 +8,8 @@ import pytest
 
 from bridle.cli.agents import find_agent
 from bridle.datasets.jsonl import load_tasks
-from bridle.engines.script import load_script
 from bridle.errors import ConfigError
+from bridle.scripted.script import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "import my_helper\n" + (ROOT / "examples" / "my_agent.py").read_text()

@@ -2,7 +2,7 @@
 
 from bridle.cli.captured import sessions
 from bridle.cli.replay import script_of
-from bridle.engines.script import make_script
+from bridle.scripted.script import make_script
 
 
 def test_a_replayed_session_has_the_exact_sampled_ids_in_order(finished_run):

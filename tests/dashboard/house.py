@@ -113,8 +113,8 @@ def task(task_id, samples):
 
 
 def _engine(turns):
-    from bridle.engines.script import make_script
-    from bridle.engines.scripted import ScriptedEngine
+    from bridle.scripted.engine import ScriptedEngine
+    from bridle.scripted.script import make_script
 
     return ScriptedEngine(make_script(turns, "test"))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.engines.server import EngineServer
+from bridle.scripted.server import EngineServer
 from bridle.testing import scripted_engine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -67,7 +67,7 @@ def test_every_toml_and_json_example_of_the_docs_is_read_as_the_thing_it_shows(t
     import json
     import tomllib
 
-    from bridle.engines.script import make_script
+    from bridle.scripted.script import make_script
 
     toml = re.findall(r"```toml\n(.*?)```", page("guides/tasks.md"), re.DOTALL)
     scripts = re.findall(r"```json\n(.*?)```", page("guides/engines.md"), re.DOTALL)

@@ -1,32 +1,12 @@
-"""Engines behind the real server, adapters and stub servers, each for one test."""
+"""Engines behind the real server, and stub servers, each for one test."""
 
 from typing import Any
 
-import aiohttp
 import pytest
-from tests.engines.api import Api
 from tests.engines.stub import Stub
 
-from bridle.engines.server import EngineServer
 from bridle.engines.vllm import VllmEngine
-
-
-@pytest.fixture
-async def api():
-    """Makes servers for engines; all of them end with the test."""
-    opened = []
-
-    async def make(engine, **options):
-        server = EngineServer(engine, **options)
-        await server.__aenter__()
-        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
-        opened.append((server, session))
-        return Api(server, session)
-
-    yield make
-    for server, session in opened:
-        await session.close()
-        await server.__aexit__()
+from bridle.scripted.server import EngineServer
 
 
 @pytest.fixture

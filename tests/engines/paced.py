@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bridle.engines.base import GenerateChunk, GenerateRequest
-from bridle.engines.scripted import PROBE_PREFIX, ScriptedEngine
+from bridle.scripted.engine import PROBE_PREFIX, ScriptedEngine
 from bridle.types import FinishReason
 
 FREE = 6

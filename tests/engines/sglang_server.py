@@ -5,7 +5,7 @@ shapes. Source: SGLang 0.5.23, `srt/entrypoints/http_server.py`, `srt/managers/t
 and `srt/entrypoints/openai/serving_chat.py`, and the answers of a running server. As there, a
 stream's chunks repeat what was said before unless `incremental`, failures of a stream are told in
 an event, and an abort by `/abort_request` is answered with the tokens so far. Differences, on
-purpose: those of `bridle.engines.server`, and chat is answered whole only.
+purpose: those of `bridle.scripted.server`, and chat is answered whole only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from aiohttp import web
 from msgspec import Raw
 
 from bridle.engines import wire
-from bridle.engines.answers import event
 from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest, Updatable
-from bridle.engines.control import Handler, as_version
 from bridle.engines.ids import ArrayIds, TextIds, cut_ids
-from bridle.engines.reply import ReplyReader
-from bridle.engines.server import BadCallError, EngineServer
+from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError
+from bridle.scripted.answers import event
+from bridle.scripted.chatml import ReplyReader
+from bridle.scripted.control import Handler
+from bridle.scripted.server import BadCallError, EngineServer
 from bridle.types import JSON, FinishReason, Sampling
 
 PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-"""SGLang's pause modes -> `bridle.engines.control`'s."""
+"""SGLang's pause modes -> `bridle.scripted.control`'s."""
 
 UNNAMED = "default"
 """What SGLang calls weights that nobody gave a version."""
@@ -370,7 +371,7 @@ class SglangServer(EngineServer):
     def _choice(self, body: Chat, told: _Told, whole: JSON) -> JSON:
         thinking = self._leaves_thinking_open(told.prompt)
         reader = ReplyReader(tools=bool(body.tools), thinking=thinking)
-        said = reader.feed(whole["text"]) + reader.finish()
+        said = reader.feed(whole["text"], last=True)
         calls = [
             {"id": f"call_{uuid4().hex[:24]}", "index": index, "type": "function",
              "function": {"name": name, "arguments": arguments}}

@@ -9,11 +9,11 @@ from tests.engines.sglang_server import SglangServer
 
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
-from bridle.engines.server import EngineServer
 from bridle.engines.sglang import SglangEngine
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_routes import Route
+from bridle.scripted.server import EngineServer
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import Sampling
 
 TOKENIZER = load_tokenizer(None)

@@ -13,8 +13,8 @@ from bridle.engines.compare import (
     compare_vocabulary,
     recompute_logprobs,
 )
-from bridle.engines.scripted import scripted_logprobs
 from bridle.errors import EngineError, RenderError
+from bridle.scripted.engine import scripted_logprobs
 from bridle.testing import RecordingEngine, scripted_engine
 from bridle.types import LogprobMode
 

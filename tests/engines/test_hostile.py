@@ -14,8 +14,8 @@ from tests.engines.spoilers import editing
 
 from bridle.engines.base import CutError
 from bridle.engines.openai import OpenAIEngine
-from bridle.engines.server import EngineServer
 from bridle.errors import EngineError
+from bridle.scripted.server import EngineServer
 from bridle.testing import scripted_engine
 from bridle.types import FinishReason
 

@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 
 from bridle.engines import ENGINES, open_engine
-from bridle.engines.scripted import ScriptedEngine
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import ConfigError
 from bridle.plugins import load
+from bridle.scripted.engine import ScriptedEngine
 
 
 class OwnEngine:

@@ -4,8 +4,8 @@ import json
 
 import aiohttp
 import pytest
-from tests.engines.api import BASH, PROMPT, USER, Api
 from tests.engines.sglang_server import SglangServer
+from tests.scripted.api import BASH, PROMPT, USER, Api
 
 from bridle.testing import RecordingEngine, scripted_engine
 

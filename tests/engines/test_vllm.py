@@ -7,12 +7,12 @@ from tests.engines.stub import events, honest, sampled
 
 from bridle.engines.base import CutError, GenerateRequest, Versioned
 from bridle.engines.ids import ArrayIds
-from bridle.engines.scripted import scripted_logprobs
-from bridle.engines.server import EngineServer
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.engines.vllm import VllmEngine
 from bridle.engines.vllm_routes import Route
 from bridle.errors import ContextOverflowError, EngineError
+from bridle.scripted.engine import scripted_logprobs
+from bridle.scripted.server import EngineServer
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.testing import RecordingEngine, instant_engine, scripted_engine
 from bridle.types import FinishReason, LogprobMode, Reply, Sampling, ToolCall, VersionSpan
 

@@ -13,13 +13,13 @@ import orjson
 
 from bridle.capture.store import MemoryStore, Store
 from bridle.engines.base import EngineInfo
-from bridle.engines.script import make_script
-from bridle.engines.scripted import ScriptedEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.models import OtherModel, Served, make_policy
 from bridle.gateway.registry import SessionHandle
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import PromptRenderer, load_renderer
+from bridle.scripted.engine import ScriptedEngine
+from bridle.scripted.script import make_script
 from bridle.types import LogprobMode
 
 TOKEN = "control-token-of-a-test"

@@ -24,8 +24,8 @@ from google.genai import types as google
 from tests.gateway.house import scripted
 
 from bridle.engines.base import Engine
-from bridle.engines.scripted import PROBE_PREFIX
 from bridle.errors import EngineError
+from bridle.scripted.engine import PROBE_PREFIX
 
 TRIES = 60
 """More retries than a storm lasts."""

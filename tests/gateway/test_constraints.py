@@ -6,8 +6,8 @@ import pytest
 from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, user
 
 from bridle.config import SamplingPolicy
-from bridle.engines.scripted import ScriptedEngine
 from bridle.gateway.constraints import without_calls
+from bridle.scripted.engine import ScriptedEngine
 from bridle.types import FinishReason, LogprobMode, Reply, ToolCall, ToolSpec
 
 ANY_OBJECT = {"type": "json_object"}

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.engines.embedded.models import HEADS, SMALL
+from tests.embedded.models import HEADS, SMALL
 from tests.engines.shapes import SHAPES
 from tests.gateway.sdk_agents import CLIENTS, TURNS, reading
 
 from bridle.capture.store import MemoryStore
 from bridle.config import FieldPolicy, SamplingPolicy, builtin_tokenizer_dir
-from bridle.engines.embedded import EmbeddedEngine
+from bridle.embedded import EmbeddedEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer

@@ -21,8 +21,8 @@ from tests.gateway.house import house, scripted, user
 
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import RoutingSettings, make_replica
-from bridle.engines.server import EngineServer
 from bridle.engines.vllm import VllmEngine
+from bridle.scripted.server import EngineServer
 from bridle.trajectory import rebuild
 
 pytestmark = pytest.mark.timeout(180)

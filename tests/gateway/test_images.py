@@ -13,9 +13,9 @@ from tests.gateway.test_data import request
 
 from bridle.engines.base import CutError, Seen
 from bridle.engines.ids import ArrayIds
-from bridle.engines.script import make_script
-from bridle.engines.scripted import ScriptedEngine
 from bridle.errors import EngineError
+from bridle.scripted.engine import ScriptedEngine
+from bridle.scripted.script import make_script
 from bridle.trajectory import rebuild
 
 RED, BLUE = (base64.b64encode(text).decode() for text in (b"\x89PNG red", b"\x89PNG dark blue"))

@@ -14,10 +14,10 @@ from tests.gateway.sdk_agents import CLIENTS, reading
 from bridle.capture.records import no_logprobs
 from bridle.capture.store import MemoryStore
 from bridle.dialects.noise import Varying
-from bridle.engines.script import make_script
-from bridle.engines.scripted import ScriptedEngine
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.replay import replay_of
+from bridle.scripted.engine import ScriptedEngine
+from bridle.scripted.script import make_script
 from bridle.trajectory import rebuild
 from bridle.trajectory.graph import grow
 from bridle.types import FinishReason, Kind, LogprobMode, VersionSpan

@@ -14,8 +14,8 @@ from tests.gateway.house import house
 from tests.gateway.storms import Stormy, weather
 
 from bridle.config import Limits
-from bridle.engines.server import EngineServer
 from bridle.runtimes.place import Forwarder
+from bridle.scripted.server import EngineServer
 
 
 @asynccontextmanager

@@ -12,13 +12,13 @@ from tests.gateway.house import SHELL_TOOL, house, renderer, scripted, tool_resu
 from tests.gateway.test_data import request
 
 from bridle.config import builtin_tokenizer_dir
+from bridle.embedded import EmbeddedEngine
 from bridle.engines.base import Templating
-from bridle.engines.embedded import EmbeddedEngine
-from bridle.engines.server import EngineServer
 from bridle.engines.serving import Serving
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
+from bridle.scripted.server import EngineServer
 from bridle.testing import RecordingEngine
 from bridle.types import Dialect
 

@@ -13,11 +13,11 @@ from tests.gateway.test_steering import under_way
 from bridle.config import builtin_tokenizer_dir
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
-from bridle.engines.scripted import PROBE_PREFIX
-from bridle.engines.server import EngineServer
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import ConfigError, EngineError
 from bridle.gateway.weights import WEIGHTS_FILE
+from bridle.scripted.engine import PROBE_PREFIX
+from bridle.scripted.server import EngineServer
 from bridle.types import VersionSpan
 
 LONG = {"content": "one two three four five six seven eight nine ten"}

@@ -8,7 +8,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engines.embedded.models import CONFIGS
+from tests.embedded.models import CONFIGS
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError

@@ -20,11 +20,11 @@ from bridle.config import SamplingPolicy
 from bridle.engines.base import Engine, GenerateRequest
 from bridle.engines.http import Call, EngineClient
 from bridle.engines.ids import ArrayIds
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.renderer import load_renderer
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.trajectory import rebuild
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Sampling

@@ -8,8 +8,8 @@ the model speaks for itself.
 
 The bonus comes after the raw logprobs are taken, so `raw_logprobs` are those of the model's own
 weights for the scripted tokens, and can be computed again by a plain forward pass. The script is a
-file in the form of `bridle.engines.script`, named by `BRIDLE_TEST_SCRIPT`; it is read again when it
-changes.
+file in the form of `bridle.scripted.script`, named by `BRIDLE_TEST_SCRIPT`; it is read again when
+it changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from bridle.engines.chatml import PromptView
-from bridle.engines.script import choose, load_script
-from bridle.engines.scripted import ScriptedEngine
-from bridle.engines.tokenizer import load_tokenizer
 from bridle.errors import EngineError
+from bridle.scripted.chatml import PromptView
+from bridle.scripted.engine import ScriptedEngine
+from bridle.scripted.script import choose, load_script
+from bridle.scripted.tokenizer import load_tokenizer
 from vllm import SamplingParams
 
 SCRIPT = "BRIDLE_TEST_SCRIPT"

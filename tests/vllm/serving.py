@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.engines.tokenizer import load_tokenizer
+from bridle.scripted.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -257,7 +257,7 @@ class VllmServer:
             self.kill()
 
     def say(self, script: dict[str, Any] | None) -> None:
-        """Let it say a script (see `bridle.engines.script`); `None` = let the model speak."""
+        """Let it say a script (see `bridle.scripted.script`); `None` = let the model speak."""
         if script is None:
             self.script.unlink(missing_ok=True)
             return

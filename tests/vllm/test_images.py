@@ -14,7 +14,7 @@ import pytest
 from tests.gateway import test_images as unpainted
 from tests.gateway.test_images import DIALECTS, TURNS
 
-from bridle.engines.tokenizer import load_tokenizer
+from bridle.scripted.tokenizer import load_tokenizer
 from bridle.trajectory import rebuild
 
 from .checks import RecordingVllm, opened_gateway, prompts, sampling_of

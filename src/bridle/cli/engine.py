@@ -22,7 +22,7 @@ def engine(
 
 async def _serve(spec: str, port: int, host: str, tokenizer: str | None, stop: Stop) -> None:
     from bridle.engines import open_engine
-    from bridle.engines.server import EngineServer
+    from bridle.scripted.server import EngineServer
 
     served = open_engine(spec, tokenizer=tokenizer)
     async with EngineServer(served, tokenizer=tokenizer, host=host, port=port) as server:

@@ -1,4 +1,7 @@
-"""Inference engines: who samples. The contract is `base`; every other file serves one engine.
+"""Inference engines: adapters for serving engines, and the pool that spreads calls over them.
+
+The contract is `base`. The engines that run in this process are `bridle.scripted` and
+`bridle.embedded`.
 
 An engine is given by a short form, `KIND:TARGET`, see `ENGINES`; `open_engine` makes it.
 """
@@ -14,8 +17,8 @@ if TYPE_CHECKING:
     from bridle.engines.base import Engine
 
 ENGINES = {
-    "scripted": "bridle.engines.scripted:ScriptedEngine",
-    "embedded": "bridle.engines.embedded:EmbeddedEngine",
+    "scripted": "bridle.scripted.engine:ScriptedEngine",
+    "embedded": "bridle.embedded:EmbeddedEngine",
     "sglang": "bridle.engines.sglang:SglangEngine",
     "openai": "bridle.engines.openai:OpenAIEngine",
     "http": "bridle.engines.vllm:VllmEngine",

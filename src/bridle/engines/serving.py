@@ -109,6 +109,28 @@ def _config(folder: Path | None, name: str) -> JSON:
     return read if isinstance(read, dict) else {}
 
 
+UNNAMED = "default"
+"""What vLLM calls its weights until it is told a version (0.32.0, `config/model.py`)."""
+
+
+def as_version(given: int | str, *, unnamed: int | None = None) -> int:
+    """A policy version as Bridle counts it; vLLM's may be any text.
+
+    `unnamed` is the version of weights that nobody gave one. Raises `EngineError` (400) for other
+    text, because an order of versions could only be guessed.
+    """
+    if given == UNNAMED and unnamed is not None:
+        return unnamed
+    try:
+        return int(given)
+    except ValueError:
+        raise EngineError(
+            f"weight version {given!r} is no number; number the versions, as in "
+            '`POST /update_weight_version {"new_version": "7"}`',
+            status=400,
+        ) from None
+
+
 async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
     """Return the ids from `POST /tokenize`; `None` = the route fails."""
     try:

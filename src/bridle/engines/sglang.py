@@ -28,10 +28,9 @@ from bridle.engines.base import (
     PauseMode,
     joined,
 )
-from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, end_ids, tokenizer_dir, vocab_size
+from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
 from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan

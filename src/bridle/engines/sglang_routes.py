@@ -20,8 +20,8 @@ from msgspec import Raw
 
 from bridle.engines import wire
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
-from bridle.engines.control import as_version
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
+from bridle.engines.serving import as_version
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 

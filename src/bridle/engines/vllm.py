@@ -31,11 +31,10 @@ from bridle.engines.base import (
     TextDelta,
     WeightsLostError,
 )
-from bridle.engines.control import as_version
 from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, end_ids, tokenizer_dir, vocab_size
+from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
 from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
 from bridle.engines.vllm_routes import (
     MessageText,

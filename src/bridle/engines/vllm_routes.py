@@ -21,8 +21,8 @@ import numpy as np
 
 from bridle.engines import wire
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
-from bridle.engines.control import as_version
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
+from bridle.engines.serving import as_version
 from bridle.engines.vllm_images import folded
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan

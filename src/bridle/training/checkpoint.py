@@ -78,7 +78,7 @@ def write_model(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBa
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, as engines load it; `EngineError` if there is none."""
-    from bridle.engines.embedded import model
+    from bridle.embedded import model
 
     return model.load_tokenizer(folder)
 

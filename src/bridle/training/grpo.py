@@ -170,7 +170,7 @@ class Learner:
 
         `EngineError` if a folder holds no causal language model.
         """
-        from bridle.engines.embedded.model import check_folder, load_model
+        from bridle.embedded.model import check_folder, load_model
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         models = []
@@ -290,7 +290,7 @@ def _align(model: PreTrainedModel) -> None:
 
 def _fastest(model: PreTrainedModel) -> int | None:
     """CPU threads for a model where nothing is said: see `SMALL_MODEL`; `None` = torch's own."""
-    from bridle.engines.embedded.model import SMALL_MODEL
+    from bridle.embedded.model import SMALL_MODEL
 
     small = model.device.type == "cpu" and model.num_parameters() < SMALL_MODEL
     return 1 if small else None

@@ -238,7 +238,7 @@ def train_folder(
     `out_dir` also gets the last good weights when the training ends with a `TrainingError` because
     of a loss that is not a number. Raises `EngineError` for a folder that holds no such model.
     """
-    from bridle.engines.embedded.model import check_folder, load_model, load_tokenizer
+    from bridle.embedded.model import check_folder, load_model, load_tokenizer
 
     check_folder(Path(model_dir))
     tokenizer = load_tokenizer(Path(model_dir))

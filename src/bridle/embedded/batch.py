@@ -1,0 +1,410 @@
+"""The thread that samples: who joins, who leaves, and what each step computes.
+
+A step takes one token of every call that decodes and, up to a budget, pieces of the prompts that
+are still being computed, oldest first; so a long prompt delays the others by a bounded amount.
+Everything else (new calls, aborts, new weights) happens between two steps, in the order in which it
+was asked for. What was sampled goes to the callers' event loops in batches: at the first token, at
+the end, and every `FLUSH_S` between, because waking an event loop for every token costs more than
+sampling it.
+
+Memory that runs out ends no call that can wait: first what was remembered is dropped, then the
+newest calls are put back to wait and computed again later.
+
+A token is drawn from the softmax of its logits after, in this order: `logit_bias`, penalties,
+suppressed ids (`min_tokens`), temperature, min-p, top-k, top-p over what top-k left. This is vLLM's
+order, and the logprobs are what vLLM calls processed. The draw inverts the cumulative distribution
+in float64 at one uniform number of the call's own, so it does not depend on the neighbours in the
+batch beyond rounding of the logits. At temperature 0 the distribution is a single point: the most
+likely token, with logprob 0.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bridle.embedded.call import Call, Mailbox, common_prefix
+from bridle.embedded.model import Loaded
+from bridle.engines.base import GenerateChunk
+from bridle.errors import EngineError
+from bridle.types import FinishReason
+
+FLUSH_S = 0.02
+
+SHARE_TOKENS = 32
+"""A call waits for another's prompt to be computed if that saves it more tokens than this."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters of the batch since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    sampled_tokens: int = 0
+    computed_tokens: int = 0
+    """Tokens that went through the model."""
+    cached_tokens: int = 0
+    """Prompt tokens that were remembered instead."""
+    put_back: int = 0
+    """How often a call had to wait again because memory ran out."""
+
+
+class Batch:
+    """The state of the sampling thread. Only `post` may be called from elsewhere."""
+
+    def __init__(self, loaded: Loaded, *, max_batch: int, step_tokens: int, version: int) -> None:
+        self._loaded = loaded
+        self._decoder = loaded.decoder
+        self._max_batch = max_batch
+        self._step_tokens = step_tokens
+        self.version = version
+        self.counters = Counters()
+        self._door = threading.Lock()
+        self._ended = False
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Call] = deque()
+        self._running: list[Call] = []
+        """Oldest first."""
+        self._unanswered: set[Call] = set()
+        """Calls whose callers still wait for an end."""
+        self._flushed_at = 0.0
+
+    # ---- from other threads
+
+    def post(self, work: Callable[[], None] | None) -> bool:
+        """Have `work` done between two steps; `None` ends the thread. False = it has ended."""
+        with self._door:
+            if not self._ended:
+                self._inbox.put(work)
+            return not self._ended
+
+    def ask(self, work: Callable[[], None]) -> Future[None]:
+        """Like `post`, with its end or its error as a future."""
+        answer: Future[None] = Future()
+
+        def do() -> None:
+            try:
+                work()
+            except Exception as error:
+                answer.set_exception(error)
+                raise
+            answer.set_result(None)
+
+        if not self.post(do):
+            answer.set_exception(EngineError("the embedded engine has ended"))
+        return answer
+
+    # ---- the thread
+
+    def run(self) -> None:
+        """Sample until told to end; any error that is not a call's own escapes."""
+        with torch.inference_mode():
+            while self._tend():
+                if self._running or self._waiting:
+                    self._step()
+
+    def _tend(self) -> bool:
+        """Do what was posted; waits for something to do. False = end."""
+        idle = not self._running and not self._waiting
+        while True:
+            try:
+                work = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work()
+            idle = False
+
+    def submit(self, call: Call) -> None:
+        """Let a call wait for its turn (posted)."""
+        self._unanswered.add(call)
+        self._waiting.append(call)
+
+    def abort(self, call: Call, *, silently: bool) -> None:
+        """End a call; its caller gets a last chunk, or nothing if it has gone (posted)."""
+        if call not in self._unanswered:
+            return
+        call.finish = FinishReason.ABORT
+        call.gone = silently
+        if call in self._running:
+            self._leave(call)
+        else:
+            self._waiting.remove(call)
+        self._send([call])
+
+    def end(self, error: EngineError) -> None:
+        """Take nothing more, and tell every caller why; also those still in the inbox."""
+        with self._door:
+            self._ended = True
+        while not self._inbox.empty():
+            work = self._inbox.get()
+            with suppress(Exception):  # what broke the thread may break this too
+                if work is not None:
+                    work()
+        self._fail(list(self._unanswered), error)
+        self._running.clear()
+        self._waiting.clear()
+
+    def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copy new weights in; calls in flight go on under them (posted).
+
+        What they have computed stays, so their caches are of mixed weights and serve no other call;
+        everything remembered is forgotten.
+        """
+        own = self._loaded.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self.version = version
+        self._decoder.prefixes.clear()
+        for call in self._running:
+            call.cache_version = -1
+
+    # ---- one step
+
+    def _step(self) -> None:
+        self._admit()
+        ready, logits = self._compute()
+        if ready:
+            self._take(ready, logits)
+        self.counters.steps += 1
+        self.counters.running = len(self._running)
+        self.counters.waiting = len(self._waiting)
+
+    def _admit(self) -> None:
+        """Let waiting calls join, oldest first, while there is room."""
+        passed: deque[Call] = deque()
+        while self._waiting and len(self._running) < self._max_batch:
+            call = self._waiting.popleft()
+            if self._worth_waiting(call):
+                passed.append(call)
+                continue
+            if not self._decoder.admit(call, self.version):
+                passed.append(call)
+                break
+            if not call.joined:
+                call.joined = True
+                call.cached_tokens = call.computed
+                self.counters.cached_tokens += call.computed
+            self._running.append(call)
+        self._waiting.extendleft(reversed(passed))
+
+    def _worth_waiting(self, call: Call) -> bool:
+        """Return whether a running call is about to compute a prefix that this call can copy."""
+        if self._decoder.name != "slots":
+            return False
+        for other in self._running:
+            if other.pending > 1 and other.cache_version == self.version:
+                shared = common_prefix(other.ids[: other.length], call.ids[: call.length - 1])
+                if shared - other.computed >= SHARE_TOKENS:
+                    return True
+        return False
+
+    def _plan(self) -> list[tuple[Call, int]]:
+        """Choose the work of the next step: pairs of a call and the number of its ids to
+        compute.
+        """
+        work = [(call, 1) for call in self._running if call.pending == 1]
+        left = self._step_tokens
+        for call in self._running:
+            if call.pending > 1 and left > 0:
+                count = min(call.pending, left) if self._decoder.pieces else call.pending
+                left -= count
+                work.append((call, count))
+        return work
+
+    def _compute(self) -> tuple[list[Call], torch.Tensor]:
+        """Run the model once; the calls that can sample now, and their logits in that order."""
+        while True:
+            work = self._plan()
+            if not work:
+                return [], torch.empty(0)
+            try:
+                if self._decoder.reserve(work):
+                    logits = self._decoder.forward(work)
+                    self.counters.computed_tokens += sum(count for _, count in work)
+                    return [call for call, _ in work if call.pending == 0], logits
+                self._put_back()
+            except (RuntimeError, MemoryError) as error:
+                if not _out_of_memory(error):
+                    raise
+                self._relieve(error)
+
+    def _put_back(self) -> None:
+        """Let the newest call wait again."""
+        call = self._running.pop()
+        self._decoder.release(call, keep=False)
+        self._waiting.appendleft(call)
+        self.counters.put_back += 1
+
+    def _relieve(self, error: BaseException) -> None:
+        """Memory ran out: drop what is remembered, else put a call back, else fail the only one."""
+        if len(self._decoder.prefixes):
+            self._decoder.prefixes.clear()
+        elif len(self._running) > 1:
+            self._put_back()
+        else:
+            call = self._running.pop()
+            self._decoder.release(call, keep=False)
+            text = f"out of memory at {call.length} tokens of context: {error}"
+            self._fail([call], EngineError(text, status=507))
+
+    def _take(self, ready: list[Call], logits: torch.Tensor) -> None:
+        """Sample one token for each call, let those that ended leave, and tell the callers."""
+        tokens, logprobs = sample(logits, ready)
+        version = self.version
+        ended = []
+        first = False
+        for call, token, logprob in zip(ready, tokens, logprobs, strict=True):
+            if math.isnan(logprob):
+                self._give_up(call)
+                continue
+            first = first or not call.sampled
+            call.append(token, logprob, version)
+            if call.finish is not None:
+                ended.append(call)
+        self.counters.sampled_tokens += len(ready)
+        for call in ended:
+            self._leave(call)
+        now = time.monotonic()
+        if first or now - self._flushed_at >= FLUSH_S:
+            self._flushed_at = now
+            ended.extend(call for call in self._running if call.has_news())
+        if ended:
+            self._send(ended)
+
+    def _give_up(self, call: Call) -> None:
+        """The model gave NaN for this call."""
+        self._running.remove(call)
+        self._decoder.release(call, keep=False)
+        self._decoder.wipe()
+        at = f"after {call.length} tokens under policy version {self.version}"
+        self._fail([call], EngineError(f"the model's logits are not numbers {at}", status=500))
+
+    def _leave(self, call: Call) -> None:
+        self._running.remove(call)
+        self._decoder.release(call, keep=call.cache_version == self.version)
+
+    def _fail(self, calls: list[Call], error: EngineError) -> None:
+        self._unanswered.difference_update(calls)
+        _deliver([(call, error) for call in calls])
+
+    def _send(self, calls: list[Call]) -> None:
+        self._unanswered.difference_update(call for call in calls if call.finish is not None)
+        _deliver([(call, call.chunk()) for call in calls])
+
+
+def _deliver(letters: list[tuple[Call, GenerateChunk | EngineError]]) -> None:
+    """Hand letters to the callers' event loops, one wake-up per loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, GenerateChunk | EngineError]]] = {}
+    for call, letter in letters:
+        if call.mailbox is not None and not call.gone:
+            by_loop.setdefault(call.mailbox.loop, []).append((call.mailbox, letter))
+    for loop, posts in by_loop.items():
+        with suppress(RuntimeError):  # a closed loop: its callers have gone
+            loop.call_soon_threadsafe(_put_all, posts)
+
+
+def _put_all(posts: list[tuple[Mailbox, GenerateChunk | EngineError]]) -> None:
+    for mailbox, letter in posts:
+        mailbox.letters.put_nowait(letter)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out; torch on a CPU raises a plain
+    RuntimeError.
+    """
+    known = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, known) or "can't allocate memory" in str(error)
+
+
+def sample(logits: torch.Tensor, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+    """Draw one token for each row of `logits`, shape (B, V); row b belongs to `calls[b]`.
+
+    Returns token ids and logprobs (nats). A row that holds NaN gives a NaN logprob. May change
+    `logits` in place.
+    """
+    logits = logits.float()
+    for row, call in enumerate(calls):
+        if call.counts is not None or call.bias or call.min_tokens:
+            _adjust(logits[row], call)
+    if any(call.temperature != 1.0 for call in calls):
+        logits = logits / logits.new_tensor([[call.temperature] for call in calls])
+    if any(call.min_p for call in calls):
+        shares = logits.new_tensor([[call.min_p] for call in calls])
+        best = logits.max(dim=-1, keepdim=True).values
+        logits = logits.masked_fill(logits < best + shares.log(), float("-inf"))
+    narrow = [b for b, call in enumerate(calls) if call.top_k or call.top_p < 1.0]
+    if narrow:
+        rows = logits[narrow]
+        logits[narrow] = _narrowed(rows, [calls[b] for b in narrow])
+    logprobs = torch.log_softmax(logits, dim=-1)
+    tokens = _draw(logprobs, calls)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    if any(call.greedy for call in calls):
+        greedy = torch.tensor([call.greedy for call in calls], device=logits.device)
+        best, at = logprobs.max(dim=-1)
+        tokens = torch.where(greedy, at, tokens)
+        chosen = torch.where(greedy, torch.where(best.isnan(), best, 0.0), chosen)
+    return tokens.tolist(), chosen.tolist()
+
+
+def _draw(logprobs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+    """One id per row, shape (B,), int64; an id of probability 0 is never drawn."""
+    cumulative = logprobs.double().exp_().cumsum(dim=-1)
+    uniforms = [[0.0 if call.greedy else call.uniforms.next()] for call in calls]
+    points = cumulative.new_tensor(uniforms) * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, points, right=True)[:, 0]
+    return found.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _adjust(logits: torch.Tensor, call: Call) -> None:
+    """Apply the bias, penalties and suppressed ids to one row in place."""
+    for token, bias in call.bias.items():
+        if 0 <= token < len(logits):
+            logits[token] += bias
+    if call.repetition != 1.0:
+        seen = torch.tensor(np.unique(call.ids[: call.length]), device=logits.device).long()
+        of_seen = logits[seen]
+        logits[seen] = torch.where(
+            of_seen > 0, of_seen / call.repetition, of_seen * call.repetition
+        )
+    if call.counts:
+        ids = torch.tensor(list(call.counts), device=logits.device)
+        counts = logits.new_tensor(list(call.counts.values()))
+        logits[ids] -= call.presence + call.frequency * counts
+    if suppressed := [i for i in call.suppressed if 0 <= i < len(logits)]:
+        logits[suppressed] = float("-inf")
+
+
+def _narrowed(logits: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+    """Rows with everything outside top-k, then top-p, at minus infinity.
+
+    Ties with the last one kept stay in, as in vLLM.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    size = logits.shape[-1]
+    ranks = torch.tensor([[min(call.top_k or size, size) - 1] for call in calls]).to(logits.device)
+    least = ordered.gather(1, ranks)
+    if any(call.top_p < 1.0 for call in calls):
+        kept = ordered.masked_fill(ordered < least, float("-inf"))
+        probs = kept.double().softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs
+        top_p = before.new_tensor([[call.top_p] for call in calls])
+        inside = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
+        least = torch.maximum(least, ordered.gather(1, inside - 1))
+    return logits.masked_fill(logits < least, float("-inf"))

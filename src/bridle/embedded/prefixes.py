@@ -1,0 +1,116 @@
+"""Prefix cache of finished calls, looked up by the longest common prefix.
+
+An entry is the ids that a call's cache covered and that cache. Ids are indexed in blocks: the
+hash of a block is chained with that of the blocks before it, so a lookup walks the prompt once and
+costs its length. What is found is always compared id by id, so a hash collision costs nothing but
+a miss. Entries are dropped least recently used first when their bytes exceed the budget.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from bridle.embedded.call import common_prefix
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+Cache: TypeAlias = Any
+"""What a decoder keeps for a call; only the decoder looks into it."""
+
+BLOCK = 16
+"""Ids per block; a common beginning shorter than this is not found."""
+
+CANDIDATES = 4
+"""How many entries that share the deepest block are compared."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One remembered beginning."""
+
+    ids: Ids
+    cache: Cache
+    """The decoder's own: covers exactly `ids`."""
+    size_bytes: int
+
+
+class PrefixStore:
+    """Remembered beginnings within a budget of bytes."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._entries: OrderedDict[Entry, None] = OrderedDict()
+        self._blocks: dict[int, dict[Entry, None]] = {}
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, ids: Ids) -> tuple[Entry | None, int]:
+        """The entry with the longest common beginning, and how many ids that is (0 = none)."""
+        holders: dict[Entry, None] = {}
+        for key in _block_keys(ids):
+            deeper = self._blocks.get(key)
+            if deeper is None:
+                break
+            holders = deeper
+        best, matched = None, 0
+        for entry in islice(reversed(holders), CANDIDATES):
+            common = common_prefix(entry.ids, ids)
+            if common > matched:
+                best, matched = entry, common
+        if best is not None:
+            self._entries.move_to_end(best)
+        return best, matched
+
+    def add(self, ids: Ids, cache: Cache, size_bytes: int) -> None:
+        """Remember `cache` for `ids`; what doesn't fit the budget at all is not kept.
+
+        An entry that is a beginning of `ids` is dropped: the new one serves for it.
+        """
+        if size_bytes > self._budget_bytes or len(ids) < BLOCK:
+            return
+        shorter, matched = self.find(ids)
+        if shorter is not None and matched == len(shorter.ids):
+            self.remove(shorter)
+        entry = Entry(ids.copy(), cache, size_bytes)
+        self._entries[entry] = None
+        for key in _block_keys(entry.ids):
+            self._blocks.setdefault(key, {})[entry] = None
+        self.size_bytes += size_bytes
+        while self.size_bytes > self._budget_bytes:
+            self.remove(next(iter(self._entries)))
+
+    def covers(self, ids: Ids) -> bool:
+        """Return whether an entry starts with all of `ids`, so that storing them adds nothing."""
+        return len(ids) > 0 and self.find(ids)[1] == len(ids)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget one entry; its cache is then the caller's alone."""
+        if entry not in self._entries:
+            return
+        del self._entries[entry]
+        self.size_bytes -= entry.size_bytes
+        for key in _block_keys(entry.ids):
+            holders = self._blocks[key]
+            holders.pop(entry, None)
+            if not holders:
+                del self._blocks[key]
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._blocks.clear()
+        self.size_bytes = 0
+
+
+def _block_keys(ids: Ids) -> Iterator[int]:
+    """The chained hash of every full block of `ids`, in order."""
+    key = 0
+    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+        key = hash((key, ids[start : start + BLOCK].tobytes()))
+        yield key

@@ -1,0 +1,359 @@
+"""Replies in vLLM's shapes: one class per route, each for whole replies and for streams.
+
+Prompt ids are put in as the bytes they came as; the sampled ones are few. What each route names how
+is told in `bridle.engines.wire`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+import orjson
+
+from bridle.engines.base import GenerateChunk
+from bridle.engines.ids import ArrayIds, TextIds, ids_json
+from bridle.scripted.chatml import ReplyReader
+from bridle.scripted.tokenizer import ChatTokenizer, TextStream
+from bridle.types import JSON, FinishReason, one_line
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+_LEAST = -9999.0
+"""vLLM's stand-in for a logprob that JSON cannot say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """Fields that a call asks for in its reply."""
+
+    ids: bool = False
+    """Ids of the sampled tokens."""
+    prompt_ids: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    """1 or more: the sampled token is given as its own best alternative; engines tell no others."""
+    tokens_as_ids: bool = False
+    versions: bool = False
+    usage: bool = False
+    """A usage chunk at the end of a stream."""
+    tools: bool = False
+    """Tool calls are looked for in the text."""
+    named_tool: bool = False
+    reasoning: bool = True
+    """`False`: reasoning, and with it all ids and logprobs, is withheld, as vLLM does."""
+
+
+class Answer(ABC):
+    """The reply to one call, written piece by piece or at once."""
+
+    prefix: str
+    """What vLLM puts before the request id of this route."""
+    object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        prompt: TextIds | ArrayIds,
+        wants: Wants,
+        tokenizer: ChatTokenizer,
+    ) -> None:
+        self.id = self.prefix + request_id
+        self._model = model
+        self._prompt = prompt
+        self._wants = wants
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._text = TextStream(tokenizer)
+        self._shown = ""
+        """Text not given out yet, because a stop string may begin in it."""
+
+    # ---- what a route decides
+
+    @abstractmethod
+    def whole_body(self, text: str, choice: JSON) -> JSON:
+        """A whole reply around `choice`, which has what all routes share."""
+
+    @abstractmethod
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:
+        """One stream chunk around `choice`."""
+
+    def opening(self) -> list[bytes]:
+        """Events before the first token."""
+        return []
+
+    # ---- what all routes share
+
+    def whole(self, chunks: Sequence[GenerateChunk]) -> bytes:
+        ids = np.concatenate([chunk.output_ids for chunk in chunks])
+        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+        last = chunks[-1]
+        self._count(ids, last)
+        text = self._tokenizer.visible(ids)
+        if last.stop_text is not None:
+            text = text.partition(last.stop_text)[0]
+        return _ENCODER.encode(self.whole_body(text, self._choice(ids, logprobs, last)))
+
+    def piece(self, chunk: GenerateChunk) -> bytes:
+        """One chunk as an event; the last one carries the finish reason."""
+        last = chunk.finish_reason is not None
+        self._count(chunk.output_ids, chunk)
+        text = self._text.feed(chunk.output_ids) + (self._text.finish() if last else "")
+        body = self.piece_body(
+            self._given_out(text, chunk),
+            self._choice(chunk.output_ids, chunk.logprobs, chunk),
+            last=last,
+        )
+        return event(body)
+
+    def hold_for(self, stops: Sequence[str]) -> None:
+        """Hold back as many characters as a stop string may already have written."""
+        self._hold = max((len(stop) - 1 for stop in stops), default=0)
+
+    _hold = 0
+
+    def _given_out(self, text: str, chunk: GenerateChunk) -> str:
+        self._shown += text
+        if chunk.finish_reason is not None:
+            given = self._shown
+            return given.partition(chunk.stop_text)[0] if chunk.stop_text else given
+        cut = max(len(self._shown) - self._hold, 0)
+        given, self._shown = self._shown[:cut], self._shown[cut:]
+        return given
+
+    def closing(self) -> list[bytes]:
+        """Events after the last token."""
+        done = [b"data: [DONE]\n\n"]
+        if not self._wants.usage:
+            return done
+        return [
+            event({**self._head(self.chunk_object), "choices": [], "usage": self.usage()}),
+            *done,
+        ]
+
+    def usage(self) -> JSON:
+        prompt = len(self._prompt)
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + self._completion_tokens,
+            "completion_tokens": self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    def _count(self, ids: Ids, chunk: GenerateChunk) -> None:
+        self._completion_tokens += len(ids)
+        self._cached_tokens = max(self._cached_tokens, chunk.cached_tokens)
+
+    def _head(self, name: str) -> JSON:
+        return {"id": self.id, "object": name, "created": self._created, "model": self._model}
+
+    def _prompt_ids(self) -> msgspec.Raw | None:
+        return msgspec.Raw(self._prompt.json()) if self._wants.prompt_ids else None
+
+    def _choice(self, ids: Ids, logprobs: Logprobs, last: GenerateChunk) -> JSON:
+        shown = self._wants.reasoning
+        choice: JSON = {
+            "index": 0,
+            "logprobs": self.logprobs(ids, logprobs) if self._wants.logprobs and shown else None,
+            "finish_reason": None,
+            "token_ids": msgspec.Raw(ids_json(ids)) if self._wants.ids and shown else None,
+        }
+        if last.finish_reason is not None:
+            choice["finish_reason"] = str(last.finish_reason)
+            choice["stop_reason"] = self._stop_reason(ids, last)
+            if self._wants.versions:
+                choice["weight_versions"] = [
+                    {"version": str(span.version), "start": span.start, "end": span.end}
+                    for span in last.versions
+                ]
+        return choice
+
+    def _stop_reason(self, ids: Ids, last: GenerateChunk) -> str | int | None:
+        """The stop string, or a stop token other than the end token; else null, as vLLM has it."""
+        if last.stop_text is not None or last.finish_reason is not FinishReason.STOP:
+            return last.stop_text
+        final = int(ids[-1]) if len(ids) else None
+        return None if final == self._tokenizer.end_id else final
+
+    def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - JSON
+        """Logprobs in this route's form; chat's and the token route's have `content`."""
+        values = _texts(np.maximum(logprobs, np.float32(_LEAST)))
+        named = zip(ids.tolist(), values, strict=True)
+        entries = ",".join([self._entry(self._name(id_), value) for id_, value in named])
+        return msgspec.Raw(f'{{"content":[{entries}]}}'.encode())
+
+    def _entry(self, name: str, logprob: str) -> str:
+        top = f'{{{name},"logprob":{logprob}}}' if self._wants.top_logprobs else ""
+        return f'{{{name},"logprob":{logprob},"top_logprobs":[{top}]}}'
+
+    def _name(self, token_id: int) -> str:
+        if self._wants.tokens_as_ids:
+            return f'"token":"token_id:{token_id}","bytes":null'
+        text = self._tokenizer.decode([token_id])
+        return f'"token":{json.dumps(text)},"bytes":{json.dumps(list(text.encode()))}'
+
+
+class ChatAnswer(Answer):
+    """`/v1/chat/completions`: the text is read into reasoning, content and tool calls."""
+
+    prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def read_from(self, *, thinking: bool) -> None:
+        """Set up the reader; `thinking` = the prompt left a thinking block open."""
+        self._reader = ReplyReader(tools=self._wants.tools, thinking=thinking)
+        self._calls = 0
+
+    def whole_body(self, text: str, choice: JSON) -> JSON:
+        delta = self._reader.feed(text, last=True)
+        calls = self._called(delta.calls)
+        choice["message"] = {
+            "role": "assistant",
+            "content": None if calls and not delta.content else delta.content,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            **({"tool_calls": calls} if calls else {}),
+            "reasoning": (delta.reasoning or None) if self._wants.reasoning else None,
+        }
+        self._mark_calls(choice)
+        return {
+            **self._head(self.object),
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": self.usage(),
+            "prompt_logprobs": None,
+            "prompt_token_ids": self._prompt_ids(),
+            "kv_transfer_params": None,
+        }
+
+    def opening(self) -> list[bytes]:
+        choice = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        body = {**self._head(self.chunk_object), "choices": [choice]}
+        if self._wants.prompt_ids:
+            body["prompt_token_ids"] = self._prompt_ids()
+        return [event(body)]
+
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:
+        delta = self._reader.feed(text, last=last)
+        written: JSON = {}
+        if delta.reasoning and self._wants.reasoning:
+            written["reasoning"] = delta.reasoning
+        if delta.content:
+            written["content"] = delta.content
+        first = self._calls
+        if calls := self._called(delta.calls):
+            written["tool_calls"] = [{"index": first + i, **c} for i, c in enumerate(calls)]
+        choice["delta"] = written
+        if last:
+            self._mark_calls(choice)
+        return {**self._head(self.chunk_object), "choices": [choice]}
+
+    def _called(self, calls: Sequence[tuple[str, str]]) -> list[JSON]:
+        self._calls += len(calls)
+        return [
+            {
+                "id": f"chatcmpl-tool-{uuid4().hex}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments in calls
+        ]
+
+    def _mark_calls(self, choice: JSON) -> None:
+        if self._calls and choice["finish_reason"] == "stop" and not self._wants.named_tool:
+            choice["finish_reason"] = "tool_calls"
+
+
+class CompletionAnswer(Answer):
+    """`/v1/completions`: the text as it stands; prompt ids stand in the choice."""
+
+    prefix = "cmpl-"
+    object = "text_completion"
+    chunk_object = "text_completion"
+    _opened = False
+    _offset = 0
+
+    def whole_body(self, text: str, choice: JSON) -> JSON:
+        body = self.piece_body(text, choice, last=True)
+        return {**body, "usage": self.usage(), "kv_transfer_params": None}
+
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002
+        choice["text"] = text
+        if not self._opened:
+            choice["prompt_token_ids"] = self._prompt_ids()
+            self._opened = True
+        return {**self._head(self.chunk_object), "choices": [choice]}
+
+    def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - see Answer
+        plain, values = ids.tolist(), np.maximum(logprobs, _LEAST).tolist()
+        texts = [self._tokenizer.decode([one]) for one in plain]
+        offsets = np.cumsum([self._offset, *(len(text) for text in texts)]).tolist()
+        self._offset = offsets.pop()
+        names = [f"token_id:{one}" for one in plain] if self._wants.tokens_as_ids else texts
+        tops = [{name: value} for name, value in zip(names, values, strict=True)]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": values,
+            "tokens": names,
+            "top_logprobs": tops if self._wants.top_logprobs else None,
+        }
+
+
+class TokenAnswer(Answer):
+    """`/inference/v1/generate`: ids only."""
+
+    prefix = ""
+    object = ""
+    chunk_object = ""
+    _opened = False
+
+    def _head(self, name: str) -> JSON:  # noqa: ARG002 - this route names no object
+        return {"request_id": self.id, "output_mode": "tokens"}
+
+    def whole_body(self, text: str, choice: JSON) -> JSON:
+        body = self.piece_body(text, choice, last=True)
+        return {**body, "model": self._model, "created": self._created, "usage": self.usage()}
+
+    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002
+        body = {**self._head(""), "choices": [choice]}
+        if not self._opened:
+            body["prompt_token_ids"] = self._prompt_ids()
+            self._opened = True
+        return body
+
+    def _name(self, token_id: int) -> str:
+        return f'"token_id":{token_id},"rank":null'
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def _texts(values: Logprobs) -> list[str]:
+    """Each value as the shortest text that reads back as the same float32."""
+    text = orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
+    return text[1:-1].decode().split(",") if len(values) else []
+
+
+def event(body: JSON) -> bytes:
+    return b"data: " + one_line(_ENCODER.encode(body)) + b"\n\n"

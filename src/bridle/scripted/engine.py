@@ -1,0 +1,393 @@
+"""The scripted engine: a real tokenizer, a script in place of a model.
+
+It samples what its script says, under whatever prompt it is given, and is in every other way an
+engine: ids and logprobs for every token, output budget, stop strings, context overflow, abort,
+policy versions, streaming in pieces. With it every path of Bridle runs without weights, and a
+recorded fault of a harness can be played again.
+
+- Logprobs are a fixed function of the ids (`scripted_logprobs`), the same at every temperature, so
+  they count as raw ones.
+- A prompt that already holds the beginning of the reply (an aborted call that is resumed) gets the
+  rest of it.
+- A request whose id starts with `probe-` gets a fixed reply, so that no script has to foresee the
+  start-up probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from bridle.engines.base import (
+    RETRYABLE,
+    CutError,
+    EngineInfo,
+    GenerateChunk,
+    GenerateRequest,
+)
+from bridle.engines.ids import IdsError
+from bridle.errors import ConfigError, ContextOverflowError, EngineError
+from bridle.scripted.chatml import (
+    THINK,
+    THINK_END,
+    PromptView,
+    RequestView,
+    opening_of,
+    spell_call,
+    spell_turn,
+    view_messages,
+)
+from bridle.scripted.script import Script, Turn, choose, load_script, tool_names
+from bridle.scripted.shell import find_shell, shell_arguments
+from bridle.scripted.tokenizer import ChatTokenizer, load_tokenizer
+from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
+
+if TYPE_CHECKING:
+    from bridle.types import Ids, Logprobs
+
+PIECE = 8
+"""Tokens per chunk of a streamed reply."""
+
+PROBE_PREFIX = "probe-"
+"""Beginning of the request ids of a start-up probe."""
+
+_PROBED = Turn(content="A probe was answered.")
+_NO_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
+_HALF = -1
+_FAULTS_REMEMBERED = 10_000
+_TEXTS_REMEMBERED = 1_000
+
+
+def scripted_logprobs(ids: Ids) -> Logprobs:
+    """Logprobs of sampled ids: `-(1/64 + 4 * frac(id * 2654435761 / 2**32))`, float32, all < 0.
+
+    Each depends on its own id alone, so anybody can compute them again from the ids, and a shift
+    between ids and logprobs shows.
+    """
+    mixed = ids.astype(np.uint32) * np.uint32(2_654_435_761)
+    return (-(1 / 64 + 4 * (mixed / 2.0**32))).astype(np.float32)
+
+
+class ScriptedEngine:
+    """Plays a script; implements `bridle.engines.base.Engine` and `Versioned`.
+
+    `where` names the script in error messages. Construction checks the script against the
+    tokenizer and raises `ConfigError`.
+    """
+
+    def __init__(
+        self, script: Script, *, tokenizer: ChatTokenizer | None = None, where: str = "script"
+    ) -> None:
+        self.script = script
+        self.tokenizer = tokenizer or load_tokenizer(None)
+        self.version = 0
+        self._calls: dict[str, asyncio.Event] = {}
+        self._faults: OrderedDict[tuple[int, int, bytes], int] = OrderedDict()
+        self._encoded: dict[str, Ids] = {}
+        self._check_ids(where)
+
+    @classmethod
+    def open(
+        cls,
+        target: str,
+        *,
+        tokenizer: str | None = None,
+        allow_untokenized: bool = False,  # noqa: ARG003 - it gives ids in any case
+    ) -> Self:
+        """An engine that plays the script file `target`. Raises `ConfigError`."""
+        script = load_script(Path(target))
+        return cls(script, tokenizer=load_tokenizer(tokenizer), where=target)
+
+    def _check_ids(self, where: str) -> None:
+        size = self.tokenizer.vocab_size
+        for c, conversation in enumerate(self.script.conversations):
+            for t, turn in enumerate(conversation.turns):
+                for i, given in enumerate(turn.token_ids or ()):
+                    if given >= size:
+                        field = f"conversations.{c}.turns.{t}.token_ids.{i}"
+                        raise ConfigError(f"{where}: {field}: {given} is not below {size} tokens")
+
+    async def start(self) -> EngineInfo:
+        """Says what the engine can do; there is nothing to start."""
+        return EngineInfo(
+            model=self.script.model,
+            context_length=self.script.context_length,
+            logprob_mode=LogprobMode.RAW,
+            token_in=True,
+            version=self.version,
+            eos_token_ids=(self.tokenizer.end_id,),
+            tokenizer_dir=str(self.tokenizer.folder),
+        )
+
+    async def health(self) -> None:
+        """Always well."""
+
+    async def set_version(self, version: int) -> None:
+        """Tokens from here on carry `version`."""
+        self.version = version
+
+    async def template(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> Ids:
+        """The prompt by the tokenizer's own template; see `Templating`."""
+        return self.tokenizer.prompt_ids(messages, tools, arguments)
+
+    async def abort(self, request_id: str) -> None:
+        """End a call; tokens that were not given out yet are not sampled."""
+        if request_id in self._calls:
+            self._calls[request_id].set()
+
+    async def aclose(self) -> None:
+        for aborted in self._calls.values():
+            aborted.set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Play the turn that the request gets; in one chunk unless asked to stream.
+
+        Raises `EngineError` for a scripted fault (`CutError` for `cut`), a request that no
+        conversation fits, and a turn that needs a shell tool where there is none;
+        `ContextOverflowError` for a prompt that leaves no room.
+        """
+        aborted = self._calls.setdefault(request.request_id, asyncio.Event())
+        try:
+            budget = self._budget(request)
+            ids = _prompt_array(request, self.tokenizer.vocab_size)
+            if request.request_id.startswith(PROBE_PREFIX):
+                turn, fault = _PROBED, None
+                tools: Sequence[JSON] = ()
+            else:
+                view = self._view(request, ids)
+                c, t = choose(self.script, view, request.model)
+                turn, tools = self.script.conversations[c].turns[t], view.tools
+                fault = self._fault(turn, (c, t), request)
+                if fault is None or turn.fault_after is None:
+                    await _wait(turn.delay_s, aborted)
+                if fault is not None and not fault.tokens and not aborted.is_set():
+                    raise fault.error
+            sampled = self._sample(turn, tools, ids)
+            played = self._limit(sampled, turn, request.sampling, budget)
+            async for chunk in self._give(request, played, aborted, fault):
+                yield chunk
+        finally:
+            self._calls.pop(request.request_id, None)
+
+    def _budget(self, request: GenerateRequest) -> int:
+        room = self.script.context_length - len(request.prompt)
+        asked = request.sampling.max_tokens
+        if room <= 0:
+            raise ContextOverflowError(len(request.prompt), self.script.context_length, asked)
+        return room if asked is None else min(asked, room)
+
+    def _view(self, request: GenerateRequest, ids: Ids) -> RequestView:
+        if request.messages is not None:
+            return view_messages(request.messages, request.tools)
+        return PromptView(ids, self.tokenizer)
+
+    def _fault(self, turn: Turn, key: tuple[int, int], request: GenerateRequest) -> _Fault | None:
+        """The turn's fault, if it is still due for this prompt."""
+        if turn.fault is None:
+            return None
+        if turn.fault_times is not None:
+            seen = (*key, hashlib.sha256(request.prompt.json()).digest())
+            count = self._faults[seen] = self._faults.pop(seen, 0) + 1
+            if len(self._faults) > _FAULTS_REMEMBERED:
+                self._faults.popitem(last=False)
+            if count > turn.fault_times:
+                return None
+        wait_s = 0.0 if turn.fault_after is None else turn.delay_s
+        if turn.fault == "cut":
+            error: EngineError = CutError("the script cuts this reply")
+            return _Fault(error, turn.fault_after or _HALF, wait_s)
+        error = EngineError(
+            f"a scripted fault of status {turn.fault}",
+            retryable=turn.fault in RETRYABLE,
+            status=turn.fault,
+        )
+        return _Fault(error, turn.fault_after or 0, wait_s)
+
+    # ---- what is sampled
+
+    def _sample(self, turn: Turn, tools: Sequence[JSON], prompt: Ids) -> Ids:
+        """All ids of a turn under a prompt, less what the prompt holds of it already."""
+        held = opening_of(prompt, self.tokenizer)
+        if turn.token_ids is not None:
+            ids, text = np.array(turn.token_ids, dtype=np.int32), None
+        else:
+            held, text = self._text(turn, tools, held)
+            ids = self._encode(text)
+        if turn.finish == "stop" and (not len(ids) or ids[-1] != self.tokenizer.end_id):
+            ids = np.append(ids, np.int32(self.tokenizer.end_id))
+        if not len(held) or np.array_equal(ids[: len(held)], held):
+            return ids[len(held) :]
+        begun = self.tokenizer.decode(held)
+        if text is None or not text.startswith(begun):
+            return ids
+        rest = self._encode(text[len(begun) :])
+        return np.append(rest, ids[-1:]) if turn.finish == "stop" else rest
+
+    def _text(self, turn: Turn, tools: Sequence[JSON], held: Ids) -> tuple[Ids, str]:
+        """Text of a turn, and what the prompt holds of it.
+
+        A prompt that closed an empty thinking block has thinking off: reasoning is not played. One
+        that opened a block (templates that always think) has it closed by a turn without reasoning.
+        """
+        if turn.raw is not None:
+            return held, turn.raw
+        reasoning = turn.reasoning
+        closed = self._encode(_NO_THOUGHT)
+        if len(held) >= len(closed) and np.array_equal(held[: len(closed)], closed):
+            held, reasoning = held[len(closed) :], None
+        elif reasoning is None and len(held) and held[0] == self.tokenizer.id_of(THINK):
+            reasoning = ""
+        calls = [spell_call(call.name, call.arguments) for call in turn.tool_calls]
+        calls += self._shell_calls(turn.shell, tools)
+        return held, spell_turn(reasoning, turn.content or "", calls)
+
+    def _shell_calls(self, commands: Sequence[str], tools: Sequence[JSON]) -> list[str]:
+        if not commands:
+            return []
+        function = find_shell(tools)
+        if function is None:
+            raise EngineError(
+                f"the script's turn uses `shell`, but none of the request's tools runs commands: "
+                f"{tool_names(tools)}",
+                status=400,
+            )
+        spelled = [(function["name"], shell_arguments(function, each)) for each in commands]
+        return [spell_call(name, arguments) for name, arguments in spelled]
+
+    def _encode(self, text: str) -> Ids:
+        if text not in self._encoded:
+            if len(self._encoded) >= _TEXTS_REMEMBERED:
+                self._encoded.clear()
+            self._encoded[text] = self.tokenizer.encode(text)
+        return self._encoded[text]
+
+    def _limit(self, ids: Ids, turn: Turn, sampling: Sampling, budget: int) -> _Played:
+        """The ids up to the first stop token, stop string or the budget."""
+        finish = FinishReason.LENGTH if turn.finish == "length" else FinishReason.STOP
+        stop_text = None
+        if sampling.stop_token_ids:
+            stops = np.flatnonzero(np.isin(ids, sampling.stop_token_ids))
+            if len(stops):
+                ids, finish = ids[: int(stops[0]) + 1], FinishReason.STOP
+        if sampling.stop:
+            count = self._tokens_to_stop(ids, sampling.stop)
+            if count is not None:
+                ids, finish = ids[:count], FinishReason.STOP
+                text = self.tokenizer.decode(ids, skip_special=True)
+                stop_text = next(stop for stop in sampling.stop if stop in text)
+        if len(ids) > budget:
+            return _Played(ids[:budget], FinishReason.LENGTH, None, turn.pace_s)
+        return _Played(ids, finish, stop_text, turn.pace_s)
+
+    def _tokens_to_stop(self, ids: Ids, stops: Sequence[str]) -> int | None:
+        """Least number of ids whose text holds a stop string; `None` = no stop string occurs."""
+
+        def stopped(count: int) -> bool:
+            text = self.tokenizer.decode(ids[:count], skip_special=True)
+            return any(stop in text for stop in stops)
+
+        if not stopped(len(ids)):
+            return None
+        return bisect.bisect_left(range(len(ids) + 1), True, key=stopped)  # noqa: FBT003 - a value
+
+    # ---- how it is given out
+
+    async def _give(
+        self,
+        request: GenerateRequest,
+        played: _Played,
+        aborted: asyncio.Event,
+        fault: _Fault | None,
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        ids = played.ids if fault is None else fault.left(played.ids)
+        piece_size = 1 if played.pace_s else PIECE
+        size = piece_size if request.stream else max(len(ids), 1)
+        versions: list[VersionSpan] = []
+        for start in range(0, max(len(ids), 1), size):
+            piece = ids[start : start + size]
+            await _wait(played.pace_s * (len(piece) - (start == 0)), aborted)
+            piece = piece if not aborted.is_set() else ids[:0]
+            end = start + len(piece)
+            last = (end == len(ids) and fault is None) or aborted.is_set()
+            versions = _spans(versions, self.version, start, end)
+            finish = FinishReason.ABORT if aborted.is_set() else played.finish
+            yield GenerateChunk(
+                output_ids=piece,
+                logprobs=scripted_logprobs(piece),
+                finish_reason=finish if last else None,
+                stop_text=played.stop_text if last and finish is FinishReason.STOP else None,
+                versions=tuple(versions) if last else (),
+                prompt_ids_json=request.prompt.json() if start == 0 else None,
+            )
+            if last:
+                return
+            await asyncio.sleep(0)
+        if fault is not None:
+            await _wait(fault.delay_s, aborted)
+            if not aborted.is_set():
+                raise fault.error
+            yield GenerateChunk(
+                ids[:0], scripted_logprobs(ids[:0]), FinishReason.ABORT, versions=tuple(versions)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    ids: Ids
+    finish: FinishReason
+    stop_text: str | None
+    pace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """A failure to come, after some tokens and a wait."""
+
+    error: EngineError
+    tokens: int
+    """`_HALF` = half of the reply."""
+    delay_s: float
+
+    def left(self, ids: Ids) -> Ids:
+        """Return the part of the reply that is delivered before the fault."""
+        return ids[: len(ids) // 2 if self.tokens == _HALF else self.tokens]
+
+
+def _prompt_array(request: GenerateRequest, vocab_size: int) -> Ids:
+    """The prompt's ids. Raises `EngineError` (400) for what is no prompt of this vocabulary."""
+    try:
+        ids = request.prompt.array()
+    except IdsError as error:
+        raise EngineError(f"prompt: {error}", status=400) from error
+    if len(ids) and int(ids.max()) >= vocab_size:
+        at = int(np.argmax(ids))
+        raise EngineError(f"prompt[{at}]: {ids[at]} is not below {vocab_size} tokens", status=400)
+    return ids
+
+
+async def _wait(seconds: float, aborted: asyncio.Event) -> None:
+    """Wait, but not beyond an abort."""
+    if seconds <= 0:
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await aborted.wait()
+
+
+def _spans(spans: list[VersionSpan], version: int, start: int, end: int) -> list[VersionSpan]:
+    if start == end:
+        return spans
+    if spans and spans[-1].version == version:
+        return [*spans[:-1], VersionSpan(version, spans[-1].start, end)]
+    return [*spans, VersionSpan(version, start, end)]

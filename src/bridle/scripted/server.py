@@ -1,0 +1,455 @@
+"""Any engine over HTTP, in vLLM's shape: chat, completions, tokens in and out, control.
+
+It lets one process sample for others, stands in for a vLLM server in tests, and is the instant
+engine of the benchmarks; so prompt ids that come as text are never parsed here, and go back as the
+bytes they came as. Differences from vLLM, on purpose: it takes any model name, samples one choice
+(`n` = 1), always parses reasoning and tool calls of the ChatML family, and knows no log-probability
+but the sampled token's.
+
+Made for trusted callers: it listens on loopback unless told otherwise, and `api_key` guards all
+routes but `/health`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Self, TypeVar
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+import bridle
+from bridle.engines import wire
+from bridle.engines.base import CutError, Engine, EngineInfo, GenerateChunk, GenerateRequest
+from bridle.engines.ids import ArrayIds, IdsError, TextIds, cut_ids
+from bridle.errors import ContextOverflowError, EngineError, RenderError, cannot_listen
+from bridle.scripted.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer, Wants, event
+from bridle.scripted.chatml import THINK, THINK_END
+from bridle.scripted.control import Control, Handler
+from bridle.scripted.tokenizer import load_tokenizer
+from bridle.types import JSON
+
+T = TypeVar("T")
+
+BODY_LIMIT = 1 << 30
+"""Bytes of a request body."""
+
+
+class BadCallError(ValueError):
+    """A call that this server refuses with 400; its text says why."""
+
+
+class EngineServer:
+    """Serves `engine` while its `async with` lasts; `url` says where.
+
+    Entering starts the engine, leaving ends all calls and closes it. `tokenizer` is a folder or
+    `builtin`; `None` = the engine's own. `port` 0 takes a free one. `ConfigError` if the port is in
+    use or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tokenizer: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer_source = tokenizer
+        self._host, self._port = host, port
+        self._api_key = api_key
+        self.control = Control(engine)
+
+    info: EngineInfo
+    url: str
+
+    async def __aenter__(self) -> Self:
+        self.info = await self._engine.start()
+        source = self._tokenizer_source or self.info.tokenizer_dir
+        self._tokenizer = load_tokenizer(source)
+        # A client that goes away cancels its handler, which closes the engine's iterator.
+        self._runner = web.AppRunner(
+            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        )
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, self._port, backlog=4096)
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            await self._engine.aclose()
+            raise cannot_listen(self._host, self._port, error) from error
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{self._host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.control.abort(None)
+        await self._engine.aclose()
+        await self._runner.cleanup()
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=BODY_LIMIT)
+        posts: dict[str, Handler] = {
+            wire.CHAT: self._chat,
+            wire.COMPLETIONS: self._completion,
+            wire.GENERATE: self._tokens,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            **self.control.posts,
+        }
+        gets: dict[str, Handler] = {
+            "/v1/models": self._models,
+            "/version": self._version,
+            **self.control.gets,
+        }
+        app.router.add_get("/health", self._health)
+        for path, handler in posts.items():
+            app.router.add_post(path, self._answered(handler))
+        for path, handler in gets.items():
+            app.router.add_get(path, self._answered(handler))
+        return app
+
+    # ---- what every route shares
+
+    def _answered(self, handler: Handler) -> Handler:
+        """The handler with the key checked and failures told in vLLM's error shape."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if not self._admits(request):
+                return _failed(401, "Unauthorized")
+            try:
+                return await handler(request)
+            except (BadCallError, IdsError, RenderError, msgspec.MsgspecError) as error:
+                return _failed(400, str(error))
+            except CutError:
+                return await _cut(request)
+            except EngineError as error:
+                return _failed(*_status_and_message(error))
+            except (web.HTTPException, ConnectionError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the top of a served request
+                return _failed(500, f"{type(error).__name__}: {error}")
+
+        return answer
+
+    def _admits(self, request: web.Request) -> bool:
+        if self._api_key is None:
+            return True
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode())
+
+    async def _health(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        try:
+            await self._engine.health()
+        except EngineError as error:
+            return _failed(503, str(error))
+        return web.Response()
+
+    # ---- sampling
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        text, cut = cut_ids(await request.read(), b"prompt_token_ids")
+        body = _decoded(_CHAT, text)
+        _refuse_many(body.n)
+        prompt, messages, tools = self._chat_prompt(body, cut)
+        wants = Wants(
+            ids=bool(body.return_token_ids),
+            prompt_ids=bool(body.return_token_ids),
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            versions=bool(body.return_weight_versions),
+            usage=body.usage_wanted,
+            tools=body.tools not in wire.ABSENT and body.tool_choice != "none",
+            named_tool=isinstance(body.tool_choice, dict),
+            reasoning=body.include_reasoning,
+        )
+        caller_id = body.request_id or uuid4().hex
+        answer = ChatAnswer(
+            caller_id, body.model or self.info.model, prompt, wants, self._tokenizer
+        )
+        answer.read_from(thinking=self._leaves_thinking_open(prompt))
+        asked = body.max_completion_tokens or body.max_tokens
+        call = GenerateRequest(
+            request_id=self.control.unique_id(caller_id),
+            prompt=prompt,
+            sampling=body.sampling(asked),
+            session_id=body.session_id,
+            model=body.model,
+            messages=messages,
+            tools=tools,
+            grammar=_grammar(body.response_format, body.structured_outputs),
+            stream=bool(body.stream),
+        )
+        return await self._reply(request, caller_id, call, answer)
+
+    def _chat_prompt(
+        self, body: wire.ChatRequest, cut: bytes | None
+    ) -> tuple[TextIds | ArrayIds, list[JSON] | None, list[JSON] | None]:
+        """The prompt of a chat call, and its messages and tools where those made it.
+
+        `cut` = ids that were taken out of the body before it was decoded. Ids in
+        `kv_transfer_params` replace templating, unless `echo` is set, as in vLLM.
+        """
+        transfer = body.kv_transfer_params
+        if transfer is not None and not body.echo:
+            ids = _put_back(transfer.prompt_token_ids, cut)
+            if ids not in (b"", b"null"):
+                return TextIds(ids), None, None
+        messages = _decoded(_OBJECTS, body.messages, "messages")
+        tools = _decoded(_OBJECTS, body.tools, "tools") if body.tools not in wire.ABSENT else None
+        text = self._tokenizer.render(
+            messages,
+            tools,
+            add_generation_prompt=body.add_generation_prompt,
+            arguments=body.chat_template_kwargs,
+        )
+        return ArrayIds(self._tokenizer.encode(text)), messages, tools
+
+    def _leaves_thinking_open(self, prompt: TextIds | ArrayIds) -> bool:
+        tail = self._tokenizer.decode(prompt.tail(4))
+        return tail.rfind(THINK) > tail.rfind(THINK_END)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        text, cut = cut_ids(await request.read(), b"prompt")
+        body = _decoded(_COMPLETION, text)
+        _refuse_many(body.n)
+        prompt = self._completion_prompt(_put_back(body.prompt, cut))
+        wants = Wants(
+            ids=bool(body.return_token_ids),
+            prompt_ids=bool(body.return_token_ids),
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            versions=bool(body.return_weight_versions),
+            usage=body.usage_wanted,
+        )
+        caller_id = body.request_id or uuid4().hex
+        model = body.model or self.info.model
+        answer = CompletionAnswer(caller_id, model, prompt, wants, self._tokenizer)
+        call = GenerateRequest(
+            request_id=self.control.unique_id(caller_id),
+            prompt=prompt,
+            sampling=body.sampling(body.max_tokens or 16),
+            session_id=body.session_id,
+            model=body.model,
+            grammar=_grammar(body.response_format, body.structured_outputs),
+            stream=bool(body.stream),
+        )
+        return await self._reply(request, caller_id, call, answer)
+
+    def _completion_prompt(self, text: bytes) -> TextIds | ArrayIds:
+        if text[:1] == b'"':
+            return ArrayIds(self._tokenizer.encode(msgspec.json.decode(text, type=str)))
+        if text[:1] != b"[" or text[1:].lstrip()[:1] in {b"[", b'"'}:
+            raise BadCallError("prompt: a string or one array of token ids is expected")
+        return TextIds(text)
+
+    async def _tokens(self, request: web.Request) -> web.StreamResponse:
+        text, cut = cut_ids(await request.read(), b"token_ids")
+        body = _decoded(_TOKENS, text)
+        params = body.sampling_params
+        _refuse_many(params.n)
+        prompt = TextIds(_put_back(body.token_ids, cut))
+        wants = Wants(
+            ids=True,
+            prompt_ids=bool(body.return_token_ids),
+            logprobs=params.logprobs is not None,
+            top_logprobs=params.logprobs or 0,
+            versions=True,
+            usage=body.stream_options is not None and body.stream_options.include_usage,
+        )
+        caller_id = body.request_id or uuid4().hex
+        model = body.model or self.info.model
+        answer = TokenAnswer(caller_id, model, prompt, wants, self._tokenizer)
+        call = GenerateRequest(
+            request_id=self.control.unique_id(caller_id),
+            prompt=prompt,
+            sampling=params.sampling(params.max_tokens),
+            model=body.model,
+            grammar=_grammar(None, params.structured_outputs),
+            stream=bool(body.stream),
+        )
+        return await self._reply(request, caller_id, call, answer)
+
+    async def _reply(
+        self, request: web.Request, caller_id: str, call: GenerateRequest, answer: Answer
+    ) -> web.StreamResponse:
+        length, asked = len(call.prompt), call.sampling.max_tokens
+        if length == 0:
+            raise BadCallError("the prompt is empty")
+        if length + (asked or 1) > self.info.context_length:
+            raise ContextOverflowError(length, self.info.context_length, asked)
+        answer.hold_for(call.sampling.stop)
+        async with aclosing(self.control.chunks(caller_id, call)) as chunks:
+            if call.stream:
+                return await _stream(request, answer, chunks)
+            whole = answer.whole([chunk async for chunk in chunks])
+        return web.Response(body=whole, content_type="application/json")
+
+    # ---- looking things up
+
+    async def _models(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
+        model = {
+            "id": self.info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "bridle",
+            "root": str(self._tokenizer.folder),
+            "parent": None,
+            "max_model_len": self.info.context_length,
+            "permission": [],
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _version(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
+        return web.json_response({"version": f"bridle-{bridle.__version__}"})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = _decoded(_TOKENIZE, await request.read())
+        if (body.prompt is None) == (body.messages is None):
+            raise BadCallError("give either prompt or messages")
+        text = body.prompt
+        if text is None:
+            text = self._tokenizer.render(
+                body.messages or [],
+                body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                arguments=body.chat_template_kwargs,
+            )
+        ids = self._tokenizer.encode(text).tolist()
+        names = [self._tokenizer.decode([one]) for one in ids] if body.return_token_strs else None
+        found = {"count": len(ids), "max_model_len": self.info.context_length, "tokens": ids}
+        return web.json_response({**found, "token_strs": names})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = _decoded(_DETOKENIZE, await request.read())
+        ids = TextIds(bytes(body.tokens)).array()
+        return web.json_response({"prompt": self._tokenizer.decode(ids)})
+
+
+_CHAT = msgspec.json.Decoder(wire.ChatRequest)
+_COMPLETION = msgspec.json.Decoder(wire.CompletionRequest)
+_TOKENS = msgspec.json.Decoder(wire.TokenRequest)
+_TOKENIZE = msgspec.json.Decoder(wire.TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(wire.DetokenizeRequest)
+_OBJECTS = msgspec.json.Decoder(list[JSON])
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes, where: str = "") -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise BadCallError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _put_back(raw: msgspec.Raw, cut: bytes | None) -> bytes:
+    """The text of a field: what was cut out of the body, where it was cut out here."""
+    text = bytes(raw)
+    return cut if cut is not None and text == b"null" else text
+
+
+def _refuse_many(n: int | None) -> None:
+    if n not in {None, 1}:
+        raise BadCallError(f"n: {n} choices; this server samples one")
+
+
+def _grammar(response_format: JSON | None, structured: JSON | None) -> JSON | None:
+    """Return the grammar of `GenerateRequest.grammar` for the fields of a request."""
+    if structured and structured.get("json") is not None:
+        return {"json_schema": structured["json"]}
+    kind = (response_format or {}).get("type")
+    if kind == "json_object":
+        return {"json_schema": {}}
+    if kind == "json_schema":
+        schema = (response_format or {}).get("json_schema")
+        return {"json_schema": schema.get("schema", {}) if isinstance(schema, dict) else {}}
+    return None
+
+
+async def _stream(
+    request: web.Request, answer: Answer, chunks: AsyncGenerator[GenerateChunk, None]
+) -> web.StreamResponse:
+    """Write a reply as events. Before the first token a failure still has its own status."""
+    first = await anext(chunks)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    await response.write(b"".join([*answer.opening(), answer.piece(first)]))
+    try:
+        async for chunk in chunks:
+            await response.write(answer.piece(chunk))
+    except CutError:
+        _drop(request)
+        return response
+    except EngineError as error:
+        status, message = _status_and_message(error)
+        await response.write(event(_error_body(status, message)) + b"data: [DONE]\n\n")
+    else:
+        await response.write(b"".join(answer.closing()))
+    await response.write_eof()
+    return response
+
+
+async def _cut(request: web.Request) -> web.StreamResponse:
+    """Half of a JSON reply, then a dead connection."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = 1 << 16
+    await response.prepare(request)
+    await response.write(b'{"id":"chatcmpl-cut","object":')
+    _drop(request)
+    return response
+
+
+def _drop(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.close()
+
+
+def _status_and_message(error: EngineError) -> tuple[int, str]:
+    """Status and message of an engine's failure, worded as vLLM does where clients read it."""
+    if isinstance(error, ContextOverflowError):
+        asked = f"{error.requested} output tokens and " if error.requested else ""
+        return 400, (
+            f"This model's maximum context length is {error.context_length} tokens. However, you "
+            f"requested {asked}your prompt contains {error.prompt_tokens} input tokens. "
+            "Please reduce the length of the input or the number of requested output tokens."
+        )
+    return error.status or (503 if error.retryable else 500), str(error)
+
+
+def _error_body(status: int, message: str) -> JSON:
+    try:
+        kind = HTTPStatus(status).phrase.replace(" ", "")
+    except ValueError:
+        kind = "Error"
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, kind)
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _failed(status: int, message: str) -> web.Response:
+    return web.json_response(_error_body(status, message), status=status)
+
+
+async def serve(
+    engine: Engine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tokenizer: str | None = None,
+    api_key: str | None = None,
+    ready: Callable[[str], None] = lambda _url: None,
+) -> None:
+    """Serve `engine` until cancelled; `ready` is told the URL once it listens."""
+    async with EngineServer(
+        engine, tokenizer=tokenizer, host=host, port=port, api_key=api_key
+    ) as up:
+        ready(up.url)
+        await asyncio.Event().wait()

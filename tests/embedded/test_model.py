@@ -1,0 +1,121 @@
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from tests.embedded.models import CONFIGS, SMALL, save_model
+
+from bridle.embedded.model import load
+from bridle.errors import EngineError
+
+
+def loaded(folder, **options):
+    defaults = {
+        "device": "cpu",
+        "dtype": "auto",
+        "max_batch": 4,
+        "max_context": None,
+        "cache_bytes": None,
+    }
+    return load(folder, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("qwen3", "slots"),
+        ("llama", "slots"),
+        ("gpt2", "slots"),
+        ("mistral", "slots"),
+        ("gemma2", "single, pieces"),
+        ("mamba", "single, pieces"),
+    ],
+)
+def test_each_architecture_is_computed_the_best_way_that_is_right(name, way, folders):
+    assert set(CONFIGS) == {"qwen3", "llama", "gpt2", "mistral", "gemma2", "mamba"}
+    assert loaded(folders[name]).decoder.name == way
+
+
+def test_a_model_without_a_cache_is_computed_anew(tmp_path):
+    config = transformers.OpenAIGPTConfig(vocab_size=2048, n_embd=32, n_layer=1, n_head=2)
+    folder = save_model(tmp_path)
+    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(folder)
+    assert loaded(folder).decoder.name == "single, anew"
+
+
+def test_half_precision_is_kept_when_asked_for(folders):
+    assert loaded(folders["qwen3"], dtype="bfloat16").model.dtype == torch.bfloat16
+    assert loaded(folders["qwen3"]).model.dtype == torch.float32
+
+
+def test_a_small_cache_limits_the_context(folders):
+    # 256 bytes a token, a quarter of the memory kept for what is remembered
+    assert loaded(folders["qwen3"], cache_bytes=44 << 10).context_length == 128
+    with pytest.raises(EngineError, match="too small for one call"):
+        loaded(folders["qwen3"], cache_bytes=42 << 10)
+
+
+def test_a_small_model_runs_on_one_thread(folders):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        loaded(folders["qwen3"])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(EngineError, match="nowhere does not exist"):
+        loaded(tmp_path / "nowhere")
+
+
+def test_a_folder_without_tokenizer_says_what_was_looked_for(tmp_path):
+    transformers.Qwen3Config(**SMALL).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"has no tokenizer \(none of tokenizer.json"):
+        loaded(tmp_path)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path, folder):
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match=r"tokenizer of .* cannot be loaded"):
+        loaded(tmp_path / "m")
+
+
+def test_a_folder_without_model_is_named(tmp_path, folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    with pytest.raises(EngineError, match=r"no config\.json"):
+        loaded(tmp_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        loaded(tmp_path)
+
+
+def test_what_is_no_causal_language_model_is_refused(tmp_path, folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    transformers.T5Config(d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="holds a t5, not a causal language model"):
+        loaded(tmp_path)
+    config = transformers.BertConfig(**SMALL, num_attention_heads=2, intermediate_size=32)
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="not a causal language model that can be sampled"):
+        loaded(tmp_path)
+
+
+def test_missing_weights_are_named(tmp_path, folder):
+    shutil.copytree(folder, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config["layer_types"] = ["full_attention"] * 3
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=r"lacks 11 of the model's weights, 'model\.layers\.2"):
+        loaded(tmp_path / "m")
+
+
+def test_an_unknown_device_is_named(folder):
+    with pytest.raises(EngineError, match="unknown device 'abacus'"):
+        loaded(folder, device="abacus")

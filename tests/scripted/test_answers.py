@@ -1,0 +1,116 @@
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridle.engines.base import GenerateChunk
+from bridle.engines.ids import TextIds
+from bridle.scripted.answers import ChatAnswer, CompletionAnswer, TokenAnswer, Wants, event
+from bridle.scripted.tokenizer import load_tokenizer
+from bridle.types import FinishReason, VersionSpan
+
+TOKENIZER = load_tokenizer(None)
+ALL = Wants(ids=True, prompt_ids=True, logprobs=True, tokens_as_ids=True, versions=True, usage=True)
+KINDS = (ChatAnswer, CompletionAnswer, TokenAnswer)
+
+
+def answer(kind, wants=ALL):
+    made = kind("r", "m", TextIds(b"[1,2,3]"), wants, TOKENIZER)
+    if isinstance(made, ChatAnswer):
+        made.read_from(thinking=False)
+    return made
+
+
+def chunks(ids, size, **last):
+    """`ids` in pieces of `size`, with a logprob each."""
+    array = np.array(ids, dtype=np.int32)
+    values = (-np.arange(1, len(ids) + 1) / 7).astype(np.float32)
+    pieces = [
+        GenerateChunk(array[at : at + size], values[at : at + size])
+        for at in range(0, len(ids), size)
+    ]
+    final = pieces.pop()
+    ended = {"finish_reason": FinishReason.STOP, **last}
+    return [*pieces, GenerateChunk(final.output_ids, final.logprobs, **ended)]
+
+
+def read(event):
+    return json.loads(event.removeprefix(b"data: "))
+
+
+@given(
+    st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=30), st.integers(1, 9)
+)
+def test_on_every_route_pieces_tell_what_the_whole_tells(ids, size):
+    for kind in KINDS:
+        whole = json.loads(answer(kind).whole(chunks(ids, len(ids))))["choices"][0]
+        streamed = answer(kind)
+        pieces = [read(streamed.piece(chunk))["choices"][0] for chunk in chunks(ids, size)]
+        assert [one for piece in pieces for one in piece["token_ids"]] == whole["token_ids"] == ids
+        if kind is CompletionAnswer:
+            told = [one for piece in pieces for one in piece["logprobs"]["token_logprobs"]]
+            assert told == whole["logprobs"]["token_logprobs"]
+            offsets = [one for piece in pieces for one in piece["logprobs"]["text_offset"]]
+            assert offsets == whole["logprobs"]["text_offset"]
+            assert "".join(piece["text"] for piece in pieces) == whole["text"]
+        else:
+            told = [one for piece in pieces for one in piece["logprobs"]["content"]]
+            assert told == whole["logprobs"]["content"]
+        assert pieces[-1]["finish_reason"] == whole["finish_reason"]
+
+
+@given(st.lists(st.floats(-9998, 0, width=32), min_size=1, max_size=9))
+def test_logprobs_survive_as_float32(values):
+    logprobs = np.array(values, dtype=np.float32)
+    chunk = GenerateChunk(np.arange(len(values), dtype=np.int32), logprobs, FinishReason.STOP)
+    for kind in (ChatAnswer, TokenAnswer):
+        entries = json.loads(answer(kind).whole([chunk]))["choices"][0]["logprobs"]["content"]
+        assert np.array_equal(np.array([e["logprob"] for e in entries], np.float32), logprobs)
+
+
+def test_minus_infinity_is_said_as_vllm_says_it():
+    chunk = GenerateChunk(
+        np.array([5], np.int32), np.array([-np.inf], np.float32), FinishReason.STOP
+    )
+    for kind in (ChatAnswer, TokenAnswer):
+        entries = json.loads(answer(kind).whole([chunk]))["choices"][0]["logprobs"]["content"]
+        assert entries[0]["logprob"] == -9999.0
+
+
+def test_tokens_are_named_by_text_unless_ids_are_asked_for():
+    ids = TOKENIZER.encode("hé").tolist()
+    made = answer(ChatAnswer, Wants(logprobs=True, top_logprobs=1))
+    entries = json.loads(made.whole(chunks(ids, 9)))["choices"][0]["logprobs"]["content"]
+    assert entries[0]["token"] == "h"
+    assert entries[0]["bytes"] == [104]
+    top = entries[0]["top_logprobs"][0]
+    assert (top["token"], top["logprob"]) == ("h", entries[0]["logprob"])
+
+
+def test_versions_and_usage_are_told_at_the_end():
+    last = {"versions": (VersionSpan(3, 0, 2),), "cached_tokens": 2}
+    made = answer(ChatAnswer)
+    pieces = [read(made.piece(chunk)) for chunk in chunks([5, 6], 1, **last)]
+    assert "weight_versions" not in pieces[0]["choices"][0]
+    assert pieces[1]["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 2}]
+    usage, done = made.closing()
+    assert read(usage)["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+    assert done == b"data: [DONE]\n\n"
+    assert answer(ChatAnswer, Wants()).closing() == [done]
+
+
+def test_an_event_is_one_line_also_for_clients_that_split_at_line_separators():
+    data = event({"text": "a\u2028b\u2029c\u0085d"})
+    assert len(data.decode().splitlines()) == 2
+    assert json.loads(data.removeprefix(b"data: ")) == {"text": "a\u2028b\u2029c\u0085d"}
+
+
+def test_a_reply_of_no_tokens_is_a_reply():
+    empty = GenerateChunk(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.ABORT)
+    for kind in KINDS:
+        choice = json.loads(answer(kind).whole([empty]))["choices"][0]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([], "abort")

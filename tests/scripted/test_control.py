@@ -1,0 +1,260 @@
+import asyncio
+import json
+
+import aiohttp
+import numpy as np
+import pytest
+
+from bridle.engines.base import GenerateRequest
+from bridle.engines.ids import ArrayIds
+from bridle.engines.serving import as_version
+from bridle.engines.vllm import VllmEngine
+from bridle.errors import EngineError
+from bridle.scripted.control import Control
+from bridle.scripted.server import EngineServer
+from bridle.testing import RecordingEngine, instant_engine, scripted_engine
+from bridle.types import FinishReason, Sampling
+
+
+@pytest.fixture
+async def served():
+    """Makes (server, post) pairs for engines; all end with the test."""
+    opened = []
+
+    async def make(engine):
+        server = EngineServer(engine)
+        await server.__aenter__()
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
+        opened.append((server, session))
+
+        async def ask(path, body=None, method="POST"):
+            data = None if body is None else json.dumps(body).encode()
+            async with session.request(method, server.url + path, data=data) as response:
+                return response.status, await response.json()
+
+        return server, ask
+
+    yield make
+    for server, session in opened:
+        await session.close()
+        await server.__aexit__()
+
+
+def request(name="r", **fields):
+    return GenerateRequest(name, ArrayIds(np.array([1, 2, 3])), Sampling(), **fields)
+
+
+async def collect(chunks):
+    return [chunk async for chunk in chunks]
+
+
+async def running(engine, count=1):
+    """Wait until `count` calls have reached the engine."""
+    async with asyncio.timeout(15):
+        while len(engine.requests) < count:  # noqa: ASYNC110 - the far side has no event
+            await asyncio.sleep(0.005)
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_pause_that_aborts_ends_calls_and_holds_new_ones(served):
+    engine = RecordingEngine(
+        scripted_engine(
+            [{"content": "late", "delay_s": 60}],
+            conversations=[{"when": {"user_contains": "quick"}, "turns": [{"content": "quick"}]}],
+        )
+    )
+    _, ask = await served(engine)
+    quick = {"messages": [{"role": "user", "content": "quick"}]}
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(ask("/v1/chat/completions", CHAT))
+        await running(engine)
+        assert await ask("/pause?mode=abort") == (200, {"status": "paused"})
+        assert await ask("/is_paused", method="GET") == (200, {"is_paused": True})
+        second = group.create_task(ask("/v1/chat/completions", quick))
+        await asyncio.sleep(0.05)
+        assert len(engine.requests) == 1
+        assert await ask("/resume") == (200, {"status": "resumed"})
+    assert first.result()[1]["choices"][0]["finish_reason"] == "abort"
+    assert second.result()[1]["choices"][0]["finish_reason"] == "stop"
+    assert await ask("/is_paused", method="GET") == (200, {"is_paused": False})
+
+
+async def test_a_pause_that_waits_returns_when_all_calls_have_ended(served):
+    engine = RecordingEngine(scripted_engine([{"content": "x", "delay_s": 0.1}]))
+    server, ask = await served(engine)
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(ask("/v1/chat/completions", CHAT))
+        await running(engine)
+        assert (await ask("/pause?mode=wait"))[0] == 200
+        assert not server.control._calls
+    assert call.result()[1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_pause_that_keeps_holds_a_call_where_it_is():
+    engine = scripted_engine([{"content": "word " * 40}])
+    control = Control(engine)
+    chunks = control.chunks("mine", request(stream=True))
+    first = await anext(chunks)
+    control._flowing.clear()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await anext(chunks)
+    assert len(first.output_ids) == 8
+
+
+class Waiting:
+    """A scripted engine whose calls wait for its sign."""
+
+    def __init__(self):
+        self._inner = scripted_engine([{"content": "x"}])
+        self.sign = asyncio.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def generate(self, request):
+        await self.sign.wait()
+        async for chunk in self._inner.generate(request):
+            yield chunk
+
+
+async def test_keep_then_resume_loses_nothing(served):
+    inside = Waiting()
+    engine = RecordingEngine(inside)
+    _, ask = await served(engine)
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(ask("/v1/chat/completions", CHAT))
+        await running(engine)
+        await ask("/pause?mode=keep")
+        inside.sign.set()
+        await asyncio.sleep(0.1)
+        assert not call.done()
+        await ask("/resume")
+    assert call.result()[1]["choices"][0]["message"]["content"] == "x"
+
+
+@pytest.mark.parametrize("ids", [["mine"], ["chatcmpl-mine"], None])
+async def test_calls_are_aborted_by_the_callers_id_or_all_at_once(served, ids):
+    engine = RecordingEngine(scripted_engine([{"delay_s": 60}]))
+    _, ask = await served(engine)
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(ask("/v1/chat/completions", {**CHAT, "request_id": "mine"}))
+        await running(engine)
+        await ask("/abort_requests", {"request_ids": ["another"]})
+        assert engine.aborted == []
+        await ask("/abort_requests", None if ids is None else {"request_ids": ids})
+    reply = call.result()[1]
+    assert reply["id"] == "chatcmpl-mine"
+    assert reply["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_two_calls_with_one_id_stay_apart(served):
+    inside = Waiting()
+    engine = RecordingEngine(inside)
+    _, ask = await served(engine)
+    body = {**CHAT, "request_id": "same"}
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(ask("/v1/chat/completions", body)) for _ in range(2)]
+        await running(engine, 2)
+        inside.sign.set()
+    assert [call.result()[0] for call in calls] == [200, 200]
+    assert len({one.request_id for one in engine.requests}) == 2
+
+
+async def test_the_weight_version_is_told_and_set(served):
+    _, ask = await served(scripted_engine([{"content": "x"}]))
+    assert await ask("/weight_info", method="GET") == (200, {"weight_version": "0"})
+    assert (await ask("/update_weight_version", {"new_version": "5"}))[0] == 200
+    assert await ask("/weight_info", method="GET") == (200, {"weight_version": "5"})
+    body = {**CHAT, "return_weight_versions": True}
+    _, reply = await ask("/v1/chat/completions", body)
+    assert reply["choices"][0]["weight_versions"][0]["version"] == "5"
+
+
+async def test_an_engine_without_a_version_of_ours_says_so(served):
+    _, ask = await served(instant_engine())
+    assert (await ask("/update_weight_version", {"new_version": 1}))[0] == 501
+
+
+class Trained:
+    """An engine that takes weights, for the routes that tell it to."""
+
+    def __init__(self):
+        self._inner = scripted_engine([{"content": "x"}])
+        self.loaded = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def set_version(self, version):
+        await self._inner.set_version(version)
+
+    async def update_weights(self, source, version):
+        self.loaded.append((source, version))
+
+
+async def test_weights_come_from_a_folder_by_vllm_s_own_command(served, tmp_path):
+    engine = Trained()
+    server, ask = await served(engine)
+    load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
+    assert (await ask("/collective_rpc", load))[0] == 200
+    assert engine.loaded == [("folder", 0)]
+    for body in ({"method": "reload_weights"}, {**load, "method": "sleep"}):
+        assert (await ask("/collective_rpc", body))[0] == 400
+    (tmp_path / "model.safetensors").touch()
+    # The adapter does all of it.
+    adapter = VllmEngine(server.url)
+    try:
+        await adapter.start()
+        assert await adapter.pause("abort")
+        await adapter.update_weights(tmp_path, 3)
+        await adapter.resume()
+        assert engine.loaded[-1] == (str(tmp_path), 0)
+        assert (engine.version, (await adapter.start()).version) == (3, 3)
+        chunks = await collect(adapter.generate(request()))
+        assert {span.version for span in chunks[-1].versions} == {3}
+    finally:
+        await adapter.aclose()
+
+
+async def test_an_engine_that_takes_no_weights_says_so(served):
+    server, ask = await served(scripted_engine([{"content": "x"}]))
+    load = {"method": "reload_weights", "kwargs": {"weights_path": "folder"}}
+    assert (await ask("/collective_rpc", load))[0] == 501
+    adapter = VllmEngine(server.url)
+    try:
+        with pytest.raises(EngineError, match="takes no weights"):
+            await adapter.update_weights("folder", 1)
+    finally:
+        await adapter.aclose()
+
+
+async def test_leaving_a_call_early_closes_the_engines_iterator():
+    engine = RecordingEngine(scripted_engine([{"content": "word " * 40}]))
+    control = Control(engine)
+    chunks = control.chunks("mine", request("r", stream=True))
+    await anext(chunks)
+    await chunks.aclose()
+    assert engine.closed_early == ["r"]
+    assert not control._calls
+    assert control._idle.is_set()
+    (chunk,) = await collect(control.chunks("mine", request("s")))
+    assert chunk.finish_reason is FinishReason.STOP
+
+
+def test_versions_are_numbers():
+    assert (as_version("12"), as_version(3)) == (12, 3)
+    with pytest.raises(EngineError, match="'v2' is no number"):
+        as_version("v2")
+
+
+def test_weights_that_nobody_numbered_count_as_what_the_reader_knows():
+    """vLLM calls its weights `default` until it is told a version (seen on 0.32.0)."""
+    assert as_version("default", unnamed=4) == 4
+    assert as_version("5", unnamed=4) == 5
+    with pytest.raises(EngineError, match="number the versions"):
+        as_version("default")
+    with pytest.raises(EngineError, match="'v2' is no number"):
+        as_version("v2", unnamed=4)

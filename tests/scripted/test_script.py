@@ -1,0 +1,168 @@
+import json
+
+import pytest
+
+from bridle.errors import ConfigError, EngineError
+from bridle.scripted.chatml import view_messages
+from bridle.scripted.script import choose, load_script, make_script
+
+
+def view(*messages, tools=()):
+    named = [{"type": "function", "function": {"name": name}} for name in tools]
+    return view_messages([{"role": role, "content": text} for role, text in messages], named)
+
+
+def script(*conversations):
+    return make_script({"conversations": list(conversations)}, "script")
+
+
+def turns(*texts, **more):
+    return {"turns": [{"content": text} for text in texts], **more}
+
+
+USER = ("user", "please fix the bug")
+
+
+@pytest.mark.parametrize(
+    ("when", "fits"),
+    [
+        ({}, True),
+        ({"system_contains": "kind"}, True),
+        ({"system_contains": ["kind", "brief"]}, True),
+        ({"system_contains": ["kind", "rude"]}, False),
+        ({"user_contains": "fix"}, True),
+        ({"user_contains": "thanks"}, True),
+        ({"user_contains": ["fix", "thanks"]}, True),
+        ({"user_contains": "kind"}, False),
+        ({"last_contains": "thanks"}, True),
+        ({"last_contains": "fix"}, False),
+        ({"results_contain": "a result"}, True),
+        ({"results_contain": "thanks"}, False),
+        ({"user_contains": "a result"}, False),
+        ({"tools_include": "bash"}, True),
+        ({"tools_include": ["bash", "edit"]}, True),
+        ({"tools_include": ["bash", "web"]}, False),
+        ({"model": "m"}, True),
+        ({"model": "n"}, False),
+        ({"system_contains": "kind", "user_contains": "never"}, False),
+    ],
+)
+def test_every_field_of_when_must_hold(when, fits):
+    request = view(
+        ("system", "be kind"), ("developer", "be brief"), USER, ("assistant", "done"),
+        ("tool", "a result"), ("user", "thanks"), tools=["bash", "edit"],
+    )  # fmt: skip
+    two = script(turns("special", when=when), turns("rest"))
+    assert choose(two, request, "m")[0] == (0 if fits else 1)
+
+
+def test_the_first_conversation_that_fits_wins():
+    many = script(
+        turns("a", when={"user_contains": "fix"}), turns("b", when={"user_contains": "bug"})
+    )
+    assert choose(many, view(USER), None) == (0, 0)
+
+
+def test_the_turn_is_the_number_of_assistant_messages_less_skip_and_the_last_repeats():
+    plain = script(turns("0", "1"))
+    skipping = script(turns("0", "1", skip=2))
+    found = []
+    for count in range(5):
+        request = view(USER, *[("assistant", "x")] * count)
+        found.append((choose(plain, request, None)[1], choose(skipping, request, None)[1]))
+    assert found == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1)]
+
+
+def test_last_contains_needs_a_user_message():
+    with pytest.raises(EngineError):
+        choose(script(turns("a", when={"last_contains": "x"})), view(("system", "x")), None)
+
+
+def test_a_request_that_nothing_fits_is_shown():
+    with pytest.raises(EngineError, match="no conversation") as caught:
+        choose(
+            script(turns("a", when={"model": "m"})),
+            view(("system", "s" * 90), USER, tools=["t"]),
+            "n",
+        )
+    text = str(caught.value)
+    assert "ss...'" in text
+    assert "fix the bug" in text
+    assert "['t']" in text
+    assert "'n'" in text
+    assert (caught.value.status, caught.value.retryable) == (400, False)
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ({"contents": "x"}, "conversations.0.turns.0.contents: Extra inputs"),
+        ({"delay_s": -1}, "conversations.0.turns.0.delay_s"),
+        ({"fault": 200}, "conversations.0.turns.0.fault"),
+        ({"fault": "broken"}, "conversations.0.turns.0.fault"),
+        ({"finish": "abort"}, "conversations.0.turns.0.finish"),
+        ({"token_ids": [1, -1]}, "conversations.0.turns.0.token_ids.1"),
+        ({"tool_calls": [{"arguments": {}}]}, "conversations.0.turns.0.tool_calls.0.name"),
+        ({"shell": "ls"}, "conversations.0.turns.0.shell"),
+        ({"raw": "a", "content": "b"}, "raw is the whole text"),
+        ({"raw": "a", "shell": ["ls"]}, "raw is the whole text"),
+        ({"fault_times": 1}, "fault_times needs a fault"),
+        ({"fault_after": 1}, "fault_after needs a fault"),
+        ({"fault": 500, "fault_after": 0}, "conversations.0.turns.0.fault_after"),
+    ],
+)
+def test_a_mistake_in_a_turn_is_named_by_file_and_field(tmp_path, turn, says):
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps({"conversations": [{"turns": [turn]}]}))
+    with pytest.raises(ConfigError) as caught:
+        load_script(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"conversations": [\n  oops]}', ":2:3: Expecting value"),
+        ("[]", "(top level)"),
+        ("{}", "conversations: Field required"),
+        ('{"conversations": []}', "conversations: "),
+        ('{"conversations": [{"turns": []}]}', "conversations.0.turns: "),
+        ('{"conversations": [{"turns": [{}], "whem": {}}]}', "conversations.0.whem"),
+        (
+            '{"conversations": [{"turns": [{}], "when": {"user": "x"}}]}',
+            "conversations.0.when.user",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(tmp_path, text, says):
+    path = tmp_path / "script.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_script(path)
+    assert says in str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_script(tmp_path / "nowhere.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_script(tmp_path / "binary")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_script(tmp_path)
+
+
+def test_a_file_with_every_field_is_read(tmp_path):
+    path = tmp_path / "script.json"
+    turn = {
+        "reasoning": "r", "content": "c", "tool_calls": [{"name": "f", "arguments": {"a": 1}}],
+        "shell": ["ls"], "token_ids": [1], "finish": "length", "delay_s": 0.5, "fault": "cut",
+        "fault_times": 2, "fault_after": 3,
+    }  # fmt: skip
+    path.write_text(json.dumps({"conversations": [{"turns": [turn, {"raw": "x"}], "skip": 1}],
+                                "model": "m", "context_length": 100}))  # fmt: skip
+    read = load_script(path)
+    assert read.conversations[0].turns[0].tool_calls[0].arguments == {"a": 1}
+    assert read.conversations[0].turns[1].raw == "x"
+    assert (read.model, read.context_length, read.conversations[0].skip) == ("m", 100, 1)
