@@ -1,4 +1,4 @@
-"""The fields of slime's `Sample` (slime/utils/types.py, August 2026), which Miles' shares."""
+"""The fields of slime's `Sample` (slime/utils/types.py at commit 624b824), which Miles' shares."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +33,13 @@ class Sample:
     session_id: str | None = None
 
     Status = Status
+
+    def to_dict(self):
+        return self.__dict__ | {"status": self.status.value}
+
+    @staticmethod
+    def from_dict(data):
+        return Sample(**data | {"status": Status(data["status"])})
 
     def validate(self) -> None:
         """Miles' own checks."""

@@ -1,5 +1,7 @@
 """Samples for slime and Miles: groups, siblings, masks, versions; advantages by session."""
 
+from collections import Counter
+from heapq import heappop, heappush
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,15 @@ from tests.bridges.samples import Sample, Status
 
 from bridle.bridges import slime
 from bridle.bridges.base import TaskTable
-from bridle.bridges.remote import open_server
-from bridle.bridges.slime import generate_rollout, play_groups, post_process_rewards, samples_of
+from bridle.bridges.remote import ServerSessions, open_server
+from bridle.bridges.slime import (
+    Ahead,
+    generate_rollout,
+    generate_rollout_async,
+    play_groups,
+    post_process_rewards,
+    samples_of,
+)
 from bridle.config import Task
 from bridle.errors import ConfigError
 
@@ -143,10 +152,18 @@ def test_colocated_engines_are_released_when_the_rollout_function_returns(opened
     assert states == ["serving", "played", "released"]
 
 
-def test_an_evaluation_gives_rewards(opened):
+def test_the_asynchronous_function_refuses_engines_that_share_the_trainers_gpus(opened):
+    args, _ = opened
+    args.colocate = True
+    with pytest.raises(ConfigError, match="GPUs of their own"):
+        generate_rollout_async(args, 5, None)
+
+
+@pytest.mark.parametrize("function", [generate_rollout, generate_rollout_async])
+def test_an_evaluation_gives_rewards(opened, function):
     args, sessions = opened
     sessions.play = Player(session("s", 1.0, trace()), session("u", None)).play
-    told = generate_rollout(args, 5, None, evaluation=True)
+    told = function(args, 5, None, evaluation=True)
     assert told["bridle"]["rewards"] == [1.0]
 
 
@@ -155,3 +172,85 @@ def test_settings_come_from_the_arguments_or_the_environment(monkeypatch):
         slime._setting(SimpleNamespace(), "bridle_server")
     monkeypatch.setenv("BRIDLE_SERVER", "http://127.0.0.1:2")
     assert slime._setting(SimpleNamespace(), "bridle_server") == "http://127.0.0.1:2"
+
+
+class Slots(ServerSessions):
+    """A server with 64 run slots on a simulated clock; one session of every 64 takes 10, not 1."""
+
+    def __init__(self):
+        self.now, self.busy, self.started = 0.0, 0.0, 0
+        self.queue: list[str] = []
+        self.running: list[tuple[float, str]] = []
+        self.left: Counter[str] = Counter()
+        self.order: list[str] = []
+
+    def hand_in(self, groups):
+        for name, (_, samples) in groups.items():
+            self.queue += [name] * samples
+            self.left[name] = samples
+        self.fill()
+        return []
+
+    def fill(self):
+        while self.queue and len(self.running) < 64:
+            self.started += 1
+            length = 10 if self.started % 64 == 1 else 1
+            heappush(self.running, (self.now + length, self.queue.pop(0)))
+
+    def until(self, time):
+        """Let sessions end, and others begin in their place."""
+        while self.running and self.running[0][0] <= time:
+            end = self.running[0][0]
+            self.busy += len(self.running) * (end - self.now)
+            self.now, name = heappop(self.running)
+            self.left[name] -= 1
+            if not self.left[name]:
+                self.order.append(name)
+            self.fill()
+        self.busy += len(self.running) * (time - self.now)
+        self.now = time
+
+    def ended(self, after):
+        while len(self.order) == after:
+            self.until(self.running[0][0])
+        return after + 1, self.order[after]
+
+    def fetch(self, name, task_id, samples):
+        return [session(f"{name}.{at}", 1.0, trace()) for at in range(samples)]
+
+    def ack(self, names):
+        pass
+
+
+class Groups:
+    """A data source of groups of eight."""
+
+    def __init__(self):
+        self.given = 0
+        self.metadata: dict = {}
+
+    def get_samples(self, count):
+        numbers = range(self.given, self.given + count)
+        self.given += count
+        return [
+            [Sample(group_index=n, index=8 * n + at, metadata={"task_id": "a"}) for at in range(8)]
+            for n in numbers
+        ]
+
+
+def lost_share(ahead):
+    """Engine time that is lost over 40 batches of 64 sessions, each with a slow one."""
+    slots = Slots()
+    groups = Ahead(slots, TASKS, Groups(), "run")
+    start = busy = 0.0
+    for rollout in range(48):
+        if rollout == 8:
+            start, busy = slots.now, slots.busy
+        groups.take(rollout, 8, ahead)
+        slots.until(slots.now + 0.5)  # the trainer's step
+    return 1 - (slots.busy - busy) / (64 * (slots.now - start))
+
+
+def test_a_slow_session_in_every_batch_costs_the_engines_less_than_a_tenth():
+    assert lost_share(0) > 0.7  # whole batches: all wait for the slow one
+    assert lost_share(16) < 0.1

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -57,19 +57,43 @@ class ServerSessions:
         once = {task.task_id: task for task in tasks}
         call = uuid.uuid4().hex[:12]
         names = {task_id: f"{task_id}.{call}" for task_id in once}
-        self._client.submit_many(
-            task.model_copy(update={"task_id": names[task_id], "num_samples": counts[task_id]})
-            for task_id, task in once.items()
-        )
-        found: dict[str, list[Trajectory]] = {}
-        for task_id, name in names.items():
-            self._client.wait(name)
-            ended = {one["sample_index"]: one for one in self._client.sessions(name)}
-            found[task_id] = [
-                self._trajectory(task_id, ended.get(at)) for at in range(counts[task_id])
-            ]
-        self._client.ack(task_ids=list(names.values()))
+        self.hand_in({names[task_id]: (task, counts[task_id]) for task_id, task in once.items()})
+        found = {
+            task_id: self.fetch(name, task_id, counts[task_id]) for task_id, name in names.items()
+        }
+        self.ack(names.values())
         return [found[task.task_id].pop(0) for task in tasks]
+
+    def hand_in(self, groups: Mapping[str, tuple[Task, int]]) -> list[str]:
+        """Have groups played, each a task and its samples, under these names.
+
+        Returns the names of those that the server had before and that have ended.
+        """
+        fresh = self._client.submit_many(
+            task.model_copy(update={"task_id": name, "num_samples": samples})
+            for name, (task, samples) in groups.items()
+        )
+        known = [name for name, is_new in zip(groups, fresh, strict=True) if not is_new]
+        return [name for name in known if self._client.task(name)["cursor"] is not None]
+
+    def ended(self, after: int) -> tuple[int, str]:
+        """Wait for the next group that ends; its place among them and its name.
+
+        `after` is the place of the one before; acknowledged groups are passed over.
+        """
+        groups = self._client.groups(cursor=after, trajectories=False, ack=False)
+        group = next(iter(groups))
+        return group.cursor, group.task_id
+
+    def fetch(self, name: str, task_id: str, samples: int) -> list[Trajectory]:
+        """Wait until a group has ended; its sessions, which are of `task_id`."""
+        self._client.wait(name)
+        ended = {one["sample_index"]: one for one in self._client.sessions(name)}
+        return [self._trajectory(task_id, ended.get(at)) for at in range(samples)]
+
+    def ack(self, names: Iterable[str]) -> None:
+        """Say that these groups have been dealt with."""
+        self._client.ack(task_ids=list(names))
 
     def set_version(self, version: int) -> None:
         """Sessions begun from here on are sampled under this policy version."""

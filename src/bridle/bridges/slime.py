@@ -1,6 +1,7 @@
-"""slime, and Miles, its sibling: a rollout function whose samples are traces of real sessions.
+"""slime, and Miles, its sibling: rollout functions whose samples are traces of real sessions.
 
     --rollout-function-path bridle.bridges.slime.generate_rollout
+    (or ...generate_rollout_async, with train_async.py)
     --custom-reward-post-process-path bridle.bridges.slime.post_process_rewards
 
 The data set's rows name tasks by `metadata.task_id` (or by their prompt). `args.bridle_server` and
@@ -9,13 +10,15 @@ The data set's rows name tasks by `metadata.task_id` (or by their prompt). `args
 
 A session gives as many samples as it has traces. They share `rollout_id`, so the loss counts the
 session once, and `group_index`. slime's own group normalisation needs as many samples in each
-group; `post_process_rewards` counts each session once whatever number of samples it has. Field
-names are those of `slime.utils.types.Sample` and `miles.utils.types.Sample` of August 2026.
+group; `post_process_rewards` counts each session once whatever number of samples it has. Fields and
+signatures are those of slime at commit 624b824 and of Miles at 31f1ca9, which calls functions like
+slime's in its newer rollout interface as well.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
@@ -57,11 +60,11 @@ def generate_rollout(
 
 @contextmanager
 def _engines(args: Any, sessions: ServerSessions) -> Iterator[None]:  # noqa: ANN401 - slime's own
-    """With `--colocate`, have the engines serve inside and leave them alone afterwards.
+    """Have engines that share slime's GPUs serve inside, and leave them alone afterwards.
 
     slime releases their memory once its rollout function returns.
     """
-    if not getattr(args, "colocate", False):
+    if not _offloads(args):
         yield
         return
     sessions.take_back()
@@ -69,6 +72,100 @@ def _engines(args: Any, sessions: ServerSessions) -> Iterator[None]:  # noqa: AN
         yield
     finally:
         sessions.give_up()
+
+
+def _offloads(args: Any) -> bool:  # noqa: ANN401 - slime's own
+    """Return whether slime releases the engines' memory while it trains."""
+    asked = getattr(args, "offload_rollout", None)
+    return bool(getattr(args, "colocate", False) if asked is None else asked)
+
+
+def generate_rollout_async(
+    args: Any,  # noqa: ANN401 - slime's own
+    rollout_id: int,
+    data_source: Any,  # noqa: ANN401 - slime's own
+    evaluation: bool = False,  # noqa: FBT001, FBT002 - slime calls it so
+) -> Any:  # noqa: ANN401 - slime's own
+    """Slime's rollout function for `train_async.py`: sessions also run while slime trains.
+
+    Takes the groups that end first and leaves `bridle_ahead` others under way (by default as many
+    as two batches have), so a slow session comes in a later batch. `bridle_run` names the run on
+    the server. `ConfigError` for engines that share slime's GPUs.
+    """
+    if evaluation:
+        return generate_rollout(args, rollout_id, data_source, evaluation=True)
+    if _offloads(args):
+        raise ConfigError("generate_rollout_async needs engines with GPUs of their own")
+    sessions, tasks = open_server(_setting(args, "bridle_server"), _setting(args, "bridle_tasks"))
+    # train_async.py begins a rollout before the update of the one before it.
+    sessions.set_version(max(0, rollout_id - 1))
+    count = args.rollout_batch_size
+    ahead = _ahead(sessions, tasks, data_source, _setting(args, "bridle_run"))
+    return _output(*ahead.take(rollout_id, count, int(getattr(args, "bridle_ahead", 2 * count))))
+
+
+class Ahead:
+    """Groups that a server plays ahead of need, taken in the order in which they end.
+
+    The data source's `metadata`, which is part of slime's checkpoints, has those under way and
+    those taken for the latest rollouts. A trainer that was killed gets the groups that its
+    checkpoint has not trained again, by their names; no session is played twice.
+    """
+
+    def __init__(self, sessions: ServerSessions, tasks: TaskTable, source: Any, run: str) -> None:  # noqa: ANN401 - slime's own
+        """Nothing is asked of the server yet."""
+        self._sessions, self._tasks, self._source, self._run = sessions, tasks, source, run
+        self._groups: dict[str, Sequence[Sample]] = {}
+        """By name: those under way, and those of the latest rollouts."""
+        self._rollouts: dict[str, int] = {}
+        """Of the groups that were taken."""
+        self._ended: list[str] = []
+        self._cursor = 0
+        self._restored: list[Any] = list(source.metadata.get("bridle", ()))
+
+    def take(
+        self, rollout_id: int, count: int, ahead: int
+    ) -> tuple[list[list[list[Sample]]], RowCounts]:
+        """Have `count + ahead` groups under way, and return the samples of `count` of them."""
+        trained = [name for name, of in self._rollouts.items() if of < rollout_id - 1]
+        self._sessions.ack(trained)
+        for name in trained:
+            del self._groups[name], self._rollouts[name]
+        self._begin(rollout_id, count + ahead)
+        while len(self._ended) < count:
+            self._cursor, name = self._sessions.ended(self._cursor)
+            if name in self._groups and name not in {*self._ended, *self._rollouts}:
+                self._ended.append(name)
+        names, self._ended = self._ended[:count], self._ended[count:]
+        self._rollouts |= dict.fromkeys(names, rollout_id)
+        self._source.metadata["bridle"] = [
+            (self._rollouts.get(name), [sample.to_dict() for sample in samples])
+            for name, samples in self._groups.items()
+        ]
+        templates = [self._groups[name] for name in names]
+        return samples_of(
+            [
+                Group(task_of(of[0]), tuple(self._sessions.fetch(name, task_of(of[0]), len(of))))
+                for name, of in zip(names, templates, strict=True)
+            ],
+            templates,
+        )
+
+    def _begin(self, rollout_id: int, wanted: int) -> None:
+        """Hand in what is missing, and after a restart what the checkpoint has not trained."""
+        again = [of for rollout, of in self._restored if rollout is None or rollout >= rollout_id]
+        under_way = len(self._groups) - len(self._rollouts) + len(again)
+        fresh = self._source.get_samples(max(wanted - under_way, bool(again)))
+        fresh += [[type(fresh[0][0]).from_dict(sample) for sample in of] for of in again]
+        self._restored = []
+        groups = {f"{self._run}.{samples[0].group_index}": samples for samples in fresh}
+        self._groups |= groups
+        self._ended += self._sessions.hand_in(
+            {name: (self._tasks[task_of(of[0])], len(of)) for name, of in groups.items()}
+        )
+
+
+_ahead = functools.cache(Ahead)
 
 
 def play_groups(

@@ -1,4 +1,4 @@
-"""A trainer of one's own on the HTTP contract: the protocol's example, as a real process."""
+"""Trainers on a real rollout server, in processes that are killed: each group is trained once."""
 
 import asyncio
 import dataclasses
@@ -17,6 +17,7 @@ from tests.server.house import FakeWorkers, a_service, body, result, served
 
 from bridle.server.app import serving
 from bridle.server.auth import Role, Token
+from bridle.server.permits import Permits
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "own-trainer" / "trainer.py"
@@ -67,10 +68,10 @@ async def test_a_trainer_of_ones_own_trains_every_token_of_every_trace(tmp_path)
     trainer_conformance(groups, rows).check()
 
 
-async def run(arguments, *, killed_after=None):
-    """Run the program; kill it once it has said so many lines. Returns what it said."""
+async def run(*arguments, killed_after=None):
+    """Run a program; kill it once it has said so many lines. Returns what it said."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PROGRAM), *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     said = []
@@ -96,11 +97,11 @@ async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, 
         a_service(tmp_path, workers) as service,
         serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
     ):
-        arguments = [url, TOKEN.token, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
+        arguments = [str(PROGRAM), url, TOKEN.token, str(tmp_path / "tasks.jsonl"), str(checkpoint)]
         # A step says three lines: the groups left, the groups taken, and that it saved.
         for _ in range(2):
-            await run(arguments, killed_after=drawn.randint(1, 4))
-        said = await run(arguments)
+            await run(*arguments, killed_after=drawn.randint(1, 4))
+        said = await run(*arguments)
         assert said[-1].endswith("0 groups left\n")
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN.token}"}) as http:
             left = msgspec.json.decode((await http.get(f"{url}/v1/groups")).content)["groups"]
@@ -108,3 +109,32 @@ async def test_a_trainer_that_is_killed_twice_trains_every_group_once(tmp_path, 
     assert trained == Counter(task["task_id"] for task in tasks)
     assert left == []
     assert len(workers.ran) == 16  # no session was played twice
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seed", range(2))
+async def test_slimes_loop_that_is_killed_twice_trains_every_group_once(
+    tmp_path, seed, monkeypatch
+):
+    drawn = random.Random(seed)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("BRIDLE_SERVER_TOKEN", TOKEN.token)
+    tasks = [json.dumps({"task_id": f"task-{n}", "instruction": "go"}) for n in range(3)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    checkpoint, workers, rollouts = tmp_path / "checkpoint.json", FakeWorkers(), 5
+    permits = Permits(host_paths=(tmp_path,), local=True)
+    async with (
+        a_service(tmp_path, workers) as service,
+        serving(served(service, permits=permits, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+    ):
+        program = str(Path(__file__).with_name("slime_loop.py"))
+        arguments = [program, url, str(tmp_path / "tasks.jsonl"), str(checkpoint), str(rollouts)]
+        for _ in range(2):
+            await run(*arguments, killed_after=drawn.randint(1, 7))
+        await run(*arguments)
+        state = json.loads(checkpoint.read_text())
+    trained = state["trained"]
+    kept = {of[0]["group_index"] for _, of in state["source"][1]["bridle"]}
+    assert {*trained} | kept == {*range(state["source"][0])}  # none was passed over
+    assert len(trained) == len(set(trained)) == 2 * rollouts
+    assert len(workers.ran) == len(set(workers.ran))  # no session was played twice
