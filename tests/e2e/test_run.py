@@ -96,7 +96,7 @@ def test_another_builder_gives_one_trace_per_call(finished):
 
 
 def test_sigkill_loses_no_committed_exchange(batch, run_arguments):
-    folder = batch(delay_s=30.0)
+    folder = batch(delay_s=300.0)
     run = folder / "run"
     with bridle_process(*run_arguments(folder)) as process:
         wait_for(lambda: committed(run) >= 2, "two exchanges are committed")
@@ -117,12 +117,12 @@ def test_sigkill_loses_no_committed_exchange(batch, run_arguments):
 
 
 def test_ctrl_c_ends_sessions_leaves_nothing_behind_and_keeps_capture(batch, run_arguments):
-    folder = batch(delay_s=30.0)
+    folder = batch(delay_s=300.0)
     run = folder / "run"
     with bridle_process(*run_arguments(folder)) as process:
         wait_for(lambda: committed(run) >= 2, "two exchanges are committed")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
 
     assert process.returncode == 130, err
     assert "interrupted" in err
