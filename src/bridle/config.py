@@ -117,7 +117,9 @@ class Limits(Settings):
 class Action(Settings):
     """One step of preparing a runtime."""
 
-    type: Literal["upload_file", "upload_dir", "exec"]
+    type: Literal["upload_file", "upload_dir", "exec", "scrub_git"]
+    """`scrub_git` removes from the repository at `target` what `HEAD` does not reach
+    (`bridle.lifecycle.scrub`)."""
     source: str | None = None
     """Path on our side, relative to the task file."""
     target: str | None = None

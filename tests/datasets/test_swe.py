@@ -182,6 +182,12 @@ def test_the_newest_row_brings_its_own_script_and_tells_no_solution():
     assert task["metadata"] == {name: CLASSIC[name] for name in ("repo", "version", "base_commit")}
 
 
+@pytest.mark.parametrize("row", [GYM, CLASSIC, REBENCH, NEWEST])
+def test_a_task_begins_with_a_repository_without_its_future(row):
+    runtime = swe_task(row, "rows:1")["runtime"]
+    assert runtime["prepare"] == [{"type": "scrub_git", "target": "/testbed"}]
+
+
 def test_a_repository_of_swe_smith_has_its_bug_and_a_history_without_the_fix(tmp_path):
     def git(*words):
         return subprocess.run(

@@ -39,7 +39,7 @@ async def played(tmp_path, backend, script, *, another=None, env=None, **options
     """The result of a session whose harness is `script`; `another` opens a second session."""
     (tmp_path / "node").mkdir()
     async with a_node(tmp_path / "node", {"content": "hello"}) as node:
-        runtime = RuntimeSpec(**await spec_of(backend), **options.pop("runtime", {}))
+        runtime = RuntimeSpec(**{**await spec_of(backend), **options.pop("runtime", {})})
         names = dict(env or {})
         if another is not None:
             handle = await node.gateway.open_session(another)

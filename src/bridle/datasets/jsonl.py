@@ -334,7 +334,8 @@ def _resolved(raw: RawTask, task: Task, folder: Path) -> Task:
 
 
 def _action(raw: RawTask, field: str, action: Action, folder: Path) -> Action:
-    for name in ("command",) if action.type == "exec" else ("source", "target"):
+    needed = {"exec": ("command",), "scrub_git": ()}
+    for name in needed.get(action.type, ("source", "target")):
         if getattr(action, name) is None:
             line = _line_of(raw, [field.split(".")[1]])
             raise ConfigError(f"{raw.path}:{line}: {field}.{name}: {action.type!r} needs it")

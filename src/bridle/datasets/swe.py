@@ -85,6 +85,7 @@ def swe_task(value: object, where: str) -> JSON:
         runtime["image"] = instance["image"] = known_image
         instance |= {"log_parser": parser, "eval_type": "pass_and_fail"}
         instance |= {"eval_script": _script(row, spec, where)}
+    runtime.setdefault("prepare", [{"type": "scrub_git", "target": WORKDIR}])
     instance.setdefault("version", "")
     return {
         "task_id": row["instance_id"],

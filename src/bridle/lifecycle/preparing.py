@@ -11,6 +11,7 @@ from bridle.aio import retry
 from bridle.config import Action
 from bridle.errors import BridleError, RuntimeFailure, boundary
 from bridle.harnesses.base import Launch
+from bridle.lifecycle import scrub
 from bridle.runtimes.base import Runtime
 
 TAIL_CHARS = 500
@@ -42,16 +43,18 @@ async def prepare(
 
 async def _perform(runtime: Runtime, action: Action, base: Path, log: Path) -> None:
     match action.type:
-        case "exec":
-            result = await runtime.exec(
-                action.command or "", env=action.env, cwd=action.cwd, log=log
-            )
+        case "exec" | "scrub_git":
+            scrubs = action.type == "scrub_git"
+            command = scrub.COMMAND if scrubs else action.command or ""
+            cwd = action.target if scrubs else action.cwd
+            result = await runtime.exec(command, env=action.env, cwd=cwd, log=log)
             if not result.ok:
                 said = (result.stderr or result.stdout).decode(errors="replace").strip()
                 how = (
                     f"signal {result.signal}" if result.signal else f"exit code {result.exit_code}"
                 )
-                raise RuntimeFailure(f"{action.command!r}: {how}: {said[-TAIL_CHARS:]}")
+                what = action.target or "." if scrubs else repr(action.command)
+                raise RuntimeFailure(f"{what}: {how}: {said[-TAIL_CHARS:]}")
         case "upload_file" | "upload_dir":
             await runtime.upload(base / (action.source or ""), action.target or ".")
 

@@ -270,7 +270,7 @@ class PolarTask(Terms):
         if not isinstance(row, dict) or all(row.get(name) for name in GRADED):
             return row
         task = swe_task(row, "instance")
-        if "prepare" in task["runtime"]:
+        if task["runtime"]["prepare"][0]["type"] == "exec":  # it makes the task
             raise ConfigError("instance: rows of SWE-smith must be submitted as tasks")
         return task["evaluator"]["config"]["instance"]
 
