@@ -8,8 +8,6 @@
 `AsyncClient` is the same with `await`. A server that is restarted meanwhile is waited for: every
 request is one that can be sent twice. A group counts as dealt with when the consumer asks for the
 next one; after a crash it sees the others again, in order.
-
-Longer than others: `Client` spells out every method of `AsyncClient`, for readers and checkers.
 """
 
 from __future__ import annotations
@@ -18,9 +16,18 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -34,6 +41,7 @@ from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 TOKEN_ENV = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -120,12 +128,12 @@ class AsyncClient:
 
     # ---- tasks
 
-    async def submit(self, task: Task | Mapping[str, Any], **terms: object) -> bool:
+    async def submit(self, /, task: Task | Mapping[str, Any], **terms: object) -> bool:
         """Hand in one task; whether it is new. As `submit_many`."""
         return (await self.submit_many([task], **terms))[0]
 
     async def submit_many(
-        self, tasks: Iterable[Task | Mapping[str, Any]], **terms: object
+        self, /, tasks: Iterable[Task | Mapping[str, Any]], **terms: object
     ) -> list[bool]:
         """Hand in tasks; whether each is new: handing in the same one twice does nothing.
 
@@ -199,7 +207,7 @@ class AsyncClient:
         """End one session; where it stands."""
         return await self._json("DELETE", f"/v1/sessions/{session_id}")
 
-    async def give_reward(self, session_id: str, reward: float, **more: object) -> JSON:
+    async def give_reward(self, /, session_id: str, reward: float, **more: object) -> JSON:
         """Give an ended session another reward; `more` is `trace_rewards`, `by` and `why`."""
         body = {"reward": reward, **more}
         return await self._json("POST", f"/v1/sessions/{session_id}/reward", body)
@@ -291,7 +299,7 @@ class AsyncClient:
         """The policy version under which sessions start, and whether sampling is held."""
         return await self._json("GET", "/policy")
 
-    async def set_policy(self, **changes: object) -> JSON:
+    async def set_policy(self, /, **changes: object) -> JSON:
         """`version`, `paused`, `hold`, `released`, `weights`, `mode`, `rolling`, `timeout_s`."""
         return await self._json("POST", "/policy", changes)
 
@@ -384,6 +392,30 @@ class AsyncClient:
         return self._http
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return `method` as one of `Client`, which waits for its result."""
+
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    """Return `method` as one of `Client`, which waits for each item."""
+
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return self._each(method(self._client, *args, **kwargs))
+
+    return call
+
+
 class Client:
     """`AsyncClient` without `await`, on an event loop of its own. Use as a context manager.
 
@@ -448,133 +480,32 @@ class Client:
         finally:
             self._wait(close())
 
-    def submit(self, task: Task | Mapping[str, Any], **terms: object) -> bool:
-        """See `AsyncClient.submit`."""
-        return self._wait(self._client.submit(task, **terms))
-
-    def submit_many(self, tasks: Iterable[Task | Mapping[str, Any]], **terms: object) -> list[bool]:
-        """See `AsyncClient.submit_many`."""
-        return self._wait(self._client.submit_many(tasks, **terms))
-
-    def task(self, task_id: str) -> JSON:
-        """See `AsyncClient.task`."""
-        return self._wait(self._client.task(task_id))
-
-    def tasks(self, *, state: str | None = None) -> Iterator[JSON]:
-        """See `AsyncClient.tasks`."""
-        return self._each(self._client.tasks(state=state))
-
-    def sessions(self, task_id: str) -> list[JSON]:
-        """See `AsyncClient.sessions`."""
-        return self._wait(self._client.sessions(task_id))
-
-    def newest_sessions(
-        self, *, limit: int = 100, offset: int = 0, state: str | None = None
-    ) -> list[JSON]:
-        """See `AsyncClient.newest_sessions`."""
-        found = self._client.newest_sessions(limit=limit, offset=offset, state=state)
-        return self._wait(found)
-
-    def session(self, session_id: str) -> JSON:
-        """See `AsyncClient.session`."""
-        return self._wait(self._client.session(session_id))
-
-    def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
-        """See `AsyncClient.wait`."""
-        return self._wait(self._client.wait(task_id, timeout_s=timeout_s))
-
-    def cancel(self, *task_ids: str) -> list[str]:
-        """See `AsyncClient.cancel`."""
-        return self._wait(self._client.cancel(*task_ids))
-
-    def cancel_session(self, session_id: str) -> JSON:
-        """See `AsyncClient.cancel_session`."""
-        return self._wait(self._client.cancel_session(session_id))
-
-    def give_reward(self, session_id: str, reward: float, **more: object) -> JSON:
-        """See `AsyncClient.give_reward`."""
-        return self._wait(self._client.give_reward(session_id, reward, **more))
-
-    def fork(
-        self, session_id: str, *, at: int, samples: int = 1, task_id: str | None = None
-    ) -> str:
-        """See `AsyncClient.fork`."""
-        found = self._client.fork(session_id, at=at, samples=samples, task_id=task_id)
-        return self._wait(found)
-
-    def groups(
-        self,
-        *,
-        cursor: int = 0,
-        order: Order = "done",
-        trajectories: bool = True,
-        ack: bool = True,
-        page: int = 4,
-        quiet_s: float | None = None,
-    ) -> Iterator[Group]:
-        """See `AsyncClient.groups`."""
-        return self._each(
-            self._client.groups(
-                cursor=cursor,
-                order=order,
-                trajectories=trajectories,
-                ack=ack,
-                page=page,
-                quiet_s=quiet_s,
-            )
-        )
-
-    def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
-        """See `AsyncClient.ack`."""
-        return self._wait(self._client.ack(cursor=cursor, task_ids=task_ids))
-
-    def trajectory(self, session_id: str) -> Trajectory:
-        """See `AsyncClient.trajectory`."""
-        return self._wait(self._client.trajectory(session_id))
-
-    def artifact(self, session_id: str, name: str) -> bytes:
-        """See `AsyncClient.artifact`."""
-        return self._wait(self._client.artifact(session_id, name))
-
-    def status(self) -> JSON:
-        """See `AsyncClient.status`."""
-        return self._wait(self._client.status())
-
-    def nodes(self) -> list[JSON]:
-        """See `AsyncClient.nodes`."""
-        return self._wait(self._client.nodes())
-
-    def policy(self) -> JSON:
-        """See `AsyncClient.policy`."""
-        return self._wait(self._client.policy())
-
-    def set_policy(self, **changes: object) -> JSON:
-        """See `AsyncClient.set_policy`."""
-        return self._wait(self._client.set_policy(**changes))
-
-    def pause(self) -> JSON:
-        """See `AsyncClient.pause`."""
-        return self._wait(self._client.pause())
-
-    def drain(self, timeout_s: int = 60) -> JSON:
-        """See `AsyncClient.drain`."""
-        return self._wait(self._client.drain(timeout_s))
-
-    def resume(self) -> JSON:
-        """See `AsyncClient.resume`."""
-        return self._wait(self._client.resume())
-
-    def dead_callbacks(self) -> list[JSON]:
-        """See `AsyncClient.dead_callbacks`."""
-        return self._wait(self._client.dead_callbacks())
-
-    def replay(self, delivery_id: str | None = None) -> int:
-        """See `AsyncClient.replay`."""
-        return self._wait(self._client.replay(delivery_id))
-
-    def events(self) -> Iterator[JSON]:
-        """See `AsyncClient.events`."""
-        return self._each(self._client.events())
+    submit = _blocking(AsyncClient.submit)
+    submit_many = _blocking(AsyncClient.submit_many)
+    task = _blocking(AsyncClient.task)
+    tasks = _iterating(AsyncClient.tasks)
+    sessions = _blocking(AsyncClient.sessions)
+    newest_sessions = _blocking(AsyncClient.newest_sessions)
+    session = _blocking(AsyncClient.session)
+    wait = _blocking(AsyncClient.wait)
+    cancel = _blocking(AsyncClient.cancel)
+    cancel_session = _blocking(AsyncClient.cancel_session)
+    give_reward = _blocking(AsyncClient.give_reward)
+    fork = _blocking(AsyncClient.fork)
+    groups = _iterating(AsyncClient.groups)
+    ack = _blocking(AsyncClient.ack)
+    trajectory = _blocking(AsyncClient.trajectory)
+    artifact = _blocking(AsyncClient.artifact)
+    status = _blocking(AsyncClient.status)
+    nodes = _blocking(AsyncClient.nodes)
+    policy = _blocking(AsyncClient.policy)
+    set_policy = _blocking(AsyncClient.set_policy)
+    pause = _blocking(AsyncClient.pause)
+    drain = _blocking(AsyncClient.drain)
+    resume = _blocking(AsyncClient.resume)
+    dead_callbacks = _blocking(AsyncClient.dead_callbacks)
+    replay = _blocking(AsyncClient.replay)
+    events = _iterating(AsyncClient.events)
 
 
 def _body(task: Task | Mapping[str, Any], terms: Mapping[str, object]) -> JSON:
