@@ -24,21 +24,20 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from pathlib import Path
+from typing import Literal
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.cgroups import Bounds
-from bridle.runtimes.folders import beside, remove_folders
+from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import listen_inside
 from bridle.runtimes.place import (
     GATEWAY_PORT,
-    Contained,
+    Sandbox,
     raise_nothing,
     refuse_workdir,
     with_signal,
@@ -48,9 +47,6 @@ from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
 PROGRAMS = ("apptainer", "singularity")
-HOME = "/home/agent"
-OWN = ("work", "home", "tmp", "overlay")
-"""Folders of the session below its scratch folder."""
 ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
 CALL_S = 120.0
 START_S = 1800.0
@@ -74,10 +70,10 @@ class _Up:
     """Whether we end it, or ended it."""
 
 
-class ApptainerRuntime(Contained):
+class ApptainerRuntime(Sandbox):
     """One session's instance; implements `base.Runtime`."""
 
-    home = HOME
+    folders = (*Sandbox.folders, "overlay")
     kind = "instance"
 
     def __init__(
@@ -95,7 +91,7 @@ class ApptainerRuntime(Contained):
         program()
         self._check_mounts()
         with boundary(RuntimeFailure, f"cannot make the folders of session {self._session_id}"):
-            for name in (*OWN, "aside"):
+            for name in (*self.folders, "aside"):
                 (self._scratch / name).mkdir(mode=0o700, exist_ok=True)
         self._usable = True
         await self._running()
@@ -135,7 +131,7 @@ class ApptainerRuntime(Contained):
         """The options of `apptainer instance start`."""
         own, spec = self._scratch, self._spec
         words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
-        words += ["--home", f"{own / 'home'}:{HOME}", "--bind", f"{own / 'work'}:{self._top}"]
+        words += ["--home", f"{own / 'home'}:{self.home}", "--bind", f"{own / 'work'}:{self._top}"]
         words += ["--bind", f"{own / 'tmp'}:/tmp", "--hostname", "sandbox"]
         for mount in (*self._mounts, *binds(spec)):
             words += ["--bind", f"{mount.source}:{mount.target}:ro"]
@@ -154,7 +150,7 @@ class ApptainerRuntime(Contained):
         up.reached = await first_reached(
             Watched(
                 members=lambda: _members(up.pid),
-                folders=tuple(self._scratch / name for name in OWN),
+                folders=tuple(self._scratch / name for name in self.folders),
                 bounds=Bounds(None, self._memory_bytes, self._spec.max_processes),
                 storage_bytes=self._storage_bytes,
             )
@@ -188,37 +184,15 @@ class ApptainerRuntime(Contained):
         try:
             await self.kill()
         finally:
-            folders = [self._scratch / name for name in (*OWN, "aside")]
+            folders = [self._scratch / name for name in (*self.folders, "aside")]
             await run_shielded(asyncio.to_thread(remove_folders, folders), timeout_s=STOP_S)
 
     # ---- commands
 
-    async def copied(self, scratch: Path) -> Self:
-        return await self._copied_here(scratch, OWN)
-
-    async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        return await self._snapshot_here(self._work, folder)
-
-    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        return await self._put_here(self._work, folder, keep)
-
-    def _here(self, path: PurePosixPath) -> Path | None:
-        return beside(path, {self._top: self._scratch / "work", HOME: self._scratch / "home"})
-
-    @property
-    def _top(self) -> str:
-        """Return the path inside the container of the scratch folder's `work`."""
-        return self.workdir if PurePosixPath(self._spec.workdir or "").is_absolute() else "/work"
-
-    @property
-    def _work(self) -> Path:
-        """The work folder, as this machine has it."""
-        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(self._top)
-
     async def _run(self, inside: Command) -> ExecResult:
         up = await self._running()
         marks = self._marks()
-        base = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}  # noqa: S108 - the instance's own
+        base = {"HOME": self.home, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}  # noqa: S108 - the instance's own
         env = handed({**base, **self._spec.env, **inside.env}) | marks
         begin = [program(), "exec", f"instance://{self._name}"]
         result = await run_process(

@@ -24,20 +24,19 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from pathlib import Path
+from typing import Literal
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
-from bridle.runtimes.folders import beside, remove_folders
+from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import begin, enter, listen_inside
 from bridle.runtimes.owner import owner_mark
-from bridle.runtimes.place import GATEWAY_PORT, Contained, raise_nothing, refuse_workdir
+from bridle.runtimes.place import GATEWAY_PORT, Sandbox, raise_nothing, refuse_workdir
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.seccomp import MACHINES, filter_program
@@ -184,10 +183,11 @@ class _Held:
     """Whether we end it, or ended it."""
 
 
-class BubblewrapRuntime(Contained):
+class BubblewrapRuntime(Sandbox):
     """One session's sandbox; implements `base.Runtime`."""
 
     home = HOME
+    folders = OWN
     kind = "sandbox"
 
     def __init__(
@@ -195,7 +195,6 @@ class BubblewrapRuntime(Contained):
     ) -> None:
         refuse_what_bubblewrap_cannot(spec)
         super().__init__(spec, session_id, scratch, mounts)
-        self._top = self.workdir if PurePosixPath(spec.workdir or "").is_absolute() else "/work"
         self._held: _Held | None = None
         self._cgroup: Cgroup | None = None
 
@@ -333,25 +332,6 @@ class BubblewrapRuntime(Contained):
         if self._cgroup is not None:
             self._cgroup.remove()
         remove_folders(self._scratch / name for name in (*OWN, "etc", "aside"))
-
-    # ---- files
-
-    async def copied(self, scratch: Path) -> Self:
-        return await self._copied_here(scratch, OWN)
-
-    async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        return await self._snapshot_here(self._work, folder)
-
-    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        return await self._put_here(self._work, folder, keep)
-
-    def _here(self, path: PurePosixPath) -> Path | None:
-        return beside(path, {self._top: self._scratch / "work", HOME: self._scratch / "home"})
-
-    @property
-    def _work(self) -> Path:
-        """The work folder, as this machine has it."""
-        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(self._top)
 
     # ---- commands
 

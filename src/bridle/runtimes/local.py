@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import ExecResult, Mount
 from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.place import Place
+from bridle.runtimes.place import OnThisMachine
 from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.snapshot import Bounds, take_out
@@ -34,7 +32,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where the caller has no PATH."""
 
 
-class LocalRuntime(Place):
+class LocalRuntime(OnThisMachine):
     """One session's folders and processes on this machine; implements `base.Runtime`."""
 
     contains = False
@@ -113,14 +111,9 @@ class LocalRuntime(Place):
             _, left = await asyncio.to_thread(take_out, path, target, self._scratch, room)
         return left
 
-    async def copied(self, scratch: Path) -> Self:
-        return await self._copied_here(scratch, ("work", "home", "tmp"))
-
-    async def snapshot(self, folder: Path) -> tuple[str, ...]:
-        return await self._snapshot_here(Path(self.workdir), folder)
-
-    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        return await self._put_here(Path(self.workdir), folder, keep)
+    @property
+    def _work_folder(self) -> Path:
+        return Path(self.workdir)
 
     def inside(self, path: Path) -> str:
         """The path itself: nothing is hidden here."""

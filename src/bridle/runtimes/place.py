@@ -25,6 +25,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.archive import Keep, pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
+from bridle.runtimes.folders import beside
 from bridle.runtimes.proc import EXEC_MARK, PLACE_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 from bridle.runtimes.snapshot import (
@@ -104,16 +105,6 @@ class Place(ABC):
             )
         )
 
-    async def _copied_here(self, scratch: Path, folders: Sequence[str]) -> Self:
-        """`base.Runtime.copied` where all files lie in `folders` of the scratch folder."""
-        await self.kill()
-        copy = type(self)(self._spec, self._session_id, scratch, self._mounts)
-        with boundary(RuntimeFailure, f"cannot copy session {self._session_id}"):
-            for name in folders:
-                await asyncio.to_thread(copy_tree, self._scratch / name, scratch / name)
-        await copy.start()
-        return copy
-
     @abstractmethod
     async def start(self) -> None:
         """Make it."""
@@ -121,17 +112,6 @@ class Place(ABC):
     @abstractmethod
     async def kill(self) -> None:
         """End every process inside."""
-
-    async def _snapshot_here(self, work: Path, folder: Path) -> tuple[str, ...]:
-        """`base.Runtime.snapshot` where the work folder is `work`, of this machine."""
-        with boundary(RuntimeFailure, "cannot copy the work folder"):
-            return await asyncio.to_thread(copy_tree, work, folder, self._scratch)
-
-    async def _put_here(self, work: Path, folder: Path, keep: Keep) -> tuple[str, ...]:
-        """`base.Runtime.put_work` where the work folder is `work`, of this machine."""
-        self._must_be_usable()
-        with boundary(RuntimeFailure, "cannot fill the work folder"):
-            return await asyncio.to_thread(replace_tree, folder, work, keep=keep)
 
     @abstractmethod
     async def _run(self, inside: Command) -> ExecResult:
@@ -156,6 +136,36 @@ class Place(ABC):
         if not self._usable:
             message = f"the runtime of session {self._session_id} is not started, or was stopped"
             raise RuntimeFailure(message)
+
+
+class OnThisMachine(Place):
+    """A place whose files lie in the session's scratch folder."""
+
+    folders: tuple[str, ...] = ("work", "home", "tmp")
+    """Folders of the session below its scratch folder, which it may write to."""
+
+    @property
+    @abstractmethod
+    def _work_folder(self) -> Path:
+        """The work folder, as this machine has it."""
+
+    async def copied(self, scratch: Path) -> Self:
+        await self.kill()
+        copy = type(self)(self._spec, self._session_id, scratch, self._mounts)
+        with boundary(RuntimeFailure, f"cannot copy session {self._session_id}"):
+            for name in self.folders:
+                await asyncio.to_thread(copy_tree, self._scratch / name, scratch / name)
+        await copy.start()
+        return copy
+
+    async def snapshot(self, folder: Path) -> tuple[str, ...]:
+        with boundary(RuntimeFailure, "cannot copy the work folder"):
+            return await asyncio.to_thread(copy_tree, self._work_folder, folder, self._scratch)
+
+    async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
+        self._must_be_usable()
+        with boundary(RuntimeFailure, "cannot fill the work folder"):
+            return await asyncio.to_thread(replace_tree, folder, self._work_folder, keep=keep)
 
 
 class Archived(Place):
@@ -337,6 +347,24 @@ class Contained(Archived):
         """Carry what arrives at `listener` to the gateway, until `resources` are closed."""
         self._forwarder = await resources.enter_async_context(Forwarder(listener))
         self._forwarder.target = self._target
+
+
+class Sandbox(OnThisMachine, Contained):
+    """A contained place over folders of this machine."""
+
+    home = "/home/agent"
+
+    @property
+    def _top(self) -> str:
+        """Return the path inside of the scratch folder's `work`."""
+        return self.workdir if PurePosixPath(self._spec.workdir or "").is_absolute() else "/work"
+
+    @property
+    def _work_folder(self) -> Path:
+        return self._scratch / "work" / PurePosixPath(self.workdir).relative_to(self._top)
+
+    def _here(self, path: PurePosixPath) -> Path | None:
+        return beside(path, {self._top: self._scratch / "work", self.home: self._scratch / "home"})
 
 
 def refuse_workdir(spec: RuntimeSpec, backend: str) -> None:
