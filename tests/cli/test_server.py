@@ -1,8 +1,6 @@
 """`bridle serve --dashboard`: pages under /ui, behind the server's tokens."""
 
-import asyncio
 import urllib.error
-from typing import Any
 
 import httpx
 import pytest
@@ -11,9 +9,8 @@ from tests.dashboard.test_app import links_to
 
 from bridle.cli.config import load_config
 from bridle.cli.serve import executor_flags, server_of
-from bridle.cli.server import ServiceRollouts, may_read
+from bridle.cli.server import may_read
 from bridle.client import AsyncClient, Client
-from bridle.errors import ServerError
 from bridle.server.auth import Auth, Role, Token
 
 pytestmark = pytest.mark.timeout(180)
@@ -131,22 +128,3 @@ def test_only_who_may_read_may_look():
     able = {name for name in (*roles, "x") if may_read(auth, f"token-{name}-of-sixteen")}
 
     assert able == {"reads", "all"}
-
-
-async def test_a_service_that_does_not_answer_is_told_and_its_work_is_ended():
-    ended = asyncio.Event()
-
-    class Silent:
-        async def status(self, _):
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
-    asked: Any = Silent()
-    rollouts = ServiceRollouts(asked, asyncio.get_running_loop(), None, answer_s=0.05)
-    with pytest.raises(ServerError, match=r"no answer in 0\.05 s") as refused:
-        await asyncio.to_thread(rollouts.status)
-    assert refused.value.status == 503
-    async with asyncio.timeout(15):
-        await ended.wait()

@@ -5,7 +5,6 @@ import inspect
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 from starlette.testclient import TestClient
 from tests.dashboard.house import busy, write
 from tests.dashboard.test_app import every_page
@@ -17,7 +16,7 @@ from bridle.client import Client
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.lines import Wanted
-from bridle.dashboard.served import Rollouts, Served
+from bridle.dashboard.served import Served
 from bridle.dashboard.source import Source
 from bridle.errors import ServerError
 from bridle.server.app import serving
@@ -179,10 +178,9 @@ async def test_a_token_that_is_not_known_is_told():
     assert (answer.status_code, "a known token" in answer.text) == (401, True)
 
 
-@pytest.mark.parametrize(("promise", "kept"), [(Source, Served), (Rollouts, Client)])
-def test_it_takes_what_is_given(promise, kept):
-    for name, method in inspect.getmembers(promise, inspect.isfunction):
+def test_it_takes_what_a_source_is_given():
+    for name, method in inspect.getmembers(Source, inspect.isfunction):
         if name[0] != "_":
             assert inspect.signature(method).parameters == (
-                inspect.signature(getattr(kept, name)).parameters
+                inspect.signature(getattr(Served, name)).parameters
             )

@@ -192,7 +192,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         if dashboard:
             from bridle.cli.server import mounted
 
-            mounts.append(stack.enter_context(mounted(service, auth, data)))
+            mounts.append(stack.enter_context(mounted(lambda: url, auth, data)))
         url = await stack.enter_async_context(
             serving(
                 served,

@@ -1,13 +1,11 @@
 """Parts of `bridle serve`: its nodes, here or on Ray, and its dashboard.
 
-The dashboard shows the server's own state, behind its tokens. Pages are made on worker threads;
-what they ask of the service is done on its event loop.
+The dashboard reads the server's API with the token of whoever looks.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -20,63 +18,49 @@ from contextlib import (
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Final
 
 from starlette.routing import Mount
 
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import FileConfig
 from bridle.cli.parts import open_all
+from bridle.client import Client
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.guard import Guard
 from bridle.dashboard.served import Served
-from bridle.errors import ConfigError, ServerError, install_extra
+from bridle.errors import ConfigError, install_extra
 from bridle.executors.hosting import Hosted
 from bridle.gateway.app import Gateway
 from bridle.lifecycle.manager import Node, NodeSettings
-from bridle.server import results, wire
 from bridle.server.auth import Auth, Caller, Role
-from bridle.server.rows import run_id
-from bridle.server.states import SessionState
 from bridle.server.workers import NodeWorkers, ServerFolder, Workers
-
-if TYPE_CHECKING:
-    from bridle.server.service import Service
-    from bridle.server.views import Views
-    from bridle.server.wire import Row
-    from bridle.trajectory.sample import Trajectory
-    from bridle.types import JSON
-
-
-T = TypeVar("T")
 
 PATH: Final = "/ui"
 
-ANSWER_S: Final = 60.0
-"""How long the service may take for one answer."""
-
 
 @contextmanager
-def mounted(service: Service, auth: Auth, data: Path) -> Iterator[Mount]:
-    """The dashboard under `PATH`, for whoever's token may read. In the service's event loop.
+def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
+    """The dashboard under `PATH` for every token that may read; it reads the server's own API.
 
-    `data` is the folder with the capture of a node of this process, if there is one.
+    `url` returns the server's address once it listens. `data` is the folder with the capture of a
+    node of this process, if there is one.
     """
     with ExitStack() as opened:
         folder = None
         with suppress(ConfigError):
             folder = opened.enter_context(closing(Folder(data / "capture.sqlite")))
-        loop = asyncio.get_running_loop()
 
         @cache
-        def source_of(owner: str | None) -> Served:
+        def source_of(token: str) -> Served:
             # The folder's capture is everybody's: only an admin's pages are made from it.
-            rollouts = ServiceRollouts(service, loop, owner)
-            return Served(rollouts, "rollout server", folder if owner is None else None)
+            own = folder if owner_of(auth, token) is None else None
+            # An empty token would be replaced by the one that this user's clients find.
+            client = opened.enter_context(Client(url(), token=token or "none", patience_s=1.0))
+            return Served(client, "rollout server", own)
 
-        guard = Guard(lambda token: may_read(auth, token))
-        yield Mount(PATH, make_app(lambda token: source_of(owner_of(auth, token)), guard))
+        yield Mount(PATH, make_app(source_of, Guard(lambda token: may_read(auth, token))))
 
 
 def may_read(auth: Auth, token: str) -> bool:
@@ -93,96 +77,6 @@ def owner_of(auth: Auth, token: str) -> str | None:
 
 def _caller(auth: Auth, token: str) -> Caller | None:
     return auth.caller([(b"authorization", b"Bearer " + token.encode())])
-
-
-class ServiceRollouts:
-    """A service as `bridle.dashboard.served.Rollouts`, to be asked from threads.
-
-    It shows the tasks of one `owner`, `None` = of all.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        loop: asyncio.AbstractEventLoop,
-        owner: str | None,
-        answer_s: float = ANSWER_S,
-    ) -> None:
-        self._service = service
-        self._owner = owner
-        self._loop = loop
-        self._answer_s = answer_s
-
-    @property
-    def _views(self) -> Views:
-        return self._service.views.of(self._owner)
-
-    def status(self) -> JSON:
-        return self._wait(self._service.status(self._owner))
-
-    def nodes(self) -> list[JSON]:
-        async def nodes() -> list[JSON]:
-            return self._service.workers.nodes()
-
-        return self._wait(nodes())
-
-    def newest_sessions(
-        self, *, limit: int = 100, offset: int = 0, state: str | None = None
-    ) -> list[JSON]:
-        wanted = None if state is None else SessionState(state)
-        asked = self._views.newest(limit=limit, offset=offset, state=wanted)
-        return [self._told(row) | {"task_id": row["task_id"]} for row in self._wait(asked)]
-
-    def task(self, task_id: str) -> JSON:
-        return wire.task_json(self._task(task_id))
-
-    def sessions(self, task_id: str) -> list[JSON]:
-        rows = self._wait(self._views.sessions(self._task(task_id)["seq"]))
-        return [self._told(row) for row in rows]
-
-    def session(self, session_id: str) -> JSON:
-        row = self._session(session_id)
-        return self._told(row) | {"task_id": row["task_id"]}
-
-    def trajectory(self, session_id: str) -> Trajectory:
-        found = self._wait(results.trajectory(self._service, self._session(session_id)))
-        if found is None:
-            raise ServerError(f"session {session_id!r} has no trajectory any more", status=404)
-        return found
-
-    def artifact(self, session_id: str, name: str) -> bytes | Path:
-        row = self._session(session_id)
-        run = run_id(session_id, max(1, row["attempt"]))
-        found = self._wait(self._service.workers.artifact(run, name))
-        if found is None:
-            raise ServerError(f"no artifact {name[:200]!r}", status=404)
-        return found
-
-    def _told(self, row: Row) -> JSON:
-        running = row["state"] == SessionState.RUNNING
-        stage = self._service.stage(row["session_id"], row["attempt"]) if running else None
-        return wire.session_json(row, stage)
-
-    def _task(self, task_id: str) -> Row:
-        return _there(self._wait(self._views.task(task_id)), f"task {task_id[:200]!r}")
-
-    def _session(self, session_id: str) -> Row:
-        row = self._wait(self._views.session(session_id))
-        return _there(row, f"session {session_id[:200]!r}")
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(self._answer_s)
-        except TimeoutError:
-            future.cancel()
-            raise ServerError(f"no answer in {self._answer_s:g} s", status=503) from None
-
-
-def _there(row: Row | None, what: str) -> Row:
-    if row is None:
-        raise ServerError(f"no {what}", status=404)
-    return row
 
 
 @dataclass(frozen=True, slots=True)

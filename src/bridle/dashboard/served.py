@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.lines import FAILED, Group, Line, Wanted, groups_of, measured_of
 from bridle.dashboard.overview import Overview, newest, overview_of
 from bridle.dashboard.source import Listed, Shown
 from bridle.errors import ServerError
-from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.client import Client
 
 NEWEST: Final = 1000
 """Sessions that lists are made of."""
@@ -35,39 +37,10 @@ FETCHED: Final = 4
 """How many captures of ended sessions are kept: a page leads to the next of the same session."""
 
 
-class Rollouts(Protocol):
-    """Client of a rollout server; `bridle.client.Client` is one. Methods raise `ServerError`."""
-
-    def status(self) -> JSON:
-        """Return the server's counts."""
-
-    def nodes(self) -> list[JSON]:
-        """Return the nodes that run sessions."""
-
-    def newest_sessions(
-        self, *, limit: int = 100, offset: int = 0, state: str | None = None
-    ) -> list[JSON]:
-        """Sessions that were started, newest first."""
-
-    def task(self, task_id: str) -> JSON:
-        """Return the state of a task."""
-
-    def sessions(self, task_id: str) -> list[JSON]: ...
-
-    def session(self, session_id: str) -> JSON:
-        """Return the state of a session."""
-
-    def trajectory(self, session_id: str) -> Trajectory:
-        """The trajectory of a session that has ended."""
-
-    def artifact(self, session_id: str, name: str) -> bytes | Path:
-        """A log or kept file."""
-
-
 class Served:
     """Implements `Source`."""
 
-    def __init__(self, rollouts: Rollouts, title: str, folder: Folder | None = None) -> None:
+    def __init__(self, rollouts: Client, title: str, folder: Folder | None = None) -> None:
         self._rollouts = rollouts
         self._title = title
         self._folder = folder
@@ -181,7 +154,6 @@ class Served:
             if error.status == 404:
                 return None
             raise
-        assert isinstance(content, bytes)
         with tempfile.TemporaryDirectory(prefix="bridle-") as place:
             path = Path(place, CAPTURE)
             path.write_bytes(content)
