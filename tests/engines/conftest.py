@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from tests.engines.completions import CompletionServer
 from tests.engines.stub import Stub
 
 from bridle.engines.vllm import VllmEngine
-from bridle.scripted.server import EngineServer
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ async def connected():
 
     async def make(target, *, start=True, **options):
         if not isinstance(target, str):
-            server = EngineServer(target)
+            server = CompletionServer(target)
             await server.__aenter__()
             closing.append(server.__aexit__)
             target = server.url

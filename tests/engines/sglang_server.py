@@ -161,30 +161,24 @@ class SglangServer(EngineServer):
         self._named: str | None = None
         """The version that the weights were given here; `None` = none."""
 
-    def _app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 30)
-        posts: dict[str, Handler] = {
+    def _posts(self) -> dict[str, Handler]:
+        return {
             "/generate": self._generate,
             wire.CHAT: self._sglang_chat,
             "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
             "/abort_request": self._abort_request,
             "/pause_generation": self._pause_generation,
             "/continue_generation": self._continue_generation,
             "/update_weights_from_disk": self._update_weights,
             "/update_weight_version": self._update_weight_version,
         }
-        gets: dict[str, Handler] = {
+
+    def _gets(self) -> dict[str, Handler]:
+        return {
             "/v1/models": self._models,
             "/model_info": self._model_info,
             "/server_info": self._server_info,
         }
-        app.router.add_get("/health", self._health)
-        for path, handler in posts.items():
-            app.router.add_post(path, self._answered(handler))
-        for path, handler in gets.items():
-            app.router.add_get(path, self._answered(handler))
-        return app
 
     # ---- sampling
 
@@ -195,7 +189,7 @@ class SglangServer(EngineServer):
         prompt = self._prompt(body.input_ids, cut, body.text)
         caller_id = body.rid or uuid4().hex
         call = GenerateRequest(
-            request_id=self.control.unique_id(caller_id),
+            request_id=caller_id,
             prompt=prompt,
             sampling=body.sampling_params.sampling(),
             session_id=body.session_id,
@@ -237,7 +231,7 @@ class SglangServer(EngineServer):
     async def _whole(self, call: GenerateRequest, told: _Told) -> JSON:
         self._check_room(call)
         last: GenerateChunk | None = None
-        async with aclosing(self.control.chunks(told.rid, call)) as chunks:
+        async with aclosing(self.control.chunks(call)) as chunks:
             async for last in chunks:
                 told.add(last)
         assert last is not None
@@ -266,7 +260,7 @@ class SglangServer(EngineServer):
     async def _events(self, call: GenerateRequest, told: _Told) -> AsyncGenerator[JSON, None]:
         self._check_room(call)
         every = told.wants.sampling_params.stream_interval or 1
-        async with aclosing(self.control.chunks(told.rid, call)) as chunks:
+        async with aclosing(self.control.chunks(call)) as chunks:
             async for chunk in chunks:
                 told.add(chunk)
                 unsent = len(told.ids) - told.sent
@@ -343,7 +337,7 @@ class SglangServer(EngineServer):
         prompt = self._prompt(body.input_ids, cut, None if given else self._rendered(body))
         caller_id = body.rid or uuid4().hex
         call = GenerateRequest(
-            request_id=self.control.unique_id(caller_id),
+            request_id=caller_id,
             prompt=prompt,
             sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
             session_id=body.session_id,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tests.engines.completions import CompletionServer
 from tests.engines.sglang_server import SglangServer
 
 from bridle.engines.base import GenerateRequest
@@ -47,7 +48,7 @@ class Shape:
 SHAPES = {
     "vllm chat": Shape(EngineServer, VllmEngine, reading={"route": Route.CHAT}),
     "vllm generate": Shape(EngineServer, VllmEngine, reading={"route": Route.GENERATE}),
-    "vllm completions": Shape(EngineServer, VllmEngine, reading={"route": Route.COMPLETIONS}),
+    "vllm completions": Shape(CompletionServer, VllmEngine, reading={"route": Route.COMPLETIONS}),
     "sglang": Shape(SglangServer, SglangEngine, tells_prompt=False),
     "sglang incremental": Shape(
         SglangServer, SglangEngine, serving={"incremental": True}, tells_prompt=False

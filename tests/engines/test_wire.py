@@ -19,7 +19,7 @@ def test_sampling_fields_become_ours():
 
 
 def test_a_single_stop_string_is_one_stop_string():
-    read = msgspec.json.decode(b'{"prompt":"x","stop":"ab"}', type=wire.CompletionRequest)
+    read = msgspec.json.decode(b'{"messages":[],"stop":"ab"}', type=wire.ChatRequest)
     assert read.sampling(None).stop == ("ab",)
 
 

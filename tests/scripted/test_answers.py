@@ -3,12 +3,13 @@ import json
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engines.completions import CompletionAnswer
 
-from bridle.engines.base import GenerateChunk
+from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.ids import TextIds
-from bridle.scripted.answers import ChatAnswer, CompletionAnswer, TokenAnswer, Wants, event
+from bridle.scripted.answers import ChatAnswer, TokenAnswer, Wants, event
 from bridle.scripted.tokenizer import load_tokenizer
-from bridle.types import FinishReason, VersionSpan
+from bridle.types import FinishReason, Sampling, VersionSpan
 
 TOKENIZER = load_tokenizer(None)
 ALL = Wants(ids=True, prompt_ids=True, logprobs=True, tokens_as_ids=True, versions=True, usage=True)
@@ -16,10 +17,8 @@ KINDS = (ChatAnswer, CompletionAnswer, TokenAnswer)
 
 
 def answer(kind, wants=ALL):
-    made = kind("r", "m", TextIds(b"[1,2,3]"), wants, TOKENIZER)
-    if isinstance(made, ChatAnswer):
-        made.read_from(thinking=False)
-    return made
+    call = GenerateRequest("r", TextIds(b"[1,2,3]"), Sampling())
+    return kind(call, "m", wants, TOKENIZER)
 
 
 def chunks(ids, size, **last):

@@ -95,7 +95,7 @@ async def test_a_pause_that_waits_returns_when_all_calls_have_ended(served):
 async def test_a_pause_that_keeps_holds_a_call_where_it_is():
     engine = scripted_engine([{"content": "word " * 40}])
     control = Control(engine)
-    chunks = control.chunks("mine", request(stream=True))
+    chunks = control.chunks(request(stream=True))
     first = await anext(chunks)
     control._flowing.clear()
     with pytest.raises(TimeoutError):
@@ -234,13 +234,13 @@ async def test_an_engine_that_takes_no_weights_says_so(served):
 async def test_leaving_a_call_early_closes_the_engines_iterator():
     engine = RecordingEngine(scripted_engine([{"content": "word " * 40}]))
     control = Control(engine)
-    chunks = control.chunks("mine", request("r", stream=True))
+    chunks = control.chunks(request("r", stream=True))
     await anext(chunks)
     await chunks.aclose()
-    assert engine.closed_early == ["r"]
+    assert engine.closed_early == ["r-1"]
     assert not control._calls
     assert control._idle.is_set()
-    (chunk,) = await collect(control.chunks("mine", request("s")))
+    (chunk,) = await collect(control.chunks(request("s")))
     assert chunk.finish_reason is FinishReason.STOP
 
 

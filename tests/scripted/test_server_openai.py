@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.scripted.api import BASH, PROMPT, USER
+from tests.scripted.api import BASH, USER
 
 from bridle.testing import scripted_engine
 
@@ -90,16 +90,3 @@ async def test_openais_client_gets_the_servers_errors(api, sdk):
         with pytest.raises(openai.BadRequestError, match="maximum context length is 131072"):
             await client.chat.completions.create(model="m", messages=USER, max_tokens=140_000)
         assert [model.id async for model in client.models.list()] == ["scripted"]
-
-
-async def test_openais_client_reads_completions(api, sdk):
-    async with sdk(await api(scripted_engine([{"content": "Hello."}]))) as client:
-        reply = await client.completions.create(model="m", prompt=PROMPT, max_tokens=50, logprobs=1)
-        assert reply.choices[0].text == "Hello."
-        assert reply.choices[0].logprobs.tokens[-1] == "<|im_end|>"
-        assert reply.choices[0].logprobs.text_offset[:2] == [
-            0,
-            len(reply.choices[0].logprobs.tokens[0]),
-        ]
-        stream = await client.completions.create(model="m", prompt="hi", stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello."

@@ -111,14 +111,6 @@ class ChatRequest(CommonFields, kw_only=True):
     kv_transfer_params: TransferParams | None = None
 
 
-class CompletionRequest(CommonFields, kw_only=True):
-    """Body of `POST /v1/completions`."""
-
-    prompt: Raw
-    logprobs: int | None = None
-    echo: bool = False
-
-
 class TokenSampling(SamplingFields, kw_only=True):
     """`sampling_params` of the token route."""
 
@@ -147,13 +139,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[JSON] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: JSON | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /detokenize`."""
-
-    tokens: Raw
 
 
 class VersionRequest(msgspec.Struct, kw_only=True):

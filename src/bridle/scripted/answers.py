@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from bridle.engines.base import GenerateChunk
-from bridle.engines.ids import ArrayIds, TextIds, ids_json
+from bridle.engines.base import GenerateChunk, GenerateRequest
+from bridle.engines.ids import ids_json
 from bridle.scripted.chatml import ReplyReader
 from bridle.scripted.tokenizer import ChatTokenizer, TextStream
 from bridle.types import JSON, FinishReason, one_line
@@ -27,7 +27,7 @@ from bridle.types import JSON, FinishReason, one_line
 if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
-_LEAST = -9999.0
+LEAST = -9999.0
 """vLLM's stand-in for a logprob that JSON cannot say."""
 
 
@@ -48,6 +48,8 @@ class Wants:
     tools: bool = False
     """Tool calls are looked for in the text."""
     named_tool: bool = False
+    thinking: bool = False
+    """Whether the prompt left a thinking block open."""
     reasoning: bool = True
     """`False`: reasoning, and with it all ids and logprobs, is withheld, as vLLM does."""
 
@@ -62,15 +64,14 @@ class Answer(ABC):
 
     def __init__(
         self,
-        request_id: str,
+        call: GenerateRequest,
         model: str,
-        prompt: TextIds | ArrayIds,
         wants: Wants,
         tokenizer: ChatTokenizer,
     ) -> None:
-        self.id = self.prefix + request_id
+        self.id = self.prefix + call.request_id
         self._model = model
-        self._prompt = prompt
+        self._prompt = call.prompt
         self._wants = wants
         self._tokenizer = tokenizer
         self._created = int(time.time())
@@ -79,6 +80,9 @@ class Answer(ABC):
         self._text = TextStream(tokenizer)
         self._shown = ""
         """Text not given out yet, because a stop string may begin in it."""
+        self._hold = max((len(stop) - 1 for stop in call.sampling.stop), default=0)
+        self._reader = ReplyReader(tools=wants.tools, thinking=wants.thinking)
+        self._calls = 0
 
     # ---- what a route decides
 
@@ -117,12 +121,6 @@ class Answer(ABC):
             last=last,
         )
         return event(body)
-
-    def hold_for(self, stops: Sequence[str]) -> None:
-        """Hold back as many characters as a stop string may already have written."""
-        self._hold = max((len(stop) - 1 for stop in stops), default=0)
-
-    _hold = 0
 
     def _given_out(self, text: str, chunk: GenerateChunk) -> str:
         self._shown += text
@@ -189,7 +187,7 @@ class Answer(ABC):
 
     def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - JSON
         """Logprobs in this route's form; chat's and the token route's have `content`."""
-        values = _texts(np.maximum(logprobs, np.float32(_LEAST)))
+        values = _texts(np.maximum(logprobs, np.float32(LEAST)))
         named = zip(ids.tolist(), values, strict=True)
         entries = ",".join([self._entry(self._name(id_), value) for id_, value in named])
         return msgspec.Raw(f'{{"content":[{entries}]}}'.encode())
@@ -211,11 +209,6 @@ class ChatAnswer(Answer):
     prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-
-    def read_from(self, *, thinking: bool) -> None:
-        """Set up the reader; `thinking` = the prompt left a thinking block open."""
-        self._reader = ReplyReader(tools=self._wants.tools, thinking=thinking)
-        self._calls = 0
 
     def whole_body(self, text: str, choice: JSON) -> JSON:
         delta = self._reader.feed(text, last=True)
@@ -283,41 +276,6 @@ class ChatAnswer(Answer):
     def _mark_calls(self, choice: JSON) -> None:
         if self._calls and choice["finish_reason"] == "stop" and not self._wants.named_tool:
             choice["finish_reason"] = "tool_calls"
-
-
-class CompletionAnswer(Answer):
-    """`/v1/completions`: the text as it stands; prompt ids stand in the choice."""
-
-    prefix = "cmpl-"
-    object = "text_completion"
-    chunk_object = "text_completion"
-    _opened = False
-    _offset = 0
-
-    def whole_body(self, text: str, choice: JSON) -> JSON:
-        body = self.piece_body(text, choice, last=True)
-        return {**body, "usage": self.usage(), "kv_transfer_params": None}
-
-    def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:  # noqa: ARG002
-        choice["text"] = text
-        if not self._opened:
-            choice["prompt_token_ids"] = self._prompt_ids()
-            self._opened = True
-        return {**self._head(self.chunk_object), "choices": [choice]}
-
-    def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - see Answer
-        plain, values = ids.tolist(), np.maximum(logprobs, _LEAST).tolist()
-        texts = [self._tokenizer.decode([one]) for one in plain]
-        offsets = np.cumsum([self._offset, *(len(text) for text in texts)]).tolist()
-        self._offset = offsets.pop()
-        names = [f"token_id:{one}" for one in plain] if self._wants.tokens_as_ids else texts
-        tops = [{name: value} for name, value in zip(names, values, strict=True)]
-        return {
-            "text_offset": offsets,
-            "token_logprobs": values,
-            "tokens": names,
-            "top_logprobs": tops if self._wants.top_logprobs else None,
-        }
 
 
 class TokenAnswer(Answer):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 import msgspec
@@ -61,17 +62,15 @@ class Control:
             "/weight_info": self._weight_info,
         }
 
-    def unique_id(self, caller_id: str) -> str:
-        """An id for the engine: the caller's, made different from all others."""
-        self._served += 1
-        return f"{caller_id}-{self._served}"
+    async def chunks(self, call: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """The engine's chunks, held while a pause says so. Closing it aborts the call.
 
-    async def chunks(
-        self, caller_id: str, request: GenerateRequest
-    ) -> AsyncGenerator[GenerateChunk, None]:
-        """The engine's chunks, held while a pause says so. Closing it aborts the call."""
+        The engine gets an id of its own for the call: two callers may give the same one.
+        """
         await self._open.wait()
-        self._calls[request.request_id] = caller_id
+        self._served += 1
+        request = replace(call, request_id=f"{call.request_id}-{self._served}")
+        self._calls[request.request_id] = call.request_id
         self._idle.clear()
         try:
             async with aclosing(_closable(self._engine.generate(request))) as chunks:

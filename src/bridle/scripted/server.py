@@ -1,4 +1,4 @@
-"""Any engine over HTTP, in vLLM's shape: chat, completions, tokens in and out, control.
+"""Any engine over HTTP, in vLLM's shape: chat, tokens in and out, control.
 
 It lets one process sample for others, stands in for a vLLM server in tests, and is the instant
 engine of the benchmarks; so prompt ids that come as text are never parsed here, and go back as the
@@ -12,9 +12,8 @@ routes but `/health`.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Self, TypeVar
@@ -28,7 +27,7 @@ from bridle.engines import wire
 from bridle.engines.base import CutError, Engine, EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.ids import ArrayIds, IdsError, TextIds, cut_ids
 from bridle.errors import ContextOverflowError, EngineError, RenderError, cannot_listen
-from bridle.scripted.answers import Answer, ChatAnswer, CompletionAnswer, TokenAnswer, Wants, event
+from bridle.scripted.answers import Answer, ChatAnswer, TokenAnswer, Wants, event
 from bridle.scripted.chatml import THINK, THINK_END
 from bridle.scripted.control import Control, Handler
 from bridle.scripted.tokenizer import load_tokenizer
@@ -97,25 +96,23 @@ class EngineServer:
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=BODY_LIMIT)
-        posts: dict[str, Handler] = {
-            wire.CHAT: self._chat,
-            wire.COMPLETIONS: self._completion,
-            wire.GENERATE: self._tokens,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
-            **self.control.posts,
-        }
-        gets: dict[str, Handler] = {
-            "/v1/models": self._models,
-            "/version": self._version,
-            **self.control.gets,
-        }
         app.router.add_get("/health", self._health)
-        for path, handler in posts.items():
+        for path, handler in self._posts().items():
             app.router.add_post(path, self._answered(handler))
-        for path, handler in gets.items():
+        for path, handler in self._gets().items():
             app.router.add_get(path, self._answered(handler))
         return app
+
+    def _posts(self) -> dict[str, Handler]:
+        return {
+            wire.CHAT: self._chat,
+            wire.GENERATE: self._tokens,
+            "/tokenize": self._tokenize,
+            **self.control.posts,
+        }
+
+    def _gets(self) -> dict[str, Handler]:
+        return {"/v1/models": self._models, "/version": self._version, **self.control.gets}
 
     # ---- what every route shares
 
@@ -158,7 +155,6 @@ class EngineServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         text, cut = cut_ids(await request.read(), b"prompt_token_ids")
         body = _decoded(_CHAT, text)
-        _refuse_many(body.n)
         prompt, messages, tools = self._chat_prompt(body, cut)
         wants = Wants(
             ids=bool(body.return_token_ids),
@@ -171,25 +167,20 @@ class EngineServer:
             tools=body.tools not in wire.ABSENT and body.tool_choice != "none",
             named_tool=isinstance(body.tool_choice, dict),
             reasoning=body.include_reasoning,
+            thinking=self._leaves_thinking_open(prompt),
         )
-        caller_id = body.request_id or uuid4().hex
-        answer = ChatAnswer(
-            caller_id, body.model or self.info.model, prompt, wants, self._tokenizer
-        )
-        answer.read_from(thinking=self._leaves_thinking_open(prompt))
-        asked = body.max_completion_tokens or body.max_tokens
         call = GenerateRequest(
-            request_id=self.control.unique_id(caller_id),
+            request_id=body.request_id or uuid4().hex,
             prompt=prompt,
-            sampling=body.sampling(asked),
+            sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
             session_id=body.session_id,
             model=body.model,
             messages=messages,
             tools=tools,
-            grammar=_grammar(body.response_format, body.structured_outputs),
+            grammar=grammar(body.response_format, body.structured_outputs),
             stream=bool(body.stream),
         )
-        return await self._reply(request, caller_id, call, answer)
+        return await self._reply(request, call, body.n, ChatAnswer, wants)
 
     def _chat_prompt(
         self, body: wire.ChatRequest, cut: bytes | None
@@ -218,47 +209,10 @@ class EngineServer:
         tail = self._tokenizer.decode(prompt.tail(4))
         return tail.rfind(THINK) > tail.rfind(THINK_END)
 
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        text, cut = cut_ids(await request.read(), b"prompt")
-        body = _decoded(_COMPLETION, text)
-        _refuse_many(body.n)
-        prompt = self._completion_prompt(_put_back(body.prompt, cut))
-        wants = Wants(
-            ids=bool(body.return_token_ids),
-            prompt_ids=bool(body.return_token_ids),
-            logprobs=body.logprobs is not None,
-            top_logprobs=body.logprobs or 0,
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            versions=bool(body.return_weight_versions),
-            usage=body.usage_wanted,
-        )
-        caller_id = body.request_id or uuid4().hex
-        model = body.model or self.info.model
-        answer = CompletionAnswer(caller_id, model, prompt, wants, self._tokenizer)
-        call = GenerateRequest(
-            request_id=self.control.unique_id(caller_id),
-            prompt=prompt,
-            sampling=body.sampling(body.max_tokens or 16),
-            session_id=body.session_id,
-            model=body.model,
-            grammar=_grammar(body.response_format, body.structured_outputs),
-            stream=bool(body.stream),
-        )
-        return await self._reply(request, caller_id, call, answer)
-
-    def _completion_prompt(self, text: bytes) -> TextIds | ArrayIds:
-        if text[:1] == b'"':
-            return ArrayIds(self._tokenizer.encode(msgspec.json.decode(text, type=str)))
-        if text[:1] != b"[" or text[1:].lstrip()[:1] in {b"[", b'"'}:
-            raise BadCallError("prompt: a string or one array of token ids is expected")
-        return TextIds(text)
-
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         text, cut = cut_ids(await request.read(), b"token_ids")
         body = _decoded(_TOKENS, text)
         params = body.sampling_params
-        _refuse_many(params.n)
-        prompt = TextIds(_put_back(body.token_ids, cut))
         wants = Wants(
             ids=True,
             prompt_ids=bool(body.return_token_ids),
@@ -267,29 +221,34 @@ class EngineServer:
             versions=True,
             usage=body.stream_options is not None and body.stream_options.include_usage,
         )
-        caller_id = body.request_id or uuid4().hex
-        model = body.model or self.info.model
-        answer = TokenAnswer(caller_id, model, prompt, wants, self._tokenizer)
         call = GenerateRequest(
-            request_id=self.control.unique_id(caller_id),
-            prompt=prompt,
+            request_id=body.request_id or uuid4().hex,
+            prompt=TextIds(_put_back(body.token_ids, cut)),
             sampling=params.sampling(params.max_tokens),
             model=body.model,
-            grammar=_grammar(None, params.structured_outputs),
+            grammar=grammar(None, params.structured_outputs),
             stream=bool(body.stream),
         )
-        return await self._reply(request, caller_id, call, answer)
+        return await self._reply(request, call, params.n, TokenAnswer, wants)
 
     async def _reply(
-        self, request: web.Request, caller_id: str, call: GenerateRequest, answer: Answer
+        self,
+        request: web.Request,
+        call: GenerateRequest,
+        n: int | None,
+        kind: type[Answer],
+        wants: Wants,
     ) -> web.StreamResponse:
+        """Sample `call`, whose id is the caller's, and write the reply in the route's form."""
         length, asked = len(call.prompt), call.sampling.max_tokens
+        if n not in {None, 1}:
+            raise BadCallError(f"n: {n} choices; this server samples one")
         if length == 0:
             raise BadCallError("the prompt is empty")
         if length + (asked or 1) > self.info.context_length:
             raise ContextOverflowError(length, self.info.context_length, asked)
-        answer.hold_for(call.sampling.stop)
-        async with aclosing(self.control.chunks(caller_id, call)) as chunks:
+        answer = kind(call, call.model or self.info.model, wants, self._tokenizer)
+        async with aclosing(self.control.chunks(call)) as chunks:
             if call.stream:
                 return await _stream(request, answer, chunks)
             whole = answer.whole([chunk async for chunk in chunks])
@@ -326,21 +285,13 @@ class EngineServer:
                 arguments=body.chat_template_kwargs,
             )
         ids = self._tokenizer.encode(text).tolist()
-        names = [self._tokenizer.decode([one]) for one in ids] if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": self.info.context_length, "tokens": ids}
-        return web.json_response({**found, "token_strs": names})
-
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        body = _decoded(_DETOKENIZE, await request.read())
-        ids = TextIds(bytes(body.tokens)).array()
-        return web.json_response({"prompt": self._tokenizer.decode(ids)})
+        return web.json_response(found)
 
 
 _CHAT = msgspec.json.Decoder(wire.ChatRequest)
-_COMPLETION = msgspec.json.Decoder(wire.CompletionRequest)
 _TOKENS = msgspec.json.Decoder(wire.TokenRequest)
 _TOKENIZE = msgspec.json.Decoder(wire.TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(wire.DetokenizeRequest)
 _OBJECTS = msgspec.json.Decoder(list[JSON])
 
 
@@ -357,12 +308,7 @@ def _put_back(raw: msgspec.Raw, cut: bytes | None) -> bytes:
     return cut if cut is not None and text == b"null" else text
 
 
-def _refuse_many(n: int | None) -> None:
-    if n not in {None, 1}:
-        raise BadCallError(f"n: {n} choices; this server samples one")
-
-
-def _grammar(response_format: JSON | None, structured: JSON | None) -> JSON | None:
+def grammar(response_format: JSON | None, structured: JSON | None) -> JSON | None:
     """Return the grammar of `GenerateRequest.grammar` for the fields of a request."""
     if structured and structured.get("json") is not None:
         return {"json_schema": structured["json"]}
@@ -436,20 +382,3 @@ def _error_body(status: int, message: str) -> JSON:
 
 def _failed(status: int, message: str) -> web.Response:
     return web.json_response(_error_body(status, message), status=status)
-
-
-async def serve(
-    engine: Engine,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    tokenizer: str | None = None,
-    api_key: str | None = None,
-    ready: Callable[[str], None] = lambda _url: None,
-) -> None:
-    """Serve `engine` until cancelled; `ready` is told the URL once it listens."""
-    async with EngineServer(
-        engine, tokenizer=tokenizer, host=host, port=port, api_key=api_key
-    ) as up:
-        ready(up.url)
-        await asyncio.Event().wait()
