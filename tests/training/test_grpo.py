@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.training.made import group, plain_logprobs, sampled_under, session, tiny_model, trace
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.errors import EngineError, TrainingError
+from bridle.errors import ConfigError, EngineError, TrainingError
 from bridle.training.checkpoint import save_checkpoint
 from bridle.training.forward import Tokens
 from bridle.training.grpo import Learner, objective
@@ -272,3 +272,59 @@ def test_a_folder_is_loaded_with_its_reference(tmp_path):
     assert not any(p.requires_grad for p in learner.reference.parameters())
     with pytest.raises(EngineError, match="does not exist"):
         Learner.load(tmp_path / "gone", GrpoSettings())
+
+
+def test_a_teacher_changes_a_tokens_advantage_by_the_difference_of_logprobs():
+    """log t = -1 against log p0 = -3, and -2 against -1: advantages 1 + 2 and 1 - 1, halved."""
+    now = torch.tensor([-3.0, -1.0]).requires_grad_()
+    settings = GrpoSettings(distill=0.5)
+    given_tokens = tokens([-3.0, -1.0], [1.0, 1.0], [0.5, 0.5])
+
+    terms = objective(now, given_tokens, settings, teacher=torch.tensor([-1.0, -2.0]))
+
+    assert terms.loss.item() == pytest.approx(-0.5 * (1 + 0.5 * 2) - 0.5 * (1 - 0.5 * 1))
+    assert terms.teacher_kl == pytest.approx(0.5 * -2 + 0.5 * 1)
+
+
+@pytest.mark.timeout(60)
+def test_a_policy_comes_nearer_to_its_teacher_without_any_reward():
+    """The whole divergence over the vocabulary, not the estimate that trains."""
+    policy, teacher = tiny_model(1), tiny_model(2)
+    settings = GrpoSettings(flat_groups="keep", learning_rate=3e-2, teacher="elsewhere")
+    learner = Learner(policy, settings, teacher=teacher)
+    prompt = [5, 9, 17]
+
+    def apart():
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            own, other = (
+                torch.log_softmax(model(ids, use_cache=False).logits[0, -1].double(), -1)
+                for model in (policy, teacher)
+            )
+        return float((own.exp() * (own - other)).sum())
+
+    before, torch_rng = apart(), torch.Generator().manual_seed(3)
+    for version in range(10):
+        with torch.no_grad():
+            spread = torch.softmax(policy(torch.tensor([prompt])).logits[0, -1], -1)
+        drawn = torch.multinomial(spread, 32, replacement=True, generator=torch_rng).tolist()
+        sessions = [
+            session(0.0, trace(prompt, [token], logprobs=[spread[token].log()], version=version))
+            for token in drawn
+        ]
+        learner.update(make_batch([group(*sessions)], settings, version=version))
+    assert apart() < before / 2
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
+    learner = Learner(tiny_model(), GrpoSettings())
+    for name in ("policy", "teacher"):
+        save_checkpoint(tmp_path / name, learner, TOKENIZER, {"step": 1}, keep=1)
+    (policy,), (teacher,) = ((tmp_path / n).glob("step-*") for n in ("policy", "teacher"))
+    loaded = Learner.load(policy, GrpoSettings(teacher=str(teacher)))
+    assert loaded.teacher is not None
+    other = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
+    other.add_tokens(["<another>"])
+    other.save_pretrained(teacher)
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        Learner.load(policy, GrpoSettings(teacher=str(teacher)))

@@ -28,6 +28,7 @@ from bridle.cli import (
     serve,
     show,
     tasks,
+    teach,
     train,
 )
 from bridle.cli.output import log_to_stderr
@@ -76,6 +77,7 @@ app.command("show")(show.show)
 app.command("rebuild")(rebuild.rebuild)
 app.command("score")(score.score)
 app.command("fork")(fork.fork)
+app.command("teach")(teach.teach)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("train")(train.train)

@@ -5,6 +5,10 @@ of the batch, and q under those that sampled it:
 
     loss = - weight * min(p0 / q, cap) * min(r * A, clip(r) * A) + kl * weight * k3,  r = p / p0
 
+With a teacher, A of each token is more by `distill * (log t - log p0)`, t its probability under the
+teacher: the policy gradient of the reverse divergence from it, on the policy's own samples
+(on-policy distillation, arXiv 2306.13649).
+
 The first factor is truncated importance sampling: it corrects what an engine computed otherwise and
 what lags behind, and never makes a token count more than `importance_cap` times. `k3` is the
 unbiased, never negative estimate of the divergence from the reference. Advantages and weights come
@@ -28,7 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bridle.errors import TrainingError
+from bridle.errors import ConfigError, TrainingError
 from bridle.training.forward import Piece, Tokens, check_ids, rows_of, threads, trees_of
 from bridle.training.samples import Batch, nothing_left
 from bridle.training.settings import GrpoSettings
@@ -45,6 +49,8 @@ class Terms:
     """A scalar with gradients."""
     kl: float
     """Weighted divergence from the reference, nats."""
+    teacher_kl: float
+    """Weighted reverse divergence from the teacher, nats: an estimate by the sampled tokens."""
     clipped: int
     """Tokens whose gradient the clip stopped."""
     capped: int
@@ -59,6 +65,7 @@ class Update:
     """Of the weights that came out."""
     loss: float
     kl: float
+    teacher_kl: float
     norm: float
     """Of the gradient, before it was clipped; the last one of the batch."""
     tokens: int
@@ -87,17 +94,23 @@ def objective(
     *,
     start: torch.Tensor | None = None,
     reference: torch.Tensor | None = None,
+    teacher: torch.Tensor | None = None,
 ) -> Terms:
     """The loss of tokens with these logprobs now, all shape (N,).
 
     `start` are the logprobs at the beginning of the batch (`None` = these are they), `reference`
-    those of the reference model (`None` = no divergence).
+    those of the reference model (`None` = no divergence), `teacher` those of the teacher.
     """
     device = logprobs.device
     sampled = torch.from_numpy(tokens.old).to(device)
     advantages = torch.from_numpy(tokens.advantages).to(device)
     weights = torch.from_numpy(tokens.weights).to(device)
     start = logprobs.detach() if start is None else start
+    teacher_kl = 0.0
+    if teacher is not None:
+        apart = start - teacher
+        advantages = advantages - settings.distill * apart
+        teacher_kl = float((weights * apart).sum())
     importance = (start - sampled).exp()
     ratio = (logprobs - start).exp()
     held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -110,7 +123,8 @@ def objective(
         loss = loss + settings.kl * divergence
         kl = float(divergence.detach())
     stopped = torch.where(advantages > 0, ratio > held, ratio < held) & (advantages != 0)
-    return Terms(loss, kl, int(stopped.sum()), int((importance > settings.importance_cap).sum()))
+    capped = int((importance > settings.importance_cap).sum())
+    return Terms(loss, kl, teacher_kl, int(stopped.sum()), capped)
 
 
 @dataclass(slots=True)
@@ -119,6 +133,7 @@ class _Sums:
 
     loss: float = 0.0
     kl: float = 0.0
+    teacher_kl: float = 0.0
     clipped: int = 0
     capped: int = 0
     error: float | None = None
@@ -127,6 +142,7 @@ class _Sums:
     def add(self, terms: Terms) -> None:
         self.loss += float(terms.loss.detach())
         self.kl += terms.kl
+        self.teacher_kl += terms.teacher_kl
         self.clipped += terms.clipped
         self.capped += terms.capped
 
@@ -140,6 +156,7 @@ class Learner:
         settings: GrpoSettings,
         *,
         reference: PreTrainedModel | None = None,
+        teacher: PreTrainedModel | None = None,
         version: int = 0,
     ) -> None:
         """`model` is trained in place; `None` = a copy of it as it is now is the reference."""
@@ -156,6 +173,7 @@ class Learner:
         if settings.kl:
             held = copy.deepcopy(model) if reference is None else reference
             self.reference = held.eval().requires_grad_(requires_grad=False)
+        self.teacher = teacher and teacher.eval().requires_grad_(requires_grad=False)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=settings.learning_rate,
@@ -168,16 +186,26 @@ class Learner:
     def load(cls, folder: Path, settings: GrpoSettings, reference: Path | None = None) -> Learner:
         """A learner in float32 on the model in `folder`, on the GPU when there is one.
 
-        `EngineError` if a folder holds no causal language model.
+        `EngineError` if a folder holds no causal language model, `ConfigError` if the teacher has
+        another tokenizer.
         """
-        from bridle.embedded.model import check_folder, load_model
+        from bridle.embedded.model import check_folder, load_model, load_tokenizer
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        models = []
-        for one in (folder, *([] if reference is None else [reference])):
+
+        def loaded(one: Path | None) -> PreTrainedModel | None:
+            if one is None:
+                return None
             check_folder(one)
-            models.append(load_model(one, dtype="float32", device=device))
-        return cls(models[0], settings, reference=models[1] if reference is not None else None)
+            return load_model(one, dtype="float32", device=device)
+
+        check_folder(folder)
+        model = load_model(folder, dtype="float32", device=device)
+        above = None if settings.teacher is None else Path(settings.teacher)
+        teacher = loaded(above)
+        if above and load_tokenizer(above).get_vocab() != load_tokenizer(folder).get_vocab():
+            raise ConfigError(f"[grpo] teacher: {above} has another tokenizer than {folder}")
+        return cls(model, settings, reference=loaded(reference), teacher=teacher)
 
     def update(self, batch: Batch) -> Update:
         """Train on one batch; the weights that come out are the next version.
@@ -203,6 +231,7 @@ class Learner:
             version=self.version,
             loss=first.loss,
             kl=first.kl,
+            teacher_kl=first.teacher_kl,
             norm=norm,
             tokens=batch.tokens,
             computed=passes * sum(piece.computed for piece in pieces),
@@ -218,10 +247,10 @@ class Learner:
 
     def _pieces(self, batch: Batch) -> Iterator[Piece]:
         """Yield the batches to compute; traces without an advantage are computed only for the KL
-        term.
+        term and the teacher's.
         """
-        settings = self.settings
-        samples = [s for s in batch.samples if np.any(s.advantage) or settings.kl]
+        settings, pulled = self.settings, self.settings.kl or self.teacher
+        samples = [s for s in batch.samples if np.any(s.advantage) or pulled]
         if settings.packing == "tree":
             yield from trees_of(samples, settings.batch_tokens)
         else:
@@ -243,12 +272,15 @@ class Learner:
         for number, piece in enumerate(pieces):
             tokens = piece.tokens()
             logprobs = piece.logprobs(self.model, settings.temperature)
-            reference = None
-            if self.reference is not None:
-                with torch.no_grad():
-                    reference = piece.logprobs(self.reference, settings.temperature)
+            with torch.no_grad():
+                reference, teacher = (
+                    None if model is None else piece.logprobs(model, settings.temperature)
+                    for model in (self.reference, self.teacher)
+                )
             start = None if starts is None else starts[number]
-            terms = objective(logprobs, tokens, settings, start=start, reference=reference)
+            terms = objective(
+                logprobs, tokens, settings, start=start, reference=reference, teacher=teacher
+            )
             if not torch.isfinite(terms.loss):
                 raise TrainingError(self._diverged("loss"))
             terms.loss.backward()

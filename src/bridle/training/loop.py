@@ -229,7 +229,8 @@ class Loop:
             self.history.add(group)
             taken.append(group)
             self._watch(group)
-            if (group.trains and group.varies) or len(taken) - len(chosen) > refills:
+            useful = group.varies or self.learner.teacher is not None
+            if (group.trains and useful) or len(taken) - len(chosen) > refills:
                 chosen.append(group)
             else:
                 self.source.allow(1)
@@ -237,7 +238,8 @@ class Loop:
 
     def _watch(self, group: Group) -> None:
         """Give up when sessions have failed for long; solved ones are no failure."""
-        if group.trains and (group.varies or max(group.rewards, default=0) > 0):
+        solved = max(group.rewards, default=0) > 0
+        if group.trains and (group.varies or solved or self.learner.teacher is not None):
             self._fruitless.clear()
             return
         self._fruitless.append(group)

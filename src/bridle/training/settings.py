@@ -27,6 +27,11 @@ class GrpoSettings(Settings):
     over that under which it was sampled, at most this much."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the model that the training began with."""
+    teacher: str | None = None
+    """Folder of a model with the same tokenizer, which the policy is pulled to on its own samples;
+    `None` = rewards alone train."""
+    distill: float = Field(default=1.0, gt=0)
+    """With a `teacher`: weight of the reverse divergence per token, beside the advantage."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimiser steps on one batch."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
