@@ -32,7 +32,7 @@ from bridle.types import JSON, SessionStatus
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to run, on what, and where to."""
+    """A batch to run: tasks, engine and output folder."""
 
     tasks: Sequence[Task]
     engine: str | FileConfig

@@ -18,7 +18,7 @@ from bridle.server.settings import ServerSettings
 
 
 class FileConfig(Settings):
-    """What a config file may hold."""
+    """Contents of a config file."""
 
     engines: tuple[str, ...] = ()
     """Replicas of the policy's engine, each as `--engine` takes it."""

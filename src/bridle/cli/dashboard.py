@@ -58,7 +58,7 @@ def dashboard(
 
 
 def guard_of(host: str, token: str | None) -> Guard | None:
-    """Who may look; `None` = all who reach it.
+    """Return the guard of the dashboard; `None` = open to all who reach it.
 
     `ConfigError` for a dashboard that others reach and that has no token.
     """
@@ -73,7 +73,7 @@ def guard_of(host: str, token: str | None) -> Guard | None:
 
 @contextmanager
 def _source(target: str) -> Iterator[tuple[Source, str | None]]:
-    """What is shown, and the token with which it is read, if any."""
+    """Yield the source that is shown, and the token that reads it, if any."""
     from bridle.dashboard.folder import Folder
 
     if target.startswith(("http://", "https://")):

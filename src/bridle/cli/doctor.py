@@ -85,7 +85,7 @@ def doctor(
 
 
 def _proofs(path: Path) -> list[Finding]:
-    """Whether the agents of tasks start in their runtimes and reach their model."""
+    """Check that the agents of tasks start in their runtimes and reach their model."""
     from bridle.cli.proving import distinct, prove
     from bridle.datasets.jsonl import load_tasks
 
@@ -188,7 +188,7 @@ def _bundles() -> Finding:
 
 
 async def _probe_all(specs: list[str], tokenizer: str | None, *, logprobs: bool) -> list[Finding]:
-    """What each replica gives, and whether they can stand for each other."""
+    """Probe each replica, and check that all serve one model in one way."""
     infos: dict[str, EngineInfo] = {}
     findings = []
     for spec in specs:
@@ -203,7 +203,7 @@ async def _probe_all(specs: list[str], tokenizer: str | None, *, logprobs: bool)
 
 
 def _alike(infos: dict[str, EngineInfo], wanted: int) -> Finding:
-    """Whether replicas serve one model in one way."""
+    """Check that replicas serve one model in one way."""
     if len(infos) < wanted:
         advice = "a gateway starts with those that answer, and takes the others when they come"
         return Finding(
@@ -222,7 +222,7 @@ def _alike(infos: dict[str, EngineInfo], wanted: int) -> Finding:
 async def _probe(
     spec: str, tokenizer: str | None, *, logprobs: bool
 ) -> tuple[list[Finding], EngineInfo | None]:
-    """What an engine gives; an engine that refuses itself at its start is reported all the same."""
+    """Probe an engine; one that fails at its start is reported all the same."""
     from bridle.cli.doctor_engine import compare
     from bridle.engines import open_engine
     from bridle.engines.probe import ProbeReport, probe

@@ -1,4 +1,4 @@
-"""What `bridle doctor --engine` asks beyond the probe: text and logprobs, held against ours."""
+"""Checks of `bridle doctor --engine` beyond the probe: its text and logprobs compared with ours."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ROUNDS = "rounds"
 
 
 class Format(StrEnum):
-    """What can be written."""
+    """A format that can be written."""
 
     PARQUET = "parquet"
     SFT = "sft"

@@ -1,4 +1,4 @@
-"""What every verb prints with: tables, progress and JSON, to a terminal or a pipe."""
+"""Output of every verb: tables, progress and JSON, to a terminal or a pipe."""
 
 from __future__ import annotations
 

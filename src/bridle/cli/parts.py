@@ -30,7 +30,7 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a gateway is made of; nothing is started."""
+    """The parts of a gateway; nothing is started."""
 
     engine: EnginePool
     renderer: PromptRenderer

@@ -35,7 +35,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether the agent started and its model call was answered."""
+        """Return whether the agent started and its model call was answered."""
         return self.calls > 0
 
 

@@ -137,7 +137,7 @@ def _required(tasks: list[Task], manifest: Path | None) -> list[Task]:
 
 
 def _given(values: JSON) -> JSON | None:
-    """What was given; `None` = nothing."""
+    """Return the values that were given; `None` = none."""
     return {name: value for name, value in values.items() if value is not None} or None
 
 

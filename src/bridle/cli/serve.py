@@ -106,7 +106,7 @@ def _check_output(server: ServerSettings) -> None:
 
 
 def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
-    """What flags say of the `[executor]` table."""
+    """Return the values of the `[executor]` table that flags set."""
     slots = {} if concurrency is None else {"node": {"run_slots": concurrency}}
     return slots if kind is None else {"kind": kind, **slots}
 
@@ -210,7 +210,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
 
 
 def _owner(data: Path) -> str:
-    """Whose leases these are: the same name in every life of a server on this folder."""
+    """Return the owner name of this server's leases: the same at every start on this folder."""
     path = data / "server.id"
     if not path.exists():
         private_file(path).write_text(secrets.token_hex(8))

@@ -64,13 +64,13 @@ def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
 
 
 def may_read(auth: Auth, token: str) -> bool:
-    """Whether a token opens the dashboard."""
+    """Return whether a token opens the dashboard."""
     caller = _caller(auth, token)
     return caller is not None and caller.may(Role.READ)
 
 
 def owner_of(auth: Auth, token: str) -> str | None:
-    """Whose tasks a token sees: its own, `None` = an admin's, all. Nobody's if it is not known."""
+    """Return the owner whose tasks a token sees; `None` = all (an admin's), "" = none (unknown)."""
     caller = _caller(auth, token)
     return "" if caller is None else caller.tenant
 
@@ -117,7 +117,7 @@ async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> Async
 
 @asynccontextmanager
 async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[Workers]:
-    """Where the sessions of a server are computed; `owner` is the server's name.
+    """Open the workers that run a server's sessions; `owner` is the server's name.
 
     `ConfigError` or `EngineError` if it cannot be had.
     """

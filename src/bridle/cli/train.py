@@ -193,7 +193,7 @@ def show_transfer(course: Course) -> None:
 
 
 def numbers_line(course: Course) -> str:
-    """What was trained and how well trainer and engine agree, in one line."""
+    """Summarise in one line what was trained and how well trainer and engine agree."""
     updates = [one["update"] for one in course.steps if one["update"]]
     errors = [one["logprob_error"] for one in updates if one["logprob_error"] is not None]
     sessions = sum(one["sessions"] for one in course.steps)

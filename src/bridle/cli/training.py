@@ -54,7 +54,7 @@ CURVE = "curve.png"
 
 
 class TrainSettings(Settings):
-    """What `bridle train` is told, by a TOML file, by flags, or both."""
+    """Settings of `bridle train`, from a TOML file, flags, or both."""
 
     model: str
     """Folder of the model to begin with."""
@@ -117,7 +117,7 @@ def with_other_harnesses(
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a training."""
+    """Result of a training."""
 
     course: Course
     checkpoint: Path
@@ -128,7 +128,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a training begins or goes on with."""
+    """State that a training starts or resumes from."""
 
     learner: Learner
     model: Path
@@ -151,15 +151,15 @@ NAME = "training.name"
 
 
 class Place(Protocol):
-    """Where sessions run."""
+    """A place that runs sessions."""
 
     @property
     def rollouts(self) -> str:
-        """Where they can be looked at."""
+        """Return where the sessions can be viewed."""
 
     @property
     def begins_with(self) -> bool:
-        """Whether it samples from the model that it was opened with; else that is published."""
+        """Return whether it samples from the opened model; else that model is published."""
 
     def groups(
         self, draws: TaskDraws, held_out: Sequence[Task], *, version: int, cursor: JSON | None
@@ -290,7 +290,7 @@ class ServerPlace:
 
 
 def _name(out: Path) -> str:
-    """What the training in a folder is called on a server: the same in each of its lives."""
+    """Return the name of a folder's training on a server: the same at every start."""
     path = out / NAME
     if not path.is_file():
         out.mkdir(parents=True, exist_ok=True)

@@ -274,7 +274,7 @@ def read_wheel(folder: Path, package: str, version: Version) -> Wheel:
 
 
 def _is_about(name: str) -> bool:
-    """Whether a file of a wheel is not installed into site-packages as it is."""
+    """Return whether a file of a wheel is metadata or data, not a module."""
     return name.partition("/")[0].endswith((".dist-info", ".data"))
 
 

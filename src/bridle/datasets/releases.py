@@ -452,7 +452,7 @@ def requirements_of_tests(tree: Path, wheel: Wheel) -> list[str]:
 
 
 def brings(lock: str, package: str) -> bool:
-    """Whether a lock names the package, whose newer version would then lie beside the older."""
+    """Return whether a lock names the package: its newer version would then be installed too."""
     names = (canonicalize_name(line.partition("==")[0]) for line in lock.splitlines())
     return canonicalize_name(package) in names
 

@@ -141,7 +141,7 @@ def _parse(text: str) -> tuple[Any, bool]:
 
 
 def _is_odd(value: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Whether orjson would refuse to read this value's text (as `_parse` has it)."""
+    """Return whether orjson refuses to read this value's text (as `_parse` does)."""
     text = _fast_text(value)
     if text is not None and b"null" not in text:  # NaN is written as null
         return False
@@ -162,7 +162,7 @@ def _serialise(value: Any, *, odd: bool) -> bytes:  # noqa: ANN401 - any JSON va
 
 
 def _fast_text(value: Any) -> bytes | None:  # noqa: ANN401 - any JSON value
-    """What orjson writes; `None` where it refuses (nesting, integers beyond 64 bit)."""
+    """Serialize by orjson; `None` where it refuses (nesting, integers beyond 64 bit)."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:

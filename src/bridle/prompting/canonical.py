@@ -42,7 +42,7 @@ from bridle.types import (
 
 
 class AtomKind(StrEnum):
-    """What an atom is."""
+    """Kind of an atom."""
 
     SYSTEM = "S"
     USER = "U"
@@ -109,7 +109,7 @@ class Canonical:
 
 
 class AtomMemo(dict[bytes, tuple[Atom, ...]]):
-    """What one session's requests were made of, so that a known span costs a look-up, and a known
+    """Cache of the atoms of one session's requests: a known span costs a look-up, and a known
     beginning of a request nothing.
 
     Maps (tools digest + span digest) to the span's atoms, and a raw tool list to its digest.
@@ -330,7 +330,7 @@ class _Walk:
         self._hints.append(Hint(len(self._atoms), message, atom.ids, atom.reasoning))
 
     def splits_results(self) -> bool:
-        """Whether a run of results goes on over the border of what was known."""
+        """Return whether a run of results crosses the end of the known atoms."""
         at, atoms = self._begun, self._atoms
         if not 0 < at < len(atoms):
             return False

@@ -34,7 +34,7 @@ _ID_IN_TEXT = re.compile(r"[A-Za-z0-9_-]{16,}")
 
 
 class PlacementKind(StrEnum):
-    """How a request relates to the exchanges before it."""
+    """Relation of a request to the exchanges before it."""
 
     ROOT = "root"
     """It continues nothing of ours."""
@@ -50,7 +50,7 @@ class PlacementKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request stands in its session's conversation."""
+    """Position of a request in its session's conversation."""
 
     kind: PlacementKind
     parent: str | None = None
@@ -76,7 +76,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the search came to, before the guards."""
+    """Result of the search, before the guards."""
 
     kind: PlacementKind
     exchange: Indexed | None = None
@@ -323,7 +323,7 @@ class _Search:
         return None, -1, None
 
     def _same_prompt(self, owner: Indexed, start: int, last: int) -> bool:
-        """Whether the turn begins within the run, under the very prompt of `owner`."""
+        """Return whether the turn begins within the run, under exactly the prompt of `owner`."""
         begins = owner.prompt_atoms
         return start <= begins <= last and self._chain[begins] == owner.prompt_key
 

@@ -1,4 +1,4 @@
-"""How an echoed assistant turn differs from what was delivered. Pure.
+"""Classification of the difference between an echoed assistant turn and the delivered one. Pure.
 
 Asked only when the chain has already said that they are not equal, and only under an equal prompt
 (or with an id of ours in the turn), so a wrong answer here can merge nothing across prompts.
@@ -17,7 +17,7 @@ from bridle.types import ToolSpec
 
 
 class Drift(StrEnum):
-    """What a harness did to a turn of ours."""
+    """Change that a harness made to a delivered turn."""
 
     WHITESPACE = "whitespace"
     """White space in the text."""
@@ -127,7 +127,7 @@ def _calls_drift(
 
 
 def _is_inlined(echo: Sequence[Atom], said: str, reasoning: Collection[bytes]) -> bool:
-    """Whether the echo's text is the answer's with its own reasoning between tags."""
+    """Return whether the echo's text is the answer's with its own reasoning between tags."""
     text = "".join(atom.text or "" for atom in echo if atom.kind is AtomKind.TEXT)
     thoughts = [found[2].strip() for found in _THOUGHT.finditer(text)]
     if not thoughts or "".join(_THOUGHT.sub("", text).split()) != said:
@@ -138,7 +138,7 @@ def _is_inlined(echo: Sequence[Atom], said: str, reasoning: Collection[bytes]) -
 
 
 def is_beginning(echo: Sequence[Atom], answer: Sequence[Atom]) -> bool:
-    """Whether `echo` is a proper beginning of `answer`; its last text may end in the middle."""
+    """Return whether `echo` is a proper prefix of `answer`; its last text may be cut."""
     if not echo or len(echo) > len(answer):
         return False
     *whole, last = echo
@@ -152,7 +152,7 @@ def is_beginning(echo: Sequence[Atom], answer: Sequence[Atom]) -> bool:
 
 
 def has_text(answer: Sequence[Atom]) -> bool:
-    """Whether the answer says anything that its echo can be known by."""
+    """Return whether the answer has text by which its echo can be recognised."""
     return any(atom.kind is AtomKind.TEXT for atom in answer)
 
 

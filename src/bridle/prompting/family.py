@@ -1,4 +1,4 @@
-"""Which renderer of the `renderers` package speaks a tokenizer's wire format.
+"""Choice of the renderer (package `renderers`) that has a tokenizer's wire format.
 
 That package knows models by their exact names; fine-tunes and tokenizers of one's own have none. So
 each family is tried: one whose tokens are all there, and which renders a fixed set of conversations
@@ -42,7 +42,7 @@ class Parsed(Protocol):
 
 
 class Bridged(Protocol):
-    """What a bridge gives: previous ids and suffix."""
+    """Result of a bridge: previous ids and suffix."""
 
     token_ids: list[int]
 
@@ -53,7 +53,7 @@ class Parser(Protocol):
     def parse_response(
         self, token_ids: list[int], *, tools: list[JSON] | None, prompt_ids: list[int]
     ) -> Parsed:
-        """What a sampled turn says."""
+        """Parse a sampled turn."""
 
     def get_stop_token_ids(self) -> Sequence[int]:
         """Ids that end a turn."""
@@ -291,7 +291,7 @@ _PLAIN_CALLS = {"qwen3": _TAGGED, "qwen3.5": _TAGGED, "glm": _TAGGED, "deepseek-
 
 
 def live_marks(name: str | None, tokenizer: PromptTokenizer) -> Marks | None:
-    """How replies of the family `name` (`None` = `plain_parser` reads them) can be read live.
+    """Return the marks by which replies of family `name` (`None` = `plain_parser`'s) are read live.
 
     `None` = they can't: a call does not begin with a token of its own.
     """

@@ -140,7 +140,7 @@ def held(family: Family, tokenizer: PromptTokenizer, *, plain: bool = False) -> 
 
 
 def _agree(family: Family, made: HeldFamily) -> bool:
-    """Whether both lay the fixed conversations out to the same ids."""
+    """Return whether both render the fixed conversations to the same ids."""
     asked: list[list[int]] = []
     for messages in _PROBES:
         wanted = _outcome(_rendered, family, messages)
@@ -171,7 +171,7 @@ def _bridged(
 
 
 def _outcome(lay: Callable[..., list[int] | None], *asked: object) -> list[int] | None:
-    """What was laid out; `None` = it was refused."""
+    """Return the rendered ids; `None` = refused."""
     try:
         with boundary(RenderError, "laying out"):
             return lay(*asked)

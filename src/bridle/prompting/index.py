@@ -70,7 +70,7 @@ class Indexed:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be a parent without an id that says so."""
+        """Return whether it can be a parent without an id that says so."""
         return self.committed and self.state is not DeliveryState.ABANDONED
 
 
@@ -176,7 +176,7 @@ class Index:
             self._index_turn(exchange, seen)
 
     def _alone(self, exchange: Indexed) -> bool:
-        """Whether the whole answer is indexed, and ends no other exchange's turn.
+        """Return whether the whole answer is indexed, and ends no other exchange's turn.
 
         Then it need not go behind the others; of one content the newest is found by its `order`.
         """

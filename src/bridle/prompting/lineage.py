@@ -1,4 +1,4 @@
-"""What a conversation that shows no turn of ours comes from, by what it quotes. Pure.
+"""Origin of a conversation without a delivered turn, by the texts that it quotes. Pure.
 
 Some harnesses put no mark on their sub-agents or on what follows a compaction. But what a sub-agent
 is told is an argument of a call that the policy sampled, and a compacted conversation begins with
@@ -19,7 +19,7 @@ _INSIDE = re.compile(r"<(summary|state_snapshot)>\s*(.+?)\s*</\1>", re.DOTALL)
 
 
 class Lineage:
-    """What one session's replies asked for and summed up."""
+    """Instructions and summaries in one session's replies."""
 
     def __init__(self) -> None:
         self._asked: set[bytes] = set()
@@ -36,7 +36,7 @@ class Lineage:
             self._summaries.append((exchange_id, (told, *parts)))
 
     def is_spawned(self, messages: Sequence[Message]) -> bool:
-        """Whether a user's text is what a call of ours gave: a sub-agent's instruction."""
+        """Return whether a user's text is a sampled call's argument: a sub-agent's instruction."""
         if not self._asked:
             return False
         texts = (text for text in _user_texts(messages) if text.strip())

@@ -28,7 +28,7 @@ INCOMPLETE_MOST = 64
 
 @dataclass(slots=True)
 class Piece:
-    """What became certain; reasoning comes before text, text before calls. Empty adds nothing."""
+    """Part of a reply that became certain: reasoning, then text, then calls. May be empty."""
 
     reasoning: str = ""
     text: str = ""
@@ -88,7 +88,7 @@ class LiveReader:
         """The calls that were given out."""
 
     def feed(self, ids: Sequence[int]) -> Piece:
-        """What `ids`, after all before them, make certain."""
+        """Return the part of the reply that becomes certain with `ids`."""
         piece = Piece()
         run: list[int] = []
         for id_ in ids:
@@ -199,7 +199,7 @@ class _Decoder:
 
     @property
     def stuck(self) -> bool:
-        """Whether it waits for a character that does not end."""
+        """Return whether it waits for a character that does not end."""
         return len(self._ids) - self._context > INCOMPLETE_MOST
 
     def push(self, ids: list[int]) -> str:
@@ -212,7 +212,7 @@ class _Decoder:
         return ""
 
     def rest(self) -> str:
-        """What is left, a broken character replaced; what follows has no context."""
+        """Return the rest, with an incomplete character replaced, and drop the context."""
         text = self._tokenizer.decode(self._ids)[len(self._shown) :]
         self._ids, self._context, self._shown = [], 0, ""
         return text
@@ -227,7 +227,7 @@ class _Decoder:
 
 
 def begun(text: str, markers: Sequence[str]) -> int:
-    """How many last characters may be the beginning of a marker."""
+    """Return how many last characters may be the beginning of a marker."""
     size = first = len(text)
     for marker in markers:
         at = text.find(marker[:1], max(size - len(marker) + 1, 0), first)

@@ -160,7 +160,7 @@ def _result(message: Message, content: str | list[JSON], escape: Escape) -> JSON
 
 
 def _continues(turn: JSON, piece: JSON) -> bool:
-    """Whether a piece is the rest of a turn: reasoning comes first, then text, then calls."""
+    """Return whether a piece continues a turn: reasoning comes first, then text, then calls."""
     if "tool_calls" in turn:
         return set(piece) == {"role", "content", "tool_calls"} and not piece["content"]
     return not turn["content"] or not (piece["content"] or "reasoning_content" in piece)

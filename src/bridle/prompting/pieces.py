@@ -40,7 +40,7 @@ COUNTED: Final = 2048
 
 
 class Allowance:
-    """How many tokens the long texts of one prompt may have before it is too long for sure.
+    """Number of tokens that the long texts of one prompt may have before it is certainly too long.
 
     A rendering may tokenise a text twice, so twice the context is the measure.
     """
@@ -85,7 +85,7 @@ def chars_per_token(backend: Tokenizer) -> float:
 
 
 def takes_pieces(backend: Tokenizer) -> bool:
-    """Whether the ids of a text are those of its pieces, one after the other.
+    """Return whether the ids of a text are those of its pieces, in order.
 
     So it is with byte-level BPE over words that a text is parted into from left to right.
     """
@@ -110,7 +110,7 @@ def _state(part: object) -> JSON | None:
 
 
 def _divides(part: JSON | None) -> bool:
-    """Whether a pre-tokenizer parts from left to right, adds nothing and looks at nothing before.
+    """Return whether a pre-tokenizer splits from left to right, adds nothing and never looks back.
 
     A `Sequence` has to hold a `ByteLevel`, which knows every byte.
     """
@@ -171,7 +171,7 @@ def _pieces(
 
 
 def _end_in(backend: Tokenizer, text: str, added: re.Pattern[str]) -> int | None:
-    """Where the last piece of `text` ends that is one whatever follows; `None` = nowhere."""
+    """Return the end of the last piece of `text` that no further text changes, if any."""
     last = len(text) - AHEAD
     words: set[int] | None = None
     for begin in range(max(last - 4096, 1), 0, -4096):

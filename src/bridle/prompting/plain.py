@@ -71,7 +71,7 @@ class PlainReplies:
         """Whether a reply behind an end is read as one without a prompt."""
 
     def read(self, ids: list[int], end: End, tools: list[JSON] | None) -> Parsed | None:
-        """What the parser would say of `ids` under a prompt with this end; `None` = ask it."""
+        """Return the parser's result for `ids` under a prompt with this end; `None` = unknown."""
         key = end, tools is None
         words = ids[:-1] if ids and ids[-1] in self._stops else ids
         if not words or not self._marks.isdisjoint(words):
@@ -98,7 +98,7 @@ class PlainReplies:
     def _outcome(
         self, ids: list[int], prompt: list[int], tools: list[JSON] | None
     ) -> _Outcome | None:
-        """What the parser says; `None` = it gives up."""
+        """Return the parser's result; `None` = it refused."""
         try:
             with boundary(RenderError, "trying a parser"):
                 said = self._parser.parse_response(ids, tools=tools, prompt_ids=prompt)

@@ -26,7 +26,7 @@ _LITTLE = sys.byteorder == "little"
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """What one prompt adds to the one before it."""
+    """Addition of one prompt to the one before it."""
 
     before: _Link | None
     segments: tuple[Ids, ...]
@@ -85,7 +85,7 @@ class PromptIds:
 
     @property
     def kept(self) -> int:
-        """How many ids are the parent's prompt and output; 0 at a root."""
+        """Return how many ids are the parent's prompt and output; 0 at a root."""
         return self.length - self._link.segments[-1].size
 
     @property

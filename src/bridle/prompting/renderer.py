@@ -136,7 +136,7 @@ class PromptRenderer(Protocol):
         """The text for a server that tokenises by itself, which finds no control token in it."""
 
     def template_args(self, request: ModelRequest) -> Hashable:
-        """What beside messages and tools shapes the prompt of this request."""
+        """Return what shapes the prompt of this request besides messages and tools."""
 
 
 def load_renderer(
@@ -342,7 +342,7 @@ class TokenRenderer:
         )
 
     def _leaves_reasoning_open(self, prompt_tail: list[int]) -> bool:
-        """Whether the parser takes an ordinary word after this prompt for reasoning."""
+        """Return whether the parser reads an ordinary word after this prompt as reasoning."""
         word = self._tokens.encode("x")
         parsed = self._parser.parse_response(word, tools=None, prompt_ids=prompt_tail)
         return not parsed.content

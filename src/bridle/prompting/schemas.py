@@ -16,7 +16,7 @@ MAX_DEPTH: Final = 50
 
 
 def explains(schema: JSON, sampled: Any, echoed: Any) -> bool:  # noqa: ANN401 - any JSON values
-    """Whether validating `sampled` by `schema` may give `echoed`."""
+    """Return whether validating `sampled` by `schema` may give `echoed`."""
     return _Comparison(schema).explains(schema, sampled, echoed, 0)
 
 
@@ -84,7 +84,7 @@ def _listed(schema: JSON, key: str) -> list[Any]:
 
 
 def _is_missing(declared: JSON, value: object) -> bool:
-    """Whether a key with this value means what its absence means."""
+    """Return whether a key with this value has the meaning of its absence."""
     if value is None:
         return True
     return "default" in declared and canonical_json(declared["default"]) == canonical_json(value)

@@ -104,7 +104,7 @@ class ChatTemplate:
     def _after_close(
         self, new_messages: Sequence[JSON], tools: Sequence[JSON] | None, *, thinking: bool | None
     ) -> str | None:
-        """What the template writes behind the end token of the turn before the new messages."""
+        """Return the template's text from the last turn's end token to the end of the prompt."""
         assert self.close is not None
         stand_in = [_USER, _stand_in(new_messages)]
         alone = self.text(stand_in, tools, thinking=thinking, generation=False)
@@ -130,7 +130,7 @@ class ChatTemplate:
         return None
 
     def _check(self) -> bool:
-        """Whether the suffix, put behind the end token, is the whole text's own tokenisation."""
+        """Return whether end token plus suffix tokenize as the whole text does."""
         assert self.close is not None
         for new_messages in _CHECKS:
             stand_in = [_USER, _stand_in(new_messages)]
@@ -165,7 +165,7 @@ def _stand_in(new_messages: Sequence[JSON]) -> JSON:
 
 
 def tool_parser_of(template: str) -> str | None:
-    """Which of the `renderers` package's tool parsers reads calls of this template, by its text."""
+    """Return the name of the `renderers` tool parser that reads calls of this template."""
     signs = {
         "<function=": "qwen3.5",
         "<arg_key>": "glm",

@@ -28,7 +28,7 @@ BUILTIN = "builtin"
 
 
 def tokenizer_record(source: str) -> JSON:
-    """What a session's record says of a tokenizer: where it is and the digest of its file.
+    """Return the entry of a tokenizer in a session's record: its folder and its file's digest.
 
     `source` is a folder or `builtin`. `OSError` if its `tokenizer.json` cannot be read.
     """
@@ -38,7 +38,7 @@ def tokenizer_record(source: str) -> JSON:
 
 
 def decoder_of(metadata: JSON) -> Callable[[Ids], str] | None:
-    """What turns the ids of a session into text, control tokens shown.
+    """Return a function from a session's ids to text, control tokens shown.
 
     `metadata` is that of its record. `None` where the record names no tokenizer, or the one that
     it names is gone or has changed. Cheap: the tokenizer is loaded at the first call.

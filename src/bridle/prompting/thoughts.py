@@ -1,4 +1,4 @@
-"""How many sampled tokens are reasoning: what usage numbers tell, counted from the ids themselves.
+"""Count of the sampled tokens that are reasoning, for usage numbers, from the ids themselves.
 
 Most families open and close reasoning with tokens of their own; what stands between is counted.
 Others (channels, plain text) are counted as the shortest run of ids whose text holds the reasoning.
@@ -16,7 +16,7 @@ _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def count_thoughts(tokenizer: PromptTokenizer, ids: Sequence[int], reasoning: str | None) -> int:
-    """How many of the sampled `ids` are `reasoning`, without what opens and closes it.
+    """Return how many of the sampled `ids` are `reasoning`, without its opening and closing tokens.
 
     `ids` end before the turn's end token; `reasoning` is the text that a parser found in them.
     """

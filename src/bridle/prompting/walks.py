@@ -1,4 +1,4 @@
-"""What a session's requests came to, so that the known beginning of a growing one costs nothing.
+"""Cache of a session's canonical requests: the known beginning of a growing one costs nothing.
 
 Reading a request anew costs a look-up per message of its history; here the atoms and the chain of
 the request that it continues are taken over whole. Pure.

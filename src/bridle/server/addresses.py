@@ -1,4 +1,4 @@
-"""Where callbacks may go: the operator's list, and no address of the inside by any detour.
+"""Checks of callback addresses: the operator's list, and no internal address by any detour.
 
 A name is resolved once, what it resolves to is judged, and the connection is made to that very
 address; redirects are not followed. So a name that turns to a private address between two looks
@@ -58,13 +58,13 @@ class ForbiddenAddressError(BridleError):
 
 
 def receiver_of(url: str) -> str:
-    """Who takes callbacks to `url`: scheme, host and port, at most 300 characters."""
+    """Return the receiver of callbacks to `url`: scheme, host and port, at most 300 characters."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}".lower()[:300]
 
 
 class Addresses:
-    """What the operator's list (`Permits.callbacks`) permits."""
+    """Addresses that the operator's list (`Permits.callbacks`) permits."""
 
     def __init__(self, listed: Sequence[str]) -> None:
         self._networks: list[Network] = []
@@ -97,7 +97,7 @@ class Addresses:
             raise ForbiddenAddressError(f"callbacks to {host!r} are not permitted")
 
     def check(self, host: str, address: Address) -> None:
-        """Whether `host`, which stands for `address`, may be called; `ForbiddenAddressError`."""
+        """Raise `ForbiddenAddressError` if `host`, found at `address`, may not be called."""
         real = _real(address)
         if any(_within(real, network) for network in METADATA):
             message = f"{host!r} is the address {address}, where clouds keep credentials"

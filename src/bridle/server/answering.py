@@ -1,4 +1,4 @@
-"""How a route is served: who asks, the body within bounds, errors as JSON.
+"""Request handling that all routes share: authentication, body limits, errors as JSON.
 
 Refusals are `{"error": {"code", "message", "param"}, "detail"}`. A database that cannot be used is
 503 with `Retry-After`; only a bug of ours is 500.
@@ -98,7 +98,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What routes need."""
+    """Objects that routes need."""
 
     service: Service
     permits: Permits
@@ -149,7 +149,7 @@ class Asked:
 
     @property
     def views(self) -> Views:
-        """What the caller sees of the state."""
+        """Return the caller's views of the state."""
         return self.service.views.of(self.caller.tenant)
 
     def path(self, name: str) -> str:
@@ -179,7 +179,7 @@ class Asked:
         return value
 
     def page(self, *, least: int = 0) -> Page:
-        """Which page is wanted; `least` is the cursor before the first row."""
+        """Return the page that is asked for; `least` is the cursor before the first row."""
         after = self.number("cursor", least, least=least, most=2**62)
         return Page(after, self.number("limit", 100, least=1, most=BATCH))
 
@@ -371,7 +371,7 @@ def _refused(error: Exception) -> Response:
 
 
 def accepted(asked: Asked, known: tuple[str, ...]) -> str:
-    """Which of the `known` media types the caller wants; the first one where it does not say."""
+    """Return which of the `known` media types the caller accepts; the first if it names none."""
     wanted: str = asked.request.headers.get("accept", "*/*")
     for part in wanted.split(","):
         kind: Any = part.partition(";")[0].strip().lower()

@@ -51,7 +51,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is being answered."""
         # `None` before the first request, whatever its type says.
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 

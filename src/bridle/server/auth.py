@@ -34,7 +34,7 @@ TOKEN_FILE: Final = "server.token"  # noqa: S105 - the name of a file
 
 
 class Role(StrEnum):
-    """What a token may do."""
+    """A permission of a token."""
 
     SUBMIT = "submit"
     """Submit and cancel tasks."""
@@ -80,13 +80,13 @@ class TokenFile(Settings):
 
 
 class Caller(Settings):
-    """Who asks."""
+    """The holder of a token."""
 
     name: str
     roles: frozenset[Role]
 
     def may(self, role: Role) -> bool:
-        """Whether this role is among the caller's; `admin` holds all."""
+        """Return whether the caller has this role; `admin` has all."""
         return role in self.roles or Role.ADMIN in self.roles
 
     @property
@@ -104,7 +104,7 @@ class Auth:
         ]
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
-        """Who sends a request with these headers (names in lower case); `None` = nobody known."""
+        """Return the caller who sends these headers (names in lower case); `None` = unknown."""
         sent = [_digest(token) for token in sent_tokens(headers)]
         found = None
         for known, caller in self._tokens:

@@ -19,7 +19,7 @@ from bridle.server.states import SESSIONS, TASKS, SessionState, TaskState, step
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much may be started."""
+    """Numbers of sessions that may be started."""
 
     slots: int
     """Sessions."""
@@ -76,7 +76,7 @@ def _owners(table: Table, condition: ColumnElement[bool], name: str) -> Select[s
 
 
 async def _running(connection: AsyncConnection) -> Counter[str]:
-    """How many sessions of each owner run, on any server."""
+    """Count the running sessions of each owner, on all servers."""
     s = t.sessions.c
     query = select(s.owner, func.count()).where(s.state == SessionState.RUNNING).group_by(s.owner)
     return Counter(dict((await connection.execute(query)).all()))

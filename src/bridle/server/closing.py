@@ -1,4 +1,4 @@
-"""How sessions and tasks become final: one transaction per step, and each step once.
+"""Steps that make sessions and tasks final: one transaction per step, and each step once.
 
 A session is made final only by the run that holds its lease; whoever comes later finds the row
 final and changes nothing. With the last session its task becomes final and gets its place in the
@@ -218,7 +218,7 @@ async def _mark(
 
 
 async def _settle(connection: AsyncConnection, seq: int, *, now: float) -> Closed:
-    """What the counts of a task lead to: refills, an early end, its end."""
+    """Apply the counts of a task: refill it, stop it early, or end it."""
     task = await _task(connection, seq)
     terms = Terms.model_validate_json(task["terms"])
     stops = False

@@ -239,7 +239,7 @@ resources, a shutdown or a start, the system."""
 
 
 def _is_down(error: DBAPIError) -> bool:
-    """Whether the statement may do well later: the server is away, or said that it cannot now."""
+    """Return whether the statement may succeed later: the server is away or refused it for now."""
     state = getattr(error.orig, "sqlstate", None)
     if state is None and isinstance(error, InternalError):  # the driver's: no host is a primary
         return True
@@ -247,7 +247,7 @@ def _is_down(error: DBAPIError) -> bool:
 
 
 def _short(error: BaseException | None) -> str:
-    """What the driver said, without the statement."""
+    """Return the driver's message without the statement."""
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
     return str(error.orig if isinstance(error, DBAPIError) else error)

@@ -251,7 +251,7 @@ KNOWN: Final = 1000
 
 
 class Standing(Enum):
-    """What is known of a receiver."""
+    """State of a receiver, by its last answers."""
 
     STRANGER = auto()
     WELL = auto()
@@ -272,7 +272,7 @@ class Receivers:
 
     @property
     def room(self) -> int:
-        """How many more may be under way."""
+        """Return how many more deliveries may be in flight."""
         return AT_ONCE - sum(one.under_way for one in self._known.values())
 
     def full(self) -> list[str]:
@@ -280,7 +280,7 @@ class Receivers:
         return [name for name in self._known if not self.has_room(name)]
 
     def has_room(self, name: str) -> bool:
-        """Whether this receiver may get one more, where there is room at all."""
+        """Return whether this receiver may get one more delivery, if any receiver may."""
         known = self._known.get(name, _Receiver())
         if known.standing is Standing.DOUBTFUL:
             return not known.under_way and self._doubtful() < DOUBTFUL

@@ -100,7 +100,7 @@ class Dispatcher:
         return tuple(self._running.values())
 
     def claim_of(self, run_id: str) -> Claim | None:
-        """What a run that is under way was claimed for."""
+        """Return the claim of a run in progress; `None` = no such run."""
         return self._running.get(run_id)
 
     # ---- starting
@@ -130,7 +130,7 @@ class Dispatcher:
             await Pulse.after(ticket, wait_s)
 
     def _slots(self) -> int:
-        """How many runs may be begun: for each slot one, while results do not pile up."""
+        """Return how many runs may start: the free slots, or fewer while results pile up."""
         capacity = self._workers.capacity
         unstored = UNSTORED * capacity - len(self._running)
         return min(capacity - len(self._computing), unstored)
@@ -271,7 +271,7 @@ class Dispatcher:
         return closed
 
     async def _names(self, name: str, claim: Claim) -> bool:
-        """Whether the session's row names this file: it was stored, only the answer was lost."""
+        """Return whether the session's row names this file, so that only the reply was lost."""
         row = await until_done(
             lambda: self._views.session(claim.session_id),
             "looking for a row",
@@ -338,7 +338,7 @@ class _Doomed(Exception):
 
 
 def is_usable(result: SessionResult) -> bool:
-    """Whether a session counts for its group: it completed, or ended otherwise with a reward."""
+    """Return whether a session counts for its group: it completed, or has a reward and traces."""
     if result.status is SessionStatus.COMPLETED:
         return True
     return result.reward is not None and bool(result.trajectory.traces)

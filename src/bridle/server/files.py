@@ -53,7 +53,7 @@ class TrajectoryFiles:
         """Raises `StoreError` while a local root has less than 1 MiB of free disk."""
 
     def name(self, run_id: str) -> str:
-        """Where the trajectory of a run lies, relative to the root."""
+        """Return the path of a run's trajectory, relative to the root."""
         return f"{hashlib.sha256(run_id.encode()).hexdigest()[:2]}/{run_id}.parquet"
 
     async def write(self, name: str, trajectory: Trajectory) -> int:

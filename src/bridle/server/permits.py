@@ -122,7 +122,7 @@ Refused: TypeAlias = Iterator[tuple[str, str]]
 
 
 class Permits(Settings):
-    """What tasks that come over HTTP may name."""
+    """Names, paths and addresses that tasks submitted over HTTP may use."""
 
     runtimes: tuple[str, ...] | None = None
     """Runtimes by name; `None` = every one that comes with Bridle, `local` only for admins and
@@ -383,13 +383,13 @@ def _part(part: JSON) -> tuple[str, JSON]:
 
 
 def _is_listed(name: str, listed: tuple[str, ...]) -> bool:
-    """Whether a dotted path, or the module that it lies in, is listed or inside what is."""
+    """Return whether a dotted path, its module or a parent package of it is listed."""
     module = name.partition(":")[0]
     return any(path in (name, module) or module.startswith(f"{path}.") for path in listed)
 
 
 def _fits(given: object, listed: object) -> bool:
-    """Whether what is given is what is listed: all of it, and nothing else."""
+    """Return whether every given value is listed and nothing else is given."""
     if isinstance(given, Mapping) and isinstance(listed, Mapping):
         return set(given) <= set(listed) and all(
             _fits(given.get(name), value) for name, value in listed.items()
@@ -398,6 +398,6 @@ def _fits(given: object, listed: object) -> bool:
 
 
 def names_files(task: Task) -> bool:
-    """Whether a task names files or folders that its `task_dir` is needed to find."""
+    """Return whether a task names files or folders relative to its `task_dir`."""
     without = task.model_copy(update={"task_dir": None})
     return any(reason.endswith(NOT_LISTED) for _, reason in Permits().refused(without))

@@ -194,7 +194,7 @@ class PolarTask(Terms):
             yield "evaluator.config.instance", str(error).partition(": ")[2]
 
     def submission(self) -> Submission:
-        """As we take it; pydantic's `ValidationError` names a field that has a wrong value."""
+        """Translate it to a `Submission`. pydantic's `ValidationError` names a wrong field."""
         fields: JSON = {
             name: getattr(self, name)
             for name in self.model_fields_set

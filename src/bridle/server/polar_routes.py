@@ -129,7 +129,7 @@ def _param(message: str) -> str | None:
 
 
 def is_tenant(asked: Asked) -> bool:
-    """Whether the caller's tasks have ids of their own."""
+    """Return whether the caller's task ids are in a namespace of their own."""
     return asked.caller.tenant is not None
 
 

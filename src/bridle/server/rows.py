@@ -1,4 +1,4 @@
-"""What state hands around: small values made of rows."""
+"""Small values that are made of the state's rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of one run."""
+    """The end of one run."""
 
     session_id: str
     attempt: int
@@ -57,7 +57,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What the end of a run, or of a task, led to."""
+    """Consequences of the end of a run or a task."""
 
     what: Literal["final", "again", "lost"]
     """The session is final; it waits for another run; its lease was another's, nothing changed."""

@@ -1,4 +1,4 @@
-"""What crosses HTTP: the bodies that are taken, and the values that the state's rows are read as.
+"""Request bodies of the HTTP routes, and the values that the state's rows are read as.
 
 Fields that Polar's clients know keep their names; what is ours stands beside them.
 """
@@ -21,7 +21,7 @@ Name = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=300)]
 
 
 class Terms(Settings):
-    """How the server treats a task's group; what runs is `bridle.config.Task`."""
+    """The server's options for a task's group; the work itself is `bridle.config.Task`."""
 
     dispatch_priority: int = Field(default=0, ge=0, le=100)
     """Higher ones are started first."""
@@ -54,7 +54,7 @@ class Submission(Task, Terms):
     num_samples: int = Field(default=1, ge=1, le=10_000)
 
     def split(self) -> tuple[Task, Terms]:
-        """What runs, and how its group is treated."""
+        """Split it into the work and the options of its group."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         task = {name: values[name] for name in Task.model_fields}
         terms = {name: values[name] for name in Terms.model_fields}
@@ -116,7 +116,7 @@ class OwnerSettings(Settings):
 
 
 class ServiceSettings(Settings):
-    """How the service paces itself, and how long it waits."""
+    """Rates and timeouts of the service."""
 
     max_inflight_groups: int | None = Field(default=None, ge=1)
     """Groups of one owner that are started and have not ended; `None` = as many as there are

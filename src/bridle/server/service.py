@@ -186,7 +186,7 @@ class Service:
         return closed.what == "final" or bool(closed.run_ids)
 
     async def give_reward(self, session_id: str, given: Reward) -> None:
-        """As `State.give_reward`."""
+        """Give a session its reward; see `State.give_reward`."""
         self.closed(await self.state.give_reward(session_id, given, now=time.time()))
 
     async def bar(self, task_id: str, *, owner: str, tenant: bool = False) -> None:
@@ -194,7 +194,7 @@ class Service:
         await self.state.bar(task_id, owner=owner, tenant=tenant, now=time.time())
 
     async def status(self, tenant: str | None = None) -> JSON:
-        """How much there is of what, in counts: of one `tenant`, or of all and each owner."""
+        """Return counts by state: of one `tenant`, or of all tenants and of each owner."""
         counts = await self.views.of(tenant).counts()
         running = [one for one in self.dispatcher.running if tenant in (None, one.owner)]
         version = await self.state.number("policy_version")
@@ -214,7 +214,7 @@ class Service:
     async def ack(
         self, *, cursor: int | None, task_ids: Sequence[str], tenant: str | None = None
     ) -> int:
-        """As `State.ack`; groups that were held back may start."""
+        """Acknowledge groups (`State.ack`), so that groups held back by them may start."""
         count = await self.state.ack(
             cursor=cursor, task_ids=task_ids, tenant=tenant, now=time.time()
         )
@@ -222,13 +222,13 @@ class Service:
         return count
 
     async def replay(self, delivery_id: str | None) -> int:
-        """As `State.replay`; they are sent at once."""
+        """Send callbacks again (`State.replay`), at once."""
         count = await self.state.replay(delivery_id, now=time.time())
         self.ended.beat()
         return count
 
     def stage(self, session_id: str, attempt: int) -> str | None:
-        """What a running session is doing; `None` = not known here."""
+        """Return the stage of a running session; `None` = unknown on this server."""
         return self._stages.get(run_id(session_id, attempt))
 
     # ---- pace

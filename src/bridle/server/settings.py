@@ -1,4 +1,4 @@
-"""What can be set about a server: the `[server]` table of a config file; flags come before it."""
+"""Settings of a server: the `[server]` table of a config file. Flags take precedence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bridle.server.schemas import ServiceSettings
 
 
 class ServerSettings(ServiceSettings):
-    """Where the server listens, where it keeps what it accepts, and whom it serves."""
+    """The server's address, database, files and tokens."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""

@@ -25,8 +25,8 @@ class Shares:
     def divide(
         self, slots: int, waiting: Collection[str], running: Mapping[str, int]
     ) -> dict[str, int]:
-        """How many of the free `slots` each of the owners with `waiting` sessions may take, where
-        they have so many `running` now.
+        """Return the free `slots` that each owner with `waiting` sessions may take, given its
+        `running` ones.
         """
         due = self._due(slots + sum(running.get(owner, 0) for owner in waiting), waiting)
         owners, given = sorted(waiting), Counter[str]()

@@ -254,7 +254,7 @@ class State:
             return set((await connection.execute(row)).scalars())
 
     async def leave_callbacks(self, dead: Sequence[str], *, now: float) -> None:
-        """What the servers `dead` were trying is due."""
+        """Make the callbacks due that the servers `dead` were sending."""
         c = t.callbacks.c
         row = update(t.callbacks).where(c.state == DeliveryState.PENDING, c.sent_by.in_(dead))
         async with self._database.write() as connection:

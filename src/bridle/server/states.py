@@ -1,4 +1,4 @@
-"""Where tasks, sessions and deliveries stand, and which step leads where.
+"""States of tasks, sessions and deliveries, and the transitions between them.
 
 These are the rows' states in the database. What a session does while it is RUNNING (its stages) is
 `bridle.lifecycle.session`'s and is told, not stored. Guarded by `tests/server/test_states.py`.
@@ -14,7 +14,7 @@ State = TypeVar("State", bound=StrEnum)
 
 
 class TaskState(StrEnum):
-    """Where a task stands."""
+    """State of a task."""
 
     QUEUED = "queued"
     """Accepted; none of its sessions has been started."""
@@ -31,7 +31,7 @@ class TaskState(StrEnum):
 
 
 class SessionState(StrEnum):
-    """Where an accepted session stands."""
+    """State of an accepted session."""
 
     QUEUED = "QUEUED"
     """Waits for its first run, or to be run again."""
@@ -44,7 +44,7 @@ class SessionState(StrEnum):
 
 
 class DeliveryState(StrEnum):
-    """Where a callback stands."""
+    """State of a callback."""
 
     PENDING = "pending"
     """To be sent, or to be tried again."""
@@ -55,7 +55,7 @@ class DeliveryState(StrEnum):
 
 
 class Kept(IntEnum):
-    """What is kept of a group."""
+    """Extent to which a group's data are kept."""
 
     NAME = 0
     """Its task's id and digest, and what became of it in counts."""

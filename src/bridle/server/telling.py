@@ -1,4 +1,4 @@
-"""Who wants to hear of it: waiting callers, and readers of the event stream.
+"""Notification of waiting callers and of readers of the event stream.
 
 A reader that is slow loses its oldest events and is told how many; nobody else waits for it.
 """

@@ -40,7 +40,7 @@ of the highest priority first."""
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much there is of what."""
+    """Counts by state."""
 
     tasks: dict[str, int]
     """By state."""
@@ -66,7 +66,7 @@ class Views:
         self._owner = owner
 
     def of(self, owner: str | None) -> Views:
-        """What one owner sees; `None` = everything."""
+        """Return the views of one owner; `None` = of all."""
         return self if owner == self._owner else Views(self._database, owner)
 
     @property
@@ -322,8 +322,8 @@ class Views:
 
 
 def is_due(now: float) -> ColumnElement[bool]:
-    """Whether a callback is to be tried; also where its time is so far off that a clock has jumped
-    back since it was set.
+    """Return whether a callback is due, also where its time is so far ahead that a clock was set
+    back.
     """
     c = t.callbacks.c
     return and_(
@@ -332,5 +332,5 @@ def is_due(now: float) -> ColumnElement[bool]:
 
 
 def is_final(task: Mapping[Any, Any]) -> bool:
-    """Whether a task's row is final."""
+    """Return whether a task's row is final."""
     return TaskState(task["state"]) in FINAL_TASKS

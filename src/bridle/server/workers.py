@@ -1,4 +1,4 @@
-"""Who computes sessions for the server: one run in, one result out, and what became of old runs.
+"""Execution of sessions for the server: one run in, one result out, and the results of old runs.
 
 `NodeWorkers` is a node in the server's own process. What a node captured of a run outlives the
 server, so a run that ended before its result could be stored is recalled, not done again.
@@ -27,7 +27,7 @@ from bridle.types import JSON
 
 
 class Workers(Protocol):
-    """Where sessions are computed."""
+    """A place that runs sessions."""
 
     outlive: bool
     """Whether runs go on when their caller is cancelled, for the server's next life."""
@@ -38,7 +38,7 @@ class Workers(Protocol):
 
     @property
     def capacity(self) -> int:
-        """How many runs may be under way at once."""
+        """Return how many runs may be in progress at once."""
 
     async def run(
         self, task: Task, sample_index: int, run_id: str, avoid: frozenset[str]
@@ -54,7 +54,7 @@ class Workers(Protocol):
         """End a run, whose result will be CANCELLED; whether there was one."""
 
     def expect(self, run_id: str) -> bool:
-        """Whether a run of an earlier server goes on; `run` will take it up by its id."""
+        """Return whether a run of an earlier server goes on; `run` joins it by its id."""
 
     async def settle(self) -> None:
         """All runs of an earlier server that go on are expected; the keys of others end."""
@@ -72,19 +72,19 @@ class Workers(Protocol):
         """Remove what was kept of a run that has ended: capture, logs, files. `StoreError`."""
 
     async def kept_bytes(self) -> int:
-        """How much is kept of runs here."""
+        """Return the bytes that are kept of runs here."""
 
     async def set_policy(self, wanted: SetPolicy) -> None:
         """Steer the engines. `EngineError` if they did not do their part."""
 
     def policy(self) -> JSON:
-        """Which version samples, and whether sampling is held."""
+        """Return the version that samples, and whether sampling is held."""
 
     def nodes(self) -> list[JSON]:
         """The nodes that there are: name, state, slots, free ones, stages, what went wrong."""
 
     async def metrics(self) -> dict[str, str]:
-        """What the gateway of each node that answers tells of itself, by the node's name."""
+        """Return the gateway metrics of each node that answers, by the node's name."""
 
     async def drain_node(self, name: str) -> None:
         """Give a node no further run. `ConfigError` if there is none, or it is the only one."""

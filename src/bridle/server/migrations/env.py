@@ -1,4 +1,4 @@
-"""Where alembic begins: the connection is handed over by `bridle.server.database`."""
+"""Entry point of alembic; `bridle.server.database` provides the connection."""
 
 from __future__ import annotations
 
