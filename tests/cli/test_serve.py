@@ -12,13 +12,16 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 from tests.lifecycle.house import AGENT
+from tests.server.house import until
 
 from bridle.cli.config import load_config
 from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
+from bridle.server import joining
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -219,3 +222,16 @@ def test_flags_and_file_make_one_configuration(tmp_path):
     config = load_config(file, server={"port": 7, "permits": {"callbacks": ("h",)}}).server
     assert (config.port, config.max_inflight_groups) == (7, 4)
     assert (config.permits.runtimes, config.permits.callbacks) == (("docker",), ("h",))
+
+
+async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "READ_EVERY_S", 0.01)
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Done."}]}]}))
+    source = tmp_path / "engines"
+    server = {"engines_from": str(source), "data": tmp_path / "data", "port": 0}
+    config = load_config(None, engines=[f"scripted:{script}"], server=server)
+    with capture_logs() as logs:
+        async with server_of(config):
+            source.write_text("127.0.0.1:9")  # nothing listens there
+            await until(lambda: any(one["event"] == "engine_cannot_join" for one in logs))

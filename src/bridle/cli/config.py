@@ -63,6 +63,6 @@ def load_config(
         config = FileConfig.model_validate(given)
     except ValidationError as error:
         raise explain(error, "the command" if path is None else str(path)) from error
-    if not config.engines:
+    if not config.engines and not config.server.engines_from:
         raise ConfigError("no engine: give --engine, or `engines = [...]` in --config FILE")
     return config

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from bridle.server.service import Service
     from bridle.server.settings import ServerSettings
 
+EnginesFromOption = Annotated[
+    str | None, typer.Option(help="File or URL that names engines, read again and again.")
+]
+ExecutorOption = Annotated[
+    str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
+]
 DashboardOption = Annotated[
     bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
 ]
@@ -37,6 +43,7 @@ DashboardOption = Annotated[
 def serve(  # noqa: PLR0913 - one parameter per flag
     engine: EnginesOption = None,
     config: ConfigOption = None,
+    engines_from: EnginesFromOption = None,
     tokenizer: TokenizerOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     port: Annotated[
@@ -53,9 +60,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="TOML file with others' [[tokens]].")] = None,
     allow_host: AllowHostOption = None,
-    executor: Annotated[
-        str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
-    ] = None,
+    executor: ExecutorOption = None,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Harnesses running at once on a node; twice the cores."),
@@ -76,6 +81,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
 
     permits = {"host_paths": allow_path, "callbacks": callback_to}
     flags = {
+        "engines_from": engines_from,
         "host": host,
         "port": port,
         "data": data,
@@ -122,6 +128,11 @@ class Served:
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
+    from bridle.server.joining import first_named
+
+    if config.server.engines_from and not config.engines:
+        found = await first_named(config.server.engines_from)
+        config = config.model_copy(update={"engines": tuple(found)})
     async with server_of(config, dashboard=dashboard) as served:
         where = f", on the Ray cluster {ray}" if (ray := _cluster(config)) else ""
         notes.print(f"rollout server at {served.url}, data in {config.server.data}{where}")
@@ -152,7 +163,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.cli.server import workers_of
+    from bridle.cli.server import mounted, workers_of
     from bridle.credentials import announced
     from bridle.server import answering
     from bridle.server.addresses import Addresses
@@ -161,6 +172,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.server.database import Database
     from bridle.server.delivery import Deliverer, callback_secret
     from bridle.server.files import TrajectoryFiles
+    from bridle.server.joining import follow
     from bridle.server.service import Service
 
     settings = config.server.checked()
@@ -187,11 +199,11 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         nursery = await stack.enter_async_context(Nursery(service.lost))
         deliverer = Deliverer(service, addresses, callback_secret(data), secrets=signing)
         nursery.start(deliverer.run(), name="deliverer")
+        if settings.engines_from:
+            nursery.start(follow(settings.engines_from, workers, config.engines), name="engines")
         served = answering.Served(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
-            from bridle.cli.server import mounted
-
             mounts.append(stack.enter_context(mounted(lambda: url, auth, data)))
         url = await stack.enter_async_context(
             serving(

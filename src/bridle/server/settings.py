@@ -26,6 +26,9 @@ class ServerSettings(ServiceSettings):
     """Folder or fsspec URL (`s3://bucket/path`); `None` = `trajectories` in `data`."""
     tokens: Path | None = None
     """TOML file with `[[tokens]]`, beside the operator's own in `server.token` of `data`."""
+    engines_from: str | None = None
+    """File or URL that names engines and is read again and again; they join and leave the policy's
+    engines. `None` = only those that are given."""
     hosts: tuple[str, ...] = ()
     """Names in the `Host` header under which it is asked, beside `localhost`, the machine's own
     name and addresses; a request to any other is refused with 421."""
