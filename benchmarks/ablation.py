@@ -1,4 +1,4 @@
-"""What a builder saves a trainer: the same captured sessions of many turns, trained three ways.
+"""Training cost by builder: the same captured sessions of many turns, trained three ways.
 
 The demo model samples long conversations through the gateway; then the trainer makes its updates
 from the traces of `per_request`, of `prefix_merging`, and of the latter packed as trees. Engine and

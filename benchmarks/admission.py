@@ -115,7 +115,7 @@ async def largest(on: Attacked) -> list[int]:
 
 
 async def within_bounds(on: Attacked) -> list[int]:
-    """As many characters as the context may hold: of one word, and of words, four at a time."""
+    """Send texts as long as the context allows, of one word and of many, four at a time."""
     texts = ["a" * (2 * MIB), "some words in a row, " * (2 * MIB // 21)]
     async with asyncio.TaskGroup() as group:
         calls = [on.post(on.attacker, body_of(text)) for text in texts * 2]

@@ -1,4 +1,4 @@
-"""What running ahead saves: the same training synchronous, one step off, and further ahead.
+"""Benchmark of asynchronous training: synchronous, one step off-policy, and further ahead.
 
 Each session of the light script harness first waits as tools do, a time drawn with a long tail, so
 a step that waits for its slowest session leaves engine and trainer idle. `max_lag` 0 alternates,

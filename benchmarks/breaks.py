@@ -130,7 +130,7 @@ def trimmed(turn: JSON) -> JSON:
 
 
 def player(kind: type[Sampling], split: float, *, plain: bool) -> Callable[[list[JSON]], Sampling]:
-    """What makes an engine of `kind` for some conversations."""
+    """Return a function that makes an engine of `kind` for some conversations."""
 
     def play(conversations: list[JSON]) -> Sampling:
         if plain:
@@ -167,7 +167,7 @@ async def measure(
 
 
 def numbers(ran: Sequence[Ran]) -> JSON:
-    """What the sessions of one harness come to."""
+    """Sum up the sessions of one harness."""
     failed = [one.table() for one in ran if one.result.reward != 1.0]
     if failed:
         raise RuntimeError("\n".join(failed))

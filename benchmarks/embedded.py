@@ -74,7 +74,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Answer:
-    """What one call gave."""
+    """Result of one call."""
 
     ids: Ids
     logprobs: np.ndarray

@@ -1,4 +1,4 @@
-"""What the gateway adds to a model call: latency, calls per second, CPU, against a bare proxy.
+"""Overhead of the gateway per model call: latency, calls per second, CPU, beside a bare proxy.
 
 Workload: append-only sessions of 16 turns, 128 sampled tokens a turn, 30 tools of 1.6 kB, an
 instant engine. Client, engine, proxy and gateway have a process each (`gateway_parts`).

@@ -235,7 +235,7 @@ def answer(transport: asyncio.Transport, status: int, body: bytes) -> None:
 
 
 def open_session(server: str, token: str) -> dict[str, Any]:
-    """What a gateway says of a new session, over a connection that the calls don't use."""
+    """Open a session, over a connection of its own; return the gateway's reply."""
     headers = {"Authorization": f"Bearer {token}"}
     asked = urllib.request.Request(f"{server}/sessions", b"{}", headers)  # noqa: S310 - loopback
     with urllib.request.urlopen(asked) as reply:  # noqa: S310 - loopback

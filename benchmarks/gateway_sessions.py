@@ -123,7 +123,7 @@ def events(stream: bytes) -> list[JSON]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a harness of one API writes its requests and reads replies."""
+    """Requests and replies of a harness of one API."""
 
     family: str
     path: str
@@ -138,7 +138,7 @@ class Dialect:
 
     @property
     def streams_by_field(self) -> bool:
-        """Whether a field of the body asks for a stream; else the path does."""
+        """Return whether a field of the body asks for a stream; else the path does."""
         return self.stream_path is None
 
     def user(self, text: str) -> JSON:

@@ -1,4 +1,4 @@
-"""How much the demo model learns through the light script harness, over seeds and ways.
+"""Learning of the demo model through the light script harness, over seeds and ways.
 
 A way is a builder, and what a later call of a session is sampled under: the `ids` of the call
 before (token in, token out), or the `messages` rendered anew, as an engine behind a chat route does
@@ -95,7 +95,7 @@ def cpu_seconds() -> float:
 
 
 def key_of(options: argparse.Namespace) -> JSON:
-    """What a run is."""
+    """Return the key of a run."""
     names = ("builder", "context", "seed", "steps", "max_lag", "fresh")
     return {name: getattr(options, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""What making a prompt costs: placing, extending, parsing, and the forms of the ids.
+"""Cost of making a prompt: placing, extending, parsing, and the forms of the ids.
 
 Workload: one agent conversation on the shipped tokenizer, turns of 128 sampled ids and a tool
 result of about 800, grown to a context; 20 tools of 1 kB. Medians of many runs in microseconds, the
@@ -86,7 +86,7 @@ class Workload:
         return np.concatenate([self._ids(text * count)[:count], self._ids(CALL + "<|im_end|>")])
 
     def suffix(self, prompt: PromptIds, *new: Message) -> Ids:
-        """What follows the sampled ids under a prompt."""
+        """Return the ids that follow the sampled ones under a prompt."""
         found = self.renderer.extend(
             prompt, self.output, FinishReason.STOP, new, TOOLS, thinking=None
         )

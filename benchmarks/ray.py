@@ -1,4 +1,4 @@
-"""What a Ray cluster costs beside one process: per session, and in throughput.
+"""Cost of a Ray cluster beside one process: per session, and in throughput.
 
     python -m benchmarks.ray [--sessions 60] [--machines 4] [--slots 4]
 
@@ -62,7 +62,7 @@ def task(command: str) -> Task:
 
 
 async def one(workers: Workers, command: str, name: str) -> float:
-    """How many seconds a session takes, from handing it in to its result."""
+    """Return the seconds from a session's submission to its result."""
     began = time.perf_counter()
     result = await workers.run(task(command), 0, name, frozenset())
     took = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What a session's first call costs the gateway, by who renders it: Bridle or the engine.
+"""Cost of a session's first call in the gateway, rendered by Bridle or by the engine.
 
 A root of `--context` tokens is rendered and tokenised whole. With `--prompt renderer` the gateway
 does that; with `--prompt engine` it asks the engine, a process of its own here, for the ids of the

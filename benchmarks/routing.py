@@ -1,4 +1,4 @@
-"""What routing is worth: prefix-cache hits with sticky sessions, and replies that survive.
+"""Benefit of routing: prefix-cache hits of sticky sessions, and replies that survive.
 
 `cache`: sessions of an agent on two replicas, of the embedded engine or of a real vLLM, whose
 prompts grow turn by turn, once with every session on one replica and once with every call where the
@@ -227,7 +227,7 @@ class Server:
         stack.callback(self.kill)
 
     def url(self) -> str:
-        """Where it listens, once it does."""
+        """Return its address, once it listens."""
         assert self._popen.stderr is not None
         for line in self._popen.stderr:
             if found := re.search(r"at (http://\S+?);", line):
@@ -241,7 +241,7 @@ class Server:
 
 
 class Watch:
-    """How many tokens each session has been given, and when the first after a seam came."""
+    """Tokens that each session received, and the time of the first one after a seam."""
 
     def __init__(self, pool: EnginePool, sessions: list[str]) -> None:
         self._pool = pool
@@ -268,7 +268,7 @@ class Watch:
             await asyncio.sleep(0.001)
 
     def _few(self, least: int) -> bool:
-        """Whether a call that runs has fewer tokens than that."""
+        """Return whether a running call has fewer tokens than `least`."""
         calls = (call for one in self._pool.each() for call in one.running.values())
         return any(call.given < least for call in calls)
 
@@ -333,7 +333,7 @@ async def interrupted(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the clients of `DIALECTS` need."""
+    """Interface of the clients of `DIALECTS`."""
 
     handle: SessionHandle
 

@@ -1,4 +1,4 @@
-"""What a runtime costs: its start, one command in it, its end; docker beside plain `docker run`.
+"""Cost of a runtime: its start, one command, its end; Docker beside plain `docker run`.
 
 Everything is done in turns, one of each kind after another, so that what else the machine does
 falls on all alike. Medians of wall-clock milliseconds; the processor time is this process's own and

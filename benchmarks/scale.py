@@ -28,7 +28,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the parts of Bridle take, in seconds."""
+    """Seconds that the parts of Bridle take."""
 
     session_cpu_s: float
     """Of the server's core per session: taken from the queue, ended, its trajectory stored."""
@@ -48,7 +48,7 @@ MEASURED = Costs(
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How much there is, and how often it fails."""
+    """Size of the fleet, and its rate of failures."""
 
     nodes: int = 100
     slots: int = 100
@@ -67,7 +67,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class Seen:
-    """What came of a batch; shares are of its steady time: from one mean run after its beginning
+    """Result of a batch; shares are of its steady time: from one mean run after its beginning
     until its queue is empty.
     """
 

@@ -1,4 +1,4 @@
-"""What the rollout server costs: a long queue, polls, and sessions that end all the time.
+"""Cost of the rollout server: a long queue, polls, and sessions that end all the time.
 
     python benchmarks/server.py --tasks 10000 --sessions 1000
 
@@ -289,7 +289,7 @@ def run(
     work: Callable[[str, int, argparse.Namespace], Coroutine[Any, Any, dict[str, object]]],
     *more: str,
 ) -> tuple[dict[str, object], dict[str, float]]:
-    """What `work` finds at a server of its own, and what that tells when it ends."""
+    """Run `work` on a server of its own; return its result and the server's last report."""
     with tempfile.TemporaryDirectory(prefix="bridle-bench-") as folder:
         command = [sys.executable, __file__, "--serve", folder, "--tokens", str(options.tokens)]
         command += ["--capacity", str(options.capacity), *more]

@@ -1,4 +1,4 @@
-"""What capture and trajectories cost: build time, bytes on disk, commit latency, training work.
+"""Cost of capture and trajectories: build time, bytes on disk, commit latency, training work.
 
 Workload: sessions of 8, 32 and 128 turns with 300 new prompt tokens and 200 sampled tokens a turn,
 append-only and in three harder variants. All is measured in one process, one after the other, so
@@ -157,7 +157,7 @@ def build(capture: SessionCapture) -> Trajectory:
 
 
 def with_messages(trajectory: Trajectory) -> int:
-    """How many messages its traces have, all of them read."""
+    """Read all messages of its traces; return their number."""
     return sum(len(t.prompt_messages) + len(t.response_messages) for t in trajectory.traces)
 
 

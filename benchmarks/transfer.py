@@ -1,4 +1,4 @@
-"""Whether what a policy learns through one harness holds in others that it knows.
+"""Transfer of what a policy learns through one harness to others that it knows.
 
 1. mini-swe-agent and pi, unmodified, play lookup tasks; a scripted engine speaks for a demonstrator
    that is weak on purpose (`bridle generate`: an SFT set of each).
@@ -58,7 +58,7 @@ def say(*words: object) -> None:
 
 
 def turns_of(harness: str, thing: str | None) -> list[JSON]:
-    """What the demonstrator says in a harness: takes the number of `thing`, or gives up.
+    """Return the demonstrator's turns in a harness: it takes the number of `thing`, or stops.
 
     One command, because a model of this size does not learn from a hundred sessions to copy a
     number from wherever a harness shows it; which file to take is what the training is about.
@@ -116,7 +116,7 @@ def demonstrated(folder: Path, harness: str, options: argparse.Namespace) -> Pat
 
 
 def light(folder: Path, options: argparse.Namespace) -> Path:
-    """As many of the demo's own demonstrations, so that they are not forgotten."""
+    """Return as many of the demo's own demonstrations, so that the model does not forget them."""
     if not (folder / "light" / "demonstrations.jsonl").is_file():
         asyncio.run(collect(folder / "light", options.demonstrations, seed=DEMONSTRATED_SEED))
     return folder / "light" / "demonstrations.jsonl"

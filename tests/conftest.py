@@ -1,4 +1,4 @@
-"""What holds for every test.
+"""Rules for every test.
 
 - The environment is clean: nothing of the caller's keys, proxies or settings reaches a test, and
   model hubs are offline.
@@ -128,7 +128,7 @@ async def no_task_left_behind() -> AsyncIterator[None]:
 
 
 def _is_async(function: Callable[..., object]) -> bool:
-    """Whether pytest-asyncio runs this test, also under hypothesis's wrapper."""
+    """Return whether pytest-asyncio runs this test, also under hypothesis's wrapper."""
     inner = getattr(getattr(function, "hypothesis", None), "inner_test", function)
     return inspect.iscoroutinefunction(inner)
 

@@ -28,7 +28,7 @@ WITHIN = 20
 
 @dataclass(frozen=True)
 class Draw:
-    """How a suite is divided, and the number of the commit that draws."""
+    """Division of a suite, and the number of the commit that draws."""
 
     parts: int
     number: int
@@ -58,7 +58,7 @@ class Draw:
         return int.from_bytes(digest) % self.parts
 
     def takes(self, group: str) -> bool:
-        """Whether the drawn part has this group."""
+        """Return whether the drawn part has this group."""
         return self.part_of(group) == self.part
 
 

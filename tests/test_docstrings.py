@@ -26,7 +26,7 @@ def module_parts(name: str) -> tuple[str, list[str]]:
 
 
 def defines(text: str, name: str) -> bool:
-    """Whether a module of this text has a function, a class or a value of this name."""
+    """Return whether a module of this text has a function, a class or a value of this name."""
     return re.search(rf"(?m)^(?:(?:async def|def|class) )?{name}\b[^.]", text) is not None
 
 

@@ -1,4 +1,4 @@
-"""What a trainer's package imports on its way, and its data path does not use, is left out.
+"""Empty modules for imports of a trainer's package that its data path does not use.
 
 A remote sandbox's SDK, an MCP server or a web page's theme would bring dozens of packages into the
 suite. The modules under test are always the real ones.

@@ -1,4 +1,4 @@
-"""What the tests of real trainers share."""
+"""Fixtures for the tests of real trainers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is taken, what is not and why; and the statistics of both."""
+"""Traces are taken or left out for a named reason, and both are counted."""
 
 import dataclasses
 

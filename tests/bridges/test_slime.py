@@ -112,7 +112,7 @@ def test_groups_are_played_as_their_rows_name_tasks():
 
 @pytest.fixture
 def opened(tmp_path):
-    """What `generate_rollout` opens, with a player in the server's place."""
+    """Return what `generate_rollout` opens, with a player in the server's place."""
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "instruction": "go"}\n')
     tasks = str(tmp_path / "tasks.jsonl")
     args = SimpleNamespace(

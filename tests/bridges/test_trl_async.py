@@ -192,7 +192,7 @@ def test_two_tasks_of_one_id_are_refused():
 
 
 def tree_attention(module, query, key, value, attention_mask, **tree):
-    """What TRL's kernel computes: each segment sees its own path from the root, and no other."""
+    """Compute as TRL's kernel does: each segment sees its own path from the root, and no other."""
     del attention_mask
     groups = module.num_key_value_groups
     key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
@@ -265,7 +265,7 @@ def test_rows_have_the_fields_of_trls_own_samples_and_go_through_its_data_path()
 
 
 class _Sink(dict):
-    """As the trainer's metric sink: a list for every name."""
+    """The trainer's metric sink: a list for every name."""
 
     def __missing__(self, name):
         self[name] = []

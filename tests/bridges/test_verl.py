@@ -18,7 +18,7 @@ SHAPE = Shape(16, 16, overlong="drop", blanks=True)
 
 
 class Settings(dict):
-    """As OmegaConf gives them."""
+    """Settings with attributes, like OmegaConf's."""
 
     __getattr__ = dict.__getitem__
 

@@ -1,4 +1,4 @@
-"""Who writes a record: its caller if it is small and the disk is quick, else the thread."""
+"""A record is written by its caller if it is small and the disk is quick, else by the thread."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ def three_turns(session_id="s1"):
 
 
 async def writers(store, *, size=0, count=1):
-    """Which threads did so many writes."""
+    """Return which threads did so many writes."""
     found = []
     for _ in range(count):
         await store._write(lambda _: found.append(threading.current_thread()), size=size)

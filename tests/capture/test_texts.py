@@ -73,7 +73,7 @@ def message(*data, words=b"see"):
 
 
 def read_back(*bodies):
-    """What a session's texts make of bodies, one row each."""
+    """Return what a session's texts make of bodies, one row each."""
     texts = SessionTexts()
     for body in bodies:
         texts.add(pack(body_entries(content_digest(body), body)), b"")

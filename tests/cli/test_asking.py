@@ -1,4 +1,4 @@
-"""What the verbs that talk to a server have in common."""
+"""Verbs that talk to a server share their errors and flags."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What every batch leaves behind, and how it tells of itself."""
+"""Every batch leaves a folder behind and reports its result."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @contextmanager
 def serving(*arguments, **environment):
-    """Where a dashboard listens; leaving ends it as Ctrl-C does."""
+    """Return where a dashboard listens; leaving ends it as Ctrl-C does."""
     command = [sys.executable, "-m", "bridle.cli", "dashboard", *map(str, arguments)]
     process: Any = subprocess.Popen(
         [*command, "--port", "0", "--json"],

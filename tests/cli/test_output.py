@@ -35,7 +35,7 @@ def test_columns_marked_as_numbers_are_aligned_right_and_missing_cells_are_empty
 
 @pytest.fixture
 def printed():
-    """What is printed into a console of this many columns."""
+    """Return what is printed into a console of this many columns."""
     before = output.console.file, output.console.width
     output.console.file = file = io.StringIO()
 

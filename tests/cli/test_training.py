@@ -1,4 +1,4 @@
-"""What a training on this machine refuses, and how weights get to a server."""
+"""Training on this machine: refusals, and weights on their way to a server."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How weights get to engines and servers."""
+"""Weights get to engines and servers."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def process(*arguments):
 
 
 def url_of(server):
-    """What a server tells when it is up."""
+    """Return what a server tells when it is up."""
     said = []
     for line in server.stderr:
         if found := re.search(r"rollout server at (\S+),", line):

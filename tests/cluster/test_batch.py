@@ -1,4 +1,4 @@
-"""What Bridle must show on many machines: all of a batch comes, once, whoever dies meanwhile.
+"""On many machines each session of a batch arrives once, whichever process dies meanwhile.
 
 `BRIDLE_TEST_SESSIONS` draws another number of sessions (200 in the long form).
 """

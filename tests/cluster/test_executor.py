@@ -26,7 +26,7 @@ def admin_of(server):
 
 
 async def come_to(server):
-    """What a batch of 8 comes to: by session, what does not depend on the machine."""
+    """Return what a batch of 8 comes to: by session, what does not depend on the machine."""
     async with AsyncClient(server.url, patience_s=120) as client:
         await client.submit_many(bodies(8, first="true"))
         groups = await taken(client, 2)

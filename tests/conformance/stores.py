@@ -1,4 +1,4 @@
-"""What every store must do; run over an implementation by subclassing with `open_store`."""
+"""Conformance suite of stores: subclass it with `open_store`."""
 
 import asyncio
 import dataclasses

@@ -27,7 +27,7 @@ SYSTEM = {"role": "system", "content": "You fix tests."}
 
 
 def script(word):
-    """What the scripted engine says: two calls, then an answer; all of it hostile."""
+    """Return what the scripted engine says: two calls, then an answer; all of it hostile."""
     call = {"name": "bash", "arguments": {"command": f"echo {HOSTILE}"}}
     return {
         "when": {"user_contains": word},
@@ -194,7 +194,7 @@ FOUND = (
 
 
 async def shown(folder):
-    """What a newcomer would like to see: `run`, a group that varies, and a `training`."""
+    """Return what a newcomer would like to see: `run`, a group that varies, and a `training`."""
     course = {
         "steps": [_step(n) for n in range(1, 41)],
         "evaluations": [{"step": n, "reward": 0.1 + 0.018 * n} for n in range(0, 41, 8)],

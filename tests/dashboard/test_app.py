@@ -13,7 +13,7 @@ from bridle.dashboard.tokens import PAGE
 
 
 class Page(HTMLParser):
-    """What a browser would load, run and follow."""
+    """Collector of all that a browser would load, run and follow."""
 
     def __init__(self, html):
         super().__init__()

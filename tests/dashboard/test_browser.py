@@ -24,7 +24,7 @@ FLAGS = (
 
 @contextmanager
 def serving(folder, **environment):
-    """Where a dashboard of the folder listens."""
+    """Return where a dashboard of the folder listens."""
     command = [sys.executable, "-m", "bridle.cli", "dashboard", folder.name]
     process: Any = subprocess.Popen(
         [*command, "--port", "0", "--json"],

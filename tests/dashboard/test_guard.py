@@ -1,4 +1,4 @@
-"""Who may look."""
+"""The dashboard opens only for those who may read."""
 
 import pytest
 from tests.dashboard.house import client

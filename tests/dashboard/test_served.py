@@ -48,7 +48,7 @@ async def a_server(tmp_path):
 
 
 def asked(url, ask, folder=None):
-    """What `ask` gives of the source, in a thread, as pages are made."""
+    """Return what `ask` gives of the source, in a thread, as pages are made."""
 
     def work():
         with Client(url, token=TOKEN.token, patience_s=2) as client:

@@ -1,4 +1,4 @@
-"""How values are written."""
+"""Values are written for people."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a source answers is what pages ask."""
+"""Every source answers the questions that pages ask."""
 
 import inspect
 

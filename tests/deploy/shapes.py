@@ -1,7 +1,8 @@
-"""What KubeRay, Kubernetes and Compose take, as far as our files use it: a shape is a dictionary of
-field -> shape, where `[shape]` is a list, a tuple the allowed values, a type that type, `ANY`
-anything, and a field that ends in `!` is required. Written from the projects' own references:
-KubeRay's API reference of `ray.io/v1`, Kubernetes' of `v1`, and the Compose specification.
+"""Fields that KubeRay, Kubernetes and Compose accept, as far as our files use them.
+
+A shape is a dictionary of field -> shape, where `[shape]` is a list, a tuple the allowed values, a type that type,
+`ANY` anything, and a field that ends in `!` is required. Written from the projects' own
+references: KubeRay's API reference of `ray.io/v1`, Kubernetes' of `v1`, and the Compose specification.
 """
 
 import re
@@ -159,7 +160,7 @@ COMPOSE = {
 
 
 def faults(value: Any, shape: Any, at: str = "") -> Iterator[str]:
-    """What of `value` is not as `shape` says: one line each, with its place."""
+    """Return what of `value` is not as `shape` says: one line each, with its place."""
     match shape:
         case dict():
             yield from _of_object(value, shape, at)

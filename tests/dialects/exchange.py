@@ -1,4 +1,4 @@
-"""What the tests of this room share: one reply head, replies, and a provider made of a dialect.
+"""Shared by the tests of dialects: one reply head, replies, and a provider made of a dialect.
 
 `Provider` answers the official SDKs in process: the SDK builds the request and parses the reply, so
 both directions are checked against its own reading of the wire format.

@@ -88,7 +88,7 @@ def answered(dialect, body):
 
 
 def is_told(dialect, status, shown, streamed):
-    """Whether that is a reply, whole and streamed, or an error in the provider's shape."""
+    """Return whether that is a reply, whole and streamed, or an error in the provider's shape."""
     if status == 200:
         return bool(DIALECTS[dialect].reply_messages(shown)) and bool(streamed)
     return 400 <= status < 500 and bool(json.loads(shown)["error"]["message"])
@@ -154,7 +154,7 @@ def test_deep_nesting_anywhere_is_read_or_refused(dialect, data):
 
 
 def at(value, path):
-    """What stands at `path`."""
+    """Return what stands at `path`."""
     for step in path:
         value = value[step]
     return value

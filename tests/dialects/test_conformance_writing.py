@@ -55,7 +55,7 @@ replies = st.builds(
 
 
 def assembled(dialect, stream):
-    """What a client has put together at the end of a stream, as a reply's JSON."""
+    """Return what a client has put together at the end of a stream, as a reply's JSON."""
     told = [json.loads(event.data) for event in events(stream) if event.data != "[DONE]"]
     match dialect:
         case Dialect.OPENAI_CHAT:

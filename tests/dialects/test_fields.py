@@ -21,7 +21,7 @@ BODIES: dict[Dialect, dict[str, Any]] = {
 
 
 def told(dialect, **fields):
-    """What of a request with these fields nobody sees to."""
+    """Return what of a request with these fields nobody sees to."""
     extra = parse(dialect, BODIES[dialect] | fields).extra
     return extra.get("unenforced", []), extra.get("unknown", [])
 

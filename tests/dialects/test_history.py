@@ -1,4 +1,4 @@
-"""What a session remembers of its bodies changes nothing but the work."""
+"""A session's memory of its bodies changes no result, only the work."""
 
 import json
 
@@ -17,7 +17,7 @@ LONG = "x" * SMALLEST
 
 
 def parsed(wire, body, memo):
-    """What a body is read as; a refusal as its text."""
+    """Return what a body is read as; a refusal as its text."""
     route = Route(wire.dialect, RouteKind.GENERATE, model="m", stream=False)
     try:
         return wire.parse(route, body, memo)

@@ -1,4 +1,4 @@
-"""What a request may hold: levels and messages are limited, and said so."""
+"""Levels and messages of a request are limited, and the error says so."""
 
 import msgspec
 import pytest

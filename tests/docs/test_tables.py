@@ -1,4 +1,4 @@
-"""What can be chosen by name is documented, and what is documented can be chosen."""
+"""Everything that is chosen by name is documented, and every documented name can be chosen."""
 
 import re
 import subprocess

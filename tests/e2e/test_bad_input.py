@@ -1,4 +1,4 @@
-"""What a user gets wrong is named in one line, with the documented exit code."""
+"""A user's mistake is named in one line, with the documented exit code."""
 
 import json
 import os

@@ -15,7 +15,7 @@ VOCAB = 64
 
 
 class Layer:
-    """What a cache layer looks like from outside: an object with tensors in it."""
+    """A cache layer as seen from outside: an object with tensors in it."""
 
     def __init__(self, total: int) -> None:
         self.states = [torch.full((4,), float(total))]

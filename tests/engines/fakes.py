@@ -20,7 +20,7 @@ QUICK = {"backoff_s": 0.01, "max_backoff_s": 0.02, "health_every_s": 0.02, "pati
 
 
 def lost(message="connection refused"):
-    """What an adapter raises for a server that is not there."""
+    """Return what an adapter raises for a server that is not there."""
     return EngineError(message, retryable=True)
 
 

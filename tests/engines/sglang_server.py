@@ -61,7 +61,7 @@ class SglangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool = False
 
     def sampling(self) -> Sampling:
-        """As Bridle names them."""
+        """Return them under Bridle's names."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling(
             temperature=self.temperature,
@@ -204,7 +204,7 @@ class SglangServer(EngineServer):
         )
 
     def _refuse(self, sampling: SglangSampling) -> None:
-        """What SGLang's `SamplingParams.verify` refuses and an adapter asks."""
+        """Return what SGLang's `SamplingParams.verify` refuses and an adapter asks."""
         size = self._tokenizer.vocab_size
         for token_id in sampling.logit_bias or ():
             if not 0 <= int(token_id) < size:

@@ -10,7 +10,7 @@ from bridle.scripted.engine import ScriptedEngine
 
 
 class OwnEngine:
-    """What a user may bring: made by being called with the target."""
+    """A user's engine: made by calling it with the target."""
 
     def __init__(self, target):
         self.target = target

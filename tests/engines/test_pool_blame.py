@@ -98,7 +98,7 @@ class Crowded(Poisonable):
 
 
 async def outcome(pool, request):
-    """What `said` gives, or the error."""
+    """Return what `said` gives, or the error."""
     try:
         return await said(pool, request)
     except EngineError as error:

@@ -172,7 +172,7 @@ async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_v
 
 @pytest.mark.parametrize("anew", [True, False])
 async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again(anew):
-    """Whether it was started anew meanwhile, or is the server that it was."""
+    """Run it for a server that restarted meanwhile and for one that did not."""
     a, b, late = Trained(), Trained(), Trained()
     async with pooled(a, b, patience_s=15) as pool:
         b.sick = lost()

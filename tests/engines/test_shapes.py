@@ -178,7 +178,7 @@ async def test_faults_come_through_with_their_status(shape, fault, retryable, st
 
 
 async def gather(engine, got):
-    """What a streamed call gives until it fails."""
+    """Return what a streamed call gives until it fails."""
     async for chunk in engine.generate(request(stream=True)):
         got += chunk.output_ids.tolist()
 

@@ -1,4 +1,4 @@
-"""What a vLLM says of messages with images; its fields are those of the package."""
+"""A vLLM's replies to messages with images; the fields are the package's."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ BLIND = {"error": {"message": "x is not a multimodal model", "code": 400}}
 
 @pytest.fixture
 def sees(stub, connected):
-    """What an adapter sees on a server of these replies, and the server."""
+    """Return what an adapter sees on a server of these replies, and the server."""
 
     async def see(**replies):
         server = await stub(**{CHAT: honest(), **replies})
@@ -76,7 +76,7 @@ def packed(**item):
 
 
 def one_image(metadata, name="a"):
-    """What is rendered of one image."""
+    """Return what is rendered of one image."""
     features = {
         "mm_hashes": {"image": [name]},
         "mm_placeholders": {"image": [{"offset": 1, "length": 3}]},

@@ -1,4 +1,4 @@
-"""What a vLLM's replies of one token tell of its parsers."""
+"""Replies of one token show which parsers a vLLM has."""
 
 import json
 

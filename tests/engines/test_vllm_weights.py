@@ -1,4 +1,4 @@
-"""What is looked at before a vLLM puts its weights away for others, and what it is told."""
+"""A vLLM is checked before its weights are replaced, and gets the right calls."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the tests of this room share: a context over real local runtimes."""
+"""Shared by the tests of evaluators: a context over real local runtimes."""
 
 import secrets
 from contextlib import AsyncExitStack, asynccontextmanager

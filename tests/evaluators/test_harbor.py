@@ -20,7 +20,7 @@ def written(folder, line):
 
 
 async def found(folder, line, *, before=(), **config):
-    """What the evaluator says of a session that did the shell lines `before`."""
+    """Return what the evaluator says of a session that did the shell lines `before`."""
     written(folder, line)
     async with evaluation(folder, env={"WANTED": "7"}) as context:
         for command in before:

@@ -57,7 +57,7 @@ TRACES = (
 
 
 async def judged(tmp_path, *answers, traces=TRACES, **config):
-    """What a judge that answers so makes of a session; and the model."""
+    """Return what a judge that answers so makes of a session; and the model."""
     model = Model(*answers)
     named = {"rubric": "Was it done?", "model": "grader", "on_failure": "error"}
     async with evaluation(tmp_path) as context:

@@ -63,7 +63,7 @@ def reply_id(reply: bytes) -> str:
 
 
 def check(facts: Any, turn: dict[str, Any], api: str, exchanges: dict[str, Any]) -> Any:
-    """What an SDK read of one reply is `turn`, and its numbers are the capture's."""
+    """Return what an SDK read of one reply is `turn`, and its numbers are the capture's."""
     ended, with_calls, cut = FINISH[api]
     calls = [(c["name"], c["arguments"]) for c in turn.get("tool_calls", ())]
     read = [(name, json.loads(a) if isinstance(a, str) else a) for name, a in facts["calls"]]

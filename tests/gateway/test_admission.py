@@ -1,4 +1,4 @@
-"""What a request may cost before it is known what it asks."""
+"""A request's cost is bounded before it is parsed."""
 
 import asyncio
 import gc
@@ -58,7 +58,7 @@ async def send(home: House, name: str, text: str) -> tuple[int, Any]:
 
 
 def memos(home: House, session_id: str) -> tuple[int, int]:
-    """How many messages and beginnings a session remembers."""
+    """Return how many messages and beginnings a session remembers."""
     session = home.gateway._registry.get(session_id)
     assert session is not None
     return len(session.messages), len(session.messages._begun)

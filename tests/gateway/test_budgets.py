@@ -1,4 +1,4 @@
-"""How a call samples and how much it may."""
+"""Sampling parameters and token budgets of calls."""
 
 import asyncio
 

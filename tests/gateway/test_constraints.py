@@ -1,4 +1,4 @@
-"""What a request says about the form of its answer: enforced, or recorded as not enforced."""
+"""Constraints on the form of an answer are enforced, or recorded as not enforced."""
 
 import dataclasses
 

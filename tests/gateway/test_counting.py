@@ -1,4 +1,4 @@
-"""What is counted is what is then sampled under, whatever the request holds."""
+"""The counted prompt is the one that is sampled under, whatever the request holds."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""What an engine tells beside the tokens stands at its tokens, over pieces and tries."""
+"""An engine's extra data are aligned with their tokens, over pieces and tries."""
 
 from hypothesis import given
 from hypothesis import strategies as st

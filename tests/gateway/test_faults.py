@@ -1,4 +1,4 @@
-"""What a harness is told of a failure: the kind that it acts on, and nothing of the engine."""
+"""A harness gets the kind of a failure that it acts on, and nothing of the engine."""
 
 import pytest
 

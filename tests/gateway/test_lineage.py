@@ -1,4 +1,4 @@
-"""What a harness does to its history stands in the numbers of its session."""
+"""Changes of a harness to its history are counted in its session's statistics."""
 
 import numpy as np
 import orjson

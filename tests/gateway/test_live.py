@@ -128,7 +128,7 @@ async def living():
 
 
 async def read_until(reader, text):
-    """What comes until `text` was read."""
+    """Return what comes until `text` was read."""
     seen = b""
     while text not in seen:
         piece = await reader.read(65536)
@@ -202,7 +202,7 @@ async def test_a_turn_read_live_is_extended_like_any_other(living):
 
 
 async def late_failure(caller, path, body):
-    """What a client reads of a stream until it ends or is cut."""
+    """Return what a client reads of a stream until it ends or is cut."""
     pieces = []
     url = caller.house.gateway.url + path
     async with caller.house.client.post(url, json=body, headers=caller.headers) as response:

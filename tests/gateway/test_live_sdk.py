@@ -25,7 +25,7 @@ COMMANDS = ["ls", "pwd"]
 
 
 class Seen:
-    """What a client has seen; the sign is given when it is all of the turn."""
+    """Events that a client has seen; the event is set when the turn is complete."""
 
     def __init__(self, engine: Gated) -> None:
         self._engine = engine

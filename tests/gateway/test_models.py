@@ -1,4 +1,4 @@
-"""Who answers: the policy, or another engine by name, glob or kind; and what of it trains."""
+"""Calls go to the policy, or to another engine by name, glob or kind, which never trains."""
 
 import pytest
 from tests.gateway.house import Caller, house, renderer, scripted, user

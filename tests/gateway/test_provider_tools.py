@@ -41,7 +41,7 @@ def anthropic_of(caller) -> Any:
 
 
 def run(folder, block):
-    """What a quickstart does with a call: run the command, or write the file."""
+    """Return what a quickstart does with a call: run the command, or write the file."""
     if block.name == "bash":
         done = subprocess.run(
             ["bash", "-c", block.input["command"]],

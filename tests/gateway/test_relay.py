@@ -137,7 +137,7 @@ async def test_a_failure_before_the_headers_has_its_own_status():
 
 
 async def late_failure(home, engine, path, body):
-    """What a streaming client reads of a reply that fails when its headers have arrived."""
+    """Return what a streaming client reads of a reply that fails when its headers have arrived."""
     caller = await home.session()
     async with home.client.post(
         home.gateway.url + path, json=body, headers=caller.headers

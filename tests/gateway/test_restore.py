@@ -118,7 +118,7 @@ async def test_every_dialect_s_exchanges_come_back(dialect, tmp_path):
 
 
 def continued(dialect, body, reply):
-    """What a faithful client sends after `reply`."""
+    """Return what a faithful client sends after `reply`."""
     match dialect:
         case Dialect.ANTHROPIC:
             answer = {"role": "assistant", "content": reply["content"]}

@@ -1,4 +1,4 @@
-"""What a request holds that the gateway does not know or see to is served, recorded and counted."""
+"""Unknown parts of a request are served, recorded and counted."""
 
 import typing
 from collections.abc import Iterable

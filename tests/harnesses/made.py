@@ -1,4 +1,4 @@
-"""What the tests of this room share: contexts, and wheels made by hand."""
+"""Shared by the tests of harnesses: contexts, and wheels made by hand."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What bundles carry, and how it starts."""
+"""Bundles carry an interpreter that starts."""
 
 import shutil
 from pathlib import Path

@@ -82,5 +82,5 @@ def statuses(node):
 
 
 def nothing_lives(session_id):
-    """Whether no process of a session is left."""
+    """Return whether no process of a session is left."""
     return members((f"BRIDLE_SESSION={session_id}".encode(),), Leaders()) == set()

@@ -52,7 +52,7 @@ class WaitingRuntime:
 
 @dataclass(frozen=True)
 class Busy:
-    """How busy run slots were at steady state."""
+    """Load of run slots at steady state."""
 
     share: float
     """Of the time of all run slots, from a fifth of the sessions being started to the last one."""
@@ -83,7 +83,7 @@ def tasks(sessions, *, sigma, init_share, seed):
 
 
 def simulate(sessions, *, sigma=1.0, init_share=0.2, seed=0, **settings):
-    """How busy the run slots of a node with `settings` were."""
+    """Return how busy the run slots of a node with `settings` were."""
 
     async def run(folder):
         batch = list(tasks(sessions, sigma=sigma, init_share=init_share, seed=seed))

@@ -99,7 +99,7 @@ HEADER = 2
 
 
 def same(one, other):
-    """How many leading ids are the same."""
+    """Return how many leading ids are the same."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 

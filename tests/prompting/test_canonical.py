@@ -1,4 +1,4 @@
-"""What the model must see is in the key, what harnesses change without meaning it is not."""
+"""Keys hold all that the model must see, and nothing that harnesses change without meaning."""
 
 from dataclasses import replace
 

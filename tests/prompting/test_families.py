@@ -1,4 +1,4 @@
-"""What docs/reference/families.md says of each family is so."""
+"""Each family behaves as docs/reference/families.md says."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What leaves early is a beginning of what the whole reply says, wherever its ids are split."""
+"""Early parts of a reply are a prefix of the whole reply, wherever its ids are split."""
 
 import itertools
 
@@ -81,7 +81,7 @@ class Reading:
         )
 
     def check(self, ids, cuts, **options):
-        """What leaves is a beginning of each part, and the parts leave in order."""
+        """Return what leaves is a beginning of each part, and the parts leave in order."""
         early, pieces = self.stream(ids, cuts, **options)
         final = self.parse(ids)
         assert (final.reasoning or "").startswith(early.reasoning)

@@ -1,4 +1,4 @@
-"""What follows a turn is the template's own text, or the template is not used for that."""
+"""Text after a turn is the template's own, or the template is not used for it."""
 
 import pytest
 

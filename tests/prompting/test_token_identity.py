@@ -172,7 +172,7 @@ turns = st.builds(
 
 
 class Session:
-    """What a gateway does with a call, without sockets and stores."""
+    """A gateway's work on calls, without sockets and stores."""
 
     def __init__(self, renderer, route):
         self.renderer, self.route, self.wire = renderer, route, DIALECTS[route.dialect]

@@ -145,7 +145,7 @@ STEPS = st.lists(
 
 
 def requests_of(name, steps):
-    """What a harness that treats its history like this sends: messages and the answer, in turn."""
+    """Yield a harness's messages and the answer, in turn, for this treatment of its history."""
     head, history = [system(f"{name}")], [user(f"{name} begins")]
     for number, step in enumerate(steps):
         if step == "clock":

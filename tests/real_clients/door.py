@@ -48,7 +48,7 @@ class Cut:
 
 
 def cut_position(reply: bytes, path: str, point: str) -> int | None:
-    """How much of `reply`, as it came so far, gets through; `None` = it cannot be told yet."""
+    """Return how many bytes of the partial `reply` get through; `None` = not known yet."""
     head = reply.find(b"\r\n\r\n") + 4
     if head < 4:
         return None

@@ -21,7 +21,7 @@ DONE = 'test "$(cat on.txt)" = "a b"'
 
 
 def filling(number: int) -> str:
-    """What each turn of the compacting program prints: 4,000 tokens, and 13,000 characters.
+    """Return what each turn of the compacting program prints: 4,000 tokens, and 13,000 characters.
 
     Pi counts characters to see whether there is enough to be summed up.
     """
@@ -52,7 +52,7 @@ def rollouts() -> list[Run]:
 
 
 def compacts(ran: Ran) -> bool:
-    """Whether it is the program that compacts."""
+    """Return whether it is the program that compacts."""
     return ran.run.harness == COMPACTS[0]
 
 

@@ -124,7 +124,7 @@ class Case:
 
 
 def wanted(harness: str) -> bool:
-    """Whether this run tries it: `BRIDLE_TEST_HARNESSES` may name a few, with commas between."""
+    """Return whether this run tries it: `BRIDLE_TEST_HARNESSES` may name a few, comma-separated."""
     named = os.environ.get("BRIDLE_TEST_HARNESSES")
     return named is None or harness in named.split(",")
 

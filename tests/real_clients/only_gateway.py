@@ -32,7 +32,7 @@ def unshare(flags):
 
 
 def enter_a_network_of_its_own():
-    """As root a network namespace will do; else it takes a user namespace that owns it."""
+    """Enter a new network namespace, in a new user namespace if not root."""
     try:
         unshare(CLONE_NEWNET)
     except PermissionError:

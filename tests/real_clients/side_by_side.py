@@ -61,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a run."""
+    """Result of a run."""
 
     run: Run
     result: SessionResult

@@ -1,4 +1,4 @@
-"""What runs in `alone` reaches the gateway and nothing else: not this machine, not the net."""
+"""Programs in `alone` reach the gateway and nothing else: not this machine, not the net."""
 
 import asyncio
 import contextlib

@@ -30,7 +30,7 @@ behind some of them."""
 
 @dataclass(frozen=True)
 class Plan:
-    """How a program compacts."""
+    """A program's way of compaction."""
 
     lines: int
     """What a turn prints: numbers, about six tokens each."""
@@ -176,7 +176,7 @@ def script(harness, prints=None):
 
 
 def summed_up(harness, summed, mark):
-    """What a request shows that goes on from the summary, and what its tool results show."""
+    """Return what a request shows that goes on from the summary, and what its tool results show."""
     if harness == "opencode":  # there the model tells the summary
         return {"last_contains": "Continue if you have next steps"}, [mark]
     return {"user_contains": summed}, []
@@ -274,7 +274,7 @@ def overflowing(harness):
 
 
 async def test_the_gateway_s_overflow_error_makes_programs_compact(tmp_path, subtests):
-    """As the provider's own does. opencode goes on, but its exit code stays that of the error;
+    """Check it against the provider's own error. opencode continues with the error's exit code;
     Codex compacts by numbers alone and ends."""
     runs = [
         Run(

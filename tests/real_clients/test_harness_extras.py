@@ -59,7 +59,7 @@ async def http_server(folder):
 
 
 async def stamped(harness, folder):
-    """What a session said that called a tool of each server, and what the servers were told."""
+    """Return a session that called a tool of each server, and the servers' requests."""
     folder.mkdir()
     stdio = {
         "name": "near",
@@ -86,7 +86,7 @@ async def stamped(harness, folder):
 
 
 async def skilled(harness, folder):
-    """What a session said that was given a skill."""
+    """Return what a session said that was given a skill."""
     (folder / "skills/tidy-up").mkdir(parents=True)
     (folder / "skills/tidy-up/SKILL.md").write_text(SKILL)
     return await run(
@@ -100,7 +100,7 @@ async def skilled(harness, folder):
 
 @pytest.fixture(scope="module")
 def sessions(request, tmp_path_factory):
-    """Which kind of session, and harness -> its outcome; some run at a time."""
+    """Return which kind of session, and harness -> its outcome; some run at a time."""
     folder = tmp_path_factory.mktemp("extras")
     works = {
         (work, harness): partial(work, harness, folder / f"{work.__name__}-{harness}")

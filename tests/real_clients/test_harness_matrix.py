@@ -1,4 +1,4 @@
-"""What the unmodified programs do when the model is slow, fails, or breaks off in mid-reply.
+"""Unmodified programs with a model that is slow, fails, or breaks off in mid-reply.
 
 One test, because its sessions mostly wait: they run side by side, and each records the cells of
 docs/harnesses.md that it tried. A row's faults are survived one after another in one session;

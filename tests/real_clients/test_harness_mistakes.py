@@ -1,4 +1,4 @@
-"""What the unmodified programs do when the model is wrong, and when its call is refused for good.
+"""Unmodified programs with a model that makes mistakes, or whose calls are refused for good.
 
 In one session the model calls a tool that nobody offers, then the shell tool with arguments that
 are no JSON, and then does the work: each program tells it what was wrong, and nothing forks. A 400
@@ -28,7 +28,7 @@ CUT_OFF = '{"command": "echo x > odd.txt", '
 
 @dataclass(frozen=True)
 class Habit:
-    """What one program does."""
+    """Behaviour of one program."""
 
     dialect: str
     shell: str

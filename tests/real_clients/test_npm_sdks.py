@@ -35,7 +35,7 @@ SDKS = {"openai": "openai", "anthropic": "anthropic", "google": "google"}
 
 @pytest.fixture(scope="module", params=["whole", "live"])
 def leaves(request):
-    """How streamed replies leave."""
+    """Return how streamed replies leave."""
     return request.param
 
 

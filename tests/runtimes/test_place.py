@@ -1,4 +1,4 @@
-"""What runtimes share, on a place that is a folder of this machine under another name."""
+"""Behaviour that runtimes share, on a folder of this machine under another name."""
 
 from dataclasses import replace
 from pathlib import PurePosixPath

@@ -42,7 +42,7 @@ def _docker(*words: str | Path) -> subprocess.CompletedProcess[bytes]:
 
 
 async def spec_of(backend: str, *, large: bool = False) -> dict[str, Any]:
-    """What a `RuntimeSpec` of this backend needs; `large` = with the `LARGE` programs."""
+    """Return what a `RuntimeSpec` of this backend needs; `large` = with the `LARGE` programs."""
     if backend != "docker":
         return {"backend": backend}
     return {"backend": backend, "image": await asyncio.to_thread(put_image, large=large)}

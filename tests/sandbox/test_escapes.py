@@ -1,4 +1,4 @@
-"""What a hostile harness tries, one test each: contained, and named where it has a name."""
+"""Escapes of a hostile harness, one test each: contained, and named in the result."""
 
 import asyncio
 import http.server
@@ -46,7 +46,7 @@ def listening():
 
 
 async def reaches(runtime, host, port, *, within_s=3):
-    """Whether a connection from inside comes about."""
+    """Return whether a connection from inside comes about."""
     script = f"exec 3<>/dev/tcp/{host}/{port}"
     return (await runtime.exec(script, timeout_s=within_s)).ok
 
@@ -171,7 +171,7 @@ async def test_nothing_of_the_machine_can_be_read_or_written(place, tmp_path):
 
 
 def was_written(folder):
-    """Whether the harness above made its file there; no for a folder that we cannot see into."""
+    """Return whether the harness above made its file there; False for an unreadable folder."""
     with suppress(PermissionError):
         return Path(folder, "mine").exists()
     return False

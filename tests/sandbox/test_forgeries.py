@@ -56,7 +56,7 @@ class Scene:
         return self.folder / "source"
 
     async def reward(self, agents, resources):
-        """What the session is worth; `None` = nothing can be said."""
+        """Return what the session is worth; `None` = nothing can be said."""
         for name, text in self.checker.files.items():
             path = self.source / ("tests" if self.checker.strategy == "harbor" else "") / name
             path.parent.mkdir(parents=True, exist_ok=True)

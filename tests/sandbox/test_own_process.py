@@ -106,7 +106,7 @@ ENV = {"PYTHONPATH": "/opt/site:/work", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 @dataclass(frozen=True)
 class Agent:
-    """What a `Way` of the forgeries has: the agent's command."""
+    """The part of a forgery's `Way` that is needed: the agent's command."""
 
     left: str
 
@@ -134,7 +134,7 @@ def checker(strategy, way, test):
 
 
 async def reward(backend, strategy, way, test, solution, folder):
-    """What `solution` is worth to that checker."""
+    """Return what `solution` is worth to that checker."""
     scene = Scene(backend, checker(strategy, way, test), folder, trusted=False)
     async with AsyncExitStack() as resources:
         agents = await scene.runtime(resources)

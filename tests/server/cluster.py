@@ -31,7 +31,7 @@ SETTINGS = ("listen_addresses=", "fsync=off", "max_connections=200", "log_min_me
 
 
 def programs() -> Path:
-    """Where the newest PostgreSQL has its programs. `FileNotFoundError` if there is none."""
+    """Return where the newest PostgreSQL has its programs. `FileNotFoundError` if there is none."""
     found = sorted(
         Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
     )
@@ -187,7 +187,7 @@ class Cluster:
             )
 
     def _ask(self, statement: str) -> str:
-        """What a statement gives, as `psql` writes it without ornament."""
+        """Return what a statement gives, as `psql` writes it without ornament."""
         where = ("-h", str(self._folder), "-U", USER, "postgres")
         words = [str(self._bin / "psql"), "-Atc", statement, *where]
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()

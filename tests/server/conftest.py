@@ -1,5 +1,7 @@
-"""Where `BRIDLE_TEST_POSTGRES` is set (`scripts/test-postgres`), every test here is one of that
-suite and has a fresh database of a real PostgreSQL; else the database is a SQLite file.
+"""Fixtures of the server's tests.
+
+If `BRIDLE_TEST_POSTGRES` is set (`scripts/test-postgres`), every test here is one of that suite
+and has a fresh database of a real PostgreSQL; else the database is a SQLite file.
 """
 
 import os
@@ -31,7 +33,7 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def fresh_database(cluster, monkeypatch):
-    """What `house.database_of` names is new for each test."""
+    """Return what `house.database_of` names is new for each test."""
     if cluster is None:
         yield
         return

@@ -91,7 +91,7 @@ def result(
 
 
 def failure(cause="infrastructure", error="it broke", status="ERROR"):
-    """What to answer for a run that failed."""
+    """Return what to answer for a run that failed."""
     return {"status": status, "cause": cause, "error": error, "reward": None, "traces": 0}
 
 
@@ -255,7 +255,7 @@ def with_token(url):
 
 
 def served(service, *, permits=None, tokens=(TOKEN,), callbacks=("127.0.0.0/8",)):
-    """What an application is made of."""
+    """Return what an application is made of."""
     permits = permits or Permits(runtimes=tuple(RUNTIMES))
     return Served(service, permits, Auth(tokens), Addresses(callbacks))
 

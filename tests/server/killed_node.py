@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def fails(run_id):
-    """Whether this run fails by infrastructure: one in seven, first attempts only."""
+    """Return whether this run fails by infrastructure: one in seven, first attempts only."""
     return ".r" not in run_id and zlib.crc32(run_id.encode()) % 7 == 0
 
 

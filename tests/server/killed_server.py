@@ -44,7 +44,7 @@ class NodeProcess:
         self.made = 0
 
     async def run(self, run_id):
-        """Whether a run did well; `None` = its node died meanwhile."""
+        """Return whether a run did well; `None` = its node died meanwhile."""
         async with self._starting:
             if self._process is None:
                 await self._start()

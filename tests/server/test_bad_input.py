@@ -172,7 +172,7 @@ async def held_run(http):
 
 
 async def all_is_there(http, task):
-    """What ran meanwhile goes on and ends once, and what was refused can be sent again."""
+    """Return what ran meanwhile goes on and ends once, and what was refused can be sent again."""
     if "a.0" in http.service.workers.living:
         http.service.workers.let("a.0")
     await ended(http.service, "a")

@@ -91,7 +91,7 @@ async def callbacks(service, state=None):
 
 
 async def has(service, count, state):
-    """Whether so many callbacks are in this state."""
+    """Return whether so many callbacks are in this state."""
     rows = await callbacks(service)
     return sum(row["state"] == state for row in rows) == count
 
@@ -132,7 +132,7 @@ async def test_callbacks_of_an_owner_with_a_secret_of_its_own_are_signed_with_th
 
 
 def signer(headers, content):
-    """Which secret a callback is signed with."""
+    """Return which secret a callback is signed with."""
     at, sent = (part.partition("=")[2] for part in headers["x-bridle-signature"].split(","))
     for secret in (SECRET, b"the secret of a"):
         if sent == hmac.new(secret, f"{at}.".encode() + content, hashlib.sha256).hexdigest():

@@ -45,7 +45,7 @@ async def two(tmp_path, first=None, second=None, **settings):
 
 
 async def left_by_another(tmp_path, *names):
-    """What a server that was killed leaves, its lease far from its end."""
+    """Return what a server that was killed leaves, its lease far from its end."""
     async with await Database.open(database_of(tmp_path)) as database:
         state = State(database)
         await state.submit([submission(name) for name in names], owner="o", now=1.0)

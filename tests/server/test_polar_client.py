@@ -75,7 +75,7 @@ def request(callback_url):
 
 
 def check_trace(trace):
-    """What a trainer of theirs refuses to train on."""
+    """Return what a trainer of theirs refuses to train on."""
     assert trace["prompt_ids"]
     assert trace["response_ids"]
     lengths = {len(trace[name]) for name in ("response_ids", "loss_mask", "response_logprobs")}

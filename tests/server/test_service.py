@@ -28,7 +28,7 @@ async def submit(service, *submissions):
 
 
 async def leave_running(tmp_path, *task_ids):
-    """What a server that was killed leaves: accepted tasks, leased sessions."""
+    """Return what a server that was killed leaves: accepted tasks, leased sessions."""
     async with await Database.open(database_of(tmp_path)) as database:
         state = State(database)
         await state.submit([submission(name) for name in task_ids], owner="o", now=1.0)

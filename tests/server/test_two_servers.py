@@ -75,7 +75,7 @@ class Server:
         stack.callback(self.process.kill)
 
     async def url(self):
-        """Where it listens, once it does."""
+        """Return its address, once it listens."""
         said = await self.says("rollout server at ")
         return said.partition("rollout server at ")[2].partition(",")[0]
 

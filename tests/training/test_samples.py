@@ -1,4 +1,4 @@
-"""How much each token of a batch counts."""
+"""Weights of the tokens of a batch."""
 
 from dataclasses import replace
 
@@ -125,7 +125,7 @@ def test_rewards_of_tokens_make_an_advantage_of_each_turn():
     st.sampled_from(["grpo", "dr_grpo", "rloo"]),
 )
 def test_a_reward_on_the_last_token_is_the_sessions_reward(played, kind):
-    """Where all traces have as many turns, rewards per token and per session say the same."""
+    """If all traces have equal turns, rewards per token and per session are the same."""
 
     def made(*, per_token):
         return group(

@@ -74,7 +74,7 @@ async def life(client, cursor, *, version=0, allow=8, take=0, keep=0, publish=No
 
 
 async def test_a_trainer_that_dies_loses_no_group_and_gets_none_twice(tmp_path):
-    """What a checkpoint has is not handed out again; all else is, whoever took it before."""
+    """A group in a checkpoint is not given out again; every other one is."""
     async with a_server(tmp_path) as client:
         first, cursor = await life(client, {}, take=5, keep=3, publish=0)
         assert cursor["next"] == 8

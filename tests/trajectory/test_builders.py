@@ -1,4 +1,4 @@
-"""Which paths become traces, and where each sampled token trains."""
+"""Paths become traces, and each sampled token trains once."""
 
 import numpy as np
 import pytest

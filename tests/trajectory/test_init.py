@@ -254,7 +254,7 @@ def test_an_overlong_trace_can_stay_and_is_counted():
 
 
 def cut_sessions():
-    """How a session can be cut, with what its numbers call it."""
+    """Return how a session can be cut, with what its numbers call it."""
     by_length = chain(1)
     by_length.call("x0", finish_reason=FinishReason.LENGTH)
     by_length.end()

@@ -57,7 +57,7 @@ def tokens_of(trajectories):
 
 
 def assert_whole(packed):
-    """What holds for every packing."""
+    """Return what holds for every packing."""
     assert (packed.parents < np.arange(len(packed.ids))).all()
     at = packed.parents >= 0
     assert np.array_equal(packed.position_ids[at], packed.position_ids[packed.parents[at]] + 1)

@@ -1,4 +1,4 @@
-"""What the tests hold against each other: the engine's own words, capture, a plain forward pass."""
+"""Comparisons between the engine's replies, the capture and a plain forward pass."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def doomed(tmp_path, models):
 async def test_a_replica_killed_in_mid_reply_leaves_one_clean_reply_in_every_dialect(
     server, doomed, models
 ):
-    """What it sampled stands and is gone on with by the other one, which has newer weights."""
+    """Its tokens are kept, and the other replica continues them under newer weights."""
     for one in (server, doomed):
         one.say({"conversations": [{"turns": [{"content": TEXT}]}]})
     server.load(models[1], 1)

@@ -10,7 +10,7 @@ from tasks import MODEL, OPENAI, QUESTIONS, SYSTEM, add, population
 
 
 class Route(BaseModel):
-    """Which specialist answers."""
+    """The specialist that answers."""
 
     specialist: Literal["cities", "rivers"]
 

@@ -1,4 +1,4 @@
-"""What a script that runs inside a sandbox reads of its configuration, found in its source.
+"""Finder of the configuration that a script in a sandbox reads, by its source.
 
 The scripts' SDKs are in the harnesses' bundles, so the default tests cannot import them; the suite
 of real clients runs them.

@@ -45,7 +45,7 @@ class Absent(ModuleType):
         return made
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """As a decorator, the function; any other call of a kernel fails."""
+        """Return the function if used as a decorator; any other call of a kernel fails."""
         alone = len(given) == 1 and not named
         if alone and (callable(given[0]) or self.__name__.endswith("constexpr")):
             return given[0]
