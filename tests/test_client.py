@@ -1,6 +1,7 @@
 """The client against a real server with workers that do as they are told."""
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -259,3 +260,33 @@ async def test_the_client_without_await_does_the_same(tmp_path):
 def test_a_client_that_was_not_entered_says_so():
     with pytest.raises(RuntimeError, match="context manager"):
         asyncio.run(AsyncClient().status())
+
+
+LEFT_OPEN = """
+import sys
+from bridle.client import Client
+
+client = Client(sys.argv[1], token=sys.argv[2]).__enter__()
+groups = client.groups(ack=False)
+print(next(groups).task_id)
+"""
+
+
+@pytest.mark.timeout(90)
+async def test_a_program_ends_though_it_left_its_client_and_an_iteration_open(tmp_path):
+    async with (
+        a_service(tmp_path, FakeWorkers()) as service,
+        serving(served(service, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,
+        AsyncClient(url, token=TOKEN.token) as client,
+    ):
+        await client.submit(task("a"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", LEFT_OPEN, url, str(TOKEN.token), stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(45):
+                assert (await process.communicate())[0] == b"a\n"
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode == 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import (
@@ -478,7 +479,8 @@ class Client:
                     return
                 yield item  # type: ignore[misc]  # there is one
         finally:
-            self._wait(close())
+            if not sys.is_finalizing():  # then the loop's thread does not run any more
+                self._wait(close())
 
     submit = _blocking(AsyncClient.submit)
     submit_many = _blocking(AsyncClient.submit_many)
