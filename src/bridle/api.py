@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
+from bridle import telemetry as trackers
 from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
@@ -41,6 +42,7 @@ from bridle.gateway import app
 from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
+from bridle.lifecycle.events import SessionEnded
 from bridle.lifecycle.results import result_from, trajectory_of
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.trajectory.sample import Trajectory
@@ -49,6 +51,7 @@ from bridle.types import JSON, Cause, SessionStatus
 if TYPE_CHECKING:
     from bridle.gateway.registry import SessionHandle
     from bridle.gateway.replay import Replay
+    from bridle.telemetry.base import Telemetry
 
 FINISH_S = 120.0
 """Time for writing the last files once a run is being ended."""
@@ -87,6 +90,7 @@ class Gateway:
         tokenizer: str | None = None,
         data: str | Path | None = None,
         settings: JSON | None = None,
+        telemetry: Sequence[str] = (),
         facts: JSON | None = None,
     ) -> None:
         """Nothing is started. `ConfigError` for settings that are wrong.
@@ -96,11 +100,14 @@ class Gateway:
             tokenizer: Folder or `builtin`; `None` = the engine's own where it has one.
             data: Run folder, which must not hold a run; `None` = a new one in `runs`.
             settings: Those of `[gateway]` in a config file, e.g. `{"port": 8100}`.
+            telemetry: Trackers, e.g. `["wandb"]`.
             facts: Recorded in the folder's `run.json`.
         """
         if not isinstance(engine, FileConfig):
             engines = (engine,) if isinstance(engine, str) else tuple(engine)
             engine = load_config(None, engines=engines, tokenizer=tokenizer, gateway=settings)
+        if telemetry:
+            engine = engine.model_copy(update={"telemetry": tuple(telemetry)})
         self.config = engine
         self._facts = facts or {}
         self.path = new_run_folder() if data is None else Path(data)
@@ -112,6 +119,7 @@ class Gateway:
         """What `summary.json` holds; known after the end."""
         self.folder: RunFolder
         self.store: SqliteStore
+        self.telemetry: Telemetry
         self.app: app.Gateway
         """The gateway itself, for a node, a trainer or tests."""
 
@@ -133,6 +141,8 @@ class Gateway:
             created = RunFolder.create(self.path, config={**kept, **self._facts})
             self.folder = stack.enter_context(created)
             stack.callback(self.folder.discard_if_unused)
+            fed = trackers.opened(config.telemetry, self.path, kept)
+            self.telemetry = stack.enter_context(fed)
             opened = await SqliteStore.open(self.folder.capture)
             self.store = await stack.enter_async_context(opened)
             stack.push_async_callback(self._finish)
@@ -213,8 +223,10 @@ class Gateway:
         )
         await self.store.close_session(outcome)
         self.app.forget(session.session_id)
-        result = await asyncio.to_thread(lambda: result_from(self.store.read(session.session_id)))
+        capture = await asyncio.to_thread(self.store.read, session.session_id)
+        result = await asyncio.to_thread(result_from, capture)
         await asyncio.to_thread(self.folder.append, result)
+        self.telemetry.hear(SessionEnded(result, capture))
 
     async def _finish(self) -> None:
         if self._started:

@@ -12,6 +12,7 @@ from bridle.engines import ENGINES
 from bridle.evaluators import EVALUATORS, open_evaluator
 from bridle.harnesses import HARNESSES
 from bridle.runtimes import RUNTIMES
+from bridle.telemetry import TRACKERS
 from bridle.trajectory import BUILDERS, MaskReason
 from bridle.types import Cause
 
@@ -28,6 +29,7 @@ def page(name: str) -> str:
     [
         (EVALUATORS, "guides/evaluators.md"),
         (RUNTIMES, "guides/tasks.md"),
+        (TRACKERS, "guides/telemetry.md"),
         (BUILDERS, "guides/tasks.md"),
         (Task.model_fields, "guides/tasks.md"),
         (Limits.model_fields, "guides/tasks.md"),

@@ -81,6 +81,7 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
         )
         await stack.enter_async_context(node)
         stack.enter_context(node.events.listening(board.hear))
+        stack.enter_context(node.events.listening(served.telemetry.hear))
         async with LocalExecutor(node).run(batch.tasks) as results:
             async for _ in results:
                 pass

@@ -29,6 +29,8 @@ class FileConfig(Settings):
     server: ServerSettings = ServerSettings()
     executor: ExecutorSettings = ExecutorSettings()
     """Where sessions are computed."""
+    telemetry: tuple[str, ...] = ()
+    """Trackers: wandb, mlflow, tensorboard, trackio, otel, or `package.module:Class`."""
     models: dict[str, ModelSpec] = Field(default_factory=dict)
     """Model names and globs with an engine or a sampling of their own, first match first."""
 
@@ -41,6 +43,7 @@ def load_config(
     gateway: Mapping[str, Any] | None = None,
     server: Mapping[str, Any] | None = None,
     executor: Mapping[str, Any] | None = None,
+    telemetry: str | None = None,
 ) -> FileConfig:
     """The file's settings (defaults without one) under those of the flags; `None` = not given.
 
@@ -59,6 +62,8 @@ def load_config(
         given["engines"] = tuple(engines)
     if tokenizer is not None:
         given["tokenizer"] = tokenizer
+    if telemetry is not None:
+        given["telemetry"] = tuple(telemetry.split(","))
     try:
         config = FileConfig.model_validate(given)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.gateway import ConfigOption, EnginesOption, TokenizerOption
+from bridle.cli.gateway import ConcurrencyOption, ConfigOption, EnginesOption, TokenizerOption
 from bridle.cli.output import console, print_json
 from bridle.cli.paths import check_folder
 from bridle.errors import ConfigError
@@ -30,9 +30,7 @@ def fork(  # noqa: PLR0913 - one parameter per flag
     engine: EnginesOption = None,
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
-    ] = None,
+    concurrency: ConcurrencyOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:

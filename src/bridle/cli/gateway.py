@@ -47,6 +47,16 @@ StreamOption = Annotated[
     Streaming | None,
     typer.Option(help="Streamed replies leave as they are sampled (live) or when committed."),
 ]
+HarnessOption = Annotated[
+    str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
+]
+ConcurrencyOption = Annotated[
+    int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
+]
+TelemetryOption = Annotated[
+    str | None,
+    typer.Option(help="Trackers, by comma: wandb, mlflow, tensorboard, trackio, otel."),
+]
 Rendering: TypeAlias = Literal["renderer", "engine"]
 PromptOption = Annotated[
     Rendering | None,

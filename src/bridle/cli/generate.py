@@ -34,13 +34,16 @@ from bridle.cli.export import (
     write_export,
 )
 from bridle.cli.gateway import (
+    ConcurrencyOption,
     ConfigOption,
     EnginesOption,
+    HarnessOption,
     TokenizerOption,
     UntokenizedOption,
 )
 from bridle.cli.output import notes, print_json
 from bridle.cli.paths import check_folder
+from bridle.cli.run import RuntimeOption
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -62,19 +65,13 @@ def generate(  # noqa: PLR0913 - one parameter per flag
     tokenizer: TokenizerOption = None,
     allow_untokenized: UntokenizedOption = None,
     form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.SFT,
-    harness: Annotated[
-        str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
-    ] = None,
-    runtime: Annotated[
-        str | None, typer.Option(help="auto, bubblewrap, docker or local, for all tasks.")
-    ] = None,
+    harness: HarnessOption = None,
+    runtime: RuntimeOption = None,
     samples: Annotated[
         int, typer.Option(min=1, help="Attempts at each task; with --keep the most of them.")
     ] = 1,
     first: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
-    ] = None,
+    concurrency: ConcurrencyOption = None,
     min_reward: MinRewardOption = None,
     max_tokens: MaxTokensOption = None,
     turns: TurnsOption = None,

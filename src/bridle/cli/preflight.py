@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from bridle import telemetry
 from bridle.cli.agents import SYSTEM
 from bridle.cli.paths import check_folder
 from bridle.config import Task
@@ -56,6 +57,8 @@ def preflight(problems: Problems, tasks: Sequence[Task], gateway: Gateway | None
         _check_run_folder(gateway.path)
     with problems.noting():
         gateway.prepare()
+    with problems.noting():
+        telemetry.check(gateway.config.telemetry)
     with problems.noting():
         _check_port(gateway.config)
     with problems.noting():

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.gateway import (
+    ConcurrencyOption,
     ConfigOption,
     EnginesOption,
+    HarnessOption,
     PromptOption,
     StreamOption,
+    TelemetryOption,
     TokenizerOption,
     UntokenizedOption,
 )
@@ -28,6 +31,12 @@ if TYPE_CHECKING:
 TasksArgument = Annotated[
     Path, typer.Argument(help="Task file or folder, or a set on the hub (hf://datasets/ORG/NAME).")
 ]
+RuntimeOption = Annotated[
+    str | None, typer.Option(help="auto, bubblewrap, docker or local, for all tasks.")
+]
+NetworkOption = Annotated[
+    str | None, typer.Option(help="gateway_only, open or none, for all tasks.")
+]
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Refuse a task set with a row that is wrong.")
 ]
@@ -43,15 +52,9 @@ def run(  # noqa: PLR0913 - one parameter per flag
     engine: EnginesOption = None,
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
-    harness: Annotated[
-        str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
-    ] = None,
-    runtime: Annotated[
-        str | None, typer.Option(help="auto, bubblewrap, docker or local, for all tasks.")
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(help="gateway_only, open or none, for all tasks.")
-    ] = None,
+    harness: HarnessOption = None,
+    runtime: RuntimeOption = None,
+    network: NetworkOption = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Sessions per task instead of its own number.")
     ] = None,
@@ -65,12 +68,11 @@ def run(  # noqa: PLR0913 - one parameter per flag
     builder: Annotated[
         str | None, typer.Option(help="per_request or prefix_merging, for all tasks.")
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
-    ] = None,
+    concurrency: ConcurrencyOption = None,
     stream: StreamOption = None,
     prompt: PromptOption = None,
     allow_untokenized: UntokenizedOption = None,
+    telemetry: TelemetryOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     scores: Annotated[
         bool, typer.Option("--report", help="Print pass@k, mean rewards and failures by cause.")
@@ -96,7 +98,13 @@ def run(  # noqa: PLR0913 - one parameter per flag
     gateway = {"stream": stream, "prompt": prompt, "allow_untokenized": allow_untokenized}
     loaded, setup = _checked(
         lambda: _required(_load(tasks, over, template, strict=strict)[:first], manifest),
-        lambda: load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway),
+        lambda: load_config(
+            config,
+            engines=engine or (),
+            tokenizer=tokenizer,
+            gateway=gateway,
+            telemetry=telemetry,
+        ),
         folder,
     )
     lines = run_batch(Batch(loaded, setup, None, folder, concurrency))

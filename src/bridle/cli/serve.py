@@ -17,6 +17,7 @@ from bridle.cli.gateway import (
     EnginesOption,
     PromptOption,
     StreamOption,
+    TelemetryOption,
     TokenizerOption,
 )
 from bridle.cli.output import notes
@@ -35,6 +36,9 @@ EnginesFromOption = Annotated[
 ExecutorOption = Annotated[
     str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
 ]
+DatabaseOption = Annotated[
+    str | None, typer.Option(help="postgresql://... or a file; SQLite in the data folder.")
+]
 DashboardOption = Annotated[
     bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
 ]
@@ -52,9 +56,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
     data: Annotated[
         Path | None, typer.Option(help="Folder of all that is kept. [runs/server]")
     ] = None,
-    database: Annotated[
-        str | None, typer.Option(help="postgresql://... or a file; SQLite in the data folder.")
-    ] = None,
+    database: DatabaseOption = None,
     trajectories: Annotated[
         str | None, typer.Option(help="Folder or URL (s3://...) of trajectories.")
     ] = None,
@@ -72,6 +74,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         list[str] | None,
         typer.Option(help="Name or network that callbacks may go to; repeatable."),
     ] = None,
+    telemetry: TelemetryOption = None,
     dashboard: DashboardOption = False,
     stream: StreamOption = None,
     prompt: PromptOption = None,
@@ -98,6 +101,7 @@ def serve(  # noqa: PLR0913 - one parameter per flag
         gateway={"stream": stream, "prompt": prompt},
         server={name: value for name, value in flags.items() if value not in (None, {})},
         executor=executor_flags(executor, concurrency),
+        telemetry=telemetry,
     )
     _check_output(loaded.server)
     run_until_signal(lambda stop: _serve(loaded, stop, dashboard=dashboard))
@@ -163,7 +167,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.cli.server import mounted, workers_of
+    from bridle.cli.server import mounted, tracked, workers_of
     from bridle.credentials import announced
     from bridle.server import answering
     from bridle.server.addresses import Addresses
@@ -184,6 +188,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         auth = Auth(tokens)
         owner = _owner(data)
         workers = await stack.enter_async_context(workers_of(config, data, owner))
+        stack.enter_context(tracked(config, data, workers))
         database = await Database.open(settings.database or str(data / "server.sqlite"))
         await stack.enter_async_context(database)
         service = Service(

@@ -22,6 +22,7 @@ from typing import Final
 
 from starlette.routing import Mount
 
+from bridle import telemetry
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import FileConfig
 from bridle.cli.parts import open_all
@@ -138,3 +139,14 @@ async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterato
         RayCluster(runner, settings, opens=OpensNode(config), folder=data / "nodes"),
     ):
         yield ClusterWorkers(runner)
+
+
+@contextmanager
+def tracked(config: FileConfig, data: Path, workers: Workers) -> Iterator[None]:
+    """Feed what happens to runs inside to the trackers that `config` names."""
+    facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
+    with (
+        telemetry.opened(config.telemetry, data, facts) as trackers,
+        workers.listening(trackers.hear),
+    ):
+        yield

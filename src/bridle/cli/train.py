@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.gateway import EnginesOption
+from bridle.cli.gateway import ConcurrencyOption, EnginesOption, HarnessOption, TelemetryOption
 from bridle.cli.output import console, notes, number, print_json, progress
 from bridle.cli.paths import check_folder
 from bridle.types import JSON
@@ -34,9 +34,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
     server: Annotated[
         str | None, typer.Option(help="URL of a rollout server that runs the sessions instead.")
     ] = None,
-    harness: Annotated[
-        str | None, typer.Option(help="Run all tasks with this harness instead of their own.")
-    ] = None,
+    harness: HarnessOption = None,
     evaluate_with: Annotated[
         list[str] | None,
         typer.Option(help="Play the held-out tasks with this harness too; repeatable."),
@@ -48,9 +46,8 @@ def train(  # noqa: PLR0913 - one parameter per flag
     max_lag: Annotated[
         int | None, typer.Option(min=0, help="Updates between sampling and training. [1]")
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Harnesses running at once; twice the cores.")
-    ] = None,
+    concurrency: ConcurrencyOption = None,
+    telemetry: TelemetryOption = None,
     out: Annotated[
         str | None, typer.Option(help="Folder of the training; runs/train if not given.")
     ] = None,
@@ -70,6 +67,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
         "held_out": held_out,
         "out": out,
         "engines": engine and tuple(engine),
+        "telemetry": telemetry and tuple(telemetry.split(",")),
         "server": server,
         "harness": harness,
         "evaluate_with": {name: {"harness": name} for name in evaluate_with or ()},

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import Field, field_serializer
 
+from bridle import telemetry
 from bridle.aio import run_shielded
 from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import load_config
@@ -30,6 +31,7 @@ from bridle.credentials import split_token
 from bridle.errors import ConfigError
 from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
+from bridle.lifecycle.events import Events
 from bridle.lifecycle.manager import Node, NodeSettings, check
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.training.groups import LABEL
@@ -85,6 +87,8 @@ class TrainSettings(Settings):
     """Of the order of tasks."""
     grpo: GrpoSettings = GrpoSettings()
     loop: LoopSettings = LoopSettings()
+    telemetry: tuple[str, ...] = ()
+    """As in the config file of `bridle run`."""
 
     @field_serializer("server")
     def _without_token(self, url: str | None) -> str | None:
@@ -154,6 +158,10 @@ class Place(Protocol):
     """A place that runs sessions."""
 
     @property
+    def events(self) -> Events | None:
+        """Events of its sessions; `None` = they are told elsewhere."""
+
+    @property
     def rollouts(self) -> str:
         """Return where the sessions can be viewed."""
 
@@ -219,6 +227,7 @@ class LocalPlace:
     embedded: bool
     """Whether the engine is in this process and takes weights from memory."""
     weights: Weights
+    events: Events | None = None
 
     @property
     def begins_with(self) -> bool:
@@ -261,6 +270,7 @@ class ServerPlace:
     """Name of this training there."""
     weights: Weights
     begins_with = False
+    events = None
 
     @property
     def rollouts(self) -> str:
@@ -330,7 +340,7 @@ async def local_place(
         node = Node(gateway=gateway, store=store, folder=folder, settings=kept)
         await stack.enter_async_context(node)
         try:
-            yield LocalPlace(gateway, LocalExecutor(node), path, embedded, weights)
+            yield LocalPlace(gateway, LocalExecutor(node), path, embedded, weights, node.events)
         finally:
             await run_shielded(asyncio.to_thread(folder.finish, store), timeout_s=FINISH_S)
 
@@ -394,14 +404,17 @@ async def train_here(
 
     def told(course: Course) -> None:
         (out / COURSE).write_text(json.dumps(asdict(course)))
+        tracked.course(course.steps, course.evaluations)
         tell(course)
 
-    async with (
-        opener(settings, start.model) as place,
-        place.groups(
-            draws, held_out, version=learner.version, cursor=state.get("cursor")
-        ) as source,
-    ):
+    async with AsyncExitStack() as stack:
+        given = settings.model_dump(mode="json")
+        tracked = stack.enter_context(telemetry.opened(settings.telemetry, out, given))
+        place = await stack.enter_async_context(opener(settings, start.model))
+        if place.events is not None:
+            stack.enter_context(place.events.listening(tracked.hear))
+        groups = place.groups(draws, held_out, version=learner.version, cursor=state.get("cursor"))
+        source = await stack.enter_async_context(groups)
         if state or not place.begins_with:
             await place.publish(learner)
         loop = Loop(

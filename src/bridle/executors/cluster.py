@@ -29,7 +29,7 @@ from bridle.executors.hosting import Hello, News, Start
 from bridle.executors.members import Link, Member, Patience, Run
 from bridle.executors.placing import Place, choose, relevant
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Events, RoomChanged, SessionChanged
+from bridle.lifecycle.events import Events, RoomChanged, SessionChanged, SessionEnded
 from bridle.lifecycle.results import SessionResult
 from bridle.types import SessionStatus
 
@@ -371,7 +371,9 @@ class ClusterRunner:
         run = self._runs[run_id] = Run(run_id, task, sample_index, avoid, earlier, done)
         try:
             self._begin(run)
-            return await asyncio.shield(run.done)
+            result = await asyncio.shield(run.done)
+            self.events.tell(SessionEnded(result, None))
+            return result
         except asyncio.CancelledError:
             if not self._outlive:
                 await run_shielded(self._end(run), timeout_s=END_S)

@@ -34,7 +34,7 @@ from bridle.errors import BridleError, StoreError, boundary
 from bridle.folders import private_file, private_folder
 from bridle.gateway.app import Gateway
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Event, SessionChanged
+from bridle.lifecycle.events import Event, SessionChanged, SessionEnded
 from bridle.lifecycle.manager import Node
 from bridle.lifecycle.results import SessionResult, result_from
 from bridle.lifecycle.run_folder import SESSIONS
@@ -274,6 +274,8 @@ class NodeHost:
             if run is not None:
                 self._owner(run.owner).note(event)
             return
+        if isinstance(event, SessionEnded):
+            return  # the owner gets the result itself
         for each in self._owners.values():
             each.note(event)
 

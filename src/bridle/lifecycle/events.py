@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from bridle.capture.records import SessionCapture
+from bridle.lifecycle.results import SessionResult
 from bridle.types import Cause, SessionStatus
 
 
@@ -30,6 +32,15 @@ class SessionChanged:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionEnded:
+    """A session's result is known; follows its last `SessionChanged`."""
+
+    result: SessionResult
+    capture: SessionCapture | None
+    """`None` = another node has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Installing:
     """One line of a harness's installation."""
@@ -46,7 +57,7 @@ class RoomChanged:
     """How many sessions may be handed in at once."""
 
 
-Event: TypeAlias = SessionChanged | Installing | RoomChanged
+Event: TypeAlias = SessionChanged | SessionEnded | Installing | RoomChanged
 Listener: TypeAlias = Callable[[Event], None]
 
 

@@ -30,7 +30,7 @@ from bridle.gateway.replay import Replay
 from bridle.harnesses.base import Harness
 from bridle.lifecycle.artifacts import keep_files
 from bridle.lifecycle.ending import COMPLETED, Ending, Facts, failed, is_scored
-from bridle.lifecycle.events import SessionChanged
+from bridle.lifecycle.events import SessionChanged, SessionEnded
 from bridle.lifecycle.opening import Opened, open_session
 from bridle.lifecycle.preparing import Prewarmed
 from bridle.lifecycle.results import SessionResult, result_of, trajectory_of, unrecorded
@@ -282,7 +282,9 @@ class Session:
             trajectory = await asyncio.to_thread(trajectory_of, capture)
         else:
             trajectory = with_outcome(self.trajectory, outcome)
-        return result_of(capture.session, outcome, trajectory)
+        result = result_of(capture.session, outcome, trajectory)
+        self.node.events.tell(SessionEnded(result, capture))
+        return result
 
     # ---- small things
 

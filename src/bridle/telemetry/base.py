@@ -1,0 +1,221 @@
+"""The stream of events that trackers get, and what a tracker is."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import orjson
+import structlog
+
+from bridle.bridges.base import turns_of
+from bridle.capture.records import SessionCapture
+from bridle.lifecycle.events import Event, SessionChanged, SessionEnded
+from bridle.lifecycle.results import SessionResult
+from bridle.types import JSON
+
+log = structlog.get_logger(__name__)
+
+SAMPLES_EVERY: Final = 50
+"""Sessions per table of samples."""
+
+TEXT: Final = 2_000
+"""Characters that a table of samples keeps of a message."""
+
+CLOSE_S: Final = 60.0
+"""How long trackers may take for what is queued when a run ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A model call with Unix times."""
+
+    model: str
+    start: float
+    end: float
+    facts: JSON
+    """Named by the semantic conventions for generative AI, without `gen_ai.`."""
+    tools: Sequence[tuple[str, float]]
+    """Each tool that the reply calls, and when the next request came that continues the reply."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ended:
+    """A session that has ended, as trackers get it."""
+
+    result: SessionResult
+    capture: SessionCapture | None
+    """`None` = its calls are on another node."""
+    stages: Sequence[tuple[str, float]]
+    """Each status that it entered, with the Unix time."""
+
+    def calls(self) -> Iterator[Call]:
+        """Yield its model calls in the order in which they were committed."""
+        calls = self.capture.exchanges if self.capture is not None else ()
+        turns = (turn for trace in self.result.trajectory.traces for turn in turns_of(trace))
+        said = {turn.exchange_id: turn.said for turn in turns}
+        next_at = {call.continues: call.started_at for call in reversed(calls)}
+        for call in calls:
+            model = str(orjson.loads(call.request.head).get("model"))
+            end = call.started_at + call.duration_s
+            facts = {
+                "request.model": model,
+                "response.finish_reasons": [call.finish_reason],
+                "usage.input_tokens": call.prompt_length,
+                "usage.output_tokens": len(call.output_ids),
+            }
+            until = next_at.get(call.exchange_id, end)
+            messages = said.get(call.exchange_id, ())
+            tools = [tool for one in messages for tool in one.get("tool_calls") or ()]
+            named = [(tool["function"]["name"], until) for tool in tools]
+            yield Call(model, call.started_at, end, facts, named)
+
+
+class Tracker(Protocol):
+    """Takes a run's numbers elsewhere. It is called by one thread, and may raise."""
+
+    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:
+        """Log values of one step. `axis` begins their names: `rollout`, `train` or `eval`."""
+
+    def samples(self, rows: Sequence[JSON]) -> None:
+        """Log a table of sessions; all rows have the same keys."""
+
+    def session(self, ended: Ended) -> None:
+        """Log a session as a whole."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class Base:
+    """A tracker that ignores everything."""
+
+    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, rows: Sequence[JSON]) -> None: ...
+
+    def session(self, ended: Ended) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Telemetry:
+    """Hands events to trackers in a thread of its own.
+
+    A tracker that raises is logged and left out of the rest of the run, which goes on without it.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self._stages: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+        self._sessions = 0
+        self._rewards: list[float] = []
+        self._rows: list[JSON] = []
+        self._logged: defaultdict[str, int] = defaultdict(int)
+        self._queue: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
+        if trackers:
+            self._thread.start()
+
+    def hear(self, event: Event) -> None:
+        """Take an event of a node; it is queued and costs the event loop next to nothing."""
+        if not self._trackers:
+            return
+        if isinstance(event, SessionChanged):
+            self._stages[event.session_id].append((str(event.status), event.at))
+        elif isinstance(event, SessionEnded):
+            stages = self._stages.pop(event.result.session_id, [])
+            self._session(Ended(event.result, event.capture, stages or _stages(event.capture)))
+
+    def course(self, steps: Sequence[JSON], evaluations: Sequence[JSON]) -> None:
+        """Take a training's steps and evaluations so far; each is logged once."""
+        for axis, rows in (("train", steps), ("eval", evaluations)):
+            for row in rows[self._logged[axis] :]:
+                values = flat({name: value for name, value in row.items() if name != "step"})
+                self._numbers(axis, row["step"], values)
+            self._logged[axis] = len(rows)
+
+    def close(self) -> None:
+        """Wait until trackers have got everything, then close them."""
+        if not self._thread.is_alive():
+            return
+        self._samples()
+        self._queue.put(lambda tracker: tracker.close())
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("telemetry_incomplete", waited_s=CLOSE_S, trackers=sorted(self._trackers))
+
+    def _session(self, ended: Ended) -> None:
+        summary = ended.result.summary()
+        self._sessions += 1
+        if summary["reward"] is not None:
+            self._rewards.append(summary["reward"])
+            summary["reward_mean"] = sum(self._rewards) / len(self._rewards)
+        summary["completed"] = float(summary["status"] == "COMPLETED")
+        del summary["sample_index"]
+        self._queue.put(lambda tracker: tracker.session(ended))
+        self._numbers("rollout", self._sessions, flat(summary))
+        self._rows.append(sample(ended.result))
+        if len(self._rows) == SAMPLES_EVERY:
+            self._samples()
+
+    def _numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:
+        named = {f"{axis}/{name}": value for name, value in values.items()}
+        self._queue.put(lambda tracker: tracker.numbers(axis, step, named))
+
+    def _samples(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            self._queue.put(lambda tracker: tracker.samples(rows))
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            for name, tracker in tuple(self._trackers.items()):
+                try:
+                    call(tracker)
+                except Exception as error:  # noqa: BLE001 - of a package that is not ours
+                    del self._trackers[name]
+                    log.warning("tracker_failed", tracker=name, error=repr(error))
+
+
+def _stages(capture: SessionCapture | None) -> list[tuple[str, float]]:
+    """Return the stages of a session that no node ran."""
+    if capture is None or capture.outcome is None:
+        return []
+    outcome = capture.outcome
+    return [("RUNNING", capture.session.opened_at), (outcome.status, outcome.ended_at)]
+
+
+def flat(values: JSON, above: str = "") -> dict[str, float]:
+    """Return the numbers of nested objects under names like `update/loss`."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{above}{name}/")
+        elif isinstance(value, (int, float)):
+            found[f"{above}{name}"] = float(value)
+    return found
+
+
+def sample(result: SessionResult) -> JSON:
+    """Return a session as a row of a table: its first and its last message, and its ending."""
+    traces = result.trajectory.traces
+    first = traces[0].prompt_messages if traces else ()
+    last = traces[-1].response_messages if traces else ()
+    asked = next((one for one in first if one["role"] == "user"), {})
+    said = next((one for one in reversed(last) if one["role"] == "assistant"), {})
+    return {
+        "session_id": result.session_id,
+        "task_id": result.task_id,
+        "harness": result.harness,
+        "status": str(result.status),
+        "cause": str(result.cause or ""),
+        "reward": result.reward,
+        "prompt": str(asked.get("content") or "")[:TEXT],
+        "reply": str(said.get("content") or said.get("tool_calls") or "")[:TEXT],
+    }

@@ -1,0 +1,104 @@
+"""One stream of events feeds every tracker, and no tracker can harm a run."""
+
+import json
+
+import pytest
+from tests.cli.conftest import say  # noqa: F401 - a fixture
+from tests.telemetry.recorder import Recorder
+
+from bridle import telemetry
+from bridle.errors import ConfigError
+from bridle.telemetry.base import flat
+
+RECORDER = "tests.telemetry.recorder:Recorder"
+BROKEN = "tests.telemetry.recorder:Broken"
+REFUSED = "tests.telemetry.recorder:Refused"
+
+
+def test_a_run_gives_its_numbers_samples_stages_and_calls(say, run_of_two):  # noqa: F811
+    done = say(*run_of_two, "--json", "--telemetry", RECORDER)
+
+    assert done.code == 0, done.err
+    tracker = Recorder.made[-1]
+    assert tracker.closed
+    assert tracker.folder == run_of_two[-1]
+    assert [(axis, step) for axis, step, _ in tracker.values] == [("rollout", 1), ("rollout", 2)]
+    last = tracker.values[-1][2]
+    assert last["rollout/reward_mean"] == last["rollout/completed"] == 1.0
+    assert last["rollout/tokens_trained"] == last["rollout/tokens_captured"] > 0
+    assert [row["prompt"] for row in tracker.rows] == ["2 + 2?"] * 2
+    assert [row["reply"] for row in tracker.rows] == ["Four."] * 2
+    for ended in tracker.ended:
+        stages = [stage for stage, _ in ended.stages]
+        assert stages[0] == "REGISTERED"
+        assert stages[-2:] == ["EVALUATING", "COMPLETED"]
+        first, second = ended.calls()
+        ((tool, until),) = first.tools
+        assert (tool, until, second.tools) == ("add", second.start, [])
+        assert first.end <= until
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(say, run_of_two):  # noqa: F811
+    done = say(*run_of_two, "--json", "--telemetry", f"{BROKEN},{RECORDER}")
+
+    assert done.code == 0, done.err
+    assert len(Recorder.made[-1].values) == 2
+    assert done.err.count("tracker_failed") == 1
+    assert "OSError('the service is down')" in done.err
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("wandbb", "unknown tracker 'wandbb'; known: mlflow, otel, tensorboard, trackio, wandb"),
+        ("tests.telemetry.recorder:No", "cannot be loaded"),
+        (REFUSED, "telemetry tests.telemetry.recorder:Refused: ValueError: no API key"),
+    ],
+)
+def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(
+    say,  # noqa: F811
+    run_of_two,
+    named,
+    message,
+):
+    done = say(*run_of_two, "--telemetry", named)
+
+    assert done.code == 2
+    assert message in done.err
+    assert not (run_of_two[-1] / "capture.sqlite").exists()
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(telemetry.PACKAGES, "wandb", "not_installed")
+
+    with pytest.raises(ConfigError, match=r"package not_installed: run pip install .*\[wandb\]"):
+        telemetry.check(["wandb"])
+
+
+def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
+    steps = [{"step": 1, "reward": 0.5, "update": {"loss": 0.1, "lags": {"0": 7}}, "left_out": {}}]
+    with telemetry.opened([RECORDER], tmp_path, {}) as stream:
+        stream.course([], [{"step": 0, "reward": 0.25}])
+        stream.course(steps, [{"step": 0, "reward": 0.25}])
+        steps.append({"step": 2, "reward": None, "update": None, "left_out": {"stale": 3}})
+        stream.course(steps, [{"step": 0, "reward": 0.25}])
+
+    assert Recorder.made[-1].values == [
+        ("eval", 0, {"eval/reward": 0.25}),
+        ("train", 1, {"train/reward": 0.5, "train/update/loss": 0.1, "train/update/lags/0": 7.0}),
+        ("train", 2, {"train/left_out/stale": 3.0}),
+    ]
+
+
+def test_text_and_nothing_are_no_numbers():
+    values = {"a": 1, "b": {"c": True, "d": None}, "e": "text", "f": [1, 2]}
+
+    assert flat(values) == {"a": 1.0, "b/c": 1.0}
+
+
+def test_a_config_file_names_trackers(say, run_of_two, tmp_path):  # noqa: F811
+    (tmp_path / "config.toml").write_text(f"telemetry = {json.dumps([RECORDER])}\n")
+    count = len(Recorder.made)
+
+    assert say(*run_of_two, "--config", tmp_path / "config.toml").code == 0
+    assert len(Recorder.made) == count + 1
