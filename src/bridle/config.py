@@ -356,6 +356,8 @@ class Task(Settings):
     """The captured session that its sessions begin as; `None` = they begin by themselves."""
     branching: BranchingSpec | None = None
     """Forks of its sessions, which join their group; `None` = there are none."""
+    owner: str | None = None
+    """Set by a rollout server: the submitter, who alone forks the task's captured sessions."""
     task_dir: str | None = None
     """Absolute folder that relative paths of this task are relative to; a loader sets it to the
     task file's. `None` = the current folder."""

@@ -1,17 +1,24 @@
 """Attacks of a submitter who has a token and one permitted import path."""
 
+import time
+from contextlib import AsyncExitStack
+
 import pytest
 from tests.cli.test_serve import tasks, whole_config
 from tests.server.house import KNOWN, TOKEN, an_app, body
 
+from bridle.capture.records import SessionRecord
+from bridle.capture.sqlite import SqliteStore
 from bridle.cli.serve import server_of
 from bridle.client import AsyncClient
+from bridle.errors import ServerError
 from bridle.folders import private_file
 from bridle.server.auth import Role, Token
 from bridle.server.permits import Permits
 
 TENANT = Token(name="tenant", token="the-token-of-a-tenant", roles=(Role.SUBMIT, Role.READ))
 ADMIN, HELPER = "the-token-of-the-admin", "the-token-of-a-helper"
+TENANTS = ("alice", "bob", "carol")
 SCORING = "tests.evaluators.scoring"
 POLAR = {"task_id": "t", "instruction": "x", "agent": {"harness": "codex"}}
 
@@ -149,6 +156,44 @@ async def test_the_owner_of_a_session_forks_it_and_its_forks(tmp_path):
         assert "replies; at = 9" in told["detail"]
         status, told = await fork(alice, session_id, at=1, task_id="no name")
         assert (status, told["error"]["param"]) == (422, "task_id")
+
+
+@pytest.mark.timeout(120)
+async def test_a_captured_session_of_another_owner_is_forked_by_admins_alone(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    rows = (f'[[tokens]]\nname = "{name}"\ntoken = "the-token-of-{name}"\n' for name in TENANTS)
+    private_file(tokens).write_text("".join([*rows, 'roles = ["admin"]\n']))
+    permits = {"runtimes": ("local",), "host_paths": (tmp_path,)}
+    async with AsyncExitStack() as stack:
+        config = whole_config(tmp_path, permits=permits, tokens=tokens)
+        url = (await stack.enter_async_context(server_of(config))).url
+        alice, bob, admin = [
+            await stack.enter_async_context(AsyncClient(url, token=f"the-token-of-{name}"))
+            for name in TENANTS
+        ]
+        await alice.submit(tasks(1, samples=1)[0])
+        await alice.wait("task-0", timeout_s=60)
+        (hers,) = await alice.sessions("task-0")
+        own = tmp_path / "own.sqlite"
+        async with await SqliteStore.open(own) as store:
+            await store.open_session(SessionRecord("of-bridle-run", time.time()))
+
+        async def submit(client, capture, session):
+            fork = {"capture": str(capture), "session": session, "at": 1}
+            task = {**tasks(1, samples=1)[0], "task_id": f"fork-of-{session}", "fork": fork}
+            return await client.submit(task)
+
+        capture = tmp_path / "data" / "capture.sqlite"
+        with pytest.raises(ServerError, match="was never opened") as refused:
+            await submit(bob, capture, hers["session_id"])
+        with pytest.raises(ServerError, match="was never opened") as absent:
+            await submit(bob, capture, "nobody-s")
+        assert (refused.value.status, absent.value.status) == (422, 422)
+        for client in (alice, admin):
+            assert await submit(client, capture, hers["session_id"])
+        assert await submit(bob, own, "of-bridle-run")
+        with pytest.raises(ServerError, match="is set by the server"):
+            await bob.submit({**tasks(1, samples=1)[0], "owner": "alice"})
 
 
 @pytest.mark.timeout(120)

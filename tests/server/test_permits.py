@@ -84,6 +84,7 @@ def runtime(**fields):
         ("agent.skills_path", {"agent": {"harness": "codex", "skills_path": "skills"}}),
         ("fork.capture", {"fork": {"capture": "/srv/capture.sqlite", "session": "s", "at": 1}}),
         ("branching.at", {"branching": {"at": [1]}}),
+        ("owner", {"owner": "another"}),
         ("task_dir", {"task_dir": "/srv/tasks"}),
         ("builder.strategy", {"builder": {"strategy": "mine:build"}}),
         ("evaluator.strategy", {"evaluator": {"strategy": "mine:Evaluator"}}),

@@ -94,6 +94,17 @@ class SqliteReader:
             )
             return int((pages - free) * each)
 
+    def session(self, session_id: str) -> SessionRecord:
+        """The session as it was opened. `StoreError` if it never was."""
+        with self._reading():
+            for row in self._session_rows("SELECT * FROM sessions WHERE n = ?", session_id):
+                return formats.session_of(row)
+        raise self.never_opened(session_id)
+
+    def never_opened(self, session_id: str) -> StoreError:
+        """The error for a session that the file does not hold."""
+        return StoreError(f"{self.path}: session {session_id!r} was never opened")
+
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
         """A session's exchanges in commit order; empty if there are none or it is unknown.
 
@@ -132,15 +143,11 @@ class SqliteReader:
         A row that is damaged stands in `damaged`, the rest is read. `StoreError` if the session was
         never opened.
         """
-        with self._reading():
-            rows = self._session_rows("SELECT * FROM sessions WHERE n = ?", session_id)
-        if not rows:
-            message = f"{self.path}: session {session_id!r} was never opened"
-            raise StoreError(message)
+        record = self.session(session_id)
         outcome = self.outcome(session_id)
         found = self._exchange_rows(session_id)
         return SessionCapture(
-            formats.session_of(rows[0]),
+            record,
             found.exchanges,
             self.deliveries(session_id),
             found.texts,

@@ -144,4 +144,5 @@ def _facts_of(session: Session, runtime: Runtime) -> JSON:
         "rejected": task.rejected,
         "rejected_reward": task.rejected_reward,
         "task_metadata": task.metadata,
+        "owner": task.owner,
     }

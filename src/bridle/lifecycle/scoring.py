@@ -121,7 +121,7 @@ async def _model_of(session: Session) -> AsyncIterator[ModelAccess]:
     handle = await gateway.open_session(
         name,
         task_id=session.task.task_id,
-        metadata={"judge_of": session.session_id, "train": []},
+        metadata={"judge_of": session.session_id, "train": [], "owner": session.task.owner},
         sampling=SamplingPolicy(temperature=as_asked, top_p=as_asked, top_k=as_asked),
     )
     try:

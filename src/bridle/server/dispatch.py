@@ -214,7 +214,7 @@ class Dispatcher:
         self.wake.beat()
 
     async def _run(self, claim: Claim) -> Closed:
-        task = Task.model_validate_json(claim.spec)
+        task = Task.model_validate_json(claim.spec).model_copy(update={"owner": claim.owner})
         try:
             with boundary(StoreError, f"running {claim.run_id}"):
                 result = await self._workers.run(

@@ -313,6 +313,9 @@ class _Judge:
     def branching(self, field: str, _: object) -> Refused:
         yield field, "grows no trees here: fork sessions by POST /v1/sessions/{session_id}/fork"
 
+    def owner(self, field: str, _: object) -> Refused:
+        yield field, "is set by the server: the owner of the token"
+
     def task_path(self, field: str, given: object) -> Refused:
         """A path that may be relative to the task's folder."""
         path = Path(self.task.task_dir or ".", str(given)).resolve()
@@ -354,6 +357,7 @@ RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
     "evaluator.env": _Judge.scorer_env,
     "fork.capture": _Judge.task_path,
     "branching.at": _Judge.branching,
+    "owner": _Judge.owner,
     "task_dir": _Judge.task_path,
 }
 """Fields that name something of the server's machine."""

@@ -6,7 +6,8 @@ Not served: registration and heartbeats of nodes, and callbacks that come in fro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
@@ -14,12 +15,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from bridle import __version__
+from bridle.capture.reader import SqliteReader
 from bridle.config import Task
 from bridle.errors import ConfigError, StateError, StoreError, root_cause
 from bridle.server import wire
 from bridle.server.addresses import ForbiddenAddressError
 from bridle.server.answering import PAGE, Asked, Refusal, Served, invalid, reply, route
-from bridle.server.auth import Role
+from bridle.server.auth import Caller, Role
 from bridle.server.polar import PolarTask
 from bridle.server.results import task_status
 from bridle.server.schemas import Submission
@@ -93,6 +95,25 @@ def check(asked: Asked, submission: Submission) -> Submission:
     except ConfigError as error:
         raise Refusal(422, "invalid", str(error), param=_param(str(error))) from None
     return permits.crossed(submission)
+
+
+def check_forks(caller: Caller, submissions: Iterable[Submission]) -> None:
+    """Refuse with 422 the forks of captured sessions that another owner's task began.
+
+    To a tenant such a session is one that does not exist; an admin forks every session. `bridle
+    run` records no owner: there the permit decides. Reads captures, so call it in a thread.
+    """
+    for one in submissions:
+        if one.fork is None or caller.may(Role.ADMIN):
+            continue
+        path = Path(one.task_dir or ".", one.fork.capture)
+        try:
+            with SqliteReader(path) as reader:
+                owner = reader.session(one.fork.session).metadata.get("owner")
+                if owner not in (None, caller.name):
+                    raise reader.never_opened(one.fork.session)
+        except StoreError as error:
+            raise Refusal(422, "invalid", f"fork: {error}", param="fork") from None
 
 
 def _check_size(task: Task) -> None:

@@ -31,7 +31,14 @@ from bridle.server.answering import (
     route,
 )
 from bridle.server.auth import Role
-from bridle.server.polar_routes import check, is_tenant, list_sessions, session_json, task_row
+from bridle.server.polar_routes import (
+    check,
+    check_forks,
+    is_tenant,
+    list_sessions,
+    session_json,
+    task_row,
+)
 from bridle.server.results import session_result, trajectory
 from bridle.server.rows import run_id
 from bridle.server.schemas import BATCH, Ack, Batch, CancelBody, Fork, Reward, Submission
@@ -127,6 +134,7 @@ async def submit_batch(asked: Asked) -> Response:
         except Refusal as refusal:
             refusal.body["error"] |= {"task_id": one.task_id, "index": place}
             raise
+    await asyncio.to_thread(check_forks, asked.caller, batch.tasks)
     fresh = await asked.service.submit(checked, owner=asked.caller.name, tenant=is_tenant(asked))
     told = [{"task_id": name, "new": new} for name, new in zip(ids, fresh, strict=True)]
     return reply({"tasks": told})
