@@ -1,5 +1,7 @@
 """Changes of a harness to its history are counted in its session's statistics."""
 
+import time
+
 import numpy as np
 import orjson
 import pytest
@@ -123,6 +125,24 @@ async def test_examples_of_the_harness_stay_apart_after_a_restart(tmp_path):
         await again(home, caller).ask([system("10:02"), *examples, user("3+3?")])
         stats = await stats_of(home, caller)
     assert counts(stats) == {"verbatim": 0, "rerendered": 0, "foreign": 0, "given": 3}
+
+
+async def test_examples_stay_apart_after_a_restart_whatever_the_clock_did(tmp_path, monkeypatch):
+    """The clock goes back an hour before the second call, whose foreign turn no example is."""
+    example, foreign = ({"role": "assistant", "content": text} for text in ("4", "by hand"))
+    turns = [{"content": f"turn {n}"} for n in range(5)]
+    now = time.time
+    async with on_disk(tmp_path / "c.sqlite", *turns) as home:
+        caller = await home.session("s")
+        await caller.ask([user("2+2?"), example, user("3+3?")])
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        await caller.ask([user("other"), foreign, user("3+3?")])
+    async with on_disk(tmp_path / "c.sqlite", *turns) as home:
+        for clock in ("10:00", "10:01"):
+            await again(home, caller).ask([system(clock), user("2+2?"), example, user("3+3?")])
+        await again(home, caller).ask([system("now"), user("other"), foreign, user("3+3?")])
+        stats = await stats_of(home, caller)
+    assert counts(stats) == {"verbatim": 0, "rerendered": 0, "foreign": 2, "given": 3}
 
 
 async def test_a_prompt_that_the_engine_made_is_known_by_the_ids_that_it_begins_with():

@@ -95,12 +95,10 @@ class Restorer:
         capture = self._store.read(session.session_id)
         session.stored.update(capture.bodies)
         session.in_hand.captured = sum(map(len, capture.bodies.values()))
-        ends = [one.started_at + one.duration_s for one in capture.exchanges]
-        first_reply = min(ends, default=0.0)
         for exchange in capture.exchanges:
             try:
                 with boundary(StoreError, "reading an exchange back"):
-                    self._bring_back(session, capture, exchange, first_reply)
+                    self._bring_back(session, capture, exchange)
             except BridleError as error:
                 log.warning(
                     "exchange_not_restored",
@@ -110,9 +108,7 @@ class Restorer:
                 )
         log.info("session_restored", session=session.session_id, exchanges=len(session.calls))
 
-    def _bring_back(
-        self, session: Session, capture: SessionCapture, exchange: Exchange, first_reply: float
-    ) -> None:
+    def _bring_back(self, session: Session, capture: SessionCapture, exchange: Exchange) -> None:
         wire = DIALECTS[exchange.dialect]
         spans = self._spans(session, exchange)
         request = self._request(session, capture, exchange, wire, spans.whole())
@@ -121,7 +117,8 @@ class Restorer:
         other = exchange.extra.get("other_model")
         template_args = self._models.template_args_of(other, request)
         shown = wire.reply_messages(exchange.reply)
-        if exchange.started_at <= first_reply:
+        turns = TurnCounts.of_json(exchange.extra.get("turns"))
+        if turns is not None and exchange.continues is None and not turns.foreign:
             session.conversation.turns.note_given(request.messages, key)
         session.conversation.begin(exchange.exchange_id, key, continues=exchange.continues)
         lineage.index_reply(
@@ -145,7 +142,7 @@ class Restorer:
             finish=exchange.finish_reason,
             images=exchange.extra.get("media", ()),
             reasoned=any(message.reasoning for message in shown),
-            turns=TurnCounts.of_json(exchange.extra.get("turns")),
+            turns=turns,
             spans=spans,
             continues=exchange.continues,
             base_id=exchange.request.base,

@@ -115,7 +115,7 @@ class TurnCounter:
         )
 
     def note_given(self, messages: Sequence[Message], canonical: Canonical) -> None:
-        """Have the foreign turns of a stored request count as given: it came before any reply."""
+        """Have the turns of a stored root that nobody sampled count as given."""
         turns = turns_of(self._index, messages, canonical)
         self._given.update(turn.content for turn in turns if turn.owner is None)
 
