@@ -4,7 +4,7 @@ Part 1: mini-swe-agent and pi, unmodified, do real jobs in git work directories 
 a scripted engine speaks for the model, so every token can be foreseen. Part 2: a small model that
 Bridle makes itself samples for a light script harness on fresh tasks; no part of it is scripted.
 Part 3: that model learns by GRPO from what the harness does with it, and is measured again on the
-same fresh tasks.
+same fresh tasks. Between the last two, one session that failed is forked at its last turn.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def run(out: Path, tasks: int, fresh: int, steps: int, *, rebuild_model: bool, j
     show_tree(real)
     console.rule("2. A small model samples for a light script harness")
     from .model import demo_model
-    from .policy import policy_part, show_policy
+    from .policy import policy_part, show_forks, show_policy
 
     model = demo_model(again=rebuild_model)
     policy = policy_part(out / "policy", fresh, model)
     rate = show_policy(policy, model)
+    forks = show_forks(policy, model)
     trained: JSON | None = None
     if steps:
         console.rule("3. The small model learns from what the harness does with it")
@@ -61,6 +62,7 @@ def run(out: Path, tasks: int, fresh: int, steps: int, *, rebuild_model: bool, j
         trained = training_part(out / "training", model, steps, policy)
     summary: JSON = {
         "sessions": real.sessions + policy.sessions,
+        "forks": forks,
         "success_rate": rate,
         "model": str(model),
         "training": trained,

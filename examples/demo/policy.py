@@ -7,16 +7,23 @@ from collections import Counter
 from pathlib import Path
 
 from bridle.cli.batch import Batch, run_batch
-from bridle.cli.captured import sessions
+from bridle.cli.captured import find_session, sessions
+from bridle.cli.fork import forked_task
 from bridle.cli.output import console
 from bridle.config import BuilderSpec, Task
 from bridle.trajectory import rebuild
+from bridle.trajectory.transcript import Transcript
+from bridle.trajectory.tree import excerpt
+from bridle.types import JSON
 
 from .lookups import Lookup, lookups, write_files
 from .main import FRESH_SEED, Part, light_agent_command, show_part
 
 SHOWN = 6
 """Sessions of this part that are listed one by one."""
+
+FORKS = 4
+"""Forks of the session that is shown."""
 
 
 def policy_part(folder: Path, count: int, model: Path) -> Part:
@@ -72,3 +79,35 @@ def show_policy(part: Part, model: Path) -> float:
         total = sum(n * count for n, count in traces.items())
         console.print(f"{builder}: {total} traces (traces per session x sessions: {shape})")
     return rate
+
+
+def show_forks(part: Part, model: Path) -> list[JSON]:
+    """Fork a session that failed at its last turn, and print what its forks did there instead."""
+    failed = (one for one in part.sessions if one["reward"] == 0 and one["exchanges"] > 1)
+    session = next(failed, None)
+    if session is None:
+        return []
+    at = session["exchanges"] - 1
+    task, _ = forked_task(session["session_id"], part.folder, at, FORKS)
+    folder = part.folder.with_name("forks")
+    forks = run_batch(Batch([task], f"embedded:{model}", None, folder, FORKS, "forks"))
+    console.print(f"\nsession {session['session_id']} failed; {FORKS} forks after call {at}:")
+    *before, last = said_in(part.folder, session["session_id"])
+    for text in before:
+        console.print(f"  {text}   (given again, id for id)", markup=False)
+    console.print(f"    {last}   (the session) reward {session['reward']}", markup=False)
+    for fork in forks:
+        *_, last = said_in(folder, fork["session_id"])
+        verdict = f"({fork['fork']['verdict']} fork) reward {fork['reward']}"
+        console.print(f"    {last}   {verdict}", markup=False)
+    better = sum(bool(fork["reward"]) for fork in forks)
+    decided = "its last turn" if better else "an earlier turn"
+    console.print(f"{better} of {FORKS} forks did better: {decided} decided")
+    return forks
+
+
+def said_in(folder: Path, session_id: str) -> list[str]:
+    """The beginning of each reply of a session."""
+    _, capture = find_session(session_id, folder)
+    transcript = Transcript(capture.exchanges, capture.bodies)
+    return [excerpt(exchange, transcript) for exchange in capture.exchanges]

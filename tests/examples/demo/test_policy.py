@@ -1,11 +1,15 @@
 """The demo's second part with a model that has learned nothing: all of it but the success."""
 
 import io
+import json
 
 import pytest
-from examples.demo.policy import policy_part, show_policy
+from examples.demo.lookups import lookups
+from examples.demo.main import Part
+from examples.demo.policy import FORKS, lookup_task, policy_part, show_forks, show_policy
 from tests.cli.models import untrained
 
+from bridle.cli.batch import Batch, run_batch
 from bridle.cli.output import console
 
 pytestmark = pytest.mark.timeout(180)
@@ -30,3 +34,17 @@ def test_every_session_is_accounted_for_and_the_rate_is_what_was_scored(tmp_path
     assert rate == sum(line["reward"] for line in part.sessions) / 3
     assert "prefix_merging:" in written.getvalue()
     assert "per_request:" in written.getvalue()
+
+
+def test_a_session_that_failed_is_forked_at_its_last_turn(tmp_path):
+    [lookup] = lookups(1, seed=3)
+    call = {"name": "cat", "arguments": {"name": lookup.thing}}
+    turns = [{"tool_calls": [call]}, {"content": "wrong"}]
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"conversations": [{"turns": turns}]}))
+    task, run = lookup_task(lookup, tmp_path / "tasks"), tmp_path / "policy" / "run"
+    sessions = run_batch(Batch([task], f"scripted:{script}", "builtin", run, 1))
+    forks = show_forks(Part(run, sessions, 1.0), untrained(tmp_path / "model"))
+    assert [fork["fork"]["replayed"] for fork in forks] == [1] * FORKS
+    assert {fork["fork"]["verdict"] for fork in forks} == {"exact"}
+    assert show_forks(Part(run, [sessions[0] | {"reward": 1.0}], 1.0), tmp_path) == []
