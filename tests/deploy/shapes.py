@@ -1,8 +1,9 @@
 """Fields that KubeRay, Kubernetes and Compose accept, as far as our files use them.
 
-A shape is a dictionary of field -> shape, where `[shape]` is a list, a tuple the allowed values, a type that type,
-`ANY` anything, and a field that ends in `!` is required. Written from the projects' own
-references: KubeRay's API reference of `ray.io/v1`, Kubernetes' of `v1`, and the Compose specification.
+A shape is a dictionary of field -> shape, where `[shape]` is a list, a tuple the allowed values, a
+type that type, `ANY` anything, and a field that ends in `!` is required. Written from the projects'
+own references: KubeRay's API reference of `ray.io/v1`, Kubernetes' of `v1`, and the Compose
+specification.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a request may cost before it is known what it asks: its bytes, its share, its length.
+"""Limits of a request before it is parsed: its bytes, its share, its length.
 
 A body is read up to `max_body_bytes` as decoded, whatever its encoding. A session has a share of
 requests and bytes in hand, and all sessions together have one. A body whose new part is long is

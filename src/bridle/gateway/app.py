@@ -371,7 +371,7 @@ class Gateway:
             await asyncio.wait(session.writing)
 
     def facts(self, session_id: str) -> SessionFacts:
-        """What has come of a session so far. `KeyError` if there is none of that id."""
+        """Return the results of a session so far. `KeyError` if no session has that id."""
         if self._registry.get(session_id) is None:
             deleted = facts_of(self._store.outcome(session_id))
             if deleted is not None:
@@ -381,23 +381,23 @@ class Gateway:
         return session.facts()
 
     async def set_policy(self, wanted: SetPolicy) -> None:
-        """As the control route `POST /policy`. `EngineError` if engines did not do their part."""
+        """Do what `POST /policy` does. `EngineError` if an engine failed to."""
         await set_policy(wanted, self._exchanges.policy, self._engine)
 
     async def add_replica(self, engine: str) -> None:
-        """As the control route `POST /replicas`. `ConfigError`, `EngineError`."""
+        """Do what `POST /replicas` does. `ConfigError`, `EngineError`."""
         await add_replica(AddReplica(engine=engine), self._engine)
 
     async def remove_replica(self, name: str, drain_s: float) -> None:
-        """As the control route `DELETE /replicas`. `ConfigError` if there is none of that name."""
+        """Do what `DELETE /replicas` does. `ConfigError` if no replica has that name."""
         await remove_replica(name, str(drain_s), self._engine)
 
     def metrics(self) -> str:
-        """What the control route `GET /metrics` answers."""
+        """Return the reply of `GET /metrics`."""
         return self._metrics.render().decode()
 
     def policy(self) -> JSON:
-        """What the control route `GET /policy` answers."""
+        """Return the reply of `GET /policy`."""
         return policy_json(self._exchanges.policy, self._engine, self.info.model)
 
     def forget(self, session_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""How a call samples and how much it may: the task's policy, the session's limits, the room left.
+"""Sampling and budget of a call: the task's policy, the session's limits, the context left.
 
 What was asked and what is set go in, effective values come out. Only a session's tokens are shared
 between its calls: `TokenAccount` reserves them before each call and takes back what was not used.
@@ -50,7 +50,7 @@ class SamplingPlan:
     def effective(
         self, asked: Sampling, *, budget: int, stop_token_ids: tuple[int, ...], salt: str
     ) -> Sampling:
-        """What the engine is told: per field ours, ours unless asked, or as asked.
+        """Return the engine's parameters: per field the policy's, its default, or the request's.
 
         `budget` becomes `max_tokens`; stop strings stay as asked; `stop_token_ids` (the model's
         own) are added to those asked for. `salt` (session and call) makes a seed of ours another
@@ -107,7 +107,7 @@ def output_budget(
 
 
 def reached_limit(limits: Limits, *, turns: int, tokens: int, seconds: float) -> str | None:
-    """Which limit a further call would exceed: `turns`, `tokens`, `seconds` or `None`.
+    """Return the limit that a further call would exceed: `turns`, `tokens`, `seconds` or `None`.
 
     `turns` counts committed calls and those in flight; `tokens` counts committed ones; `seconds`
     is the time since the first call.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Stage(StrEnum):
-    """How far a call has come."""
+    """Progress of a call."""
 
     PLACED = "placed"
     """Its place in the conversation is known; the prompt is not made yet."""
@@ -56,7 +56,7 @@ NEXT: Final[dict[Stage, frozenset[Stage]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request says about itself beside its body."""
+    """Data of a request outside of its body."""
 
     retry_count: int = 0
     """`x-stainless-retry-count`; above 0 = some try of this call went before, sampled or not."""
@@ -72,7 +72,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a call needs only until its reply is delivered."""
+    """Data that a call needs only until its reply is delivered."""
 
     request: ModelRequest
     wire: WireFormat
@@ -212,7 +212,7 @@ class Call:
 
     @property
     def delivered(self) -> bool:
-        """Whether the reply is known to have reached the harness."""
+        """Return whether the reply is known to have reached the harness."""
         return self.delivery in {DeliveryState.DELIVERED, DeliveryState.SUPERSEDED}
 
     def posed(self) -> Question:
@@ -226,7 +226,7 @@ class Call:
         return self.answer
 
     def reply_head(self) -> ReplyHead:
-        """What all forms of the reply share; only of calls of this process."""
+        """Return the part that all forms of the reply share; only for calls of this process."""
         assert self.head is not None, f"{self.exchange_id} was not asked here"
         return self.head
 
@@ -290,7 +290,7 @@ class SpanList:
 
 
 def common_prefix(left: tuple[bytes, ...], right: tuple[bytes, ...]) -> int:
-    """How many leading digests are the same."""
+    """Return how many leading digests are equal."""
     if left == right[: len(left)]:
         return len(left)
     for position, (one, other) in enumerate(zip(left, right, strict=False)):

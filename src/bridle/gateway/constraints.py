@@ -1,4 +1,4 @@
-"""What a request says about the form of its answer, and what is done about it.
+"""Constraints of a request on the form of its answer, and their enforcement.
 
 A schema for the answer, or a tool that must be called, becomes a grammar for an engine that can
 sample under one, unless the task wants free samples: a grammar shapes the distribution, so its
@@ -50,12 +50,12 @@ def grammar_of(
 
 
 def is_for_calls(grammar: JSON | None) -> bool:
-    """Whether a grammar is ours, for calls: where an engine refuses it, samples are free."""
+    """Return whether a grammar is the gateway's own, for calls: an engine may refuse it."""
     return grammar is not None and "structural_tag" in grammar
 
 
 def takes_calls(request: ModelRequest) -> bool:
-    """Whether the reply may hold calls."""
+    """Return whether the reply may hold calls."""
     return bool(request.tools) and request.tool_choice != "none"
 
 

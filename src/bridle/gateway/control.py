@@ -99,7 +99,7 @@ class GiveReward(Settings):
 
 
 class Sessions(Protocol):
-    """What the control routes need of a gateway."""
+    """The part of a gateway that the control routes use."""
 
     async def open_session(
         self,

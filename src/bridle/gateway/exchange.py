@@ -143,7 +143,7 @@ class Exchanges:
         self.models.find(request.model, Kind.AGENT).prompts.check_length(request)
 
     async def count(self, session: Session, wire: WireFormat, request: ModelRequest) -> int:
-        """How many prompt tokens `request` would be sampled under; nothing is sampled."""
+        """Count the prompt tokens of `request`; nothing is sampled."""
         served = self.models.find(request.model, Kind.AGENT)
         question = self._place(session, wire, request, served)
         shown = await show(served, request)

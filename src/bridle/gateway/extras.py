@@ -1,4 +1,4 @@
-"""What an engine tells beside the tokens of one call, over all its pieces and tries.
+"""Engine data other than the tokens of one call, over all its chunks and attempts.
 
 Nobody here knows what it means. A list with an entry for each token stands at its tokens, whichever
 piece told it: one engine tells each piece's own part, another the whole try at its end. Anything
@@ -61,7 +61,7 @@ class Extras:
         return told | {name: value for name, value in last.items() if name != "tokens"}
 
     def before(self, tokens: int) -> list[JSON]:
-        """What earlier tries told as wholes, each with the `tokens` that the call had then."""
+        """Return the data of earlier attempts, each with the `tokens` that the call had then."""
         return [one for one in self._tries if one["tokens"] != tokens]
 
 

@@ -1,4 +1,4 @@
-"""What went wrong, as a harness may know it.
+"""Failures in the form that a harness may see.
 
 Errors from behind the gateway (engine, renderer, store, our own bugs) become a `RequestError` of
 the kind whose meaning the client acts on: back off, compact, stop. What the engine said stays in
@@ -69,7 +69,7 @@ def without_frames(error: Exception) -> Exception:
 
 
 def trace_of(error: BaseException) -> str:
-    """Where a bug of ours is, without the values of variables: they may hold keys and prompts."""
+    """Format a traceback without the values of variables, which may hold keys and prompts."""
     return redact("".join(traceback.format_exception(error)))
 
 
@@ -147,5 +147,5 @@ def shutting_down() -> RequestError:
 
 
 def client_left() -> RequestError:
-    """What a call ends with that nobody waits for; no client ever reads it."""
+    """Return the error of a call whose clients have all left; no client reads it."""
     return RequestError("nobody waits for this call", status=499, code="engine_error")

@@ -64,7 +64,7 @@ def unplaced(images: Sequence[JSON]) -> list[JSON]:
 
 
 async def show(served: Served, request: ModelRequest) -> Shown | None:
-    """What the engine makes of a request with images; `None` = it has none, or can't take them.
+    """Have the engine render a request with images; `None` = no images, or an engine without them.
 
     `RequestError` for images that are refused, with the reason where it is safe to tell.
     """

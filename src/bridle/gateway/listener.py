@@ -66,7 +66,7 @@ class Connection(RequestHandler):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being served."""
+        """Return whether no request is being served."""
         return self._lingers or self._current_request is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -18,7 +18,7 @@ from bridle.types import FinishReason, Reply, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far into a reply: characters of reasoning, characters of text, calls."""
+    """Position in a reply: characters of reasoning, characters of text, calls."""
 
     reasoning: int = 0
     text: int = 0
@@ -72,7 +72,7 @@ class LiveReply:
 
     @property
     def is_live(self) -> bool:
-        """Whether pieces can leave before the end."""
+        """Return whether pieces can be sent before the end."""
         return self._reader is not None or self._by_engine
 
     @property
@@ -94,7 +94,7 @@ class LiveReply:
             self._add(self._reader.feed(chunk.output_ids.tolist()))
 
     def _told(self, delta: TextDelta) -> Piece:
-        """What the engine's own parser says; reasoning behind text would be out of order."""
+        """Return the engine's own parse; reasoning after text would be out of order."""
         self._held |= bool(delta.reasoning and self._end.text)
         return Piece() if self._held else Piece(delta.reasoning, delta.text)
 
@@ -144,7 +144,7 @@ class LiveReply:
             self.sent = mark
 
     def delivered(self) -> Reply:
-        """What was written to the client that got most."""
+        """Return the part that was written to the client that received most."""
         whole = Reply(
             self._text.getvalue(),
             self._reasoning.getvalue(),

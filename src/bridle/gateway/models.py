@@ -1,4 +1,4 @@
-"""Who answers a call: the policy, or another engine by the name of the model or the kind of call.
+"""Choice of a call's engine: the policy's, or another by the model's name or the kind of call.
 
 Harnesses send any model name; the policy answers all but those of the `[models]` table. An entry
 with an engine of its own serves judges, side calls and sub-agents that are not to be trained:
@@ -50,7 +50,7 @@ class OtherModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """Who answers a call, ready."""
+    """An engine that answers calls, with its renderer."""
 
     other: str | None
     """Name of the engine that is not the policy; `None` = the policy."""
@@ -65,7 +65,7 @@ class Served:
     """The model's name on the engine's side; `None` = its only one."""
 
     def template_args(self, request: ModelRequest) -> Hashable:
-        """What beside messages and tools shapes a prompt; never equal for different engines."""
+        """Return what shapes a prompt besides messages and tools; never equal for two engines."""
         return template_args(self.other, self.renderer, request)
 
 

@@ -1,4 +1,4 @@
-"""Where a conversation comes from that bears no mark: a call or a summary that we sampled.
+"""Origin of a conversation without a mark: a sampled call or summary of the same session.
 
 The dialects' rules know the marks that harnesses put on the wire. What they leave open is settled
 here by `Lineage`, which knows what the session's own replies said.

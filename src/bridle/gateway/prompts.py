@@ -114,8 +114,8 @@ class Prompts:
     async def _within_context(
         self, messages: Sequence[Message], tools: bytes | None, render: Callable[[], T]
     ) -> T:
-        """What `render` makes of these; in a thread where they are long, and only until they are
-        too long for the context, which is a `RequestError`.
+        """Render these; in a thread if they are long. `RequestError` as soon as they are too long
+        for the context.
         """
         if len(messages) <= MANY and characters(messages, tools) <= LONG_CHARS:
             return render()
@@ -138,7 +138,7 @@ class Prompts:
     async def _suffix(
         self, question: Question, parent: Call, messages: tuple[Message, ...]
     ) -> Ids | None:
-        """What the new ones of `messages` add to the parent; `None` = they cannot extend it."""
+        """Return the ids that new `messages` add to the parent; `None` = they cannot extend it."""
         request, (before, output_ids) = question.request, parent.sampled()
         new = messages_after(messages, question.placement.new_from)
 

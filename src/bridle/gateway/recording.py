@@ -140,7 +140,7 @@ def new_bodies(finished: Finished, stored: set[bytes]) -> Mapping[bytes, bytes]:
 
 
 def _extra(finished: Finished, unpaired: int) -> JSON:
-    """What else is worth keeping; absent keys mean no, none or exact."""
+    """Return further facts of the exchange; absent keys mean no, none or exact."""
     question, sample, reply = finished.question, finished.sample, finished.reply
     placement, request = question.placement, question.request
     asked = finished.call.asked
@@ -214,7 +214,7 @@ def images_of(finished: Finished) -> Sequence[JSON]:
 
 
 def _streamed(call: Call) -> str:
-    """How the reply leaves: `live`, as it was sampled, or `whole`."""
+    """Return how the reply is sent: `live`, as it is sampled, or `whole`."""
     return "live" if call.live is not None and call.live.is_live else "whole"
 
 
@@ -223,7 +223,7 @@ def _break(sample: Sample) -> JSON:
 
 
 def reasoning_restored(finished: Finished) -> bool:
-    """Whether the prompt holds reasoning of the parent that the harness did not send back."""
+    """Return whether the prompt has reasoning of the parent that the harness did not send back."""
     parent = finished.prompted.parent
     if parent is None or not parent.reasoned:
         return False

@@ -51,7 +51,7 @@ STORED_AS: Final = "gateway"
 
 @dataclass(frozen=True, slots=True)
 class SessionHandle:
-    """What an opener gets: the only time that the key is shown."""
+    """A new session for its opener, with the key, which is shown only here."""
 
     session_id: str
     key: str
@@ -61,7 +61,7 @@ class SessionHandle:
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """What has come of a session's calls so far."""
+    """Results of a session's calls so far."""
 
     session_id: str
     calls: int
@@ -85,7 +85,7 @@ class SessionFacts:
 
 @dataclass(slots=True)
 class InHand:
-    """What a session's requests take of the gateway at the moment."""
+    """Resources that a session's requests use at the moment."""
 
     requests: int = 0
     """Those that are being read or answered."""
@@ -304,7 +304,7 @@ def new_session_id() -> str:
 
 
 def stored_settings(digest: bytes, sampling: SamplingPolicy, limits: Limits) -> JSON:
-    """What a session record keeps for the gateway, under `STORED_AS`."""
+    """Return the gateway's part of a session record, under `STORED_AS`."""
     return {
         "key_sha256": digest.hex(),
         "sampling": sampling.model_dump(mode="json"),

@@ -204,7 +204,7 @@ class _Writer:
         return response
 
     def _takes_at_once(self, size: int) -> bool:
-        """Whether the connection has room for so many bytes, so that nothing waits."""
+        """Return whether the connection takes so many bytes without waiting."""
         transport = self._http.transport
         if transport is None or size > AT_ONCE:
             return False
@@ -256,7 +256,7 @@ class _Writer:
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether `event` is set within so many seconds."""
+    """Return whether `event` is set within so many seconds."""
     if event.is_set():
         return True
     try:

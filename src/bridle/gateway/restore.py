@@ -234,7 +234,7 @@ def _left(
     request: ModelRequest,
     shown: tuple[Message, ...],
 ) -> tuple[Atom, ...] | None:
-    """What was written of a live reply before it was cut; `None` = that is not known."""
+    """Return the part of a live reply that was written before it was cut; `None` = unknown."""
     mark = Mark.read(delivery.detail)
     if mark is None:
         return None

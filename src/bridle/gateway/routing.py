@@ -1,4 +1,4 @@
-"""Whose session and which dialect: what a path and its headers say before a body is read.
+"""Session and dialect of a request, by its path and headers, before its body is read.
 
 `/s/<session_id>/...` and `/s/<key>/...` are prefixes of ours; what follows is the provider's own
 path. A key in a path or a query is never logged.
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def is_control(self) -> bool:
-        """Whether it is one of `CONTROL_ROUTES`."""
+        """Return whether it is one of `CONTROL_ROUTES`."""
         return self.token is None and self.path.split("/", 2)[1] in CONTROL_ROUTES
 
 

@@ -92,7 +92,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Sofar:
-    """What the tries of one call gave so far."""
+    """Tokens and data of one call's attempts so far."""
 
     ids: list[Ids] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Where a reply goes on after its engine gave it up: one reply, whoever samples the rest.
+"""Resumption of a reply that an engine aborted: one reply, whichever engine samples the rest.
 
 A resumed call is the same call with the tokens so far at the end of its prompt. What an engine
 knows of a call from its own tokens alone is put right here: the budget and the least number of
@@ -31,7 +31,7 @@ _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def rest(request: GenerateRequest, prompt: PromptIds, sofar: Ids, tries: int) -> GenerateRequest:
-    """What is still to be sampled of `request` after the tokens `sofar`.
+    """Return the request for the rest of `request` after the tokens `sofar`.
 
     `prompt` is its prompt, `tries` how often it was given to an engine. A call that would begin
     again is not streamed, so that nothing of it is shown which a later try would not repeat.
@@ -117,7 +117,7 @@ class _Seam:
         """Tokens of the resumed call that ended no stop string."""
 
     def feed(self, ids: Ids) -> tuple[int, str] | None:
-        """How many of `ids` stand, and which stop string the last of them ends; else `None`."""
+        """Return how many of `ids` are kept and the stop string that ends there; else `None`."""
         for kept in range(1, len(ids) + 1 if self._open else 0):
             text = self._decode(np.concatenate((self._ids, ids[:kept])))
             if self.passed + kept > self._due:

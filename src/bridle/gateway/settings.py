@@ -1,4 +1,4 @@
-"""What can be set about a gateway; the same names in TOML, flags and environment."""
+"""Settings of a gateway, under the same names in TOML, flags and environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridle.config import Settings
 
 
 class GatewaySettings(Settings):
-    """Where the gateway listens, what it takes, and how long it waits. Times are seconds."""
+    """Address, limits and timeouts of the gateway. Times are seconds."""
 
     host: str = "127.0.0.1"
     """Address of both listeners; loopback unless a sandbox must reach it from elsewhere."""

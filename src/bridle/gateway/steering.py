@@ -131,7 +131,7 @@ async def update(
 
 
 def _shares(named: list[list[str]]) -> list[list[str]]:
-    """Which replicas each gateway is to load: a server's URL once, what lives inside always."""
+    """Return the replicas that each gateway loads: a server's URL once, an embedded one always."""
     seen: set[str] = set()
     shares = []
     for names in named:

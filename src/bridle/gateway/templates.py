@@ -47,7 +47,7 @@ class Parting:
 
 
 class Templated(NamedTuple):
-    """What the engine's template made of messages."""
+    """Messages as the engine's template renders them."""
 
     ids: Ids
     parted: int
@@ -82,6 +82,6 @@ class EngineTemplate:
 
 
 def template_arguments(renderer: PromptRenderer, request: ModelRequest) -> JSON:
-    """What an engine's template is told beside messages and tools."""
+    """Return the arguments of an engine's template besides messages and tools."""
     thinking = renderer.template_args(request)
     return {} if thinking is None else {"enable_thinking": thinking}

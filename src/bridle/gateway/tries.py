@@ -124,7 +124,7 @@ class Tries:
         return min(found, key=lambda call: call.retry_count != expected, default=None)
 
     async def waited(self, question: bytes, asked: Asked) -> bool:
-        """Whether a retry had to wait for the connection of its first try to close.
+        """Return whether a retry had to wait for the connection of its first try to close.
 
         It need not where `find` finds a call, where a try of it was refused (which it takes), and
         where no call like its own has a client.
@@ -145,7 +145,7 @@ class Tries:
         return True
 
     def _take_refused(self, refused: tuple[bytes, str | None, int]) -> bool:
-        """Whether there is such a refused try; it is gone then."""
+        """Remove such a refused try; return whether there was one."""
         left = self._refused[refused] - 1
         if left > 0:
             self._refused[refused] = left
@@ -154,7 +154,7 @@ class Tries:
         return left >= 0
 
     def _may_close(self, question: bytes, asked: Asked) -> bool:
-        """Whether the client of some call could be the one that asks again."""
+        """Return whether the client of some call could be the one that asks again."""
         return any(
             call.clients > 0 and call.asked.user_agent == asked.user_agent
             for call in self._open.get(question, ())
@@ -162,7 +162,7 @@ class Tries:
 
 
 def _is_own(call: Call, asked: Asked) -> bool:
-    """Whether `asked` may be a further try of `call`."""
+    """Return whether `asked` may be a further try of `call`."""
     if asked.idempotency_key is not None and call.idempotency_keys:
         return asked.idempotency_key in call.idempotency_keys
     agent = call.asked.user_agent

@@ -29,7 +29,7 @@ WEIGHTS_FILE: Final = "weights.json"
 
 @dataclass(slots=True)
 class Policy:
-    """Which weights sample now, and whether they may."""
+    """Version of the weights that sample, and whether sampling is paused."""
 
     version: int
     paused: bool = False
@@ -156,7 +156,7 @@ def _forget(path: Path | None, version: int) -> None:
 
 
 def policy_json(policy: Policy, engines: EnginePool, model: str) -> JSON:
-    """What `GET /policy` answers."""
+    """Return the reply of `GET /policy`."""
     return {
         "version": policy.version,
         "paused": policy.paused,
