@@ -59,7 +59,7 @@ def failed(what: str, found: str, fix: str) -> Finding:
     """A finding that something could not be looked at."""
     from bridle.engines.probe import Finding
 
-    return Finding(what, ok=False, needed=True, found=found, means="", fix=fix)
+    return Finding(what, ok=False, needed=True, found=found, fix=fix)
 
 
 def _render(renderer: PromptRenderer) -> Render:

@@ -105,16 +105,13 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
     if not asked:
         return Finding.note("rendering", "the engine renders nothing for us to compare")
     found = f"{asked - len(differ)} of {asked} alike"
-    return Finding(
+    return Finding.check(
         "rendering",
         ok=not differ,
-        needed=False,
         found=found + (f"; others: {', '.join(differ)}" if differ else ""),
-        means="The engine's template says something else there." if differ else "",
+        means="The engine's template says something else there.",
         fix="Nothing: Bridle renders, and the engine samples under its ids; `--prompt engine` lets "
-        "the engine render where a conversation begins."
-        if differ
-        else "",
+        "the engine render where a conversation begins.",
     )
 
 
@@ -209,7 +206,7 @@ async def compare_vocabulary(
             return _mismatch(what, f"other ids for {text[:24]!r} from token {at}")
     if not asked:
         return Finding.note(what, "the engine tokenises nothing for us to compare")
-    return Finding(what, ok=True, needed=True, found="the engine's", means="", fix="")
+    return Finding(what, ok=True, needed=True, found="the engine's")
 
 
 def _mismatch(what: str, found: str) -> Finding:
@@ -247,7 +244,7 @@ async def recompute_logprobs(
     found = f"at most {worst:.2g} nats from a plain forward pass"
     if worst >= close:
         return _differs(found)
-    return Finding("recomputed logprobs", ok=True, needed=True, found=found, means="", fix="")
+    return Finding("recomputed logprobs", ok=True, needed=True, found=found)
 
 
 def _differs(found: str) -> Finding:

@@ -45,19 +45,22 @@ class Finding:
     needed: bool
     """Whether training cannot do without it."""
     found: str
-    means: str
+    means: str = ""
     """What follows from it; empty where it is as it should be."""
-    fix: str
+    fix: str = ""
     """How to get it; empty where nothing is to be done."""
 
     @classmethod
     def note(cls, what: str, found: str) -> Finding:
         """Something worth knowing that is as it should be."""
-        return cls(what, ok=True, needed=False, found=found, means="", fix="")
+        return cls(what, ok=True, needed=False, found=found)
 
-
-def _as_needed(what: str, found: str) -> Finding:
-    return Finding(what, ok=True, needed=True, found=found, means="", fix="")
+    @classmethod
+    def check(
+        cls, what: str, *, ok: bool, found: str, means: str, fix: str, needed: bool = False
+    ) -> Finding:
+        """A finding that says `means` and `fix` only where it is not `ok`."""
+        return cls(what, ok, needed, found, "" if ok else means, "" if ok else fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +177,11 @@ def _no_answer(error: EngineError) -> Finding:
 
 
 def _ids(reply: _Reply) -> Finding:
-    if len(reply.ids):
-        return _as_needed("sampled ids", f"{len(reply.ids)} ids")
-    return Finding(
+    return Finding.check(
         "sampled ids",
-        ok=False,
+        ok=len(reply.ids) > 0,
         needed=True,
-        found="none",
+        found=f"{len(reply.ids)} ids" if len(reply.ids) else "none",
         means="What was sampled would have to be guessed from text.",
         fix="Use an engine that returns token ids: vLLM with `return_token_ids` (0.10.2 or later), "
         "and no proxy between that drops fields it does not know.",
@@ -189,13 +190,12 @@ def _ids(reply: _Reply) -> Finding:
 
 def _logprobs(reply: _Reply) -> Finding:
     count = len(reply.logprobs)
-    if count and count == len(reply.ids):
-        return _as_needed("logprobs", "one for each id")
-    return Finding(
+    ok = 0 < count == len(reply.ids)
+    return Finding.check(
         "logprobs",
-        ok=False,
+        ok=ok,
         needed=True,
-        found=f"{count} for {len(reply.ids)} ids",
+        found="one for each id" if ok else f"{count} for {len(reply.ids)} ids",
         means="The policy's update needs the probability that each token was sampled with.",
         fix="Start vLLM with --max-logprobs above 0, and no proxy between that drops logprobs.",
     )
@@ -203,16 +203,15 @@ def _logprobs(reply: _Reply) -> Finding:
 
 def _token_in(reply: _Reply, prompt: Sequence[int]) -> Finding:
     sent = ArrayIds(np.array(prompt, dtype=np.int32)).json()
-    if reply.prompt_text is not None and compact(reply.prompt_text) == sent:
-        return _as_needed("token in", "the prompt is taken as given")
-    problem = (
-        "it does not tell its prompt" if reply.prompt_text is None else "it used another prompt"
-    )
-    return Finding(
+    ok, found = False, "it does not tell its prompt"
+    if reply.prompt_text is not None:
+        ok = compact(reply.prompt_text) == sent
+        found = "the prompt is taken as given" if ok else "it used another prompt"
+    return Finding.check(
         "token in",
-        ok=False,
+        ok=ok,
         needed=True,
-        found=problem,
+        found=found,
         means="Each turn would be sampled under a re-rendering of what came before.",
         fix="Use vLLM 0.32 or later (chat with `kv_transfer_params.prompt_token_ids`), or start it "
         "with --enable-scale-out for /inference/v1/generate.",
@@ -243,14 +242,12 @@ async def _mode(
             fix="Drop the setting, or correct it.",
         )
     known = mode or assume
-    if known is not None:
-        source = "measured" if mode else "as configured, not measured"
-        return known, _as_needed("logprob mode", f"{known} ({source})")
-    return LogprobMode.NONE, Finding(
+    source = "measured" if mode else "as configured, not measured"
+    return known or LogprobMode.NONE, Finding.check(
         "logprob mode",
-        ok=False,
+        ok=known is not None,
         needed=True,
-        found="could not be measured",
+        found=f"{known} ({source})" if known else "could not be measured",
         means="Whether a logprob is before or after temperature decides every off-policy ratio.",
         fix="Say which it is in the engine's `logprob_mode` setting (vLLM: --logprobs-mode, "
         "raw_logprobs unless set).",
@@ -299,13 +296,12 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool
         pieces = "in pieces" if reply.pieces > 1 else "in one piece"
         found = f"{pieces}, with ids and logprobs" if ok else "without ids or logprobs"
         tells = reply.prompt_text is not None
-    finding = Finding(
+    finding = Finding.check(
         "streaming",
         ok=ok,
-        needed=False,
         found=found,
-        means="" if ok else "A harness sees nothing of a reply before its end.",
-        fix="" if ok else "Look for a proxy between that changes server-sent events.",
+        means="A harness sees nothing of a reply before its end.",
+        fix="Look for a proxy between that changes server-sent events.",
     )
     return finding, tells
 
@@ -322,12 +318,11 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
         ok = np.array_equal(one.ids, other.ids)
         found = "the same seed draws the same" if ok else "seeds are not obeyed"
         tells = one.prompt_text is not None and other.prompt_text is not None
-    finding = Finding(
+    finding = Finding.check(
         "seeds",
         ok=ok,
-        needed=False,
         found=found,
-        means="" if ok else "A run cannot be drawn again.",
-        fix="" if ok else "SGLang: start with --enable-deterministic-inference.",
+        means="A run cannot be drawn again.",
+        fix="SGLang: start with --enable-deterministic-inference.",
     )
     return finding, tells

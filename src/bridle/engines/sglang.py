@@ -194,22 +194,22 @@ class SglangEngine(Serving):
             Finding.note("server", f"SGLang {self.server_version or 'of unknown version'}"),
             Finding.note("route", self._route.path),
             Finding.note("context length", str(self._context_length)),
-            Finding(
-                "vocabulary", ok=self.vocab_size is not None, needed=False,
+            Finding.check(
+                "vocabulary", ok=self.vocab_size is not None,
                 found=f"{self.vocab_size or 'unknown'} ids",
-                means="" if self.vocab_size else "An id beyond the vocabulary ends the server.",
-                fix="" if self.vocab_size else "Check that --tokenizer is the model's own.",
+                means="An id beyond the vocabulary ends the server.",
+                fix="Check that --tokenizer is the model's own.",
             ),
-            Finding(
-                "streams", ok=self._incremental, needed=False, found=f"they {streams}",
-                means="" if self._incremental else "Long streams come in fewer, larger pieces.",
-                fix="" if self._incremental else "Start with --incremental-streaming-output.",
+            Finding.check(
+                "streams", ok=self._incremental, found=f"they {streams}",
+                means="Long streams come in fewer, larger pieces.",
+                fix="Start with --incremental-streaming-output.",
             ),
-            Finding(
-                "version route", ok=versioned, needed=False,
+            Finding.check(
+                "version route", ok=versioned,
                 found=str(about.get("weight_version")) if versioned else "replies tell no version",
-                means="" if versioned else "Tokens carry the version that POST /policy set.",
-                fix="" if versioned else "Use SGLang 0.5 or later.",
+                means="Tokens carry the version that POST /policy set.",
+                fix="Use SGLang 0.5 or later.",
             ),
             Finding.note("parsers", "reasoning {}, tools {}".format(*parsers)),
         )  # fmt: skip

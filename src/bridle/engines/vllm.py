@@ -176,25 +176,16 @@ class VllmEngine(Serving):
         return reports[self._route]
 
     def _server_findings(self) -> tuple[Finding, ...]:
-        context = Finding(
-            "context length",
-            ok=True,
-            needed=True,
-            found=str(self._context_length),
-            means="",
-            fix="",
-        )
-        route = Finding("route", ok=True, needed=False, found=self._route.path, means="", fix="")
-        paired = Finding(
+        context = Finding("context length", ok=True, needed=True, found=str(self._context_length))
+        paired = Finding.check(
             "pairing",
             ok=bool(self._paired),
-            needed=False,
             found="logprobs name their ids" if self._paired else "logprobs do not name their ids",
-            means="" if self._paired else "A shift between ids and logprobs could not be seen.",
-            fix="" if self._paired else "Use a vLLM that knows `return_tokens_as_token_ids`.",
+            means="A shift between ids and logprobs could not be seen.",
+            fix="Use a vLLM that knows `return_tokens_as_token_ids`.",
         )
         weights = weights_finding(served=self._served, routes=self._takes_weights)
-        return route, context, paired, weights
+        return Finding.note("route", self._route.path), context, paired, weights
 
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
@@ -537,13 +528,12 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
             "are open to whoever reaches it.",
         )
     tied = served is not None and read_config(served).get("tie_word_embeddings") is True
-    return Finding(
+    return Finding.check(
         "weights",
         ok=not tied,
-        needed=False,
         found="taken from a folder while it runs" + (", embeddings are tied" if tied else ""),
-        means="On a CPU vLLM's head would go on with the old ones." if tied else "",
-        fix="On a CPU serve an untied copy of the model." if tied else "",
+        means="On a CPU vLLM's head would go on with the old ones.",
+        fix="On a CPU serve an untied copy of the model.",
     )
 
 

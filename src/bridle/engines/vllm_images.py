@@ -198,13 +198,12 @@ def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:
     """Build the probe's finding about images. `seen` is the rendering of one image."""
     if seen is None:
         return Finding.note("images", "the model takes none")
-    return Finding(
+    return Finding.check(
         "images",
         ok=ids_taken,
-        needed=False,
         found="taken, with ids beside them too" if ids_taken else "taken as messages only",
-        means="" if ids_taken else "A prompt with an image is rendered by the server each time.",
-        fix="" if ids_taken else "Nothing: this model's processor has its placeholders otherwise.",
+        means="A prompt with an image is rendered by the server each time.",
+        fix="Nothing: this model's processor has its placeholders otherwise.",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, groupby
 from operator import attrgetter
@@ -70,19 +70,19 @@ def call_body(
         stream = {"stream": True, "stream_options": {"include_usage": True}}
     head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
     head |= {"return_token_ids": True}
-    fields = _sampling_fields(request.sampling)
+    sampling = _sampling_fields(request.sampling)
     if route is not Route.CHAT:
-        fields.setdefault("max_tokens", room)
+        sampling.setdefault("max_tokens", room)
     if route is Route.GENERATE:
         if request.grammar is not None:
-            fields["structured_outputs"] = _structured_outputs(request.grammar)
-        head["sampling_params"] = {**fields, "logprobs": 0}
+            sampling["structured_outputs"] = _structured_outputs(request.grammar)
+        head["sampling_params"] = {**sampling, "logprobs": 0}
         if not request.pictures:
             return _with_ids(head, b'"token_ids":', request.prompt.json())
         head["content_parts"] = [{"type": "image_url", "url": one.url} for one in request.pictures]
         folded_ids = folded(request.prompt.array(), request.pictures)
         return _with_ids(head, b'"token_ids":', _ENCODER.encode(folded_ids.tolist()))
-    head |= {**fields, "return_tokens_as_token_ids": True, "return_weight_versions": True}
+    head |= {**sampling, "return_tokens_as_token_ids": True, "return_weight_versions": True}
     if request.session_id is not None:
         head["session_id"] = request.session_id
     if request.grammar is not None:
@@ -100,15 +100,15 @@ def call_body(
 def _chat_fields(request: GenerateRequest) -> JSON:
     """Return the fields that only the chat route has."""
     # Hidden reasoning would hide ids and logprobs with it.
-    fields: JSON = {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
-    fields["messages"] = request.messages or [{"role": "user", "content": "."}]
+    body: JSON = {"logprobs": True, "top_logprobs": 0, "include_reasoning": True}
+    body["messages"] = request.messages or [{"role": "user", "content": "."}]
     if request.tools:
-        fields["tools"] = request.tools
+        body["tools"] = request.tools
     if request.arguments:
-        fields["chat_template_kwargs"] = request.arguments
+        body["chat_template_kwargs"] = request.arguments
     if request.by_messages or (request.tools and not request.calls):
-        fields["tool_choice"] = "none"  # the tools are shown; that calls are parsed needs a flag
-    return fields
+        body["tool_choice"] = "none"  # the tools are shown; that calls are parsed needs a flag
+    return body
 
 
 def _with_ids(head: JSON, key: bytes, text: bytes) -> bytes:
@@ -120,21 +120,7 @@ def _sampling_fields(sampling: Sampling) -> JSON:
     return {name: value for name, value in values if value is not None and value != ()}
 
 
-_SAMPLING_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_p",
-    "logit_bias",
-)
+_SAMPLING_NAMES = tuple(one.name for one in fields(Sampling))
 _SAMPLING_VALUES = attrgetter(*_SAMPLING_NAMES)
 
 

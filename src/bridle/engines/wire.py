@@ -7,6 +7,7 @@ bytes that came. Unknown fields are passed over, as vLLM does.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -56,22 +57,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self, max_tokens: int | None) -> Sampling:
+        given = {one.name: getattr(self, one.name) for one in fields(Sampling)}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            seed=self.seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            min_p=self.min_p,
-            logit_bias=self.logit_bias,
-        )
+        ids = tuple(self.stop_token_ids or ())
+        return Sampling(**given | {"max_tokens": max_tokens, "stop": stop, "stop_token_ids": ids})
 
 
 class CommonFields(SamplingFields, kw_only=True):
