@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from bridle.embedded.plain import PlainModel
+from bridle.embedded.model import PlainModel
 from bridle.engines.base import GenerateRequest
 from bridle.engines.compare import recompute_logprobs
 from bridle.engines.ids import ArrayIds

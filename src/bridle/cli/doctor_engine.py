@@ -96,6 +96,6 @@ async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: 
 
 
 def _score(folder: Path) -> Score:
-    from bridle.embedded.plain import PlainModel
+    from bridle.embedded.model import PlainModel
 
     return PlainModel(folder).logprobs

@@ -14,7 +14,7 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.capture.records import SessionCapture
-    from bridle.embedded.plain import PlainModel
+    from bridle.embedded.model import PlainModel
     from bridle.trajectory.sample import Trace
     from bridle.types import Logprobs
 
@@ -40,7 +40,7 @@ def teach(
     import pyarrow.parquet as pq
 
     from bridle.cli.captured import sessions
-    from bridle.embedded.plain import PlainModel
+    from bridle.embedded.model import PlainModel
     from bridle.folders import private_file
     from bridle.lifecycle.results import trajectory_of
 

@@ -34,6 +34,8 @@ from bridle.types import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from bridle.types import Ids, Logprobs
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -374,6 +376,25 @@ def weights_of(
             given, wanted = tuple(tensor.shape), tuple(own[name].shape)
             raise EngineError(f"weight {name!r} has shape {given}, the model's is {wanted}")
     return weights
+
+
+class PlainModel:
+    """The model of a folder in float32 on the CPU, to check logprobs of any engine by.
+
+    Raises `EngineError` if the folder holds none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._model = load_model(folder, dtype="float32", device=torch.device("cpu"))
+
+    def logprobs(self, prompt: Ids, sampled: Ids, temperature: float) -> Logprobs:
+        """Logprobs of `sampled` after `prompt`, nothing cut away; float32, shape (T,)."""
+        rows = torch.tensor([[*prompt.tolist(), *sampled.tolist()]])
+        with torch.inference_mode():
+            logits = self._model(input_ids=rows, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            spread = torch.log_softmax(logits.float() / temperature, dim=-1)
+            taken: Logprobs = spread.gather(1, rows[0, len(prompt) :, None])[:, 0].numpy()
+        return taken
 
 
 class Feeding(StrEnum):

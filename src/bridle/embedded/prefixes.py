@@ -1,17 +1,14 @@
 """Prefix cache of finished calls, looked up by the longest common prefix.
 
-An entry is the ids that a call's cache covered and that cache. Ids are indexed in blocks: the
-hash of a block is chained with that of the blocks before it, so a lookup walks the prompt once and
-costs its length. What is found is always compared id by id, so a hash collision costs nothing but
-a miss. Entries are dropped least recently used first when their bytes exceed the budget.
+An entry is the ids that a call's cache covered and that cache. A lookup compares the prompt with
+every entry; that is four bytes of ids for kilobytes of keys and values, so the budget of bytes
+bounds it too. Entries are dropped least recently used first when their bytes exceed the budget.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bridle.embedded.call import common_prefix
@@ -22,11 +19,8 @@ if TYPE_CHECKING:
 Cache: TypeAlias = Any
 """What a decoder keeps for a call; only the decoder looks into it."""
 
-BLOCK = 16
-"""Ids per block; a common beginning shorter than this is not found."""
-
-CANDIDATES = 4
-"""How many entries that share the deepest block are compared."""
+SHORTEST = 16
+"""Ids; a common beginning shorter than this is not found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +39,6 @@ class PrefixStore:
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._entries: OrderedDict[Entry, None] = OrderedDict()
-        self._blocks: dict[int, dict[Entry, None]] = {}
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -53,16 +46,10 @@ class PrefixStore:
 
     def find(self, ids: Ids) -> tuple[Entry | None, int]:
         """The entry with the longest common beginning, and how many ids that is (0 = none)."""
-        holders: dict[Entry, None] = {}
-        for key in _block_keys(ids):
-            deeper = self._blocks.get(key)
-            if deeper is None:
-                break
-            holders = deeper
         best, matched = None, 0
-        for entry in islice(reversed(holders), CANDIDATES):
+        for entry in reversed(self._entries):
             common = common_prefix(entry.ids, ids)
-            if common > matched:
+            if common >= SHORTEST and common > matched:
                 best, matched = entry, common
         if best is not None:
             self._entries.move_to_end(best)
@@ -73,15 +60,13 @@ class PrefixStore:
 
         An entry that is a beginning of `ids` is dropped: the new one serves for it.
         """
-        if size_bytes > self._budget_bytes or len(ids) < BLOCK:
+        if size_bytes > self._budget_bytes or len(ids) < SHORTEST:
             return
         shorter, matched = self.find(ids)
         if shorter is not None and matched == len(shorter.ids):
             self.remove(shorter)
         entry = Entry(ids.copy(), cache, size_bytes)
         self._entries[entry] = None
-        for key in _block_keys(entry.ids):
-            self._blocks.setdefault(key, {})[entry] = None
         self.size_bytes += size_bytes
         while self.size_bytes > self._budget_bytes:
             self.remove(next(iter(self._entries)))
@@ -96,21 +81,7 @@ class PrefixStore:
             return
         del self._entries[entry]
         self.size_bytes -= entry.size_bytes
-        for key in _block_keys(entry.ids):
-            holders = self._blocks[key]
-            holders.pop(entry, None)
-            if not holders:
-                del self._blocks[key]
 
     def clear(self) -> None:
         self._entries.clear()
-        self._blocks.clear()
         self.size_bytes = 0
-
-
-def _block_keys(ids: Ids) -> Iterator[int]:
-    """The chained hash of every full block of `ids`, in order."""
-    key = 0
-    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-        key = hash((key, ids[start : start + BLOCK].tobytes()))
-        yield key

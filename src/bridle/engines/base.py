@@ -129,6 +129,14 @@ class GenerateChunk:
     """On the last chunk, with `ABORT`: whether the engine was made to end the call for a reason
     that is not the call's own (a weight update, an engine that died)."""
 
+    @classmethod
+    def aborted(cls, versions: tuple[VersionSpan, ...], cached_tokens: int = 0) -> GenerateChunk:
+        """Make the last chunk, without tokens, of a call that was ended before its time."""
+        ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        return cls(
+            ids, logprobs, FinishReason.ABORT, versions=versions, cached_tokens=cached_tokens
+        )
+
 
 def joined(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
     """The chunks that arrived together, neighbours that have nothing but tokens as one.

@@ -227,7 +227,7 @@ class OpenAIEngine:
                         held = chunk
             yield self._last(held, text, count)
         except AbortedError:
-            yield self._last(_nothing(FinishReason.ABORT), text, count)
+            yield self._last(GenerateChunk.aborted(()), text, count)
         except EngineError as error:
             raise self._client.hide(error) from None
         finally:
@@ -320,10 +320,6 @@ def _format(grammar: JSON) -> JSON:
     if not schema:
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
-
-
-def _nothing(finish: FinishReason) -> GenerateChunk:
-    return GenerateChunk(np.empty(0, np.int32), _NO_LOGPROBS, finish)
 
 
 _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-import numpy as np
 import structlog
 from pydantic import Field
 
@@ -292,15 +291,8 @@ class RoutedCall:
 
     def cut(self) -> GenerateChunk:
         """The last chunk of a call whose replica was lost, or that its caller ended."""
-        return GenerateChunk(
-            output_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            finish_reason=FinishReason.ABORT,
-            versions=tuple(self.spans),
-            mixed_versions=self.mixed,
-            cached_tokens=self.cached,
-            moved=self.moved,
-        )
+        last = GenerateChunk.aborted(tuple(self.spans), self.cached)
+        return replace(last, mixed_versions=self.mixed, moved=self.moved)
 
 
 def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> None:

@@ -15,6 +15,8 @@ from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.types import LogprobMode
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from bridle.types import Ids, Logprobs
 
 ROUNDING: Final = 1e-3
@@ -90,6 +92,16 @@ class ReplyCheck:
         if low < 0 or (limit is not None and high >= limit):
             wrong = low if low < 0 else high
             raise GarbledError(f"the engine {did} id {wrong}; its vocabulary has {limit} ids")
+
+
+def check_paired(ids: Ids, named: Ids | npt.NDArray[np.integer]) -> None:
+    """Raise `GarbledError` unless the logprobs of `named` ids are those of the sampled `ids`."""
+    if not np.array_equal(named, ids):
+        wrong = int(np.argmin(named == ids))
+        raise GarbledError(
+            f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
+            f"and gives the logprob of {int(named[wrong])}"
+        )
 
 
 def _least_and_most(values: Ids | Logprobs) -> tuple[Any, Any]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from bridle.engines import wire
+from bridle.engines.base import EngineInfo
 from bridle.engines.http import Call, EngineClient
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.errors import EngineError
@@ -24,10 +27,12 @@ API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
 """Environment variable with the key that a server was started with (`--api-key`)."""
 
 
-class Serving:
+class Serving(ABC):
     """The part of an adapter that is the same for every server with `/tokenize`."""
 
     _client: EngineClient
+    _info: EngineInfo | None = None
+    """What was found at the start; `None` = not yet started."""
     version = 0
     """Policy version of the server's weights, where replies do not tell it."""
 
@@ -43,6 +48,20 @@ class Serving:
         key = os.environ.get(API_KEY_VARIABLE)
         options = {"api_key": key, "allow_untokenized": allow_untokenized}
         return cls(target, **options)  # type: ignore[call-arg]  # every adapter takes these
+
+    @abstractmethod
+    async def _connect(self) -> EngineInfo:
+        """Ask the server what it is, and probe it."""
+
+    async def start(self) -> EngineInfo:
+        """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
+        if self._info is None:
+            self._info = await self._connect()
+        return replace(self._info, version=self.version)
+
+    async def health(self) -> None:
+        """Ask the server whether it can sample; raises `EngineError`."""
+        await self._client.get("/health")
 
     async def set_version(self, version: int) -> None:
         """Tokens from here on carry `version`, where replies do not tell their own."""

@@ -3,7 +3,8 @@
 What a version of SGLang can do is found by asking it: its routes, its vocabulary, whether it knows
 seeds, whether its streams repeat themselves. Prompts are checked against the vocabulary before they
 are sent, because an id beyond it ends the server (0.5.23). Routes and replies are in
-`sglang_routes`.
+`sglang_routes`. For `/health` SGLang samples one token, unless
+SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false (slime sets it).
 """
 
 from __future__ import annotations
@@ -99,15 +100,8 @@ class SglangEngine(Serving):
         self.server_version = ""
         """Empty where it is not told."""
         self.report: ProbeReport | None = None
-        self._info: EngineInfo | None = None
 
     # ---- life
-
-    async def start(self) -> EngineInfo:
-        """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
-        if self._info is None:
-            self._info = await self._connect()
-        return replace(self._info, version=self.version)
 
     async def _connect(self) -> EngineInfo:
         about = await self._first("/model_info", "/get_model_info")
@@ -213,14 +207,6 @@ class SglangEngine(Serving):
             ),
             Finding.note("parsers", "reasoning {}, tools {}".format(*parsers)),
         )  # fmt: skip
-
-    async def health(self) -> None:
-        """Ask `GET /health`; raises `EngineError` if the server does not answer 200.
-
-        A server whose weights are released cannot sample. By itself SGLang samples one token for
-        `/health` too, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false (slime sets it).
-        """
-        await self._client.get("/health")
 
     async def aclose(self) -> None:
         """End all calls and close all connections."""
@@ -377,12 +363,7 @@ class SglangEngine(Serving):
 
     def _aborted(self, reading: Reading) -> GenerateChunk:
         count = reading.count
-        return GenerateChunk(
-            output_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            finish_reason=FinishReason.ABORT,
-            versions=(VersionSpan(self.version, 0, count),) if count else (),
-        )
+        return GenerateChunk.aborted((VersionSpan(self.version, 0, count),) if count else ())
 
     def _forget(self, request_id: str, running: _Running, *, ended: bool) -> None:
         self._asks_prompt = False  # the probe's later calls ask for what every call asks

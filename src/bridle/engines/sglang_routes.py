@@ -21,6 +21,7 @@ from msgspec import Raw
 from bridle.engines import wire
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
+from bridle.engines.reported import check_paired
 from bridle.engines.serving import as_version
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
@@ -319,13 +320,7 @@ class Reading:
             return np.empty(0, np.float32)
         if len(triples) != len(ids):
             raise GarbledError(f"the engine gave {len(ids)} ids, but {len(triples)} logprobs")
-        named = np.array([one[1] for one in triples], dtype=np.int64)
-        if not np.array_equal(named, ids):
-            wrong = int(np.argmin(named == ids))
-            raise GarbledError(
-                f"the engine's logprobs belong to other ids: at {wrong} it sampled "
-                f"{int(ids[wrong])} and gives the logprob of {int(named[wrong])}"
-            )
+        check_paired(ids, np.array([one[1] for one in triples], dtype=np.int64))
         values = [one[0] for one in triples]
         if None in values:
             missing = values.index(None)
@@ -415,12 +410,9 @@ def _finish(matched: Matched | None) -> FinishReason | None:
 
 
 def _stop_text(matched: Matched | None) -> str | None:
-    stopped = matched is not None and matched.type == "stop" and isinstance(matched.matched, str)
-    return (
-        matched.matched
-        if stopped and matched is not None and isinstance(matched.matched, str)
-        else None
-    )
+    if matched is None or matched.type != "stop" or not isinstance(matched.matched, str):
+        return None
+    return matched.matched
 
 
 def _told_error(raw: Raw) -> EngineError:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 
 from bridle.engines import wire
 from bridle.engines.base import (
@@ -102,15 +101,8 @@ class VllmEngine(Serving):
         self._paired: bool | None = None
         self.server_version: str | None = None
         self.report: ProbeReport | None = None
-        self._info: EngineInfo | None = None
 
     # ---- life
-
-    async def start(self) -> EngineInfo:
-        """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
-        if self._info is None:
-            self._info = await self._connect()
-        return replace(self._info, version=self.version)
 
     async def _connect(self) -> EngineInfo:
         model = await self._choose_model()
@@ -201,10 +193,6 @@ class VllmEngine(Serving):
         """
         await load_weights(self._client, source, version, served=self._served)
         self.version = version
-
-    async def health(self) -> None:
-        """Ask the server whether it can sample; raises `EngineError`."""
-        await self._client.get("/health")
 
     async def aclose(self) -> None:
         """End all calls and close all connections."""
@@ -363,29 +351,12 @@ class _Progress:
         held = self._held
         if held is None or held.finish_reason is None:
             raise CutError("the engine's reply broke off before its end")
-        parsed = self._parsed
-        return GenerateChunk(
-            output_ids=held.output_ids,
-            logprobs=held.logprobs,
-            finish_reason=held.finish_reason,
-            stop_text=held.stop_text,
-            versions=self._versions(),
-            prompt_ids_json=held.prompt_ids_json,
-            cached_tokens=self._cached,
-            reply=None if parsed is None else parsed.reply(held.finish_reason),
-            delta=held.delta,
-            extra=held.extra,
-        )
+        reply = None if self._parsed is None else self._parsed.reply(held.finish_reason)
+        return replace(held, versions=self._versions(), cached_tokens=self._cached, reply=reply)
 
     def aborted(self) -> GenerateChunk:
         """The last chunk of a call that was ended from here."""
-        return GenerateChunk(
-            output_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            finish_reason=FinishReason.ABORT,
-            versions=self._versions(),
-            cached_tokens=self._cached,
-        )
+        return GenerateChunk.aborted(self._versions(), self._cached)
 
     def _versions(self) -> tuple[VersionSpan, ...]:
         if self._spans is not None:

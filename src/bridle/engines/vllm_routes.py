@@ -22,6 +22,7 @@ import numpy as np
 from bridle.engines import wire
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
+from bridle.engines.reported import check_paired
 from bridle.engines.serving import as_version
 from bridle.engines.vllm_images import folded
 from bridle.errors import EngineError
@@ -331,12 +332,7 @@ def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | Non
         told = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
     else:
         return None
-    if not np.array_equal(told, ids):
-        wrong = int(np.argmin(told == ids))
-        raise GarbledError(
-            f"the engine's logprobs belong to other ids: at {wrong} it sampled {int(ids[wrong])} "
-            f"and gives the logprob of {int(told[wrong])}"
-        )
+    check_paired(ids, told)
     return True
 
 
