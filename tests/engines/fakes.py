@@ -115,6 +115,17 @@ async def pooled(*fakes, reopen=None, **settings):
         await pool.aclose()
 
 
+@asynccontextmanager
+async def one_running(pool, fake):
+    """A call that waits at the gate of `fake`, and ends when the block does."""
+    fake.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(said(pool))
+        await until(lambda: fake.asked)
+        yield running
+        fake.gate.set()
+
+
 def state(pool, name):
     return next(one["state"] for one in pool.replicas() if one["name"] == name)
 

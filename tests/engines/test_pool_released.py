@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tests.engines.fakes import QUICK, Fake, call, pooled, said, state, until
+from tests.engines.fakes import QUICK, Fake, call, one_running, pooled, said, state, until
 
 from bridle.errors import ConfigError, EngineError
 from bridle.types import FinishReason
@@ -109,14 +109,10 @@ async def test_calls_of_a_released_replica_go_on_elsewhere_and_weights_pass_it_o
 async def test_a_release_that_takes_too_long_releases_nothing():
     a = Fake()
     async with pooled(a) as pool:
-        a.gate.clear()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(said(pool))
-            await until(lambda: a.asked)
+        async with one_running(pool, a) as running:
             with pytest.raises(EngineError, match="none is released"):
                 await pool.give_up(abort=False, timeout_s=0.01)
             assert state(pool, "a") == "live"
-            a.gate.set()
         assert running.result()[0] == [0, 1, 2, 3]
         with pytest.raises(ConfigError, match="no replica 'z'; there are: \\['a'\\]"):
             await pool.give_up(["z"])
@@ -127,10 +123,7 @@ async def test_a_release_that_is_cancelled_or_fails_changes_no_replica():
     async with pooled(a, b) as pool:
         await pool.give_up(["a"])
         a.awake = False
-        b.gate.clear()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(said(pool))
-            await until(lambda: b.asked)
+        async with asyncio.TaskGroup() as group, one_running(pool, b) as running:
             with pytest.raises(EngineError, match="none is released"):
                 await pool.give_up(abort=False, timeout_s=0.01)
             assert (state(pool, "a"), state(pool, "b")) == ("released", "live")
@@ -139,7 +132,6 @@ async def test_a_release_that_is_cancelled_or_fails_changes_no_replica():
             giving.cancel()
             await until(giving.done)
             assert (state(pool, "a"), state(pool, "b")) == ("released", "live")
-            b.gate.set()
         assert running.result()[0] == [0, 1, 2, 3]
     assert a.touched == 0
 
@@ -147,10 +139,7 @@ async def test_a_release_that_is_cancelled_or_fails_changes_no_replica():
 async def test_a_replica_that_is_being_drained_is_not_taken_back():
     a = Fake()
     async with pooled(a) as pool:
-        a.gate.clear()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(said(pool))
-            await until(lambda: a.asked)
+        async with asyncio.TaskGroup() as group, one_running(pool, a) as running:
             draining = group.create_task(pool.drain("a", timeout_s=15))
             await until(lambda: state(pool, "a") == "draining")
             pool.take_back()

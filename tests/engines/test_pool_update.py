@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.engines.fakes import INFO, Fake, call, lost, pooled, said, until
+from tests.engines.fakes import INFO, Fake, call, lost, one_running, pooled, said, until
 
 from bridle.engines.base import WeightsLostError
 from bridle.engines.pool_replica import Replica
@@ -73,28 +73,20 @@ async def test_a_hold_ends_calls_and_new_ones_wait_for_its_end():
 async def test_a_hold_that_waits_lets_calls_end():
     a = Fake()
     async with pooled(a) as pool:
-        a.gate.clear()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(said(pool))
-            await until(lambda: a.asked)
+        async with asyncio.TaskGroup() as group, one_running(pool, a) as running:
             holding = group.create_task(pool.hold("wait"))
             await asyncio.sleep(0.01)
             assert not holding.done()
-            a.gate.set()
         assert running.result()[1].finish_reason is FinishReason.STOP
 
 
 async def test_a_hold_that_takes_too_long_holds_nothing():
     a = Fake()
     async with pooled(a) as pool:
-        a.gate.clear()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(said(pool))
-            await until(lambda: a.asked)
+        async with one_running(pool, a) as running:
             with pytest.raises(EngineError, match="still ran"):
                 await pool.hold("wait", timeout_s=0.01)
             assert pool.held is None
-            a.gate.set()
         assert running.result()[0] == [0, 1, 2, 3]
 
 

@@ -378,47 +378,27 @@ async def find_parsers(client: EngineClient, model: str) -> Finding:
     on vLLM 0.32.0.
     """
     tools = True
-    try:
-        answer = await _asked(client, model, {"tools": [_TOOL], "tool_choice": "auto"})
-    except EngineError as error:
-        tools = _REFUSAL not in str(error)
-        answer = None
-    if answer is None and not tools:
-        answer = await _plain(client, model)
-    if answer is None:
-        return Finding.note("parsers", "unknown: a chat call of one token fails")
-    reasoning = _first_is_reasoning(answer)
-    seen = "reasoning seen" if reasoning else "reasoning not seen"
-    return Finding.note("parsers", f"{seen}, tools {'yes' if tools else 'no'}")
-
-
-async def _plain(client: EngineClient, model: str) -> wire.Answer | None:
-    try:
-        return await _asked(client, model, {})
-    except EngineError:
-        return None
-
-
-async def _asked(client: EngineClient, model: str, fields: JSON) -> wire.Answer:
-    body: JSON = {
-        "model": model,
-        "request_id": f"probe-{uuid4().hex}",
-        "messages": [{"role": "user", "content": "."}],
-        "max_tokens": 1,
-        "temperature": 0.0,
-        **fields,
-    }
-    text = await client.post(wire.CHAT, msgspec.json.encode(body), Call(), prompt_tokens=1)
-    try:
-        return msgspec.json.decode(text, type=wire.Answer)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"the engine's reply cannot be read: {error}") from None
-
-
-def _first_is_reasoning(answer: wire.Answer) -> bool:
-    """Return whether the server reported a reply's first token as reasoning."""
-    message = answer.choices[0].message if answer.choices else None
-    return message is not None and bool(message.reasoning)
+    for fields in ({"tools": [_TOOL], "tool_choice": "auto"}, {}):
+        body: JSON = {
+            "model": model,
+            "request_id": f"probe-{uuid4().hex}",
+            "messages": [{"role": "user", "content": "."}],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            **fields,
+        }
+        try:
+            text = await client.post(wire.CHAT, msgspec.json.encode(body), Call(), prompt_tokens=1)
+            choices = msgspec.json.decode(text, type=wire.Answer).choices
+        except (EngineError, msgspec.MsgspecError) as error:
+            if _REFUSAL not in str(error):
+                break
+            tools = False
+            continue
+        message = choices[0].message if choices else None
+        seen = "seen" if message is not None and message.reasoning else "not seen"
+        return Finding.note("parsers", f"reasoning {seen}, tools {'yes' if tools else 'no'}")
+    return Finding.note("parsers", "unknown: a chat call of one token fails")
 
 
 SHAPE = (
