@@ -10,16 +10,17 @@ from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import Mount
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
 from bridle.runtimes.docker import DockerRuntime
-from bridle.runtimes.place import Contained, refuse_workdir
+from bridle.runtimes.place import Archived, refuse_workdir
 from bridle.runtimes.process import run_process
 
 CONTAINING = (BubblewrapRuntime, DockerRuntime)
 
 
-class Folder(Contained):
+class Folder(Archived):
     """Commands run in `scratch`, whatever folder they name, and see it as `TOP`."""
 
-    kind = "folder"
+    contains = True
+    workdir = "/work"
     home = "/home/agent"
 
     async def start(self):

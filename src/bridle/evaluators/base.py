@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -193,3 +193,18 @@ def parse_config(config: JSON, kind: type[SettingsT], name: str) -> SettingsT:
         return kind.model_validate(config)
     except ValidationError as error:
         raise explain(error, f"evaluator.config of {name!r}") from None
+
+
+class Configured(Generic[SettingsT]):
+    """Base of an evaluator whose config is one class of settings."""
+
+    strategy: ClassVar[str]
+    """Its short name in `EVALUATORS`."""
+    settings_class: type[SettingsT]
+
+    def __init__(self, settings: SettingsT) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_config(cls, config: JSON) -> Self:
+        return cls(parse_config(config, cls.settings_class, cls.strategy))

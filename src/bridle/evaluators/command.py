@@ -15,7 +15,6 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import Self
 
 from pydantic import Field
 
@@ -24,10 +23,10 @@ from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     OURS,
     CheckerFailure,
+    Configured,
     Evaluation,
     EvaluationContext,
     Unscorable,
-    parse_config,
 )
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.types import JSON
@@ -54,18 +53,12 @@ class CommandSettings(Settings):
     """Exit codes that mean that the checker itself could not be run."""
 
 
-class CommandEvaluator:
+class CommandEvaluator(Configured[CommandSettings]):
     """Implements `base.Evaluator`."""
 
+    strategy = "command"
+    settings_class = CommandSettings
     prewarm = True
-
-    def __init__(self, settings: CommandSettings) -> None:
-        self._settings = settings
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Config as `CommandSettings`; raises `ConfigError`."""
-        return cls(parse_config(config, CommandSettings, "command"))
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the command; its output goes to `evaluator.log`. Raises `EvaluatorError`."""

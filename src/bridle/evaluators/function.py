@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Self, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import orjson
 from pydantic import Field, field_validator
@@ -43,10 +43,10 @@ from bridle.config import RuntimeSpec, Settings, Task
 from bridle.errors import ConfigError, EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     CheckerFailure,
+    Configured,
     Evaluation,
     EvaluationContext,
     Unscorable,
-    parse_config,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes import make_runtime
@@ -91,16 +91,11 @@ class FunctionSettings(Settings):
         return files
 
 
-class FunctionEvaluator:
+class FunctionEvaluator(Configured[FunctionSettings]):
     """Implements `base.Evaluator`."""
 
-    def __init__(self, settings: FunctionSettings) -> None:
-        self._settings = settings
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Config as `FunctionSettings`; raises `ConfigError`."""
-        return cls(parse_config(config, FunctionSettings, "function"))
+    strategy = "function"
+    settings_class = FunctionSettings
 
     def check(self, task: Task) -> None:
         """Import the function in a process of its own and check that it takes one argument.

@@ -17,7 +17,6 @@ import math
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Self
 
 import orjson
 from pydantic import Field
@@ -27,10 +26,10 @@ from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     OURS,
     CheckerFailure,
+    Configured,
     Evaluation,
     EvaluationContext,
     Unscorable,
-    parse_config,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import Runtime
@@ -58,16 +57,11 @@ class HarborSettings(Settings):
     called `reward`, or the only one."""
 
 
-class HarborEvaluator:
+class HarborEvaluator(Configured[HarborSettings]):
     """Implements `base.Evaluator`."""
 
-    def __init__(self, settings: HarborSettings) -> None:
-        self._settings = settings
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Config as `HarborSettings`; raises `ConfigError`."""
-        return cls(parse_config(config, HarborSettings, "harbor"))
+    strategy = "harbor"
+    settings_class = HarborSettings
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the tests; what they said goes to `evaluator.log`. Raises `EvaluatorError`."""

@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError
-from bridle.evaluators.base import Evaluation, EvaluationContext, ModelAccess, parse_config
+from bridle.evaluators.base import Configured, Evaluation, EvaluationContext, ModelAccess
 from bridle.evaluators.function import is_number, spoken
 from bridle.types import JSON
 
@@ -71,18 +71,12 @@ class JudgeSettings(Settings):
         return self
 
 
-class JudgeEvaluator:
+class JudgeEvaluator(Configured[JudgeSettings]):
     """Implements `base.Evaluator`."""
 
+    strategy = "judge"
+    settings_class = JudgeSettings
     control = "none"
-
-    def __init__(self, settings: JudgeSettings) -> None:
-        self._settings = settings
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Config as `JudgeSettings`; raises `ConfigError`."""
-        return cls(parse_config(config, JudgeSettings, "judge"))
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Ask about the session or each of its traces. Raises `EvaluatorError` as configured."""

@@ -17,14 +17,13 @@ import sys
 import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Self
 
 import orjson
 from pydantic import Field
 
 from bridle.config import Settings
 from bridle.errors import EvaluatorError, install_extra
-from bridle.evaluators.base import CheckerFailure, Evaluation, EvaluationContext, parse_config
+from bridle.evaluators.base import CheckerFailure, Configured, Evaluation, EvaluationContext
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.evaluators.test_on_output import apply_patch, files_of, take_patch
 from bridle.runtimes.process import Command, run_process
@@ -60,18 +59,12 @@ class SwebenchSettings(Settings):
     """Of the tests; `None` = the task's evaluate budget."""
 
 
-class SwebenchEvaluator:
+class SwebenchEvaluator(Configured[SwebenchSettings]):
     """Implements `base.Evaluator`."""
 
+    strategy = "swebench"
+    settings_class = SwebenchSettings
     prewarm = True
-
-    def __init__(self, settings: SwebenchSettings) -> None:
-        self._settings = settings
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Config as `SwebenchSettings`; raises `ConfigError`."""
-        return cls(parse_config(config, SwebenchSettings, "swebench"))
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Run the instance's script and have its log read. Raises `EvaluatorError`."""

@@ -33,15 +33,14 @@ from bridle.errors import EvaluatorError, RuntimeFailure
 from bridle.evaluators.base import (
     OBEYED,
     CheckerFailure,
+    Configured,
     Evaluation,
     EvaluationContext,
     Unscorable,
-    parse_config,
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import ExecResult, Runtime
 from bridle.runtimes.snapshot import is_folder_in, replace_tree
-from bridle.types import JSON
 
 GIT = ("git", "-c", "safe.directory=*", "-c", "core.quotePath=false", "-c", "core.fsmonitor=")
 DIFF = (
@@ -102,19 +101,13 @@ class Patch:
     dropped: tuple[str, ...]
 
 
-class TestOnOutput:
+class TestOnOutput(Configured[TestOnOutputSettings]):
     """Implements `base.Evaluator`."""
 
+    strategy = "test_on_output"
+    settings_class = TestOnOutputSettings
     __test__ = False
     prewarm = True
-
-    def __init__(self, settings: TestOnOutputSettings) -> None:
-        self._settings = settings
-
-    @classmethod
-    def from_config(cls, config: JSON) -> Self:
-        """Config as `TestOnOutputSettings`; raises `ConfigError`."""
-        return cls(parse_config(config, TestOnOutputSettings, "test_on_output"))
 
     async def evaluate(self, context: EvaluationContext) -> Evaluation:
         """Take the patch over and run the tests; output to `evaluator.log`.

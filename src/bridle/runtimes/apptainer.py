@@ -21,13 +21,13 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount, binds
@@ -38,7 +38,7 @@ from bridle.runtimes.namespaces import listen_inside
 from bridle.runtimes.place import (
     GATEWAY_PORT,
     Sandbox,
-    raise_nothing,
+    Up,
     refuse_workdir,
     with_signal,
 )
@@ -59,22 +59,20 @@ KWARGS = frozenset({"binds"})
 
 
 @dataclass(slots=True)
-class _Up:
+class _Up(Up):
     """An instance that runs."""
 
     pid: int
     """Its first process, by the machine's numbers."""
-    resources: AsyncExitStack
-    reached: str | None = None
-    let_go: bool = False
-    """Whether we end it, or ended it."""
 
 
-class ApptainerRuntime(Sandbox):
+class ApptainerRuntime(Sandbox[_Up]):
     """One session's instance; implements `base.Runtime`."""
 
     folders = (*Sandbox.folders, "overlay")
     kind = "instance"
+    start_s = START_S
+    stop_s = STOP_S
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
@@ -82,7 +80,6 @@ class ApptainerRuntime(Sandbox):
         refuse_what_apptainer_cannot(spec)
         super().__init__(spec, session_id, scratch, mounts)
         self._name = f"bridle-{os.getpid()}-{secrets.token_hex(6)}"
-        self._up: _Up | None = None
 
     # ---- start and end
 
@@ -96,36 +93,16 @@ class ApptainerRuntime(Sandbox):
         self._usable = True
         await self._running()
 
-    async def _running(self) -> _Up:
-        """The instance, started now if it does not run."""
-        async with self._lock:
-            self._must_be_usable()
-            if self._up is not None and not _lives(self._up.pid):
-                await self._let_go(self._up)
-                self._up = None
-            if self._up is None:
-                # Not to be cancelled: what was made would have no owner.
-                await run_shielded(self._start_instance(), timeout_s=2 * START_S)
-            assert self._up is not None
-            return self._up
+    async def _begin(self) -> _Up:
+        words = ["instance", "start", *self.options(), str(self._spec.image), self._name]
+        await _call(words, env={SESSION_MARK: self._session_id}, timeout_s=START_S)
+        return _Up(await _first_process(self._name))
 
-    async def _start_instance(self) -> None:
-        with boundary(RuntimeFailure, f"cannot start the instance of {self._session_id}"):
-            words = ["instance", "start", *self.options(), str(self._spec.image), self._name]
-            await _call(words, env={SESSION_MARK: self._session_id}, timeout_s=START_S)
-            up = _Up(await _first_process(self._name), AsyncExitStack())
-            try:
-                if self._spec.network == "gateway_only":
-                    listener = await asyncio.to_thread(
-                        listen_inside, up.pid, GATEWAY_PORT, timeout_s=CALL_S
-                    )
-                    await self._carry(listener, up.resources)
-                nursery = await up.resources.enter_async_context(Nursery(raise_nothing))
-                nursery.start(self._watch(up), name="instance-watch")
-            except BaseException:
-                await run_shielded(self._let_go(up), timeout_s=STOP_S)
-                raise
-            self._up = up
+    async def _listen(self, up: _Up) -> socket.socket:
+        return await asyncio.to_thread(listen_inside, up.pid, GATEWAY_PORT, timeout_s=CALL_S)
+
+    def _lives(self, up: _Up) -> bool:
+        return _lives(up.pid)
 
     def options(self) -> list[str]:
         """The options of `apptainer instance start`."""
@@ -168,24 +145,9 @@ class ApptainerRuntime(Sandbox):
         with suppress(RuntimeFailure):  # it has gone with its process
             await _call(["instance", "stop", self._name])
 
-    async def kill(self) -> None:
-        """End all processes in the container: the kernel kills its namespaces at once."""
-        await run_shielded(self._kill(), timeout_s=STOP_S)
-
-    async def _kill(self) -> None:
-        async with self._lock:
-            up, self._up = self._up, None
-            if up is not None:
-                await self._let_go(up)
-
-    async def stop(self) -> None:
-        """Stop the container and delete its files; the empty scratch folder remains."""
-        self._usable = False
-        try:
-            await self.kill()
-        finally:
-            folders = [self._scratch / name for name in (*self.folders, "aside")]
-            await run_shielded(asyncio.to_thread(remove_folders, folders), timeout_s=STOP_S)
+    async def _remove(self) -> None:
+        folders = [self._scratch / name for name in (*self.folders, "aside")]
+        await asyncio.to_thread(remove_folders, folders)
 
     # ---- commands
 

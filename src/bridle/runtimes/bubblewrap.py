@@ -20,14 +20,14 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount, binds
@@ -36,7 +36,7 @@ from bridle.runtimes.folders import remove_folders
 from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import begin, enter, listen_inside
 from bridle.runtimes.owner import owner_mark
-from bridle.runtimes.place import GATEWAY_PORT, Sandbox, raise_nothing, refuse_workdir
+from bridle.runtimes.place import GATEWAY_PORT, Sandbox, Up, refuse_workdir
 from bridle.runtimes.proc import KILL_S, SESSION_MARK
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.seccomp import MACHINES, filter_program
@@ -170,32 +170,28 @@ FILES = 4096
 
 
 @dataclass(slots=True)
-class _Held:
+class _Held(Up):
     """The namespaces of a sandbox that is up."""
 
     process: subprocess.Popen[bytes]
     pid: int
     """Process 1 of the sandbox, by the machine's numbers."""
-    resources: AsyncExitStack
-    reached: str | None = None
-    """The limit that ended it."""
-    let_go: bool = False
-    """Whether we end it, or ended it."""
 
 
-class BubblewrapRuntime(Sandbox):
+class BubblewrapRuntime(Sandbox[_Held]):
     """One session's sandbox; implements `base.Runtime`."""
 
     home = HOME
     folders = OWN
     kind = "sandbox"
+    start_s = START_S
+    stop_s = STOP_S
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
     ) -> None:
         refuse_what_bubblewrap_cannot(spec)
         super().__init__(spec, session_id, scratch, mounts)
-        self._held: _Held | None = None
         self._cgroup: Cgroup | None = None
 
     # ---- start and end
@@ -211,7 +207,7 @@ class BubblewrapRuntime(Sandbox):
         name = f"{PREFIX}{owner_mark()}-{self._scratch.name}"
         self._cgroup = await asyncio.to_thread(Cgroup.make, name, bounds)
         self._usable = True
-        await self._hold()
+        await self._running()
 
     @property
     def limits(self) -> Literal["kernel", "watched"]:
@@ -220,38 +216,14 @@ class BubblewrapRuntime(Sandbox):
     def _bounds(self) -> Bounds:
         return Bounds(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
 
-    async def _hold(self) -> _Held:
-        """The namespaces, made now if they are not there."""
-        async with self._lock:
-            self._must_be_usable()
-            held = self._held
-            if held is None or held.process.poll() is not None:
-                # Not to be cancelled: what was made would have no owner.
-                await run_shielded(self._make_namespaces(), timeout_s=2 * START_S)
-            assert self._held is not None
-            return self._held
+    async def _begin(self) -> _Held:
+        return _Held(*await asyncio.to_thread(self._spawn))
 
-    async def _make_namespaces(self) -> None:
-        if self._held is not None:
-            await self._let_go(self._held)
-            self._held = None
-        with boundary(RuntimeFailure, f"cannot make the sandbox of session {self._session_id}"):
-            process, pid = await asyncio.to_thread(self._spawn)
-            held = _Held(process, pid, AsyncExitStack())
-            try:
-                if self._spec.network == "gateway_only":
-                    await self._open_the_way(held)
-                nursery = await held.resources.enter_async_context(Nursery(raise_nothing))
-                nursery.start(self._watch(held), name="sandbox-watch")
-            except BaseException:
-                await run_shielded(self._let_go(held), timeout_s=STOP_S)
-                raise
-            self._held = held
+    async def _listen(self, up: _Held) -> socket.socket:
+        return await asyncio.to_thread(listen_inside, up.pid, GATEWAY_PORT, timeout_s=START_S)
 
-    async def _open_the_way(self, held: _Held) -> None:
-        """Carry a port inside to the gateway."""
-        listener = await asyncio.to_thread(listen_inside, held.pid, GATEWAY_PORT, timeout_s=START_S)
-        await self._carry(listener, held.resources)
+    def _lives(self, up: _Held) -> bool:
+        return up.process.poll() is None
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """Start process 1; returns when it is up. Blocks for some 10 ms."""
@@ -285,59 +257,42 @@ class BubblewrapRuntime(Sandbox):
     def _doors(self) -> list[str]:
         return [] if self._cgroup is None else self._cgroup.doors
 
-    async def _watch(self, held: _Held) -> None:
+    async def _watch(self, up: _Held) -> None:
         """End the sandbox when it is over a limit that only we see."""
         watched = Watched(
-            members=lambda: members_of(pid_namespace(held.pid) or "none"),
+            members=lambda: members_of(pid_namespace(up.pid) or "none"),
             folders=tuple(self._scratch / name for name in OWN),
             bounds=self._bounds() if self._cgroup is None else Bounds(),
             storage_bytes=self._storage_bytes,
         )
-        held.reached = await first_reached(watched)
-        _kill(held)
+        up.reached = await first_reached(watched)
+        _kill(up)
 
-    async def _let_go(self, held: _Held) -> None:
+    async def _let_go(self, up: _Held) -> None:
         """End the namespaces and all in them."""
-        held.let_go = True
-        _kill(held)
+        up.let_go = True
+        _kill(up)
         with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(held.process.wait, KILL_S)
-        for pipe in (held.process.stdout, held.process.stderr):
+            await asyncio.to_thread(up.process.wait, KILL_S)
+        for pipe in (up.process.stdout, up.process.stderr):
             if pipe is not None:
                 pipe.close()
-        await held.resources.aclose()
-        if held.process.returncode is None:
+        await up.resources.aclose()
+        if up.process.returncode is None:
             message = f"the sandbox of session {self._session_id} does not end after SIGKILL"
             raise RuntimeFailure(message)
 
-    async def kill(self) -> None:
-        """End all processes in the sandbox: the kernel kills its namespaces."""
-        await run_shielded(self._kill(), timeout_s=STOP_S)
-
-    async def _kill(self) -> None:
-        async with self._lock:
-            held, self._held = self._held, None
-            if held is not None:
-                await self._let_go(held)
-
-    async def stop(self) -> None:
-        """Stop the sandbox and delete its files; the empty scratch folder remains."""
-        self._usable = False
-        try:
-            await self.kill()
-        finally:
-            await run_shielded(asyncio.to_thread(self._remove), timeout_s=STOP_S)
-
-    def _remove(self) -> None:
+    async def _remove(self) -> None:
         if self._cgroup is not None:
-            self._cgroup.remove()
-        remove_folders(self._scratch / name for name in (*OWN, "etc", "aside"))
+            await asyncio.to_thread(self._cgroup.remove)
+        folders = [self._scratch / name for name in (*OWN, "etc", "aside")]
+        await asyncio.to_thread(remove_folders, folders)
 
     # ---- commands
 
     async def _run(self, inside: Command) -> ExecResult:
         """Run a command whose folder and program are those of the sandbox."""
-        held = await self._hold()
+        held = await self._running()
         limits = f"-c 0 -n {FILES} -f {self._storage_bytes >> 10}"
         if self._cgroup is None:
             limits += f" -d {2 * self._memory_bytes >> 10}"

@@ -21,12 +21,12 @@ import json
 import signal
 import socket
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from bridle.aio import Nursery, run_shielded
+from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.archive import Keep
@@ -45,9 +45,10 @@ from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import is_privileged, listen_inside
 from bridle.runtimes.owner import owner_mark
 from bridle.runtimes.place import (
+    END,
     FRAME_BYTES,
     Contained,
-    raise_nothing,
+    Up,
     refuse_workdir,
     with_signal,
 )
@@ -60,16 +61,6 @@ HOLD = "exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
 
 ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
 FOLDERS = 'mkdir -p -- "$1" "$2"; chmod 700 -- "$2"'
-END = """
-marked() { for at in /proc/[0-9]*; do while IFS= read -r -d '' word; do
-  [ "$word" = "$1" ] && echo "${at#/proc/}" && break; done < "$at/environ"; done 2>/dev/null; }
-found=$(marked "$1"); [ -z "$found" ] && exit
-kill -TERM $found
-for i in {1..40}; do sleep 0.05; found=$(marked "$1"); [ -z "$found" ] && exit; done
-while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); done
-"""
-"""Ends all processes with a mark in their environment, with a grace of two seconds."""
-
 NETWORK = "bridle-gateway-only"
 HOME = "/home/agent"
 FILES = 4096
@@ -90,21 +81,13 @@ DROPPED = ("AUDIT_WRITE", "MKNOD", "NET_RAW", "SETFCAP", "SYS_CHROOT")
 KWARGS = frozenset({"binds", "build", "user"})
 
 
-@dataclass(slots=True)
-class _Up:
-    """A container that runs."""
-
-    resources: AsyncExitStack
-    reached: str | None = None
-    let_go: bool = False
-    """Whether we end it, or ended it."""
-
-
-class DockerRuntime(Contained):
+class DockerRuntime(Contained[Up]):
     """One session's container; implements `base.Runtime`."""
 
     home = HOME
     kind = "container"
+    start_s = CALL_S
+    stop_s = STOP_S
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
@@ -112,7 +95,6 @@ class DockerRuntime(Contained):
         refuse_what_docker_cannot(spec)
         super().__init__(spec, session_id, scratch, mounts)
         self._container: str | None = None
-        self._up: _Up | None = None
         self._kills = 0
         self.made_of: str | None = None
         """An image of its own, to be removed with it."""
@@ -181,43 +163,20 @@ class DockerRuntime(Contained):
         self._address = (facts["IPAM"]["Config"][0]["Gateway"], 0)
         return network
 
-    async def _running(self) -> _Up:
-        """The container, started now if it does not run."""
-        async with self._lock:
-            self._must_be_usable()
-            if self._up is None:
-                # Not to be cancelled: what was opened would have no owner.
-                await run_shielded(self._start_container(), timeout_s=2 * CALL_S)
-            assert self._up is not None
-            return self._up
+    async def _begin(self) -> Up:
+        await docker(["start", self._id])
+        return Up()
 
-    async def _start_container(self) -> None:
-        with boundary(RuntimeFailure, f"cannot start the container of {self._session_id}"):
-            await docker(["start", self._id])
-            up = _Up(AsyncExitStack())
-            try:
-                if self._spec.network != "none":
-                    await self._open_the_way(up)
-                nursery = await up.resources.enter_async_context(Nursery(raise_nothing))
-                nursery.start(self._watch(up), name="disk-watch")
-            except BaseException:
-                await run_shielded(up.resources.aclose(), timeout_s=STOP_S)
-                raise
-            self._up = up
-
-    async def _open_the_way(self, up: _Up) -> None:
-        """Carry an address to the gateway."""
+    async def _listen(self, up: Up) -> socket.socket:
+        del up
         if _enters():
             pid = int(await docker(["inspect", "--format", "{{.State.Pid}}", self._id]))
             await self._is_here(pid)
-            listener = await asyncio.to_thread(
-                listen_inside, pid, self._address[1], timeout_s=CALL_S
-            )
-        else:
-            listener = socket.create_server(self._address)
-            listener.settimeout(0)
-            self._address = listener.getsockname()
-        await self._carry(listener, up.resources)
+            return await asyncio.to_thread(listen_inside, pid, self._address[1], timeout_s=CALL_S)
+        listener = socket.create_server(self._address)
+        listener.settimeout(0)
+        self._address = listener.getsockname()
+        return listener
 
     async def _is_here(self, pid: int) -> None:
         """Wait until a process is seen to be the container's first: it has yet to become that."""
@@ -229,7 +188,7 @@ class DockerRuntime(Contained):
             message = "the daemon is not on this machine: give it 'open' networks"
             raise RuntimeFailure(message) from None
 
-    async def _watch(self, up: _Up) -> None:
+    async def _watch(self, up: Up) -> None:
         """End the container when what it wrote takes too much room."""
         words = ["inspect", "--size", "--format", "{{.SizeRw}}", self._id]
         loop = asyncio.get_running_loop()
@@ -240,30 +199,14 @@ class DockerRuntime(Contained):
         up.reached = "storage"
         await docker(["kill", self._id])
 
-    async def kill(self) -> None:
-        """Kill the container with all its processes."""
-        await run_shielded(self._kill(), timeout_s=STOP_S)
-
-    async def _kill(self) -> None:
-        async with self._lock:
-            up, self._up = self._up, None
-            if up is None:
-                return
-            up.let_go = True
-            try:
-                with suppress(RuntimeFailure):  # it has ended by itself
-                    await docker(["kill", self._id])
-                await docker(["wait", self._id])
-            finally:  # also where there is no daemon any more
-                await up.resources.aclose()
-
-    async def stop(self) -> None:
-        """Remove the container and its files."""
-        self._usable = False
+    async def _let_go(self, up: Up) -> None:
+        up.let_go = True
         try:
-            await self.kill()
-        finally:
-            await run_shielded(self._remove(), timeout_s=STOP_S)
+            with suppress(RuntimeFailure):  # it has ended by itself
+                await docker(["kill", self._id])
+            await docker(["wait", self._id])
+        finally:  # also where there is no daemon any more
+            await up.resources.aclose()
 
     async def _remove(self) -> None:
         container, self._container = self._container, None
@@ -310,7 +253,7 @@ class DockerRuntime(Contained):
             with suppress(RuntimeFailure):
                 await docker(["exec", self._id, "/bin/bash", "-c", END, "bash", execution])
 
-    async def _judged(self, result: ExecResult, up: _Up) -> ExecResult:
+    async def _judged(self, result: ExecResult, up: Up) -> ExecResult:
         """The result with the limit that ended it; `RuntimeFailure` if the container ended."""
         if result.ok or up.let_go:
             return result

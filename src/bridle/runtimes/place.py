@@ -15,12 +15,12 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Final, Literal, Self
+from typing import ClassVar, Final, Generic, Literal, Self, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from bridle.aio import Nursery
+from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.archive import Keep, pack, pack_bytes, size_of, unpack
@@ -45,6 +45,15 @@ exec tar $holes -cf - -C "$1" -- "$2"
 """
 """Makes an archive of at most `$3` KiB; where `tar` can, holes of a file take no room in it."""
 EXTRACT = 'umask 022; mkdir -p -- "$1" && exec tar --no-same-owner -p -U -xf - -C "$1"'
+END = """
+marked() { for at in /proc/[0-9]*; do while IFS= read -r -d '' word; do
+  [ "$word" = "$1" ] && echo "${at#/proc/}" && break; done < "$at/environ"; done 2>/dev/null; }
+found=$(marked "$1"); [ -z "$found" ] && exit
+kill -TERM $found
+for i in {1..40}; do sleep 0.05; found=$(marked "$1"); [ -z "$found" ] && exit; done
+while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); done
+"""
+"""Ends all processes with a mark in their environment, with a grace of two seconds."""
 CHANGED = 1
 """Exit code of a `tar` that saw files change while it read them."""
 GATEWAY_PORT = 4000
@@ -296,12 +305,28 @@ class Archived(Place):
         return mount.target
 
 
-class Contained(Archived):
+@dataclass(slots=True)
+class Up:
+    """The running processes of a contained place, from one start to its end."""
+
+    resources: AsyncExitStack = field(default_factory=AsyncExitStack, kw_only=True)
+    reached: str | None = field(default=None, kw_only=True)
+    """The limit that ended it."""
+    let_go: bool = field(default=False, kw_only=True)
+    """Whether we end it, or ended it."""
+
+
+UpT = TypeVar("UpT", bound=Up)
+
+
+class Contained(Archived, Generic[UpT]):
     """A place whose paths and network are its own."""
 
     contains = True
-    kind: str
+    kind: ClassVar[str]
     """What it is, for messages."""
+    start_s: ClassVar[float]
+    stop_s: ClassVar[float]
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
@@ -317,6 +342,77 @@ class Contained(Archived):
         self._target: tuple[str, int] | None = None
         """Where it is, as seen here."""
         self._forwarder: Forwarder | None = None
+        self._up: UpT | None = None
+
+    # ---- start and end
+
+    async def _running(self) -> UpT:
+        """Return what runs, started now if nothing does."""
+        async with self._lock:
+            self._must_be_usable()
+            if self._up is not None and not self._lives(self._up):
+                await self._let_go(self._up)
+                self._up = None
+            if self._up is None:
+                # Not to be cancelled: what was started would have no owner.
+                await run_shielded(self._start_up(), timeout_s=2 * self.start_s)
+            assert self._up is not None
+            return self._up
+
+    async def _start_up(self) -> None:
+        with boundary(RuntimeFailure, f"cannot start the {self.kind} of {self._session_id}"):
+            up = await self._begin()
+            try:
+                if self._is_carried():
+                    await self._carry(await self._listen(up), up.resources)
+                nursery = await up.resources.enter_async_context(Nursery(_ignored))
+                nursery.start(self._watch(up), name=f"{self.kind}-watch")
+            except BaseException:
+                await run_shielded(self._let_go(up), timeout_s=self.stop_s)
+                raise
+            self._up = up
+
+    @abstractmethod
+    async def _begin(self) -> UpT:
+        """Start the first process."""
+
+    @abstractmethod
+    async def _listen(self, up: UpT) -> socket.socket:
+        """Return a listener at `_address` inside."""
+
+    @abstractmethod
+    async def _watch(self, up: UpT) -> None:
+        """End it when it is over a limit that the kernel does not enforce."""
+
+    def _lives(self, up: UpT) -> bool:
+        """Return whether the first process still runs, as far as that is known here."""
+        del up
+        return True
+
+    @abstractmethod
+    async def _let_go(self, up: UpT) -> None:
+        """End it with all its processes, and close its resources."""
+
+    @abstractmethod
+    async def _remove(self) -> None:
+        """Delete everything but the empty scratch folder; nothing runs any more."""
+
+    async def kill(self) -> None:
+        await run_shielded(self._kill(), timeout_s=self.stop_s)
+
+    async def _kill(self) -> None:
+        async with self._lock:
+            up, self._up = self._up, None
+            if up is not None:
+                await self._let_go(up)
+
+    async def stop(self) -> None:
+        """End all processes and delete the files; the empty scratch folder remains."""
+        self._usable = False
+        try:
+            await self.kill()
+        finally:
+            await run_shielded(self._remove(), timeout_s=self.stop_s)
 
     @property
     def limits(self) -> Literal["kernel", "watched"]:
@@ -349,7 +445,7 @@ class Contained(Archived):
         self._forwarder.target = self._target
 
 
-class Sandbox(OnThisMachine, Contained):
+class Sandbox(OnThisMachine, Contained[UpT]):
     """A contained place over folders of this machine."""
 
     home = "/home/agent"
@@ -380,10 +476,6 @@ def with_signal(result: ExecResult) -> ExecResult:
     if code is None or not 128 < code < 160:
         return result
     return replace(result, exit_code=None, signal=code - 128)
-
-
-def raise_nothing(_error: BaseException) -> None:
-    """A watch that failed must not end the session; the next one begins with the next start."""
 
 
 CHUNK = 1 << 16
@@ -471,4 +563,4 @@ async def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _ignored(_error: BaseException) -> None:
-    """A connection that failed is the business of its two ends."""
+    """A connection that failed is the business of its two ends; a watch begins with each start."""

@@ -30,7 +30,7 @@ from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
 from bridle.runtimes.base import ExecResult, Mount, Runtime
 from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
-from bridle.runtimes.place import Archived
+from bridle.runtimes.place import END, Archived
 from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 from bridle.types import JSON
@@ -44,8 +44,6 @@ SHARED = ("local", "remote")
 """Kinds of host that other sessions may be on too."""
 CALL_S = 60.0
 STOP_S = 120.0
-GRACE_S = 1.0
-"""Time between SIGTERM and SIGKILL."""
 FIRST_LOOK_S = 0.01
 LAST_LOOK_S = 0.5
 
@@ -99,17 +97,6 @@ done
 rm -rf -- "$PWD"
 """
 """Prints head, tail and size of stdout and of stderr, and deletes the folder."""
-END = """found() { grep -lzxF -- "$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
-mark=$1
-kill -TERM $(found) 2>/dev/null
-for turn in $(seq "$2"); do [ -n "$(found)" ] || break; sleep 0.05; done
-for turn in $(seq 500); do
-  alive=$(found)
-  [ -n "$alive" ] || exit 0
-  kill -KILL $alive 2>/dev/null; sleep 0.02
-done
-"""
-"""Ends all processes with a mark in their environment: TERM, `$2` looks, then KILL."""
 READABLE = """top=$(realpath -- "$2") && at=$(realpath -- "$(dirname -- "$1")") || exit
 [[ $at/ == "${top%/}"/* ]] || { echo "$1 lies outside the session's own folder" >&2; exit 1; }
 [ -e "$1" ] || [ -L "$1" ] || { echo "$1 is not there" >&2; exit 1; }
@@ -286,7 +273,7 @@ class RemoteRuntime(Archived):
         with boundary(RuntimeFailure, "ending a command"):
             await self._host.execute(["mkdir", "-p", "--", folder])
             await self._host.execute(["touch", "--", f"{folder}/over"])
-            await self._shell(END, f"{EXEC_MARK}={execution}", str(int(GRACE_S / 0.05)))
+            await self._shell(END, f"{EXEC_MARK}={execution}")
 
     async def _shell(self, script: str, *words: str) -> str:
         return await self._host.execute(["bash", "-c", script, "bash", *words])
@@ -338,7 +325,7 @@ class RemoteRuntime(Archived):
     async def _kill(self) -> None:
         with boundary(RuntimeFailure, f"ending the processes of session {self._session_id}"):
             mark = f"{SESSION_MARK}={self._session_id}"
-            await self._shell(END, mark, str(int(GRACE_S / 0.05)))
+            await self._shell(END, mark)
 
     async def stop(self) -> None:
         """Delete the session's folders and release the host."""
