@@ -52,6 +52,7 @@ found=$(marked "$1"); [ -z "$found" ] && exit
 kill -TERM $found
 for i in {1..40}; do sleep 0.05; found=$(marked "$1"); [ -z "$found" ] && exit; done
 while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); done
+true
 """
 """Ends all processes with a mark in their environment, with a grace of two seconds."""
 CHANGED = 1
