@@ -232,3 +232,12 @@ async def test_a_session_is_forked_at_one_of_its_replies(tmp_path):
     assert (captured.metadata.get("fork"), forked.task_id) == (None, "sum-1")
     assert forked.metadata["fork"] == {"replayed": 1, "left": 0, "verdict": "exact", "noise": []}
     assert forked.trajectory.metadata["stats"]["tokens_excluded"] == {"replayed": 4}
+
+
+def test_trees_of_an_agent_that_is_a_function_are_refused_before_anything_is_sampled(
+    engine, tmp_path
+):
+    task = {"instruction": "2 + 2?", "branching": {"at": [1]}}
+    with pytest.raises(ConfigError, match="branching"):
+        bridle.rollout(agent, [task], engine=engine, data=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
