@@ -3,14 +3,14 @@
 import asyncio
 import gzip
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from bridle.errors import ConfigError
-from bridle.gateway.listener import Listener, listen
+from bridle.gateway.listener import Connection, Listener, listen
 
 
 async def echo(http: web.BaseRequest) -> web.StreamResponse:
@@ -104,6 +104,51 @@ async def test_half_requests_cannot_keep_others_out():
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\non")
             await served.readuntil(b"on")  # an idle connection went on, the oldest half went
             assert await halves[0][0].read() == b""
+        for one in (writer, *(half for _, half in halves)):
+            one.close()
+
+
+async def test_peers_without_a_key_close_each_other_and_never_a_connection_with_one():
+    """They send whole requests and stay, or half heads, as many as they like."""
+
+    async def known(http: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(http.protocol, Connection)
+        http.protocol.is_known = http.protocol.is_known or "key" in http.headers
+        return web.Response(body=b"ok")
+
+    whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with asyncio.timeout(30), listening(known, head_timeout_s=600, room=20) as listener:
+        served, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nkey: 1\r\n\r\n")
+        await served.readuntil(b"ok")
+        strangers = []
+        for sent in (whole, whole[:-2]) * 40:
+            strangers.append(await asyncio.open_connection(*address(listener)))
+            strangers[-1][1].write(sent)
+        assert (await strangers[0][0].read()).endswith(b"ok")  # the oldest is closed
+        writer.write(whole)
+        await served.readuntil(b"ok")
+        for one in (writer, *(other for _, other in strangers)):
+            one.close()
+
+
+async def test_unfinished_heads_have_a_bounded_memory(monkeypatch):
+    """One peer sends a head without end, others heads of 64 KiB each that they do not finish."""
+    monkeypatch.setattr("bridle.gateway.listener.UNFINISHED_BYTES", 1 << 20)
+    line = b"x: " + b"a" * 60_000 + b"\r\n"
+    async with asyncio.timeout(60), listening(head_timeout_s=600) as listener:
+        endless, writer = await asyncio.open_connection(*address(listener))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + line * 5)
+        with suppress(ConnectionResetError):
+            assert await endless.read() == b""
+        halves = []
+        for _ in range(30):
+            halves.append(await asyncio.open_connection(*address(listener)))
+            halves[-1][1].write(b"GET / HTTP/1.1\r\nHost: x\r\n" + line)
+        with suppress(ConnectionResetError):
+            assert await halves[0][0].read() == b""
+        async with aiohttp.ClientSession() as client, client.get(listener.url) as response:
+            assert response.status == 200
         for one in (writer, *(half for _, half in halves)):
             one.close()
 

@@ -1,15 +1,16 @@
 """Half requests of strangers, on real sockets."""
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import httpx
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from tests.server.house import until
+from tests.server.house import TOKEN, a_service, until
+from tests.server.house import served as of_service
 
-from bridle.server.app import Connection, listening
+from bridle.server.app import Connection, listening, make_app
 
 HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"
 
@@ -55,4 +56,24 @@ async def test_a_head_that_does_not_come_ends_its_connection():
         for reader, writer in opened:
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
+            writer.close()
+
+
+async def test_peers_without_a_token_close_each_other_and_never_a_connection_with_one(tmp_path):
+    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    ours = whole.replace(b"/health", b"/v1/status")[:-2] + b"Authorization: Bearer %s\r\n\r\n"
+    ours %= (TOKEN.token or "").encode()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(asyncio.timeout(60))
+        service = await stack.enter_async_context(a_service(tmp_path))
+        app = make_app(of_service(service))
+        listener = listening(app, host="127.0.0.1", port=0, connection=Few)
+        url = await stack.enter_async_context(listener)
+        known = await half(url, ours)
+        assert b" 200 " in await known[0].readline()
+        strangers = [await half(url, sent) for sent in (whole, HALF) * 20]
+        await until(lambda: sum(other.at_eof() for other, _ in strangers) >= 15)  # half ones
+        known[1].write(ours)
+        await known[0].readuntil(b" 200 ")
+        for _, writer in (known, *strangers):
             writer.close()

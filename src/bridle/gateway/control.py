@@ -176,6 +176,7 @@ class TokenCheck:
         scheme, _, given = http.headers.get("Authorization", "").partition(" ")
         sent = given.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token):
+            http.protocol.is_known = True  # type: ignore[attr-defined]  # a `Connection`
             return
         if sent and (wait_s := self._wrong.wait_s(http.remote)):
             raise Refusal(429, TOO_MANY, wait_s)

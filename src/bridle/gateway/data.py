@@ -137,6 +137,12 @@ class DataPlane:
         self._metrics.request(wire.dialect, what, response.status)
         return response
 
+    def _authenticate(self, http: web.BaseRequest, head: Head) -> Session:
+        session = self._registry.authenticate(head.target.token, head.keys)
+        assert isinstance(http.protocol, Connection)
+        http.protocol.is_known = True
+        return session
+
     async def _serve(self, http: web.BaseRequest, head: Head) -> web.StreamResponse:
         target, route, wire = head.target, head.route, head.wire
         if route is None:
@@ -151,11 +157,11 @@ class DataPlane:
                 message = f"{what!r} is not served here; {SERVED}"
                 raise RequestError(message, status=404, code="not_found")
             case RouteKind.MODELS | RouteKind.MODEL:
-                self._registry.authenticate(target.token, head.keys)
+                self._authenticate(http, head)
                 names = self._exchanges.models.names()
                 return json_response(wire.models(route, names, self._info.context_length))
             case RouteKind.COUNT_TOKENS | RouteKind.GENERATE | RouteKind.STORED:
-                session = self._registry.authenticate(target.token, head.keys)
+                session = self._authenticate(http, head)
                 self._restore(session)
                 if route.kind is RouteKind.STORED:
                     answer = await self._responses.answer(session, route, target.query)

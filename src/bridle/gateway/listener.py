@@ -36,6 +36,12 @@ _AGENT = re.compile(rb"\r\nuser-agent:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 HEADER_BYTES: Final = 64 * 1024
 """Longest header line; some harnesses send their whole state in one."""
 
+HEAD_BYTES: Final = 256 * 1024
+"""Longest head of a request, all lines together."""
+
+UNFINISHED_BYTES: Final = 32 * 1024 * 1024
+"""Bytes of unfinished heads, over all connections of a listener."""
+
 BACKLOG: Final = 4096
 
 MANY_CONNECTIONS: Final = 1 << 16
@@ -50,7 +56,10 @@ LINGER_S: Final = 5.0
 class Connection(RequestHandler):
     """One client connection, with a deadline for the head of each request, the first included."""
 
-    __slots__ = ("_deadline", "_head_timeout_s", "_lingers", "_names_agent", "head", "was_served")
+    __slots__ = (
+        *("_deadline", "_head_timeout_s", "_lingers", "_names_agent", "_unfinished"),
+        *("head", "is_known", "was_served"),
+    )
 
     def __init__(self, manager: web.Server, *, head_timeout_s: float, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(manager, **settings)
@@ -59,6 +68,10 @@ class Connection(RequestHandler):
         self._names_agent = False
         """Whether the head that is being read has a `User-Agent` already."""
         self._lingers = False
+        self._unfinished = 0
+        """Bytes of the head that is being read."""
+        self.is_known = False
+        """For the handler: whether a request of it was authenticated."""
         self.was_served = False
         """Whether it has sent a whole head."""
         self.head: object = None
@@ -89,6 +102,8 @@ class Connection(RequestHandler):
         if waiter is not None and not waiter.done():  # the next request's head is being read
             data = self._with_one_agent(data)
         super().data_received(data)
+        if self._current_request is None and not self._messages:
+            self._hold(len(data))
 
     def _with_one_agent(self, data: bytes) -> bytes:
         """Part of a head without a second `User-Agent`, for which aiohttp refuses the request."""
@@ -101,9 +116,20 @@ class Connection(RequestHandler):
             data = data[: match.start()] + data[match.end() :]
         return data
 
+    def _hold(self, more: int) -> None:
+        """Count bytes of an unfinished head, which are as many as a listener has room for."""
+        self._unfinished += more
+        assert isinstance(self._manager, _Server)
+        self._manager.unfinished += more
+        if self._unfinished > HEAD_BYTES:
+            self.force_close()
+        elif self._manager.unfinished > UNFINISHED_BYTES:
+            self._manager.make_room()
+
     def head_arrived(self) -> None:
         """A request is whole but for its body."""
         self.was_served = True
+        self._let_go()
         self._end_deadline()
 
     async def linger(self) -> None:
@@ -117,6 +143,11 @@ class Connection(RequestHandler):
             self.transport.resume_reading()
         await asyncio.sleep(LINGER_S)
 
+    def _let_go(self) -> None:
+        if self._unfinished and isinstance(self._manager, _Server):
+            self._manager.unfinished -= self._unfinished
+        self._unfinished = 0
+
     def _end_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -125,19 +156,24 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client has gone."""
         self._end_deadline()
+        self._let_go()
         super().connection_lost(exc)
 
 
 class _Server(web.Server):
     """Makes `Connection`s, as many as there is room for.
 
-    When there is no more, those that wait without a request are closed: first who never sent a
-    whole head, then who was idle, the oldest first. So half requests cannot keep others out.
+    When there is no more, the oldest that never sent a valid key are closed: first those that never
+    sent a whole head, then those without a request, then others. One that has sent a valid key is
+    closed only when no other is left, and not while it has a request. So peers without a key keep
+    nobody out.
     """
 
     def __init__(self, handler: Handler, *, most: int | None, **settings: Any) -> None:  # noqa: ANN401 - aiohttp's own, passed through
         super().__init__(handler, **settings)
         self._most = most
+        self.unfinished = 0
+        """Bytes of unfinished heads."""
 
     def __call__(self) -> RequestHandler:
         return Connection(self, loop=self._loop, **self._kwargs)
@@ -145,15 +181,17 @@ class _Server(web.Server):
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Make room, then count it in."""
         if len(self._connections) >= (self._most or most_connections()):
-            self._make_room()
+            self.make_room()
         super().connection_made(handler, transport)
 
-    def _make_room(self) -> None:
-        """Close an eighth of all that wait, so that looking for them is rare."""
+    def make_room(self) -> None:
+        """Close an eighth of those that may be closed, so that looking for them is rare."""
         held = [one for one in self._connections if isinstance(one, Connection)]
         waiting = [one for one in held if one.is_waiting]
-        waiting.sort(key=lambda one: one.was_served)  # stable: the oldest first
-        for one in waiting[: 1 + len(waiting) // 8]:
+        strangers = [one for one in held if not one.is_known]
+        closed = [one for one in strangers if one.is_waiting] or strangers or waiting
+        closed.sort(key=lambda one: one.was_served)  # stable: the oldest first
+        for one in closed[: 1 + len(closed) // 8]:
             one.force_close()
 
 

@@ -65,6 +65,9 @@ BODY_S: Final = 120.0
 OWNERS: Final = 4
 """One owner's requests under way take this part of all connections at most."""
 
+KNOWN: Final = "bridle_known"
+"""In the state of a request: its token is valid."""
+
 JSON_TYPE: Final = "application/json"
 MSGPACK_TYPE: Final = "application/msgpack"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
@@ -294,6 +297,7 @@ class Endpoint:
         if self._role is not None and not caller.may(self._role):
             message = f"token {caller.name!r} lacks the role {self._role.value!r}"
             raise Refusal(403, "forbidden", message)
+        scope.setdefault("state", {})[KNOWN] = True
         return caller
 
 

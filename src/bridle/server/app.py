@@ -28,7 +28,7 @@ from bridle.gateway.listener import most_connections
 from bridle.gateway.weights import AddReplica
 from bridle.hosts import Hosts
 from bridle.server import polar_routes, v1_routes
-from bridle.server.answering import Asked, Endpoint, Refusal, Served, reply, route
+from bridle.server.answering import KNOWN, Asked, Endpoint, Refusal, Served, reply, route
 from bridle.server.auth import Role
 from bridle.server.schemas import error_json
 from bridle.types import JSON
@@ -55,6 +55,11 @@ class Connection(H11Protocol):
         # `None` before the first request, whatever its type says.
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether its last request was authenticated."""
+        return self.cycle is not None and KNOWN in self.cycle.scope["state"]  # type: ignore[redundant-expr]
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
         """Make room, then take the client in; it has the time of a head to send one."""
         if len(self.connections) >= (self.most or most_connections()):
@@ -63,11 +68,13 @@ class Connection(H11Protocol):
         self._watch()
 
     def _make_room(self) -> None:
-        """Close an eighth of those that wait: who never sent a whole head, then the oldest."""
+        """Close an eighth of the oldest without a valid token, as the gateway's listener does."""
         held = [one for one in self.connections if isinstance(one, Connection)]
         waiting = [one for one in held if one.is_waiting]
-        waiting.sort(key=lambda one: (one.cycle is not None, one.made_at))
-        for one in waiting[: 1 + len(waiting) // 8]:
+        strangers = [one for one in held if not one.is_known]
+        closed = [one for one in strangers if one.is_waiting] or strangers or waiting
+        closed.sort(key=lambda one: (one.cycle is not None, one.made_at))
+        for one in closed[: 1 + len(closed) // 8]:
             one.transport.abort()
 
     def data_received(self, data: bytes) -> None:
