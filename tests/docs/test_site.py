@@ -1,0 +1,26 @@
+"""The site has every page and every extra; `make docs` builds it strictly."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
+    own = {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
+
+    assert listed == pages | own
+
+
+def test_the_page_of_installing_has_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "install.md").read_text()
+
+    assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in page] == []
+
+
+def test_the_readme_is_shorter_than_120_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
