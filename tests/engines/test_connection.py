@@ -232,3 +232,47 @@ async def test_closing_ends_calls_under_way():
             while not any(seen):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         await made.aclose()
+
+
+async def parts_of(made, *, most=99):
+    """The parts of a streamed reply, at most so many."""
+    found = []
+    async with made.stream("/", b"", nothing) as (reply, more):
+        assert reply.status == 200
+        while len(found) < most and (part := await more()):
+            found.append(part)
+    return found
+
+
+async def test_a_streamed_reply_gives_its_parts_as_they_come_and_leaves_its_connection():
+    head, body = CHUNKED.split(b"\r\n\r\n", 1)
+    cut = [head + b"\r\n\r\n", 0.05, body[:7], 0.05, body[7:]]
+    async with serving(cut, [LENGTH], [TO_THE_END, None]) as (made, seen):
+        for _ in range(3):
+            assert b"".join(await parts_of(made)) == b"hello"
+    assert len(seen) == 1
+
+
+async def test_a_stream_that_is_left_early_drops_its_connection():
+    head, body = CHUNKED.split(b"\r\n\r\n", 1)
+    first, rest = body.split(b"\r\n", 2)[:2], body
+    begun = head + b"\r\n\r\n" + b"\r\n".join(first) + b"\r\n"
+    async with serving([begun, 30, rest], [LENGTH]) as (made, seen):
+        assert len(await parts_of(made, most=1)) == 1
+        assert await parts_of(made) == [b"hello"]
+    assert len(seen) == 2
+
+
+async def test_a_stream_that_breaks_between_two_reads_says_so_at_the_next():
+    head, _ = CHUNKED.split(b"\r\n\r\n", 1)
+    begun = head + b"\r\n\r\n2\r\nhe\r\n"
+    async with (
+        serving([begun, 0.01, None]) as (made, _),
+        made.stream("/", b"", nothing) as (_, more),
+    ):
+        assert await more() == b"he"
+        async with asyncio.timeout(15):
+            while any(one.open for one in made._busy):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        with pytest.raises(CutReplyError):
+            await more()

@@ -246,16 +246,6 @@ async def aborted(work):
     return False
 
 
-async def test_a_timeout_of_the_callers_own_is_left_alone():
-    call = Call()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01), call.waiting():
-            await asyncio.sleep(5)
-    with pytest.raises(TimeoutError):
-        async with call.waiting():
-            raise TimeoutError
-
-
 @pytest.mark.parametrize(
     ("told", "wait_s"),
     [

@@ -1,8 +1,8 @@
-"""One POST and its whole reply over kept-alive HTTP/1.1 connections, at the least cost per call.
+"""One POST and its reply over kept-alive HTTP/1.1 connections, at the least cost per call.
 
 A general client spends more on a call than all else that the gateway does with it (0.19 ms, against
-0.05 here). An engine's JSON reply needs little: a length, chunks or the end of the connection; no
-redirects, cookies or compression. Streams and everything rare go through aiohttp (`http`).
+0.05 here). An engine's reply needs little: a length, chunks or the end of the connection; no
+redirects, cookies or compression. Everything rare goes through aiohttp (`http`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ import base64
 import re
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, cast
 
 from yarl import URL
+
+from bridle.aio import retry
 
 KEEPALIVE_S: Final = 4.0
 """Idle connections are dropped before uvicorn's 5 s, so none is used while its server closes it."""
 
 CONNECT_S: Final = 10.0
+
+FIRST_WAIT_S: Final = 0.5
+"""Wait before a failed connect is tried again; doubles."""
 
 _HEAD_BYTES: Final = 1 << 16
 
@@ -31,7 +38,8 @@ MOST_BYTES: Final = 512 << 20
 _STATUS: Final = re.compile(rb"HTTP/1\.([^ \r\n]*) ([0-9]+)(?![^ \r])")
 
 _READ: Final = re.compile(
-    rb"\r\n[ \t]*(content-length|retry-after|transfer-encoding|connection)[ \t]*:([^\r]*)",
+    rb"\r\n[ \t]*(content-length|content-type|retry-after|transfer-encoding|connection)"
+    rb"[ \t]*:([^\r]*)",
     re.IGNORECASE,
 )
 """The headers of a reply that say something here."""
@@ -51,6 +59,12 @@ class Reply:
         """Whether the connection may be used again."""
         self.retry_after: str | None = None
         """Its `Retry-After`."""
+        self.content_type = b""
+        """Its `Content-Type` in lower case, without parameters."""
+        self.is_whole = False
+        """Whether its connection has nothing more of it."""
+        self.error: Exception | None = None
+        """The failure that ended it; `None` = there was none."""
         self._pieces: list[bytes] = []
         self._size = 0
         self._length = -1
@@ -64,6 +78,13 @@ class Reply:
     def body(self) -> bytes:
         """All of it, once `feed` or `ended` said so."""
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+
+    def take(self) -> bytes:
+        """Take the part of the body that arrived since the last time; needs the head."""
+        pieces = self._chunks if self._chunked else self._pieces
+        taken = b"".join(pieces)
+        pieces.clear()
+        return taken
 
     def feed(self, data: bytes) -> bool:
         """Take bytes; whether the reply is whole."""
@@ -116,6 +137,8 @@ class Reply:
                 self._bound(self._length)
             case b"content-length":
                 raise ConnectionError("no HTTP reply")
+            case b"content-type":
+                self.content_type = value.lower().partition(b";")[0].rstrip()
             case b"retry-after":
                 self.retry_after = value.decode(errors="replace")
             case b"transfer-encoding":
@@ -165,6 +188,8 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reply: Reply | None = None
         self._waiting: asyncio.Future[Reply] | None = None
+        self._streams = False
+        """Whether the caller wants each part of the reply when it arrives."""
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
@@ -179,10 +204,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def call(self, head: bytes, body: bytes) -> asyncio.Future[Reply]:
-        """Send a request; what its reply will be."""
+    def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[Reply]:
+        """Send a request; return its reply to be: whole, or only its head if it `streams`."""
         assert self._transport is not None
-        self._reply = Reply()
+        self._reply, self._streams = Reply(), streams
         self._waiting = self._loop.create_future()
         self._heard = self._loop.time()
         if self._timer is None:
@@ -203,16 +228,32 @@ class _Connection(asyncio.Protocol):
             return
         if whole:
             self._done()
+        elif self._streams and self._reply.status:
+            self._wake(self._reply)
 
-    def _done(self) -> None:
-        reply, waiting = self._reply, self._waiting
-        self._reply = self._waiting = None
-        self.idle_since = self._heard
-        assert reply is not None
-        if not reply.keeps:
-            self.close()
+    async def more(self, reply: Reply, watch: Callable[[asyncio.Future[Reply]], None]) -> bytes:
+        """Wait for more of a streamed reply's body; empty at its end."""
+        while not (data := reply.take()) and not reply.is_whole:
+            if reply.error is not None:
+                raise reply.error
+            self._waiting = self._loop.create_future()
+            watch(self._waiting)
+            await self._waiting
+        return data
+
+    def _wake(self, reply: Reply) -> None:
+        waiting, self._waiting = self._waiting, None
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
+
+    def _done(self) -> None:
+        reply, self._reply = self._reply, None
+        self.idle_since = self._heard
+        assert reply is not None
+        reply.is_whole = True
+        if not reply.keeps:
+            self.close()
+        self._wake(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._reply is not None and self._reply.ended():
@@ -225,7 +266,7 @@ class _Connection(asyncio.Protocol):
     def _look(self) -> None:
         """Fail the call if the server has been silent for too long."""
         self._timer = None
-        if self._waiting is None:
+        if self._reply is None:
             return
         left = self._heard + self._silent_s - self._loop.time()
         if left > 0:
@@ -234,7 +275,10 @@ class _Connection(asyncio.Protocol):
             self._end(TimeoutError())
 
     def _end(self, error: Exception) -> None:
-        waiting, self._waiting, self._reply = self._waiting, None, None
+        waiting, reply = self._waiting, self._reply
+        self._waiting = self._reply = None
+        if reply is not None:
+            reply.error = error
         self.close()
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)
@@ -249,7 +293,10 @@ class _Connection(asyncio.Protocol):
 
 
 class Connections:
-    """Connections to one server. `silent_s` is how long it may be silent within one call."""
+    """Connections to one server. `silent_s` is how long it may be silent within one call.
+
+    A connect that fails is tried so many times: `attempts`.
+    """
 
     def __init__(
         self,
@@ -258,10 +305,12 @@ class Connections:
         *,
         silent_s: float,
         keepalive_s: float = KEEPALIVE_S,
+        attempts: int = 1,
     ) -> None:
         self._url = url
         self._silent_s = silent_s
         self._keepalive_s = keepalive_s
+        self._attempts = attempts
         lines = [f"Host: {url.host_port_subcomponent}", "User-Agent: bridle", "Accept: */*"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         if url.user is not None:
@@ -281,15 +330,10 @@ class Connections:
         Raises `OSError` (`CutReplyError` in the middle of a reply), or `TimeoutError` after silence
         and whatever `watch` raises.
         """
-        head = self._heads.get(path)
-        if head is None:
-            target = URL(str(self._url).rstrip("/") + path).raw_path_qs
-            head = f"POST {target} HTTP/1.1\r\n{self._lines}\r\nContent-Length: ".encode()
-            self._heads[path] = head
         connection = await self._take()
         self._busy.add(connection)
         try:
-            waiting = connection.call(head + b"%d\r\n\r\n" % len(body), body)
+            waiting = connection.call(self._head(path, body), body)
             watch(waiting)
             reply = await waiting
         except BaseException:
@@ -297,13 +341,48 @@ class Connections:
             raise
         finally:
             self._busy.discard(connection)
-        if reply.keeps:
-            self._idle.append(connection)
-            self._drop_old(connection.idle_since - self._keepalive_s)
+        self._keep(connection, reply)
         return reply
 
-    def _drop_old(self, since: float) -> None:
-        """Close what was idle since then."""
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: bytes, watch: Callable[[asyncio.Future[Reply]], None]
+    ) -> AsyncIterator[tuple[Reply, Callable[[], Awaitable[bytes]]]]:
+        """Send a POST; give its reply's head, and a function that waits for more of its body.
+
+        That function returns an empty part at the end. Failures are those of `post`.
+        """
+        connection = await self._take()
+        self._busy.add(connection)
+        try:
+            waiting = connection.call(self._head(path, body), body, streams=True)
+            watch(waiting)
+            reply = await waiting
+            yield reply, partial(connection.more, reply, watch)
+            if reply.is_whole:
+                self._keep(connection, reply)
+            else:
+                connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._busy.discard(connection)
+
+    def _head(self, path: str, body: bytes) -> bytes:
+        head = self._heads.get(path)
+        if head is None:
+            target = URL(str(self._url).rstrip("/") + path).raw_path_qs
+            head = f"POST {target} HTTP/1.1\r\n{self._lines}\r\nContent-Length: ".encode()
+            self._heads[path] = head
+        return head + b"%d\r\n\r\n" % len(body)
+
+    def _keep(self, connection: _Connection, reply: Reply) -> None:
+        """Keep a connection for the next call, and close those that were idle for long."""
+        if not reply.keeps:
+            return
+        self._idle.append(connection)
+        since = connection.idle_since - self._keepalive_s
         while self._idle[0].idle_since < since:
             self._idle.popleft().close()
 
@@ -314,9 +393,14 @@ class Connections:
             if connection.open and loop.time() - connection.idle_since < self._keepalive_s:
                 return connection
             connection.close()
+        return await retry(
+            self._connect, attempts=self._attempts, backoff_s=FIRST_WAIT_S, retry_on=(OSError,)
+        )
+
+    async def _connect(self) -> _Connection:
         secure = ssl.create_default_context() if self._url.scheme == "https" else None
         async with asyncio.timeout(CONNECT_S):
-            _, connection = await loop.create_connection(
+            _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: _Connection(self._silent_s),
                 str(self._url.host),
                 self._url.port or 80,

@@ -11,8 +11,8 @@ import io
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -25,7 +25,6 @@ from bridle.engines.base import RETRYABLE, CutError
 from bridle.engines.connection import (
     CONNECT_S,
     KEEPALIVE_S,
-    MOST_BYTES,
     Connections,
     CutReplyError,
     Reply,
@@ -42,55 +41,42 @@ class AbortedError(Exception):
 
 
 class Call:
-    """One call under way. With `watch` and `waiting`, `abort` can end each of its waits."""
+    """One call under way. With `watch`, `abort` can end each of its waits."""
 
     def __init__(self) -> None:
         self._aborted = False
-        self._limit: asyncio.Timeout | None = None
-        self._reply: asyncio.Future[Reply] | aiohttp.StreamReader | None = None
+        self._reply: asyncio.Future[Reply] | None = None
 
     def abort(self) -> None:
         """End the wait under way, or the next one, with `AbortedError`."""
         self._aborted = True
-        if self._limit is not None:
-            self._limit.reschedule(asyncio.get_running_loop().time())
-        if isinstance(self._reply, aiohttp.StreamReader) or (
-            self._reply is not None and not self._reply.done()
-        ):
+        if self._reply is not None and not self._reply.done():
             self._reply.set_exception(AbortedError())
 
-    def watch(self, reply: asyncio.Future[Reply] | aiohttp.StreamReader) -> None:
+    def watch(self, reply: asyncio.Future[Reply]) -> None:
         """`reply` is about to be waited for."""
         if self._aborted:
             raise AbortedError
         self._reply = reply
 
-    @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
-        """Around one wait on the network; never around a `yield` to the caller."""
-        if self._aborted:
-            raise AbortedError
-        try:
-            async with asyncio.timeout(None) as self._limit:
-                yield
-        except TimeoutError:
-            if self._aborted:
-                raise AbortedError from None
-            raise
-        finally:
-            self._limit = None
-
 
 class EngineClient:
-    """Calls one server. `timeout_s` is how long it may be silent within one call."""
+    """Calls one server. `timeout_s` is how long it may be silent within one call.
 
-    def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
+    A call's connect that fails is tried so many times: `attempts`.
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None, timeout_s: float, attempts: int = 1
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._connections = Connections(URL(self.base_url), self._headers, silent_s=timeout_s)
+        self._connections = Connections(
+            URL(self.base_url), self._headers, silent_s=timeout_s, attempts=attempts
+        )
         self._session: aiohttp.ClientSession | None = None
         self._urls: dict[str, URL] = {}
 
@@ -169,29 +155,44 @@ class EngineClient:
 
         Ends at `[DONE]` or with the connection.
         """
-        async with self._failures(path), call.waiting():
-            response = await self._posted(path, body)
+        decoder, begun = EventDecoder(), False
         try:
-            if response.status != 200 or response.content_type != "text/event-stream":
-                async with self._failures(path), call.waiting():
-                    answer = await response.read()
-                raise failure(
-                    response.status,
-                    answer,
-                    self._url(path),
-                    prompt_tokens=prompt_tokens,
-                    retry_after=response.headers.get("Retry-After"),
-                )
-            async with aclosing(_events(response, call)) as events:
-                async for several in events:
-                    if b"[DONE]" not in several:
+            async with self._connections.stream(path, body, call.watch) as (reply, more):
+                begun = reply.status == 200 and reply.content_type == b"text/event-stream"
+                if not begun:
+                    raise await self._refused(path, reply, more, prompt_tokens)
+                while data := await more():
+                    several = decoder.feed(data)
+                    if b"[DONE]" in several:
+                        if before := several[: several.index(b"[DONE]")]:
+                            yield before
+                        return
+                    if several:
                         yield several
-                        continue
-                    if before := several[: several.index(b"[DONE]")]:
-                        yield before
-                    return
-        finally:
-            response.close()
+        except TimeoutError as error:
+            if begun:
+                raise CutError("the engine fell silent in the middle of a reply") from None
+            raise self._failure(path, error) from error
+        except OSError as error:
+            raise (_cut(error) if begun else self._failure(path, error)) from error
+
+    async def _refused(
+        self,
+        path: str,
+        reply: Reply,
+        more: Callable[[], Awaitable[bytes]],
+        prompt_tokens: int,
+    ) -> EngineError:
+        answer = b""
+        while data := await more():
+            answer += data
+        return failure(
+            reply.status,
+            answer,
+            self._url(path),
+            prompt_tokens=prompt_tokens,
+            retry_after=reply.retry_after,
+        )
 
     async def _posted(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         # aiohttp wants large bodies as files, so that writing one gives way to others.
@@ -281,28 +282,6 @@ def _object(body: bytes, url: URL) -> JSON:
 
 def _cut(error: Exception) -> CutError:
     return CutError(f"the engine's reply broke off: {str(error) or type(error).__name__}")
-
-
-async def _events(
-    response: aiohttp.ClientResponse, call: Call
-) -> AsyncGenerator[list[bytes], None]:
-    """Data of the events that each read of the socket completes; reads without one are skipped."""
-    decoder, size = EventDecoder(), 0
-    call.watch(response.content)
-    while True:
-        try:
-            piece = await response.content.readany()
-        except TimeoutError:
-            raise CutError("the engine fell silent in the middle of a reply") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _cut(error) from error
-        if not piece:
-            return
-        size += len(piece)
-        if size > MOST_BYTES:
-            raise CutError(f"the engine's reply has more than {MOST_BYTES >> 20} MiB")
-        if several := decoder.feed(piece):
-            yield several
 
 
 class EventDecoder:

@@ -10,19 +10,17 @@ or error.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.http import AbortedError, Call, EngineClient, failure
+from bridle.engines.http import AbortedError, Call, EngineClient
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
@@ -36,7 +34,6 @@ KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
 
 ATTEMPTS = 5
 """How often a call is tried on a server that cannot be reached."""
-FIRST_WAIT_S = 0.5
 
 UNKNOWN_CONTEXT = 1 << 20
 """Tokens of context where the server does not tell: more than any has, so nothing is refused."""
@@ -53,7 +50,7 @@ class HostedClient(EngineClient):
     """`EngineClient` for a server far away: it is waited for, and has any base path."""
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
-        super().__init__(base_url, api_key=api_key, timeout_s=timeout_s)
+        super().__init__(base_url, api_key=api_key, timeout_s=timeout_s, attempts=ATTEMPTS)
         self._key = api_key
         self.root = "/v1" if base_url.rstrip("/").endswith("/v1") else ""
         """What stands before a route's path."""
@@ -64,31 +61,6 @@ class HostedClient(EngineClient):
         if self._key and self._key in text:
             error.args = (text.replace(self._key, "***"),)
         return error
-
-    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
-        """The whole body of a 200 answer."""
-        async with self._failures(path), call.waiting(), await self._posted(path, body) as response:
-            try:
-                answer = await response.read()
-            except aiohttp.ClientPayloadError as error:
-                raise CutError(f"the engine's reply broke off: {error}") from error
-        if response.status != 200 or answer[:1] != b"{":
-            raise failure(
-                response.status,
-                answer,
-                self._url(path),
-                prompt_tokens=prompt_tokens,
-                retry_after=response.headers.get("Retry-After"),
-            )
-        return answer
-
-    async def _posted(self, path: str, body: bytes) -> aiohttp.ClientResponse:
-        for attempt in range(1, ATTEMPTS):
-            try:
-                return await super()._posted(path, body)
-            except aiohttp.ClientConnectorError:
-                await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
-        return await super()._posted(path, body)
 
 
 class OpenAIEngine:
