@@ -163,6 +163,33 @@ async def test_keepalives_fill_the_silence_between_pieces():
         writer.close()
 
 
+class Late(Gated):
+    """Gives its first token at a sign of its own."""
+
+    first: asyncio.Event
+
+    async def generate(self, request):
+        await self.first.wait()
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+async def test_a_first_piece_behind_the_opening_counts_as_a_part_of_the_reply():
+    engine = Late(TURN)
+    engine.first = asyncio.Event()
+    async with house(engine=engine, stream="live", headers_after_s=0.01) as home:
+        caller = await home.session()
+        reader, writer = await opened_stream(caller, tools=[SHELL_TOOL])
+        await read_until(reader, b"data:")
+        engine.first.set()
+        await read_until(reader, b"both")
+        (call,) = caller.calls
+        writer.transport.abort()
+        await caller.until(lambda: call.clients == 0)
+        assert call.partly_written
+        engine.sign.set()
+
+
 async def test_a_whole_reply_is_recorded_as_such_and_leaves_at_its_end():
     engine = Gated(TURN)
     async with house(engine=engine, headers_after_s=0.01) as home:

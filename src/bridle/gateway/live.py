@@ -6,8 +6,8 @@ that reads slowly gets many as one: what waits for it is never more than the rep
 
 from __future__ import annotations
 
-import asyncio
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bridle.dialects.base import StreamEncoder
@@ -67,8 +67,8 @@ class LiveReply:
         """The most that was written to one client."""
         self.partly_sent = False
         """Whether any client was written a part of the reply."""
-        self.news = asyncio.Event()
-        """Set when there is more, or the call has ended; another one takes its place."""
+        self.followers: set[Callable[[], None]] = set()
+        """Called when there is more, or the call has ended; they only schedule what they do."""
 
     @property
     def is_live(self) -> bool:
@@ -113,9 +113,9 @@ class LiveReply:
         self.wake()
 
     def wake(self) -> None:
-        """Let all who wait look again."""
-        self.news.set()
-        self.news = asyncio.Event()
+        """Let all followers look again."""
+        for follower in self.followers:
+            follower()
 
     def after(self, mark: Mark, encoder: StreamEncoder) -> tuple[bytes, Mark]:
         """The events of what lies behind `mark`, and where that ends."""

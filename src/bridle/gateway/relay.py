@@ -120,37 +120,89 @@ class Relay:
         """Write what is certain as it comes, and keep-alives; returns the opening if it is left."""
         loop, silence = asyncio.get_running_loop(), self._settings.keepalive_s
         opening, mark, silent_until = encoder.open(), Mark(), loop.time()
-        alarm: asyncio.TimerHandle | None = None  # one per silence, not one per piece
-
-        def ring(live: LiveReply) -> None:
-            nonlocal alarm
-            alarm = None
-            live.wake()
-
-        try:
-            while not call.done.is_set():
-                live, pieces = call.live, b""
-                if live is not None:
-                    pieces, mark = live.after(mark, encoder)
-                if pieces and live is not None:
-                    live.note(mark)
-                    await writer.write_reply(opening + pieces)
-                elif (now := loop.time()) >= silent_until:
-                    await writer.write(opening or encoder.keepalive())
-                elif live is None or call.first_token_s is None:
-                    began = call.began.is_set()
-                    await _within(call.done if began else call.began, silent_until - now)
-                    continue
-                else:
-                    if alarm is None:
-                        alarm = loop.call_at(silent_until, ring, live)
-                    await live.news.wait()
-                    continue
-                opening, silent_until = b"", loop.time() + silence
-        finally:
-            if alarm is not None:
-                alarm.cancel()
+        while not call.done.is_set():
+            live, pieces = call.live, b""
+            if live is not None:
+                pieces, mark = live.after(mark, encoder)
+            if pieces and live is not None:
+                live.note(mark)
+                await writer.write_reply(opening + pieces)
+            elif (now := loop.time()) >= silent_until:
+                await writer.write(opening or encoder.keepalive())
+            elif live is None or call.first_token_s is None:
+                began = call.began.is_set()
+                await _within(call.done if began else call.began, silent_until - now)
+                continue
+            else:
+                follower = _Follower(writer, call, live, encoder, mark)
+                mark, silent_until = await follower.follow(silence, silent_until)
+                continue
+            opening, silent_until = b"", loop.time() + silence
         return opening
+
+
+class _Follower:
+    """Writes a live reply's pieces as they come, while their connection takes them at once.
+
+    It wakes no task for a piece: what was sampled in one round of the event loop leaves in it.
+    """
+
+    def __init__(
+        self, writer: _Writer, call: Call, live: LiveReply, encoder: StreamEncoder, mark: Mark
+    ) -> None:
+        self._writer = writer
+        self._call = call
+        self._live = live
+        self._encoder = encoder
+        self._mark = mark
+        self._loop = asyncio.get_running_loop()
+        self._stopped = self._loop.create_future()
+        self._flushing: asyncio.Handle | None = None
+
+    async def follow(self, silence_s: float, silent_until: float) -> tuple[Mark, float]:
+        """Follow until the call ends, the connection has no room, or nothing came for so long.
+
+        Returns how much is written, and when the next keep-alive is due.
+        """
+        self._silence_s, self._silent_until = silence_s, silent_until
+        self._alarm = self._loop.call_at(silent_until, self._ring)
+        self._live.followers.add(self._look)
+        try:
+            await self._stopped
+        finally:
+            self._live.followers.discard(self._look)
+            self._alarm.cancel()
+            if self._flushing is not None:
+                self._flushing.cancel()
+        return self._mark, self._silent_until
+
+    def _look(self) -> None:
+        """Something is new: one `_flush` writes all of it."""
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        if self._call.done.is_set() or not self._writer.has_room:
+            self._stop()
+            return
+        pieces, self._mark = self._live.after(self._mark, self._encoder)
+        if pieces:
+            self._live.note(self._mark)
+            self._writer.began_reply = True
+            self._writer.write_now(pieces)
+            self._silent_until = self._loop.time() + self._silence_s
+
+    def _ring(self) -> None:
+        """Stop after a silence, which every piece ends."""
+        if self._loop.time() >= self._silent_until:
+            self._stop()
+        else:
+            self._alarm = self._loop.call_at(self._silent_until, self._ring)
+
+    def _stop(self) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(None)
 
 
 _HEAD: Final = (
@@ -215,13 +267,23 @@ class _Writer:
         self._response = web.StreamResponse(headers=headers)
         await self._response.prepare(self._http)
 
+    @property
+    def has_room(self) -> bool:
+        """True if `write_now` can be used: the head has left, and nothing waits after it."""
+        return self._in_chunks and self._takes_at_once(0)
+
+    def write_now(self, data: bytes) -> None:
+        """Write a part of a stream over a connection that has room."""
+        assert self._http.transport is not None
+        self._http.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     async def write(self, data: bytes) -> None:
         """Write what is not yet the reply: the opening, a keep-alive."""
         if not self._takes_at_once(len(data)):
             async with asyncio.timeout(self._timeout_s):
                 await self._response.write(data)
-        elif self._in_chunks and data and (transport := self._http.transport) is not None:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        elif data and self._in_chunks:
+            self.write_now(data)
         else:
             await self._response.write(data)
         if data:  # the head leaves with the first bytes
