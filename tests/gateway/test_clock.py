@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,13 +14,12 @@ import pytest
 from tests.gateway.house import user
 
 JUMPING = """
-import runpy, sys, time
+import time
 from pathlib import Path
-now, ahead_s = time.time, Path(sys.argv.pop(1))
+now, ahead_s = time.time, Path(__file__).parent / "ahead"
 time.time = lambda: now() + float(ahead_s.read_text())
-runpy.run_module("bridle.cli", run_name="__main__", alter_sys=True)
 """
-"""The command line of a machine whose clock is ahead by the seconds that a file names."""
+"""The `sitecustomize` of a machine whose clock is ahead by the seconds that a file names."""
 
 SCRIPT = {
     "conversations": [
@@ -42,21 +42,23 @@ def set_clock(folder, ahead_s):
 
 
 @asynccontextmanager
-async def a_gateway(folder):
-    """An HTTP client of a gateway in a process of its own."""
+async def a_gateway(folder, workers):
+    """An HTTP client of a gateway in processes of its own."""
     set_clock(folder, 0)
+    (folder / "sitecustomize.py").write_text(JUMPING)
     (folder / "script.json").write_text(json.dumps(SCRIPT))
     (folder / "bridle.toml").write_text(f"[gateway]\nretry_grace_s = {GRACE_S}\n")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", JUMPING, folder / "ahead", "gateway", "--port", "0"),
+        *(sys.executable, "-m", "bridle.cli", "gateway", "--port", "0", "--workers", str(workers)),
         *("--engine", f"scripted:{folder / 'script.json'}", "--data", folder / "data"),
         *("--config", folder / "bridle.toml"),
+        env={**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "999"},
         stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
     try:
         line = (await process.stderr.readline()).decode()
-        [url] = re.findall(r"model API at (\S+),", line)
+        [url] = re.findall(r"control routes at (\S+)", line)
         token = (folder / "data" / "control.token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
         async with aiohttp.ClientSession(url, headers=headers) as client:
@@ -70,16 +72,18 @@ async def a_gateway(folder):
 
 
 async def opened(client, **options):
-    """Id of a new session, and the headers of its harness."""
+    """Id of a new session, and its URL among the headers of its harness."""
     async with client.post("/sessions", json=options) as answer:
         told = await answer.json()
-    return told["session_id"], {"Authorization": f"Bearer {told['key']}"}
+    headers = {"url": told["base_url"]["openai"], "Authorization": f"Bearer {told['key']}"}
+    return told["session_id"], headers
 
 
 async def ask(client, headers, *messages):
     """Status and JSON of a call."""
     body = {"model": "m", "messages": [*messages]}
-    async with client.post("/v1/chat/completions", json=body, headers=headers) as answer:
+    url = f"{headers['url']}/chat/completions"
+    async with client.post(url, json=body, headers=headers) as answer:
         return answer.status, await answer.json()
 
 
@@ -115,8 +119,11 @@ def said(reply):
 
 
 @pytest.mark.timeout(180)
-async def test_budgets_grace_and_retries_outlive_a_clock_that_jumps_an_hour_both_ways(tmp_path):
-    async with a_gateway(tmp_path) as client:
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_budgets_grace_and_retries_outlive_a_clock_that_jumps_an_hour_both_ways(
+    tmp_path, workers
+):
+    async with a_gateway(tmp_path, workers) as client:
         session_id, key = await opened(client, limits={"max_seconds": 600})
         _, short = await opened(client, limits={"max_seconds": 2})
         assert (await ask(client, short, user("go")))[0] == 200
