@@ -9,8 +9,16 @@ import time
 import pytest
 from tests.harnesses.test_bundles import Work, names
 
-from bridle.harnesses.bundles import MARKER, ensure, hold, use_lock
-from bridle.harnesses.pruning import ASIDE, DAY_S, UNUSED_S, prune
+from bridle.harnesses.bundles import (
+    ASIDE,
+    DAY_S,
+    MARKER,
+    UNUSED_S,
+    ensure,
+    hold,
+    prune,
+    use_lock,
+)
 
 
 def bundle(bundles, name, *, days, size_mb=100):

@@ -57,9 +57,8 @@ def prune(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Remove installed harnesses that nobody uses; one that a running Bridle uses stays."""
-    from bridle.harnesses.bundles import bundles_dir
-    from bridle.harnesses.pruning import DAY_S
-    from bridle.harnesses.pruning import prune as remove
+    from bridle.harnesses.bundles import DAY_S, bundles_dir
+    from bridle.harnesses.bundles import prune as remove
 
     most_mb = None if most_gb is None else int(most_gb * 1024)
     pruned = remove(bundles_dir(), unused_s=unused_days * DAY_S, most_mb=most_mb, dry_run=dry_run)
