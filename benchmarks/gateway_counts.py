@@ -1,7 +1,8 @@
 """Function calls of one linear turn in the gateway's event loop: what no load of a machine moves.
 
 Engine, client and gateway share one loop; what the benchmark itself calls is not counted, nor what
-the store's thread does. A call is one of a Python function or of a builtin.
+the store's thread does. A call is one of a Python function or of a builtin. `files`, `moves` (calls
+that enter another file than the call before) and `functions` are Bridle's own.
 
     python -m benchmarks.gateway_counts [--tools 30] [--context 2000] [--paced] [--names 60]
 """
@@ -10,31 +11,55 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 from benchmarks.gateway_sessions import DIALECTS, TURNS, Player, Way
 
+import bridle
 from benchmarks import gateway_parts as parts
 
 OURS = str(Path(__file__).parent)
+BRIDLE = str(Path(bridle.__file__).parent)
 WARM = 5
 """Turns before the counted ones."""
 COUNTED = 5
 
 
+class Counts(NamedTuple):
+    """Function calls of linear turns."""
+
+    calls: int
+    """Of one turn (the median)."""
+    names: Counter[str]
+    """Of all `COUNTED` turns, by function."""
+    path: list[str]
+    """Bridle's functions, in the order of their calls in these turns."""
+
+    def text(self) -> str:
+        """Return the numbers of one turn as a line."""
+        files = [name.partition(":")[0] for name in self.path]
+        moves = sum(one != other for one, other in itertools.pairwise(files))
+        return (
+            f"{self.calls} calls, {len(set(files))} files, {round(moves / COUNTED)} moves, "
+            f"{len(set(self.path))} functions a turn"
+        )
+
+
 async def count_calls(
     way: Way, folder: str, *, context: int = 2_000, tools: int = 0, paced: bool = False
-) -> tuple[int, Counter[str]]:
-    """Count the calls of one turn (the median), and of all `COUNTED` turns by name."""
+) -> Counts:
+    """Count the calls of linear turns."""
     found: Counter[str] = Counter()
     totals = []
+    path: list[str] = []
 
     def seen(frame: FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - a builtin, or none
         if event not in {"call", "c_call"} or frame.f_code.co_filename.startswith(OURS):
@@ -42,7 +67,10 @@ async def count_calls(
         if event == "c_call":
             found[f"{getattr(called, '__module__', '')}.{called.__qualname__}"] += 1
         else:
-            found[f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"] += 1
+            name = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
+            found[name] += 1
+            if name.startswith(BRIDLE):
+                path.append(name)
 
     async with (
         parts.instant_engine(paced=paced) as engine,
@@ -62,13 +90,11 @@ async def count_calls(
         for _ in range(TURNS - WARM - COUNTED):
             await player.turn()
         await asyncio.to_thread(parts.check_extended, served.url, str(served.control_token), TURNS)
-    return round(statistics.median(totals)), found
+    return Counts(round(statistics.median(totals)), found, path)
 
 
-def calls_a_turn(
-    way: Way, *, context: int = 2_000, tools: int = 0, paced: bool = False
-) -> tuple[int, Counter[str]]:
-    """Count the calls of one linear turn (the median of several), and of all these turns by name.
+def calls_a_turn(way: Way, *, context: int = 2_000, tools: int = 0, paced: bool = False) -> Counts:
+    """Count the calls of linear turns.
 
     With `paced`, each sampled token of a stream is read from the engine by itself.
     The end of one turn may run in the next one, so a mean would miss some or have some too many.
@@ -90,11 +116,11 @@ def main() -> None:
     for name in options.ways:
         for reply in options.replies:
             way = Way(name, reply)
-            calls, found = calls_a_turn(
+            counts = calls_a_turn(
                 way, context=options.context, tools=options.tools, paced=options.paced
             )
-            print(f"{way}: {calls} calls a turn")
-            for called, count in found.most_common(options.names):
+            print(f"{way}: {counts.text()}")
+            for called, count in counts.names.most_common(options.names):
                 print(f"  {count / COUNTED:6.1f}  {called}")
 
 

@@ -19,15 +19,15 @@ MOST = {
 
 @pytest.mark.parametrize("way", MOST, ids=str)
 def test_a_linear_turn_takes_no_more_function_calls(way):
-    calls, names = calls_a_turn(way)
-    assert calls <= MOST[way], names.most_common(20)
+    counts = calls_a_turn(way)
+    assert counts.calls <= MOST[way], counts.names.most_common(20)
 
 
 def test_a_token_that_comes_alone_takes_no_more_function_calls_in_a_live_stream():
-    calls, names = calls_a_turn(Way("anthropic", "live"), paced=True)
-    assert calls <= 22_400, names.most_common(20)
+    counts = calls_a_turn(Way("anthropic", "live"), paced=True)
+    assert counts.calls <= 22_400, counts.names.most_common(20)
 
 
 def test_calls_of_a_turn_do_not_grow_with_the_context():
-    short, long = (calls_a_turn(Way("chat"), context=size)[0] for size in (2_000, 16_000))
+    short, long = (calls_a_turn(Way("chat"), context=size).calls for size in (2_000, 16_000))
     assert abs(long - short) <= 0.05 * short, "eight times the context"
