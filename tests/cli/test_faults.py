@@ -23,6 +23,7 @@ FAULTS = {
     "show": (("gone",), 2),
     "status": (("--server", DEAD), 3),
     "submit": (("gone.jsonl", "--server", DEAD), 2),
+    "teach": (("gone", "--teacher", "embedded:gone"), 2),
     "train": (("gone.toml",), 2),
     "watch": (("--server", DEAD), 3),
 }

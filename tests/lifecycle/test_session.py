@@ -19,7 +19,8 @@ async def test_a_session_goes_from_a_task_to_a_scored_trajectory(tmp_path):
         assert statuses(node) == [
             "REGISTERED", "INITIALIZING", "READY", "RUNNING", "BUILDING", "EVALUATING", "COMPLETED",
         ]  # fmt: skip
-        assert node.seen[-1].reward == 1.0
+        *_, last, ended = node.seen
+        assert last.reward == ended.result.reward == 1.0
         assert list(node.scratch.folder.glob("*/*")) == []
         assert nothing_lives(result.session_id)
     assert (result.status, result.cause, result.error) == ("COMPLETED", None, None)

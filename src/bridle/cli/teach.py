@@ -39,14 +39,17 @@ def teach(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from bridle.cli.captured import sessions
+    from bridle.cli.captured import capture_files, sessions
     from bridle.embedded.model import PlainModel
     from bridle.folders import private_file
     from bridle.lifecycle.results import trajectory_of
 
     if not teacher.startswith(FORM):
         raise ConfigError(f"--teacher: {teacher!r} is not of the form {FORM}DIR")
+    capture_files(target)
     folder = Path(teacher.removeprefix(FORM))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--teacher: {folder} is not a folder with a model: no config.json")
     base = target if target.is_dir() else target.parent
     path = check_file(out or base / "teacher.parquet", "--out")
     model = PlainModel(folder)
