@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -156,14 +156,14 @@ class Cluster:
     def frozen(self) -> Iterator[None]:
         """The server answers nothing inside, and closes no connection."""
         assert self._server is not None
-        frozen = [*_children(self._server.pid), self._server.pid]
-        for pid in frozen:
-            os.kill(pid, signal.SIGSTOP)
+        self._server.send_signal(signal.SIGSTOP)  # first: it starts no other process then
+        children = _children(self._server.pid)
+        _signal(children, signal.SIGSTOP)
         try:
             yield
         finally:
-            for pid in frozen:
-                os.kill(pid, signal.SIGCONT)
+            _signal(children, signal.SIGCONT)
+            self._server.send_signal(signal.SIGCONT)
 
     @property
     def _data(self) -> Path:
@@ -244,6 +244,12 @@ class Pair:
     def replace_standby(self) -> None:
         """Make what was killed a standby of the one that was promoted."""
         self._standby.follow(self._primary)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # a background process may end at any time
+            os.kill(pid, number)
 
 
 def _children(pid: int) -> list[int]:
