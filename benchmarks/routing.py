@@ -45,8 +45,7 @@ from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_choice import How
-from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
+from bridle.engines.pool_replica import How, Replica, RoutingSettings, make_replica
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.registry import SessionHandle

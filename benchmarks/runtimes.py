@@ -25,7 +25,7 @@ from tests.sandbox.images import put_image
 
 from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
-from bridle.runtimes.docker_client import docker
+from bridle.runtimes.docker import docker
 
 Spans = dict[str, float]
 """Part -> seconds."""

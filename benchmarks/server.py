@@ -36,7 +36,7 @@ from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
 from bridle.lifecycle.results import SessionResult
 from bridle.server.addresses import Addresses
-from bridle.server.answering import Served
+from bridle.server.answering import ServerContext
 from bridle.server.app import serving
 from bridle.server.auth import Auth, Role, Token
 from bridle.server.database import Database
@@ -174,7 +174,7 @@ async def serve(folder: Path, workers: InstantWorkers) -> None:
             workers=workers,
         )
         await stack.enter_async_context(service)
-        served = Served(service, Permits(local=True), Auth([TOKEN]), Addresses([]))
+        served = ServerContext(service, Permits(local=True), Auth([TOKEN]), Addresses([]))
         url = await stack.enter_async_context(serving(served, host="127.0.0.1", port=0))
         print(url, flush=True)
         await stop.wait()

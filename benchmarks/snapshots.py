@@ -26,7 +26,7 @@ from bridle.config import RuntimeSpec
 from bridle.lifecycle.places import kept
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Runtime
-from bridle.runtimes.docker_client import SESSION_LABEL, docker
+from bridle.runtimes.docker import SESSION_LABEL, docker
 from bridle.runtimes.process import Command, run_process
 
 FILL: Final = "for ((i = 0; i < {files}; i++)); do printf %{size}s >x$i; done"

@@ -3,8 +3,7 @@
 import pytest
 from tests.dashboard.house import busy, write
 
-from bridle.capture.excerpt import excerpt
-from bridle.capture.reader import SqliteReader
+from bridle.capture.reader import SqliteReader, excerpt
 from bridle.capture.sqlite import SqliteStore
 from bridle.errors import StoreError
 from bridle.trajectory import rebuild

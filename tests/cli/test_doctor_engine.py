@@ -6,7 +6,7 @@ import pytest
 from tests.embedded.models import save_model
 from tests.engines.sglang_server import SglangServer
 
-from bridle.cli.doctor_engine import compare
+from bridle.cli.doctor import compare
 from bridle.config import builtin_tokenizer_dir
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.vllm import VllmEngine

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bridle.cli.paths import check_file, check_folder
+from bridle.cli.output import check_file, check_folder
 from bridle.errors import ConfigError
 
 FILE = "taken/file"

@@ -1,7 +1,7 @@
 """A captured session as a script: the same ids again."""
 
 from bridle.cli.captured import sessions
-from bridle.cli.replay import script_of
+from bridle.cli.show import script_of
 from bridle.scripted.script import make_script
 
 

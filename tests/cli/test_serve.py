@@ -21,7 +21,7 @@ from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
-from bridle.server import joining
+from bridle.server import cluster_workers
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -225,7 +225,7 @@ def test_flags_and_file_make_one_configuration(tmp_path):
 
 
 async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(joining, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_workers, "READ_EVERY_S", 0.01)
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Done."}]}]}))
     source = tmp_path / "engines"

@@ -1,6 +1,6 @@
 """A training's course as curves."""
 
-from bridle.dashboard.course import training_of
+from bridle.dashboard.overview import training_of
 
 STEP = {
     "step": 1,

@@ -11,12 +11,12 @@ from tests.dashboard.test_app import every_page
 from tests.server.house import FakeWorkers, a_service, failure, served, submission, until
 from tests.test_client import TOKEN
 
-from bridle.capture.excerpt import excerpt
+from bridle.capture.reader import excerpt
 from bridle.client import Client
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.lines import Wanted
-from bridle.dashboard.served import Served
+from bridle.dashboard.served import ServerSource
 from bridle.dashboard.source import Source
 from bridle.errors import ServerError
 from bridle.server.app import serving
@@ -52,14 +52,14 @@ def asked(url, ask, folder=None):
 
     def work():
         with Client(url, token=TOKEN.token, patience_s=2) as client:
-            return ask(Served(client, "server", folder))
+            return ask(ServerSource(client, "server", folder))
 
     return asyncio.to_thread(work)
 
 
 async def test_the_first_page_tells_what_the_server_has(tmp_path):
     async with a_server(tmp_path) as url:
-        seen = await asked(url, Served.overview)
+        seen = await asked(url, ServerSource.overview)
 
     assert seen.statuses == {"COMPLETED": 2, "ERROR": 1}
     assert seen.total == 3
@@ -111,7 +111,7 @@ async def test_with_the_capture_at_hand_the_conversation_is_shown(tmp_path):
     folder = Folder(tmp_path / "data" / "capture.sqlite")
     async with a_server(tmp_path) as url:
         shown = await asked(url, lambda source: source.session("a.0", ""), folder)
-        seen = await asked(url, Served.overview, folder)
+        seen = await asked(url, ServerSource.overview, folder)
     folder.close()
 
     assert shown.session.size == 8
@@ -142,16 +142,16 @@ async def test_without_the_capture_at_hand_it_is_fetched_and_once_for_a_session_
             asked_for.append((session_id, name))
             return content
 
-    def look(source: Served, session_id: str) -> Any:
+    def look(source: ServerSource, session_id: str) -> Any:
         return source.session(session_id, "")
 
-    source = Served(Far(), "far")  # type: ignore[arg-type]  # what a session's page asks for
+    source = ServerSource(Far(), "far")  # type: ignore[arg-type]  # what a session's page asks for
     first = look(source, "a.0")
     assert first.session is look(source, "a.0").session
     assert first.session.size == 7
     assert first.logs == {"stdout.log": "stdout.log"}
     assert asked_for == [("a.0", "capture.sqlite")]
-    source = Served(Far(), "far")  # type: ignore[arg-type]  # as above
+    source = ServerSource(Far(), "far")  # type: ignore[arg-type]  # as above
     assert look(source, "a.1").session.size == look(source, "a.1").session.size == 7
     assert len(asked_for) == 3, "one that goes on is looked at anew"
 
@@ -172,7 +172,7 @@ async def test_a_token_that_is_not_known_is_told():
         def status(self):
             raise ServerError("a known token is needed", status=401)
 
-    with TestClient(make_app(Served(Closed(), "server"))) as browser:  # type: ignore[arg-type]
+    with TestClient(make_app(ServerSource(Closed(), "server"))) as browser:  # type: ignore[arg-type]
         answer = browser.get("/")
 
     assert (answer.status_code, "a known token" in answer.text) == (401, True)
@@ -182,5 +182,5 @@ def test_it_takes_what_a_source_is_given():
     for name, method in inspect.getmembers(Source, inspect.isfunction):
         if name[0] != "_":
             assert inspect.signature(method).parameters == (
-                inspect.signature(getattr(Served, name)).parameters
+                inspect.signature(getattr(ServerSource, name)).parameters
             )

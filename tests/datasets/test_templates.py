@@ -1,7 +1,7 @@
 import pytest
 
 from bridle.config import Task
-from bridle.datasets.templates import read_template, with_template
+from bridle.datasets.jsonl import read_template, with_template
 from bridle.errors import ConfigError
 
 TASK = Task(task_id="t-1", instruction="Fix {{ task_id }} in {x}", metadata={"repo": "org/a"})

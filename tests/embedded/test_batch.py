@@ -12,7 +12,7 @@ import torch
 
 from bridle.embedded.batch import Batch
 from bridle.embedded.call import Call, Mailbox
-from bridle.embedded.prefixes import PrefixStore
+from bridle.embedded.slots import PrefixStore
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Sampling
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.embedded.prefixes import SHORTEST, PrefixStore
+from bridle.embedded.slots import SHORTEST, PrefixStore
 
 parts = st.lists(st.sampled_from([0, 1]), min_size=0, max_size=4)
 

@@ -29,12 +29,11 @@ from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.scripted.answers import event
 from bridle.scripted.chatml import ReplyReader
-from bridle.scripted.control import Handler
-from bridle.scripted.server import BadCallError, EngineServer
+from bridle.scripted.server import BadCallError, EngineServer, Handler
 from bridle.types import JSON, FinishReason, Sampling
 
 PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-"""SGLang's pause modes -> `bridle.scripted.control`'s."""
+"""SGLang's pause modes -> `bridle.scripted.server`'s."""
 
 UNNAMED = "default"
 """What SGLang calls weights that nobody gave a version."""

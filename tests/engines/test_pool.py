@@ -13,8 +13,7 @@ from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, sta
 from bridle.engines.base import CutError
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_choice import How
-from bridle.engines.pool_replica import Replica, ReplicaState, RoutingSettings
+from bridle.engines.pool_replica import How, Replica, ReplicaState, RoutingSettings
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.testing import JumpingLoop
 from bridle.types import FinishReason, LogprobMode, VersionSpan

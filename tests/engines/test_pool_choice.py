@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.engines.pool_choice import Choice, How
+from bridle.engines.pool_replica import Choice, How
 
 
 @dataclass(eq=False)

@@ -7,8 +7,7 @@ from tests.evaluators.made import evaluation
 from bridle.config import EvaluatorSpec
 from bridle.errors import EvaluatorError
 from bridle.evaluators import open_evaluator
-from bridle.evaluators.base import Unscorable
-from bridle.evaluators.control import controlled
+from bridle.evaluators.base import Unscorable, controlled
 
 
 async def scored(context, strategy, budget_s=30.0, **config):

@@ -9,8 +9,7 @@ import pytest
 from tests.evaluators.test_test_on_output import BEGIN, two_runtimes
 
 from bridle.errors import ConfigError, EvaluatorError
-from bridle.evaluators.base import Unscorable
-from bridle.evaluators.control import controlled
+from bridle.evaluators.base import Unscorable, controlled
 from bridle.evaluators.swebench import SwebenchEvaluator
 
 UTILS = """

@@ -4,8 +4,7 @@ import pytest
 from tests.executors.house import FakeLink, task
 
 from bridle.errors import NodeLostError
-from bridle.executors.members import Link, Member, Run
-from bridle.executors.placing import Place
+from bridle.executors.members import Link, Member, Place, Run
 
 
 async def test_a_link_is_whatever_carries_the_words_of_a_host():

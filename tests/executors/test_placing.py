@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.config import RuntimeSpec
-from bridle.executors import placing
-from bridle.executors.placing import Place, needs_of, relevant
+from bridle.executors import members
+from bridle.executors.members import Place, needs_of, relevant
 
 
 def place(name, free=4, capacity=4, **offers):
@@ -12,7 +12,7 @@ def place(name, free=4, capacity=4, **offers):
 
 
 def choose(*given):
-    return placing.choose(*given)
+    return members.choose(*given)
 
 
 def test_a_session_needs_what_its_runtime_names():

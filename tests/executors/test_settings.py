@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from bridle.executors.settings import ExecutorSettings, RaySettings
+from bridle.executors.members import ExecutorSettings, RaySettings
 
 
 def test_sessions_are_computed_here_unless_one_word_says_otherwise():

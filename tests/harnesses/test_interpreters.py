@@ -7,7 +7,7 @@ import pytest
 
 from bridle.errors import HarnessError
 from bridle.harnesses.bundles import Builder
-from bridle.harnesses.interpreters import (
+from bridle.harnesses.installers import (
     CARRIED,
     LOADER,
     carries,

@@ -5,7 +5,7 @@ from tests.harnesses.made import context
 
 from bridle.config import AgentSpec, McpServer
 from bridle.harnesses.google_adk import GoogleAdk
-from bridle.harnesses.sdk_agents import plain_servers, script_launch
+from bridle.harnesses.packaged import plain_servers, script_launch
 from bridle.types import Cause
 
 

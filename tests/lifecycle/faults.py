@@ -18,7 +18,7 @@ from bridle.errors import StoreError
 from bridle.executors.local import LocalExecutor
 from bridle.lifecycle.events import SessionChanged
 from bridle.lifecycle.session import TRANSITIONS
-from bridle.runtimes.docker_client import SESSION_LABEL, docker
+from bridle.runtimes.docker import SESSION_LABEL, docker
 from bridle.testing import scripted_engine
 from bridle.types import Cause, SessionStatus
 

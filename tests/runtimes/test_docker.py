@@ -10,8 +10,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
-from bridle.runtimes.docker import DockerRuntime
-from bridle.runtimes.docker_client import program
+from bridle.runtimes.docker import DockerRuntime, program
 
 
 @pytest.mark.parametrize(

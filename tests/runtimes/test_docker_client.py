@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.docker_client import (
+from bridle.runtimes.docker import (
     client_environment,
     docker,
     image_facts,

@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from bridle.runtimes.folders import beside, remove_folders
+from bridle.runtimes.owner import beside, remove_folders
 
 
 def test_folders_without_permissions_go_too(tmp_path):

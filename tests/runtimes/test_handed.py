@@ -2,7 +2,7 @@
 
 import subprocess
 
-from bridle.runtimes.handed import PREFIX, TAKE, handed
+from bridle.runtimes.place import PREFIX, TAKE, handed
 
 
 def test_outside_no_variable_has_its_own_name():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bridle.runtimes.cgroups import Bounds
-from bridle.runtimes.watch import Watched, disk_use, first_reached, members_of, pid_namespace
+from bridle.runtimes.proc import Watched, disk_use, first_reached, members_of, pid_namespace
 
 NOTHING = Bounds()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.sandbox.rootfs import LARGE, PROGRAMS, make_rootfs
 
-from bridle.runtimes.docker_client import client_environment, program
+from bridle.runtimes.docker import client_environment, program
 
 IMAGE = f"bridle-test:{len(PROGRAMS)}"
 LARGE_IMAGE = f"{IMAGE}-{len(LARGE)}"

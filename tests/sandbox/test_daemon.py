@@ -12,7 +12,7 @@ from tests.sandbox.images import bring_image
 
 from bridle.config import RuntimeSpec
 from bridle.lifecycle.ending import Blame, blame
-from bridle.runtimes.docker_client import docker
+from bridle.runtimes.docker import docker
 from bridle.runtimes.proc import living
 from bridle.types import Cause
 

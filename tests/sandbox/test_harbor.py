@@ -11,7 +11,7 @@ from tests.sandbox.images import put_image
 
 from bridle.datasets.jsonl import load_tasks
 from bridle.executors.local import LocalExecutor
-from bridle.runtimes.docker_client import docker
+from bridle.runtimes.docker import docker
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from tests.sandbox.ordinary import a_user
 from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
 from bridle.runtimes.cgroups import MOUNT, PREFIX
-from bridle.runtimes.docker_client import docker
+from bridle.runtimes.docker import docker
 from bridle.runtimes.owner import owner_mark
 from bridle.runtimes.seccomp import refused
 

@@ -10,8 +10,7 @@ from bridle.engines.ids import ArrayIds
 from bridle.engines.serving import as_version
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
-from bridle.scripted.control import Control
-from bridle.scripted.server import EngineServer
+from bridle.scripted.server import Control, EngineServer
 from bridle.testing import RecordingEngine, instant_engine, scripted_engine
 from bridle.types import FinishReason, Sampling
 

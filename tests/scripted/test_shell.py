@@ -1,6 +1,6 @@
 import pytest
 
-from bridle.scripted.shell import find_shell, shell_arguments
+from bridle.scripted.engine import find_shell, shell_arguments
 
 TEXT = {"type": "string"}
 

@@ -14,7 +14,7 @@ from bridle.gateway.metrics import Metrics as GatewayMetrics
 from bridle.lifecycle.results import SessionResult
 from bridle.runtimes import RUNTIMES
 from bridle.server.addresses import Addresses
-from bridle.server.answering import Served
+from bridle.server.answering import ServerContext
 from bridle.server.app import make_app
 from bridle.server.auth import Auth, Role, Token
 from bridle.server.database import Database
@@ -257,7 +257,7 @@ def with_token(url):
 def served(service, *, permits=None, tokens=(TOKEN,), callbacks=("127.0.0.0/8",)):
     """Return what an application is made of."""
     permits = permits or Permits(runtimes=tuple(RUNTIMES))
-    return Served(service, permits, Auth(tokens), Addresses(callbacks))
+    return ServerContext(service, permits, Auth(tokens), Addresses(callbacks))
 
 
 @asynccontextmanager

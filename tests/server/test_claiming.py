@@ -7,10 +7,9 @@ from sqlalchemy import text
 from tests.server.house import FakeWorkers, a_service, ended, submission, until
 from tests.server.test_state import NOW, a_state, claim, done, submit
 
-from bridle.server.claiming import Room
-from bridle.server.rows import Ended
-from bridle.server.shares import Shares
+from bridle.server.claiming import Room, Shares
 from bridle.server.state import State
+from bridle.server.states import Ended
 from bridle.types import Cause
 
 

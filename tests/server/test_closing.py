@@ -9,8 +9,7 @@ from tests.server.house import submission
 from tests.server.test_state import NOW, a_state, claim, done, submit
 
 from bridle.server.closing import MAX_INTERRUPTIONS, delivery_id
-from bridle.server.rows import Ended
-from bridle.server.states import SessionState, TaskState
+from bridle.server.states import Ended, SessionState, TaskState
 from bridle.types import Cause
 
 NUMBERS = itertools.count()

@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 from tests.server.house import FakeWorkers, until
 
 from bridle.errors import ConfigError, EngineError
-from bridle.server import joining
-from bridle.server.joining import engines_in, first_named, follow, named
+from bridle.server import cluster_workers
+from bridle.server.cluster_workers import engines_in, first_named, follow, named
 
 PROMETHEUS = """global:
   evaluation_interval: 10s
@@ -63,14 +63,14 @@ async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):
 
 
 async def test_a_server_waits_for_the_first_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(joining, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_workers, "READ_EVERY_S", 0.01)
     source = tmp_path / "engines"
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(first_named(str(source)))
         await asyncio.sleep(0)
         source.write_text("a:1")
     assert waiting.result() == ["http://a:1"]
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(cluster_workers, "PATIENCE_S", 0.02)
     with pytest.raises(ConfigError, match="named no engine"):
         await first_named(str(tmp_path / "none"))
 
@@ -94,7 +94,7 @@ async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
         reads.append(found := await named(source))
         return found
 
-    monkeypatch.setattr(joining, "named", counted)
+    monkeypatch.setattr(cluster_workers, "named", counted)
     workers, source = Late(), tmp_path / "engines"
     workers.replicas.append("http://a:1")
     source.write_text("a:1 late:1")

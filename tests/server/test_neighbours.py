@@ -18,8 +18,8 @@ from tests.server.house import (
 from bridle.config import Task
 from bridle.server.claiming import Room
 from bridle.server.database import Database
-from bridle.server.rows import run_id
 from bridle.server.state import State
+from bridle.server.states import run_id
 
 
 class Clock:

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.config import Task
-from bridle.server.rows import Claim, Ended, run_id, session_id
+from bridle.server.states import Claim, Ended, run_id, session_id
 
 IDS = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._:-]{0,199}\Z")
 

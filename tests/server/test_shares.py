@@ -2,7 +2,7 @@ from collections import Counter, deque
 
 import pytest
 
-from bridle.server.shares import Shares
+from bridle.server.claiming import Shares
 
 
 def run(shares, capacity, waiting, sessions, *, length=1):

@@ -9,9 +9,8 @@ from bridle.errors import ConfigError
 from bridle.server.claiming import Room
 from bridle.server.closing import ConflictError
 from bridle.server.database import Database
-from bridle.server.rows import Ended
 from bridle.server.state import QuotaError, State
-from bridle.server.states import SessionState, TaskState
+from bridle.server.states import Ended, SessionState, TaskState
 from bridle.server.views import Views
 from bridle.types import Cause
 

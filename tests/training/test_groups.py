@@ -9,8 +9,7 @@ from tests.training.made import session, trace
 
 from bridle.config import Task
 from bridle.errors import StoreError
-from bridle.training.groups import LABEL, evaluation_of, local_groups
-from bridle.training.tasks import History, TaskDraws
+from bridle.training.groups import LABEL, History, TaskDraws, evaluation_of, local_groups
 
 
 @dataclass

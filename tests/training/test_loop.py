@@ -13,11 +13,10 @@ from tests.training.made import VOCABULARY, group, session, tiny_model, trace
 from bridle.config import builtin_tokenizer_dir
 from bridle.errors import EngineError, TrainingError
 from bridle.training.checkpoint import checkpoints, read_state, restore
-from bridle.training.groups import Evaluation
+from bridle.training.groups import Evaluation, History
 from bridle.training.grpo import Learner
 from bridle.training.loop import Course, Loop
 from bridle.training.settings import GrpoSettings, LoopSettings
-from bridle.training.tasks import History
 
 TOKENIZER = transformers.PreTrainedTokenizerFast.from_pretrained(builtin_tokenizer_dir())
 GOOD = torch.arange(VOCABULARY) % 3 == 0

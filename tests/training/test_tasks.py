@@ -7,7 +7,7 @@ from tests.training.made import group, session, trace
 
 from bridle.config import Task
 from bridle.errors import ConfigError
-from bridle.training.tasks import History, Record, TaskDraws
+from bridle.training.groups import History, Record, TaskDraws
 
 
 def tasks(count):

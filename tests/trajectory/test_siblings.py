@@ -9,7 +9,7 @@ from tests.capture.made import MadeSession
 from bridle.errors import ConfigError
 from bridle.trajectory import rebuild
 from bridle.trajectory.credit import session_weights, token_weights
-from bridle.trajectory.siblings import rejected, shown_whole
+from bridle.trajectory.masks import rejected, shown_whole
 from bridle.types import DeliveryState, FinishReason
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 
 from bridle.capture.records import Exchange, SessionCapture
+from bridle.trajectory.masks import rejected, shown_whole
 from bridle.trajectory.sample import Trace, Trajectory
-from bridle.trajectory.siblings import rejected, shown_whole
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON, DeliveryState, FinishReason, LogprobMode
 

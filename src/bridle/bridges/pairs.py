@@ -21,8 +21,8 @@ import orjson
 from bridle.bridges.examples import Example
 from bridle.bridges.sft import chat, tools_text, write_lines
 from bridle.capture.records import SessionCapture
+from bridle.trajectory.masks import rejected, shown_whole
 from bridle.trajectory.result import encode
-from bridle.trajectory.siblings import rejected, shown_whole
 from bridle.trajectory.transcript import Transcript
 from bridle.types import JSON
 

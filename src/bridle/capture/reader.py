@@ -1,10 +1,13 @@
-"""Reads a capture file: also one that another process is writing or left behind when killed."""
+"""Reader of capture files, also of one that another process writes or left when killed; copies
+of single sessions.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Self
 
@@ -185,3 +188,39 @@ class SqliteReader:
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         with self._lock:
             return self._connection.execute(query, values).fetchall()
+
+
+_ROWS = {
+    "sessions": "SELECT * FROM sessions WHERE n = ?",
+    "exchanges": "SELECT * FROM exchanges WHERE session = ? ORDER BY n",
+    "deliveries": "SELECT * FROM deliveries WHERE session = ? ORDER BY n",
+    "outcomes": "SELECT * FROM outcomes WHERE session = ?",
+}
+"""Table -> what of it belongs to the session of a number."""
+
+
+def excerpt(source: Path, session_id: str) -> bytes | None:
+    """A capture file that holds one session of the file `source`, as it is at this moment.
+
+    `None` = it has no session of that id. Others may write to `source` meanwhile. Raises
+    `StoreError`.
+    """
+    with closing(formats.open_for_reading(source)) as rows:
+        rows.execute("BEGIN")  # all of it at one moment
+        query = "SELECT n FROM sessions WHERE session_id = ?"
+        number = rows.execute(query, (session_id,)).fetchone()
+        if number is None:
+            return None
+        with (
+            boundary(StoreError, f"{source}: cannot copy session {session_id!r}"),
+            tempfile.TemporaryDirectory(prefix="bridle-") as folder,
+        ):
+            target = Path(folder, "capture.sqlite")
+            with closing(formats.open_for_writing(target, fsync=False)) as made:
+                made.execute("BEGIN")
+                for table, select in _ROWS.items():
+                    found = rows.execute(select, number)
+                    values = ", ".join("?" for _ in found.description)
+                    made.executemany(f"INSERT INTO {table} VALUES ({values})", found)  # noqa: S608 - a name of ours
+                made.execute("COMMIT")
+            return target.read_bytes()

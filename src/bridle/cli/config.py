@@ -12,7 +12,7 @@ from bridle.config import ModelSpec, Settings, explain, load_toml
 from bridle.datasets.jsonl import merge
 from bridle.engines.pool_replica import RoutingSettings
 from bridle.errors import ConfigError
-from bridle.executors.settings import ExecutorSettings
+from bridle.executors.members import ExecutorSettings
 from bridle.gateway.settings import GatewaySettings
 from bridle.server.settings import ServerSettings
 

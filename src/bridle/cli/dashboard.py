@@ -78,11 +78,11 @@ def _source(target: str) -> Iterator[tuple[Source, str | None]]:
 
     if target.startswith(("http://", "https://")):
         from bridle.client import Client
-        from bridle.dashboard.served import Served
+        from bridle.dashboard.served import ServerSource
 
         with Client(target, patience_s=1.0) as client:
             client.status()
-            yield Served(client, client.url), client.token
+            yield ServerSource(client, client.url), client.token
         return
     path = Path(target)
     if not path.exists():

@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,11 +22,15 @@ from bridle.errors import BridleError, EngineError, install_extra
 from bridle.types import JSON
 
 if TYPE_CHECKING:
-    from bridle.engines.base import EngineInfo
+    from bridle.engines.base import Engine, EngineInfo
+    from bridle.engines.compare import Render, Score
+    from bridle.engines.probe import Finding
+    from bridle.prompting.renderer import PromptRenderer
+    from bridle.types import Ids
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at."""
 
     what: str
@@ -84,7 +90,7 @@ def doctor(
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
-def _proofs(path: Path) -> list[Finding]:
+def _proofs(path: Path) -> list[CheckResult]:
     """Check that the agents of tasks start in their runtimes and reach their model."""
     from bridle.cli.proving import distinct, prove
     from bridle.datasets.jsonl import load_tasks
@@ -93,11 +99,11 @@ def _proofs(path: Path) -> list[Finding]:
     for proof in prove(distinct(load_tasks(path))):
         found = f"{proof.calls} scripted model calls answered, {proof.status}"
         advice = "" if proof.ok else f"{proof.error}\n{proof.said}".strip()
-        findings.append(Finding(f"agent of {proof.task_id}", proof.ok, found, advice))
+        findings.append(CheckResult(f"agent of {proof.task_id}", proof.ok, found, advice))
     return findings
 
 
-def machine() -> list[Finding]:
+def machine() -> list[CheckResult]:
     """Everything about this machine that a run may need."""
     return [
         _python(),
@@ -111,7 +117,7 @@ def machine() -> list[Finding]:
     ]
 
 
-def requests(runs: Path) -> list[Finding]:
+def requests(runs: Path) -> list[CheckResult]:
     """Name what the gateway did not know in the requests of these runs, if anything."""
     from bridle.cli.show import counts_of
     from bridle.lifecycle.run_folder import SUMMARY
@@ -124,38 +130,40 @@ def requests(runs: Path) -> list[Finding]:
         return []
     found = ", ".join(f"{count} {name}" for name, count in unknown.most_common())
     advice = "served, not acted on: see whether the model missed context (`bridle show SESSION`)"
-    return [Finding("unknown in requests", ok=True, found=found, advice=advice)]
+    return [CheckResult("unknown in requests", ok=True, found=found, advice=advice)]
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    return Finding("python", sys.version_info >= (3, 11), version, "Python 3.11 or newer is needed")
+    return CheckResult(
+        "python", sys.version_info >= (3, 11), version, "Python 3.11 or newer is needed"
+    )
 
 
-def _program(name: str, advice: str) -> Finding:
+def _program(name: str, advice: str) -> CheckResult:
     path = shutil.which(name)
     if path is None:
-        return Finding(name, ok=False, found="not on PATH", advice=advice)
+        return CheckResult(name, ok=False, found="not on PATH", advice=advice)
     try:
         answer = subprocess.run(
             [path, "--version"], capture_output=True, check=False, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(name, ok=False, found=f"does not start: {error}", advice=advice)
+        return CheckResult(name, ok=False, found=f"does not start: {error}", advice=advice)
     first = (answer.stdout or answer.stderr).strip().splitlines()[:1]
-    return Finding(name, ok=answer.returncode == 0, found=first[0] if first else path)
+    return CheckResult(name, ok=answer.returncode == 0, found=first[0] if first else path)
 
 
-def _torch() -> Finding:
+def _torch() -> CheckResult:
     if importlib.util.find_spec("torch") is None:
         advice = f"the embedded engine and training need it: run {install_extra('embedded')}"
-        return Finding("torch", ok=False, found="not installed", advice=advice)
+        return CheckResult("torch", ok=False, found="not installed", advice=advice)
     from importlib.metadata import version
 
-    return Finding("torch", ok=True, found=version("torch"))
+    return CheckResult("torch", ok=True, found=version("torch"))
 
 
-def _cache() -> Finding:
+def _cache() -> CheckResult:
     from bridle.config import cache_dir
 
     folder = cache_dir()
@@ -163,31 +171,35 @@ def _cache() -> Finding:
     free_gib = shutil.disk_usage(existing).free / 2**30
     found = f"{folder}, {free_gib:.0f} GiB free"
     if not os.access(existing, os.W_OK):
-        return Finding("cache", ok=False, found=found, advice="not writable: set BRIDLE_CACHE")
-    return Finding(
+        return CheckResult("cache", ok=False, found=found, advice="not writable: set BRIDLE_CACHE")
+    return CheckResult(
         "cache", ok=free_gib >= 4, found=found, advice="" if free_gib >= 4 else "4 GiB are needed"
     )
 
 
-def _runtime() -> Finding:
+def _runtime() -> CheckResult:
     from bridle.runtimes import default_backend
 
     backend, reason = default_backend()
     advice = "" if backend != "local" else "what a model does is not contained: get bwrap to work"
-    return Finding("runtime", ok=backend != "local", found=f"{backend}: {reason}", advice=advice)
+    return CheckResult(
+        "runtime", ok=backend != "local", found=f"{backend}: {reason}", advice=advice
+    )
 
 
-def _bundles() -> Finding:
-    from bridle.harnesses.interpreters import OLDEST, c_library, carries
+def _bundles() -> CheckResult:
+    from bridle.harnesses.installers import OLDEST, c_library, carries
 
     library = c_library()
     needed = f"bundles made here work in 'local' only: glibc {OLDEST[0]}.{OLDEST[1]} is needed"
     ok = carries(library)
     found = f"{library or 'unknown C library'}, bundles start in {'any image' if ok else 'local'}"
-    return Finding("bundles", ok=ok, found=found, advice="" if ok else needed)
+    return CheckResult("bundles", ok=ok, found=found, advice="" if ok else needed)
 
 
-async def _probe_all(specs: list[str], tokenizer: str | None, *, logprobs: bool) -> list[Finding]:
+async def _probe_all(
+    specs: list[str], tokenizer: str | None, *, logprobs: bool
+) -> list[CheckResult]:
     """Probe each replica, and check that all serve one model in one way."""
     infos: dict[str, EngineInfo] = {}
     findings = []
@@ -202,11 +214,11 @@ async def _probe_all(specs: list[str], tokenizer: str | None, *, logprobs: bool)
     return findings
 
 
-def _alike(infos: dict[str, EngineInfo], wanted: int) -> Finding:
+def _alike(infos: dict[str, EngineInfo], wanted: int) -> CheckResult:
     """Check that replicas serve one model in one way."""
     if len(infos) < wanted:
         advice = "a gateway starts with those that answer, and takes the others when they come"
-        return Finding(
+        return CheckResult(
             "replicas", ok=bool(infos), found=f"{len(infos)} of {wanted} answer", advice=advice
         )
     ways = {
@@ -216,14 +228,13 @@ def _alike(infos: dict[str, EngineInfo], wanted: int) -> Finding:
     lengths = {info.context_length for info in infos.values()}
     found = "; ".join(sorted(ways)) + f"; context {min(lengths)}"
     advice = "" if len(ways) == 1 else "they must serve one model in one way: compare their flags"
-    return Finding("replicas", ok=len(ways) == 1, found=found, advice=advice)
+    return CheckResult("replicas", ok=len(ways) == 1, found=found, advice=advice)
 
 
 async def _probe(
     spec: str, tokenizer: str | None, *, logprobs: bool
-) -> tuple[list[Finding], EngineInfo | None]:
+) -> tuple[list[CheckResult], EngineInfo | None]:
     """Probe an engine; one that fails at its start is reported all the same."""
-    from bridle.cli.doctor_engine import compare
     from bridle.engines import open_engine
     from bridle.engines.probe import ProbeReport, probe
 
@@ -234,22 +245,22 @@ async def _probe(
         info = await engine.start()
         report = getattr(engine, "report", None) or await probe(engine)
         compared = [one async for one in compare(engine, info, tokenizer, logprobs=logprobs)]
-        context = Finding("context length", ok=True, found=f"{info.context_length} tokens")
+        context = CheckResult("context length", ok=True, found=f"{info.context_length} tokens")
     except EngineError as error:
         report = getattr(engine, "report", None)
-        context = Finding("engine", ok=False, found=str(error))
+        context = CheckResult("engine", ok=False, found=str(error))
     finally:
         await engine.aclose()
     if not isinstance(report, ProbeReport):
         return [context], info
     told = (
-        Finding(f.what, f.ok or not f.needed, f.found, f.fix or f.means)
+        CheckResult(f.what, f.ok or not f.needed, f.found, f.fix or f.means)
         for f in (*report.findings, *compared)
     )
     return [*told, context], info
 
 
-async def _conformance(backend: str, image: str | None) -> list[Finding]:
+async def _conformance(backend: str, image: str | None) -> list[CheckResult]:
     import tempfile
 
     from bridle.config import RuntimeSpec
@@ -264,7 +275,93 @@ async def _conformance(backend: str, image: str | None) -> list[Finding]:
             try:
                 await run_check(check, factory, Path(scratch), RuntimeSpec(image=image))
             except (BridleError, Nonconformity) as error:
-                findings.append(Finding(what, ok=False, found=str(error)))
+                findings.append(CheckResult(what, ok=False, found=str(error)))
             else:
-                findings.append(Finding(what, ok=True, found="holds"))
+                findings.append(CheckResult(what, ok=True, found="holds"))
     return findings
+
+
+SAID = [{"role": "user", "content": "Say anything."}]
+"""The conversation under which logprobs are sampled."""
+
+
+async def compare(
+    engine: Engine, info: EngineInfo, tokenizer: str | None, *, logprobs: bool
+) -> AsyncIterator[Finding]:
+    """Findings on a started engine, by `tokenizer` or its own.
+
+    With `logprobs` also a plain forward pass of the model's folder, which must be on this machine.
+    """
+    import numpy as np
+
+    from bridle.engines.compare import compare_rendering, compare_template, compare_vocabulary
+    from bridle.engines.probe import Finding
+    from bridle.engines.vllm import VllmEngine
+    from bridle.prompting.renderer import load_renderer
+
+    if isinstance(engine, VllmEngine):
+        yield await engine.parsers()
+    source = tokenizer or info.tokenizer_dir
+    if source is None:
+        yield Finding.note("tokenizer", "none to compare: give --tokenizer DIR")
+        return
+    try:
+        renderer = load_renderer(source)
+    except BridleError as error:
+        yield failed("tokenizer", str(error), "Give the model's own tokenizer: --tokenizer DIR.")
+        return
+    plain = partial(renderer.tokenizer.encode, add_special_tokens=False)
+    yield await compare_vocabulary(engine, lambda text: np.array(plain(text)), renderer.vocab_size)
+    render = _render(renderer)
+    yield await compare_rendering(engine, render)
+    yield await compare_template(engine)
+    if logprobs:
+        yield await _recomputed(engine, info, render, source)
+
+
+def failed(what: str, found: str, fix: str) -> Finding:
+    """A finding that something could not be looked at."""
+    from bridle.engines.probe import Finding
+
+    return Finding(what, ok=False, needed=True, found=found, fix=fix)
+
+
+def _render(renderer: PromptRenderer) -> Render:
+    """Our rendering of OpenAI Chat messages, by the dialect that reads them."""
+    import msgspec
+
+    from bridle.dialects import DIALECTS
+    from bridle.dialects.base import Route, RouteKind
+    from bridle.types import Dialect
+
+    def render(messages: list[JSON], tools: list[JSON]) -> Ids:
+        body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
+        route = Route(Dialect.OPENAI_CHAT, RouteKind.GENERATE)
+        asked = DIALECTS[Dialect.OPENAI_CHAT].parse(route, msgspec.json.encode(body), {})
+        return renderer.render(asked.messages, asked.tools, thinking=None)
+
+    return render
+
+
+async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: str) -> Finding:
+    import asyncio
+
+    from bridle.engines.compare import recompute_logprobs
+
+    folder = Path(info.tokenizer_dir or source)
+    try:
+        score = await asyncio.to_thread(_score, folder)
+        return await recompute_logprobs(engine, info.logprob_mode, score, render(SAID, []))
+    except (BridleError, ImportError) as error:
+        return failed(
+            "recomputed logprobs",
+            str(error),
+            "The model's folder must be on this machine, and torch installed: run "
+            + install_extra("embedded"),
+        )
+
+
+def _score(folder: Path) -> Score:
+    from bridle.embedded.model import PlainModel
+
+    return PlainModel(folder).logprobs

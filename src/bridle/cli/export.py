@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from bridle.cli.output import console, number, print_json, table
-from bridle.cli.paths import check_file
+from bridle.cli.output import check_file, console, number, print_json, table
 from bridle.types import JSON
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.gateway import ConcurrencyOption, ConfigOption, EnginesOption, TokenizerOption
-from bridle.cli.output import console, print_json
-from bridle.cli.paths import check_folder
+from bridle.cli.output import check_folder, console, print_json
 from bridle.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import orjson
 import typer
 
-from bridle.cli.output import notes
-from bridle.cli.paths import check_folder
+from bridle.cli.output import check_folder, notes
 from bridle.cli.serving import Stop, long_running, run_until_signal
 from bridle.errors import ConfigError
 from bridle.folders import FolderLock

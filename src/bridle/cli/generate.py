@@ -41,8 +41,7 @@ from bridle.cli.gateway import (
     TokenizerOption,
     UntokenizedOption,
 )
-from bridle.cli.output import notes, print_json
-from bridle.cli.paths import check_folder
+from bridle.cli.output import check_folder, notes, print_json
 from bridle.cli.run import RuntimeOption
 from bridle.types import JSON
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bridle.cli.output import console
-from bridle.cli.paths import check_folder
+from bridle.cli.output import check_folder, console
 from bridle.errors import ConfigError
 
 TASK = """\

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.output import console, print_json, progress
-from bridle.cli.paths import check_folder
+from bridle.cli.output import check_folder, console, print_json, progress
 from bridle.errors import ConfigError
 from bridle.folders import private_file, private_folder
 

@@ -117,7 +117,7 @@ def _checked(
 ) -> tuple[list[Task], FileConfig]:
     """The tasks and the config; where one is wrong, the error names all else that is, too."""
     from bridle.api import Gateway
-    from bridle.cli.preflight import preflight
+    from bridle.cli.batch import preflight
 
     problems = Problems()
     loaded, setup = problems.tried(load), problems.tried(configure)
@@ -151,8 +151,7 @@ def _given(values: JSON) -> JSON | None:
 
 def _load(path: Path, overrides: JSON, template: Path | None, *, strict: bool) -> list[Task]:
     """The tasks of a path, which know the name of their set."""
-    from bridle.datasets.jsonl import load_tasks
-    from bridle.datasets.templates import read_template, with_template
+    from bridle.datasets.jsonl import load_tasks, read_template, with_template
 
     named = {"task_set": path.resolve().stem}
     loaded = [

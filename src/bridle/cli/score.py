@@ -199,8 +199,8 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
         NoPlaces,
         Unscorable,
         check_evaluator,
+        controlled,
     )
-    from bridle.evaluators.control import controlled
     from bridle.lifecycle.results import trajectory_of
     from bridle.runtimes.base import ExecResult
     from bridle.types import SessionStatus

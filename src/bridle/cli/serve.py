@@ -20,8 +20,7 @@ from bridle.cli.gateway import (
     TelemetryOption,
     TokenizerOption,
 )
-from bridle.cli.output import notes
-from bridle.cli.paths import check_folder, check_storage
+from bridle.cli.output import check_folder, check_storage, notes
 from bridle.cli.serving import Stop, long_running, run_until_signal
 from bridle.folders import FolderLock, private_file
 
@@ -122,7 +121,7 @@ def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerSetup:
     """A server that is up."""
 
     service: Service
@@ -132,7 +131,7 @@ class Served:
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
-    from bridle.server.joining import first_named
+    from bridle.server.cluster_workers import first_named
 
     if config.server.engines_from and not config.engines:
         found = await first_named(config.server.engines_from)
@@ -160,7 +159,7 @@ def _cluster(config: FileConfig) -> str | None:
 
 
 @asynccontextmanager
-async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIterator[Served]:
+async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIterator[ServerSetup]:
     """A whole server inside: engines, gateways, nodes, state, HTTP, and the dashboard if wanted.
 
     `ConfigError` or `EngineError` if it cannot be had; nothing is left behind.
@@ -173,10 +172,10 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.server.addresses import Addresses
     from bridle.server.app import serving
     from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
+    from bridle.server.cluster_workers import follow
     from bridle.server.database import Database
     from bridle.server.delivery import Deliverer, callback_secret
     from bridle.server.files import TrajectoryFiles
-    from bridle.server.joining import follow
     from bridle.server.service import Service
 
     settings = config.server.checked()
@@ -206,7 +205,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         nursery.start(deliverer.run(), name="deliverer")
         if settings.engines_from:
             nursery.start(follow(settings.engines_from, workers, config.engines), name="engines")
-        served = answering.Served(service, settings.permits, auth, addresses)
+        served = answering.ServerContext(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
             mounts.append(stack.enter_context(mounted(lambda: url, auth, data)))
@@ -223,7 +222,7 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
             stack.enter_context(announced(url, data / TOKEN_FILE))
         except OSError as error:
             notes.print(f"clients do not find the token by themselves: {error}", markup=False)
-        yield Served(service, url, data / TOKEN_FILE)
+        yield ServerSetup(service, url, data / TOKEN_FILE)
 
 
 def _owner(data: Path) -> str:

@@ -30,7 +30,7 @@ from bridle.client import Client
 from bridle.dashboard.app import make_app
 from bridle.dashboard.folder import Folder
 from bridle.dashboard.guard import Guard
-from bridle.dashboard.served import Served
+from bridle.dashboard.served import ServerSource
 from bridle.errors import ConfigError, install_extra
 from bridle.executors.hosting import Hosted
 from bridle.gateway.app import Gateway
@@ -54,12 +54,12 @@ def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
             folder = opened.enter_context(closing(Folder(data / "capture.sqlite")))
 
         @cache
-        def source_of(token: str) -> Served:
+        def source_of(token: str) -> ServerSource:
             # The folder's capture is everybody's: only an admin's pages are made from it.
             own = folder if owner_of(auth, token) is None else None
             # An empty token would be replaced by the one that this user's clients find.
             client = opened.enter_context(Client(url(), token=token or "none", patience_s=1.0))
-            return Served(client, "rollout server", own)
+            return ServerSource(client, "rollout server", own)
 
         yield Mount(PATH, make_app(source_of, Guard(lambda token: may_read(auth, token))))
 

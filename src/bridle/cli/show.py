@@ -11,13 +11,16 @@ import typer
 
 from bridle.cli.output import console, number, print_json, print_table
 from bridle.errors import ConfigError
-from bridle.types import JSON
+from bridle.types import JSON, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from bridle.capture.records import SessionCapture
+    from bridle.capture.records import Exchange, SessionCapture
+    from bridle.trajectory.graph import Node
     from bridle.trajectory.scores import Score
+    from bridle.trajectory.transcript import Transcript
+
 
 COLUMNS = (
     "session", "harness", "status", "#reward", "#calls", "#captured", "#trained", "#excluded",
@@ -63,8 +66,6 @@ def show(
         decode = decoder_of(capture.session.metadata)
         console.print("\n".join(explain_fork(capture, *diff, decode=decode)), markup=False)
     elif as_script:
-        from bridle.cli.replay import script_of
-
         print_json(script_of(capture))
     else:
         _show_session(capture, json=json)
@@ -214,3 +215,47 @@ def _show_session(capture: SessionCapture, *, json: bool) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if capture.outcome is None:
         console.print("this session has no outcome: it still runs, or its process was killed")
+
+
+def script_of(capture: SessionCapture) -> JSON:
+    """One conversation per leaf, longest first, with the exact ids that were sampled.
+
+    A conversation is recognised by the system and the first user text of its root, so of branches
+    of one root the longest plays. Replay needs the tokenizer of the run.
+    """
+    from bridle.trajectory.graph import grow
+    from bridle.trajectory.transcript import Transcript
+
+    graph = grow(capture.session.session_id, capture.exchanges)
+    transcript = Transcript(capture.exchanges, capture.bodies)
+    paths = [_path(node) for node in graph.nodes.values() if node.is_leaf]
+    paths.sort(key=len, reverse=True)
+    return {"conversations": [_conversation(path, transcript) for path in paths]}
+
+
+def _path(leaf: Node) -> list[Exchange]:
+    path = [leaf]
+    while path[-1].parent is not None:
+        path.append(path[-1].parent)
+    return [node.exchange for node in reversed(path)]
+
+
+def _conversation(path: list[Exchange], transcript: Transcript) -> JSON:
+    messages = transcript.request(path[0]).messages
+    said = {role: [m.text for m in messages if m.role is role] for role in Role}
+    when = {"system_contains": said[Role.SYSTEM][:1], "user_contains": said[Role.USER][:1]}
+    return {
+        "when": {name: texts for name, texts in when.items() if any(texts)},
+        "skip": len(said[Role.ASSISTANT]),
+        "turns": [_turn(exchange, transcript) for exchange in path],
+    }
+
+
+def _turn(exchange: Exchange, transcript: Transcript) -> JSON:
+    """The exact ids; the text beside them is for the reader of the script only."""
+    turn: JSON = {"token_ids": exchange.output_ids.tolist()}
+    if text := " ".join(message.text for message in transcript.reply(exchange)):
+        turn["content"] = text
+    if exchange.finish_reason == "length":
+        turn["finish"] = "length"
+    return turn

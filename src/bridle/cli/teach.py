@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridle.cli.output import number, print_json, print_table
-from bridle.cli.paths import check_file
+from bridle.cli.output import check_file, number, print_json, print_table
 from bridle.errors import ConfigError
 from bridle.types import JSON
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.gateway import ConcurrencyOption, EnginesOption, HarnessOption, TelemetryOption
-from bridle.cli.output import console, notes, number, print_json, progress
-from bridle.cli.paths import check_folder
+from bridle.cli.output import check_folder, console, notes, number, print_json, progress
 from bridle.types import JSON
 
 if TYPE_CHECKING:

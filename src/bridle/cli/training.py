@@ -34,19 +34,17 @@ from bridle.gateway.app import Gateway
 from bridle.lifecycle.events import Events
 from bridle.lifecycle.manager import Node, NodeSettings, check
 from bridle.lifecycle.run_folder import RunFolder
-from bridle.training.groups import LABEL
+from bridle.training.groups import LABEL, Curriculum
 from bridle.training.settings import GrpoSettings, LoopSettings
-from bridle.training.tasks import Curriculum
 from bridle.types import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridle.executors.local import Executor
-    from bridle.training.groups import Evaluation, GroupSource
+    from bridle.training.groups import Evaluation, GroupSource, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell
-    from bridle.training.tasks import TaskDraws
     from bridle.types import JSON
 
 
@@ -388,8 +386,8 @@ async def train_here(
     cannot go on; what was learned until then is in the last checkpoint.
     """
     from bridle.training.checkpoint import checkpoints, load_tokenizer
+    from bridle.training.groups import History, TaskDraws
     from bridle.training.loop import Course, Loop
-    from bridle.training.tasks import History, TaskDraws
 
     _check_sampling(tasks, settings.grpo.temperature)
     held_out = with_other_harnesses(held_out, settings.evaluate_with)

@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bridle.dashboard.course import Training, training_of
 from bridle.dashboard.lines import Group, Line, Wanted, groups_of, last_attempts
-from bridle.dashboard.overview import Overview, newest, overview_of
+from bridle.dashboard.overview import Overview, Training, newest, overview_of, training_of
 from bridle.dashboard.runs import Run, find, measure_some, read_json
 from bridle.dashboard.source import Listed, Shown
 from bridle.errors import ConfigError

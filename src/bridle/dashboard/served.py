@@ -37,7 +37,7 @@ FETCHED: Final = 4
 """How many captures of ended sessions are kept: a page leads to the next of the same session."""
 
 
-class Served:
+class ServerSource:
     """Implements `Source`."""
 
     def __init__(self, rollouts: Client, title: str, folder: Folder | None = None) -> None:

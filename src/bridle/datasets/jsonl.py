@@ -357,3 +357,31 @@ def _line_of(raw: RawTask, fields: list[str]) -> int:
             start = found.end() - 1
             return raw.line + raw.text.count("\n", 0, start)
     return raw.line
+
+
+HOLE = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
+
+
+def read_template(path: Path) -> str:
+    """A template's text. `ConfigError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def with_template(task: Task, template: str) -> Task:
+    """The task with its instruction put into `template`.
+
+    `ConfigError` names a hole that nothing fills, and a template that leaves the instruction out.
+    """
+    known = {"instruction": task.instruction, "task_id": task.task_id}
+    known |= {f"metadata.{name}": str(value) for name, value in task.metadata.items()}
+    holes = HOLE.findall(template)
+    if "instruction" not in holes:
+        raise ConfigError("the template has no {{ instruction }}")
+    if missing := sorted(set(holes) - known.keys()):
+        message = f"task {task.task_id!r}: the template wants {missing}; known: {sorted(known)}"
+        raise ConfigError(message)
+    text = HOLE.sub(lambda hole: known[hole[1]], template)
+    return task.model_copy(update={"instruction": text})

@@ -10,8 +10,8 @@ Who does what, from the outside in:
 - `engine`: the asyncio face, `EmbeddedEngine`, which checks calls and awaits their chunks.
 - `batch`: the thread that decides which calls are in the next step and samples their tokens.
 - `call`: one call with its tokens, its stop rules and its own randomness.
-- `slots`: the step of models with plain attention.
-- `prefixes`: the caches of finished calls, found by longest common prefix.
+- `slots`: the step of models with plain attention, and the caches of finished calls, found by
+  longest common prefix.
 - `model`: loads a folder, proves that the model computes right, and steps models that `slots`
   does not fit.
 

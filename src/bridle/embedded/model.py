@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from bridle.embedded.call import Call
-from bridle.embedded.prefixes import PrefixStore
-from bridle.embedded.slots import ATTENTION, SlotDecoder, register
+from bridle.embedded.slots import ATTENTION, PrefixStore, SlotDecoder, register
 from bridle.errors import EngineError
 from bridle.types import Sampling
 

@@ -36,8 +36,9 @@ from bridle.engines.base import (
     Versioned,
 )
 from bridle.engines.pool_blame import Blame
-from bridle.engines.pool_choice import Choice, How
 from bridle.engines.pool_replica import (
+    Choice,
+    How,
     Replica,
     ReplicaState,
     RoutedCall,

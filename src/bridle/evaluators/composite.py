@@ -26,9 +26,9 @@ from bridle.evaluators.base import (
     EvaluationContext,
     Evaluator,
     check_evaluator,
+    controlled,
     parse_config,
 )
-from bridle.evaluators.control import controlled
 from bridle.types import JSON
 
 

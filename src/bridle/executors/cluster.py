@@ -26,8 +26,7 @@ from bridle.aio import LoopClock, Nursery, run_shielded
 from bridle.config import Task
 from bridle.errors import BridleError, ConfigError, EngineError, NodeLostError
 from bridle.executors.hosting import Hello, News, Start
-from bridle.executors.members import Link, Member, Patience, Run
-from bridle.executors.placing import Place, choose, relevant
+from bridle.executors.members import Link, Member, Patience, Place, Run, choose, relevant
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Events, RoomChanged, SessionChanged, SessionEnded
 from bridle.lifecycle.results import SessionResult

@@ -25,7 +25,7 @@ from typing import Final, Protocol, Self, TypeAlias
 import structlog
 
 from bridle.aio import Nursery
-from bridle.capture.excerpt import excerpt
+from bridle.capture.reader import excerpt
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteStore
 from bridle.capture.store import Store

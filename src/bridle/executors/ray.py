@@ -33,9 +33,8 @@ from bridle.aio import Nursery
 from bridle.errors import BridleError, ConfigError, NodeLostError
 from bridle.executors.cluster import ClusterRunner
 from bridle.executors.hosting import News, NodeHost, Opens, node_name
-from bridle.executors.members import Link
+from bridle.executors.members import Link, RaySettings
 from bridle.executors.replicas import Replicas
-from bridle.executors.settings import RaySettings
 from bridle.folders import FolderLock
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.claude_code import claude_env, claude_mcp
 from bridle.harnesses.configuration import as_json, skill_folders
 from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import PyPI
-from bridle.harnesses.sdk_agents import SdkAgent, script_launch
+from bridle.harnesses.packaged import PyPI, SdkAgent, script_launch
 from bridle.types import JSON, Dialect
 
 SCRIPT = "claude_agent_sdk_agent.py"

@@ -12,8 +12,7 @@ from bridle.config import Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import skill_folders
 from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import PyPI
-from bridle.harnesses.sdk_agents import INSTRUCTIONS, SdkAgent, plain_servers, script_launch
+from bridle.harnesses.packaged import INSTRUCTIONS, PyPI, SdkAgent, plain_servers, script_launch
 from bridle.types import Dialect
 
 SCRIPT = "google_adk_agent.py"

@@ -15,8 +15,7 @@ from bridle.config import McpServer, Settings
 from bridle.harnesses.base import Launch, LaunchContext
 from bridle.harnesses.configuration import PATIENCE_S, mcp_entries, output_budget, skill_folders
 from bridle.harnesses.installers import PYTHON
-from bridle.harnesses.packaged import PyPI
-from bridle.harnesses.sdk_agents import SdkAgent, script_launch
+from bridle.harnesses.packaged import PyPI, SdkAgent, script_launch
 from bridle.types import JSON, Dialect
 
 OLDEST, BELOW = (3, 12), (3, 15)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic
@@ -19,10 +19,18 @@ from typing import ClassVar, Generic
 from bridle.config import AgentSpec
 from bridle.dialects.noise import Varying
 from bridle.errors import ConfigError, HarnessError
-from bridle.harnesses.base import SettingsT, crash, parse_settings, refuse_commands
+from bridle.harnesses.base import (
+    SCRIPTS,
+    Launch,
+    LaunchContext,
+    SettingsT,
+    crash,
+    parse_settings,
+    refuse_commands,
+)
 from bridle.harnesses.bundles import Builder, Recipe, ensure
-from bridle.harnesses.configuration import TRANSPORTS, refuse_extras
-from bridle.harnesses.installers import Setup, find_python, node_recipe, python_recipe
+from bridle.harnesses.configuration import TRANSPORTS, as_json, refuse_extras
+from bridle.harnesses.installers import PYTHON, Setup, find_python, node_recipe, python_recipe
 from bridle.runtimes.process import Command, run_process
 from bridle.types import JSON, Cause, Dialect
 
@@ -156,3 +164,56 @@ class Packaged(Generic[SettingsT]):
         unknown = found["unknown to the gateway"]
         builder.say(f"works; fields that the gateway does not know: {unknown or 'none'}")
         (folder / CHECK_FILE).write_text(json.dumps(found))
+
+
+TOOL = "bash_tool.py"
+TURN_LIMIT, API_FAILED = 3, 4
+"""Exit codes of every script; 1 is anything else that went wrong."""
+
+INSTRUCTIONS = (
+    "You work in a folder of a Linux machine, with a shell tool. Do what you are asked to do by "
+    "running commands, and look at what they print. When it is done, say so in one sentence and "
+    "call no tool."
+)
+
+
+def script_launch(
+    context: LaunchContext,
+    script: str,
+    config: JSON,
+    env: Mapping[str, str],
+    folders: Mapping[str, Path] | None = None,
+) -> Launch:
+    """`python <script> <config>` with the bundle's Python, the instruction on stdin."""
+    folder = f"{context.home}/.agent"
+    settings = f"{folder}/config.json"
+    files = {f"{folder}/{name}": (SCRIPTS / name).read_bytes() for name in (script, TOOL)}
+    return Launch(
+        (f"{context.bundle}/{PYTHON}", f"{folder}/{script}", settings),
+        {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", **env},
+        files={**files, settings: as_json(config)},
+        folders=folders or {},
+        stdin=context.instruction.encode(),
+    )
+
+
+class SdkAgent(Packaged[SettingsT]):
+    """A harness that is such a script."""
+
+    def exit_cause(
+        self,
+        exit_code: int | None,
+        signal: int | None,
+        stdout: bytes,
+    ) -> Cause | None:
+        """The scripts' exit codes are true."""
+        if signal is None and exit_code == TURN_LIMIT:
+            return Cause.LIMIT
+        if signal is None and exit_code == API_FAILED:
+            return Cause.HARNESS_MODEL_ERROR
+        return super().exit_cause(exit_code, signal, stdout)
+
+
+def plain_servers(agent: AgentSpec) -> list[JSON]:
+    """The MCP servers of a task as plain JSON, for a script to make clients of."""
+    return [server.model_dump(mode="json") for server in agent.mcp_servers]

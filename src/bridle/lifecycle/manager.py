@@ -49,9 +49,8 @@ from bridle.lifecycle.run_folder import RunFolder
 from bridle.lifecycle.session import Plan, Session
 from bridle.runtimes import chosen, make_runtime
 from bridle.runtimes.cgroups import available_cores, remove_empty
-from bridle.runtimes.docker_client import remove_left_behind
-from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.owner import started_at
+from bridle.runtimes.docker import remove_left_behind
+from bridle.runtimes.owner import remove_folders, started_at
 from bridle.runtimes.proc import SESSION_MARK, Leaders, end_all, members
 from bridle.trajectory import rebuild
 from bridle.types import JSON, SessionStatus

@@ -18,7 +18,7 @@ from bridle.errors import RuntimeFailure
 from bridle.evaluators.base import OBEYED, CheckerFailure, Unscorable
 from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import Runtime
-from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.owner import remove_folders
 from bridle.runtimes.snapshot import TooMuch
 from bridle.types import JSON
 

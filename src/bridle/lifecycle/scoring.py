@@ -18,8 +18,13 @@ from bridle.aio import run_shielded
 from bridle.capture.records import Outcome
 from bridle.config import FieldPolicy, SamplingPolicy
 from bridle.errors import BridleError, EvaluatorError, StoreError, boundary
-from bridle.evaluators.base import Evaluation, EvaluationContext, ModelAccess, Unscorable
-from bridle.evaluators.control import controlled
+from bridle.evaluators.base import (
+    Evaluation,
+    EvaluationContext,
+    ModelAccess,
+    Unscorable,
+    controlled,
+)
 from bridle.lifecycle.ending import Ending, failed
 from bridle.lifecycle.opening import Opened, fresh_runtime
 from bridle.lifecycle.places import SessionPlaces

@@ -32,19 +32,27 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.cgroups import Bounds
-from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import listen_inside
+from bridle.runtimes.owner import remove_folders
 from bridle.runtimes.place import (
     GATEWAY_PORT,
+    TAKE,
     Sandbox,
     Up,
+    handed,
     refuse_workdir,
     with_signal,
 )
-from bridle.runtimes.proc import KILL_S, POLL_S, SESSION_MARK
+from bridle.runtimes.proc import (
+    KILL_S,
+    POLL_S,
+    SESSION_MARK,
+    Watched,
+    first_reached,
+    members_of,
+    pid_namespace,
+)
 from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
 PROGRAMS = ("apptainer", "singularity")
 ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'

@@ -32,15 +32,19 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount, binds
 from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
-from bridle.runtimes.folders import remove_folders
-from bridle.runtimes.handed import TAKE, handed
 from bridle.runtimes.namespaces import begin, enter, listen_inside
-from bridle.runtimes.owner import owner_mark
-from bridle.runtimes.place import GATEWAY_PORT, Sandbox, Up, refuse_workdir
-from bridle.runtimes.proc import KILL_S, SESSION_MARK
+from bridle.runtimes.owner import owner_mark, remove_folders
+from bridle.runtimes.place import GATEWAY_PORT, TAKE, Sandbox, Up, handed, refuse_workdir
+from bridle.runtimes.proc import (
+    KILL_S,
+    SESSION_MARK,
+    Watched,
+    first_reached,
+    members_of,
+    pid_namespace,
+)
 from bridle.runtimes.process import Command, run_process
 from bridle.runtimes.seccomp import MACHINES, filter_program
-from bridle.runtimes.watch import Watched, first_reached, members_of, pid_namespace
 
 USER = "agent"
 UID = 1000

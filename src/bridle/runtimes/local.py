@@ -20,7 +20,7 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.folders import remove_folders
+from bridle.runtimes.owner import remove_folders
 from bridle.runtimes.place import OnThisMachine
 from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
 from bridle.runtimes.process import Command, run_process

@@ -1,19 +1,23 @@
-"""Marks of ownership on what a session leaves outside its own processes: containers, control
-groups, folders.
+"""Owners and folders of a session on this machine: owner marks, folder names, removal of folders.
 
-A mark names a process in a form that no later process has, on a machine and among the processes
-that it can see. Only a process of the same place can say that an owner is dead: a daemon may serve
-several machines, and a container's processes do not see their neighbours'.
+Containers, control groups and folders carry the mark of the process that made them. A mark names
+that process in a form that no later process has, on a machine and among the processes that it can
+see. Only a process of the same place can say that an owner is dead: a daemon may serve several
+machines, and a container's processes do not see those of other containers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from bridle.errors import RuntimeFailure
 
 MACHINE = Path("/etc/machine-id")
 
@@ -51,3 +55,36 @@ def _place() -> str:
     with suppress(OSError):
         space = Path("/proc/self/ns/pid").stat().st_ino
     return f"{hashlib.sha256(machine.encode()).hexdigest()[:8]}.{space}"
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Remove folders, also where the harness took its own permissions away.
+
+    Raises `RuntimeFailure` naming one that stays.
+    """
+    for folder in folders:
+        if folder.is_symlink() or not folder.is_dir():  # a harness put it there, if it is there
+            folder.unlink(missing_ok=True)
+            continue
+        with suppress(OSError):
+            folder.chmod(0o700)
+        for parent, names, _ in os.walk(folder):
+            for name in names:
+                path = Path(parent, name)
+                if not path.is_symlink():
+                    with suppress(OSError):
+                        path.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            message = f"cannot remove {folder}"
+            raise RuntimeFailure(message)
+
+
+def beside(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
+    """The path on this machine of one inside a runtime, by the folders that it shares; `None` = it
+    lies in none of them.
+    """
+    for top, folder in folders.items():
+        if path.is_relative_to(top) and ".." not in path.parts:
+            return folder / path.relative_to(top)
+    return None

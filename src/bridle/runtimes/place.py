@@ -25,7 +25,7 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.archive import Keep, Owner, pack, pack_bytes, size_of, unpack
 from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.folders import beside
+from bridle.runtimes.owner import beside
 from bridle.runtimes.proc import EXEC_MARK, PLACE_MARK, SESSION_MARK
 from bridle.runtimes.process import Command
 from bridle.runtimes.snapshot import (
@@ -566,3 +566,17 @@ async def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 def _ignored(_error: BaseException) -> None:
     """A connection that failed is the business of its two ends; a watch begins with each start."""
+
+
+PREFIX = "BRIDLE_IN_"
+
+TAKE = (
+    f'for BRIDLE_ in "${{!{PREFIX}@}}"; do export "${{BRIDLE_#{PREFIX}}}=${{!BRIDLE_}}"; '
+    'unset "$BRIDLE_"; done; unset BRIDLE_; '
+)
+"""The bash that gives the variables their names; it stands before a command."""
+
+
+def handed(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` under names that mean nothing to a program outside."""
+    return {f"{PREFIX}{name}": value for name, value in env.items()}

@@ -100,7 +100,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerContext:
     """Objects that routes need."""
 
     service: Service
@@ -144,7 +144,7 @@ class Asked:
 
     request: Request
     caller: Caller
-    served: Served
+    served: ServerContext
 
     @property
     def service(self) -> Service:
@@ -251,7 +251,7 @@ class Endpoint:
 
     def __init__(
         self,
-        served: Served,
+        served: ServerContext,
         path: str,
         role: Role | None,
         answer: Answer,
@@ -302,7 +302,7 @@ class Endpoint:
 
 
 def route(
-    served: Served,
+    served: ServerContext,
     method: str,
     path: str,
     role: Role | None,

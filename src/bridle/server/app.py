@@ -28,7 +28,7 @@ from bridle.gateway.listener import UNFINISHED_BYTES, most_connections
 from bridle.gateway.weights import AddReplica
 from bridle.hosts import Hosts
 from bridle.server import polar_routes, v1_routes
-from bridle.server.answering import KNOWN, Asked, Endpoint, Refusal, Served, reply, route
+from bridle.server.answering import KNOWN, Asked, Endpoint, Refusal, ServerContext, reply, route
 from bridle.server.auth import Role
 from bridle.server.schemas import error_json
 from bridle.types import JSON
@@ -121,7 +121,7 @@ class _Config(uvicorn.Config):
     """Bytes of unfinished heads."""
 
 
-def make_app(served: Served, mounts: Sequence[Mount] = ()) -> Starlette:
+def make_app(served: ServerContext, mounts: Sequence[Mount] = ()) -> Starlette:
     """All routes as one ASGI application, and whatever else is served under paths of its own."""
     routes = [
         *polar_routes.routes(served),
@@ -145,7 +145,7 @@ async def _no_route(_: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def serving(
-    served: Served,
+    served: ServerContext,
     *,
     host: str,
     port: int,
@@ -338,7 +338,7 @@ def _content(schema: JSON) -> JSON:
     return {"application/json": {"schema": schema}}
 
 
-def node_routes(served: Served) -> list[Route]:
+def node_routes(served: ServerContext) -> list[Route]:
     """Return the routes of nodes and of the engines that they use."""
     drain_s = {"type": "integer", "minimum": 0, "maximum": 3600, "default": 0}
     return [

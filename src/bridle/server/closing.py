@@ -20,15 +20,18 @@ from bridle.errors import BridleError
 from bridle.lifecycle.ending import Blame, blame, is_scored
 from bridle.server import tables as t
 from bridle.server.addresses import receiver_of
-from bridle.server.rows import Closed, Ended, run_id, session_id
 from bridle.server.schemas import Reward, Terms
 from bridle.server.states import (
     FINAL_SESSIONS,
     FINAL_TASKS,
     SESSIONS,
     TASKS,
+    Closed,
+    Ended,
     SessionState,
     TaskState,
+    run_id,
+    session_id,
     step,
 )
 from bridle.types import JSON, Cause, SessionStatus

@@ -37,9 +37,9 @@ from bridle.server.claiming import Room
 from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles, UnwritableError
 from bridle.server.metrics import Metrics
-from bridle.server.rows import Claim, Closed, Ended, run_id
 from bridle.server.schemas import ServiceSettings
 from bridle.server.state import State
+from bridle.server.states import Claim, Closed, Ended, run_id
 from bridle.server.telling import Pulse
 from bridle.server.views import Views
 from bridle.server.workers import Workers

@@ -22,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bridle.errors import StateError
-from bridle.server.rows import Ended
-from bridle.server.states import DeliveryState, SessionState, TaskState
+from bridle.server.states import DeliveryState, Ended, SessionState, TaskState
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause
 

@@ -20,7 +20,7 @@ from bridle.config import Task
 from bridle.errors import ConfigError, StateError, StoreError, root_cause
 from bridle.server import wire
 from bridle.server.addresses import ForbiddenAddressError
-from bridle.server.answering import PAGE, Asked, Refusal, Served, invalid, reply, route
+from bridle.server.answering import PAGE, Asked, Refusal, ServerContext, invalid, reply, route
 from bridle.server.auth import Caller, Role
 from bridle.server.polar import PolarTask
 from bridle.server.results import task_status
@@ -44,7 +44,7 @@ KEEPALIVE_S = 15.0
 """Longest silence in the event stream."""
 
 
-def routes(served: Served) -> list[Route]:
+def routes(served: ServerContext) -> list[Route]:
     read, submit = Role.READ, Role.SUBMIT
     return [
         route(served, "POST", "/rollout/task/submit", submit, submit_task, body=PolarTask),

@@ -36,15 +36,14 @@ from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event, RoomChanged, SessionChanged
 from bridle.lifecycle.manager import plan
+from bridle.server.claiming import Shares
 from bridle.server.database import Database, until_done
 from bridle.server.dispatch import Dispatcher
 from bridle.server.files import TrajectoryFiles
 from bridle.server.metrics import Metrics
-from bridle.server.rows import Closed, run_id, task_key
 from bridle.server.schemas import Reward, ServiceSettings, Submission
-from bridle.server.shares import Shares
 from bridle.server.state import State
-from bridle.server.states import Kept
+from bridle.server.states import Closed, Kept, run_id, task_key
 from bridle.server.telling import Broadcast, Pulse
 from bridle.server.views import Views
 from bridle.server.wire import Row

@@ -17,19 +17,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from bridle.errors import BridleError, ConfigError
 from bridle.server import claiming, closing
 from bridle.server import tables as t
-from bridle.server.claiming import Room
+from bridle.server.claiming import Room, Shares
 from bridle.server.closing import ConflictError
 from bridle.server.database import Database
-from bridle.server.rows import Claim, Closed, Ended, task_key
 from bridle.server.schemas import Reward, Submission
-from bridle.server.shares import Shares
 from bridle.server.states import (
     DELIVERIES,
+    Claim,
+    Closed,
     DeliveryState,
+    Ended,
     Kept,
     SessionState,
     TaskState,
     step,
+    task_key,
 )
 from bridle.server.views import is_due
 

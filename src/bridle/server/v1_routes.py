@@ -23,7 +23,7 @@ from bridle.server.answering import (
     PAGE,
     Asked,
     Refusal,
-    Served,
+    ServerContext,
     accepted,
     invalid,
     packed_reply,
@@ -40,9 +40,8 @@ from bridle.server.polar_routes import (
     task_row,
 )
 from bridle.server.results import session_result, trajectory
-from bridle.server.rows import run_id
 from bridle.server.schemas import BATCH, Ack, Batch, CancelBody, Fork, Reward, Submission
-from bridle.server.states import DeliveryState, SessionState, TaskState
+from bridle.server.states import DeliveryState, SessionState, TaskState, run_id
 from bridle.server.views import is_final
 from bridle.server.wire import Row
 from bridle.trajectory.packed import packed_json
@@ -70,7 +69,7 @@ NEWEST: Final[dict[str, JSON]] = {
 }
 
 
-def routes(served: Served) -> list[Route]:
+def routes(served: ServerContext) -> list[Route]:
     read, submit, admin = Role.READ, Role.SUBMIT, Role.ADMIN
     states: JSON = {"enum": list(TaskState)}
     deliveries: JSON = {"enum": list(DeliveryState)}

@@ -24,8 +24,7 @@ from sqlalchemy import (
 
 from bridle.server import tables as t
 from bridle.server.database import Database
-from bridle.server.rows import run_id
-from bridle.server.states import FINAL_TASKS, DeliveryState, Kept, SessionState, TaskState
+from bridle.server.states import FINAL_TASKS, DeliveryState, Kept, SessionState, TaskState, run_id
 
 FARTHEST_S: Final = 1200.0
 """No callback waits longer than this for its next try."""

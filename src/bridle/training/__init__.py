@@ -2,8 +2,8 @@
 
 `grpo` is one update from groups of sessions: `samples` says how much each token counts, `forward`
 computes its logprob (padded rows, or a tree in which each token stands once), `grpo` sums the
-objective and steps. `loop` alternates rollouts and updates: `groups` run ahead within bounds,
-`tasks` says what comes next, `checkpoint` keeps all of it, `curve` draws it. `sft` trains on
+objective and steps. `loop` alternates rollouts and updates: `groups` draws tasks and
+runs ahead within bounds, `checkpoint` keeps all of it, `curve` draws it. `sft` trains on
 token-exact examples.
 
 Small, readable and correct; no rival of the trainers that shard and pipeline.

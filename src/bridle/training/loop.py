@@ -23,10 +23,9 @@ import structlog
 
 from bridle.errors import BridleError, TrainingError
 from bridle.training.checkpoint import save_checkpoint
-from bridle.training.groups import GroupSource
+from bridle.training.groups import GroupSource, History
 from bridle.training.samples import Group, make_batch, nothing_left
 from bridle.training.settings import LoopSettings
-from bridle.training.tasks import History
 from bridle.types import JSON
 
 if TYPE_CHECKING:

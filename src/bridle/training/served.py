@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from bridle.client import AsyncClient
 from bridle.client import Group as ServerGroup
 from bridle.config import Task
-from bridle.training.groups import Evaluation, evaluation_of, first_error
+from bridle.training.groups import Evaluation, TaskDraws, evaluation_of, first_error
 from bridle.training.samples import Group
-from bridle.training.tasks import TaskDraws
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON
 
