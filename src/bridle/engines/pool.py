@@ -1,8 +1,8 @@
 """Several replicas of one engine as one engine.
 
-A call goes to its session's replica (`pool_choice`). One that fails before its first token is given
-to another replica; one that fails later ends as `FinishReason.ABORT` with the versions of its
-tokens, and whoever called goes on from them with a new call. While no replica is to be had a call
+A call goes to its session's replica (`pool_replica`). One that fails before its first token is
+given to another replica; one that fails later ends as `FinishReason.ABORT` with the versions of its
+tokens, and the caller resumes it with a new call. While no replica is available, a call
 waits, within bounds; then it fails as a retryable `EngineError`.
 
 A failure is its call's alone until the replica's health says otherwise. Calls that a dead replica
