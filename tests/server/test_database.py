@@ -44,6 +44,17 @@ async def test_servers_that_open_a_new_database_at_once_all_find_it_whole(tmp_pa
     assert [one.result() for one in opening] == [0, 0, 0, 0]
 
 
+async def test_connections_that_make_a_new_file_at_once_wait_for_each_other(tmp_path):
+    for number in range(20):
+        databases = [Database(database_url(f"{tmp_path}/{number}.sqlite")) for _ in range(4)]
+
+        async def connect(database):
+            async with database, database.read():
+                pass
+
+        await asyncio.gather(*map(connect, databases))
+
+
 async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
     async with await Database.open(tmp_path / "a.sqlite") as database:
 

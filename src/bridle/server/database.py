@@ -255,15 +255,26 @@ def _short(error: BaseException | None) -> str:
 
 def _on_connect(connection: Any, _: object) -> None:  # noqa: ANN401 - the driver's own
     connection.isolation_level = None  # transactions begin when we say so
-    cursor = connection.cursor()
+    connection.run_async(_set_up)
+
+
+async def _set_up(connection: aiosqlite.Connection) -> None:
     for pragma in (
-        "journal_mode=WAL",
+        f"busy_timeout={int(BUSY_S * 1000)}",
         "synchronous=NORMAL",
         "foreign_keys=ON",
-        f"busy_timeout={int(BUSY_S * 1000)}",
     ):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+        await connection.execute(f"PRAGMA {pragma}")
+    async with asyncio.timeout(BUSY_S):
+        # SQLite does not wait for its busy_timeout while several connections turn a new file to WAL.
+        while True:
+            try:
+                await connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                    raise
+            await asyncio.sleep(FIRST_WAIT_S)
 
 
 def _on_begin(connection: Connection) -> None:
