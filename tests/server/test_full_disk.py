@@ -74,11 +74,11 @@ async def test_a_trajectory_that_can_never_be_written_ends_its_session_at_once(t
 
 async def test_while_a_disk_is_full_no_session_is_begun(tmp_path):
     async with an_app(tmp_path, FakeWorkers()) as http:
-        await http.post("/v1/pause")
+        http.service.dispatcher.draining = True
         await http.post("/v1/tasks", json={"tasks": [body("a")]})
         with full_disk(), capture_logs() as log:
             await noticed(http)
-            http.service.dispatcher.paused = False
+            http.service.dispatcher.draining = False
             http.service.dispatcher.wake.beat()
             await until(lambda: any(one.get("doing") == "claiming sessions" for one in log))
             assert http.service.workers.ran == []

@@ -58,6 +58,26 @@ async def test_another_servers_living_lease_is_left_alone(tmp_path):
         assert workers.ran == ["b.0"]
 
 
+async def test_a_pause_holds_for_a_claim_that_is_under_way(tmp_path):
+    checks, go = [], asyncio.Event()
+    async with a_service(tmp_path, workers := FakeWorkers()) as service:
+
+        async def check():
+            checks.append(go.is_set())
+            await go.wait()
+
+        service.files.check = check
+        service.dispatcher.wake.beat()
+        await until(lambda: checks)
+        await service.pause()
+        await submit(service, submission("a"))
+        go.set()
+        await until(lambda: checks == [False, True])
+        assert workers.ran == []
+        await service.resume()
+        await ended(service, "a")
+
+
 async def test_a_pause_holds_over_a_restart(tmp_path):
     async with a_service(tmp_path) as service:
         await service.pause()

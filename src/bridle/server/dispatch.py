@@ -89,8 +89,6 @@ class Dispatcher:
         self.wake = Pulse()
         self.idle = Pulse()
         """A run has left."""
-        self.paused = False
-        """Nothing is started until `resume`."""
         self.draining = False
         """Nothing is started in this life of the server."""
 
@@ -123,7 +121,7 @@ class Dispatcher:
             self._begin(adopted, nursery)
             slots = self._slots()
             wait_s = None
-            if slots > 0 and not self.paused and not self.draining:
+            if slots > 0 and not self.draining:
                 claims = await until_done(lambda: self._claim(slots), "claiming sessions")  # noqa: B023 - awaited here
                 self._begin(claims, nursery)
                 wait_s = await until_done(self._until_due, "looking for sessions")

@@ -112,7 +112,6 @@ class Service:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.enter_context(self.workers.listening(self._hear))
-            self.dispatcher.paused = bool(await self.state.number("paused"))
             await self._agree_on_version()
             await self.neighbours.take_over([self.owner])
             nursery = await stack.enter_async_context(Nursery(self.lost))
@@ -206,7 +205,7 @@ class Service:
             "callbacks": counts.callbacks,
             "slots": self.workers.capacity,
             "running": len(running),
-            "paused": self.dispatcher.paused,
+            "paused": bool(await self.state.number("paused")),
             "policy": self.workers.policy() | {"version": version},
         }
 
@@ -233,9 +232,8 @@ class Service:
     # ---- pace
 
     async def pause(self) -> None:
-        """Start no session until `resume`, also after a restart."""
+        """Start no session on any server until `resume`, also after a restart."""
         await self.state.set_number("paused", 1)
-        self.dispatcher.paused = True
 
     async def drain(self) -> int:
         """Start no session in this life of the server, and return when nothing runs or `drain_s`
@@ -247,7 +245,6 @@ class Service:
 
     async def resume(self) -> None:
         await self.state.set_number("paused", 0)
-        self.dispatcher.paused = False
         self.dispatcher.wake.beat()
 
     async def set_policy(self, wanted: SetPolicy) -> None:
@@ -374,7 +371,6 @@ class Neighbours:
         held = await service.views.held_by(service.owner)
         gone = tuple(one.run_id for one in running if not held.get(one.run_id, False))
         service.dispatcher.cancel_runs(gone)
-        service.dispatcher.paused = bool(await service.state.number("paused"))
         for pulse in (service.dispatcher.wake, service.ended, service.groups):
             pulse.beat()
 

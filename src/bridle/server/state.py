@@ -120,9 +120,12 @@ class State:
         """Lease up to `room.slots` sessions to the server `owner`.
 
         The slots are divided among the tasks' owners. Of each, sessions to be run again come first,
-        then new ones, by priority and then in the order in which their tasks came.
+        then new ones, by priority and then in the order in which their tasks came. None is leased
+        while the servers are paused.
         """
         async with self._database.write() as connection:
+            if await _number(connection, "paused", locked=True):
+                return []
             version = await _number(connection, "policy_version")
             lease = {
                 "state": SessionState.RUNNING,
@@ -134,11 +137,13 @@ class State:
             return await claiming.claim(connection, room, lease, self._shares, now=now)
 
     async def next_due(self) -> float | None:
-        """When the first session that waits to be run again may be; `None` = none waits."""
+        """When the first session that waits to be run again may be; `None` = none waits, or pause."""
         query = select(func.min(t.sessions.c.not_before)).where(
             t.sessions.c.state == SessionState.QUEUED
         )
         async with self._database.read() as connection:
+            if await _number(connection, "paused"):
+                return None
             due: float | None = (await connection.execute(query)).scalar_one()
         return due
 
@@ -341,8 +346,11 @@ def _row(submission: Submission, owner: str, now: float, *, tenant: bool) -> dic
     }
 
 
-async def _number(connection: AsyncConnection, name: str) -> int:
+async def _number(connection: AsyncConnection, name: str, *, locked: bool = False) -> int:
+    """The number `name`; if `locked`, nobody changes it before this transaction has ended."""
     query = select(t.numbers.c.value).where(t.numbers.c.name == name)
+    if locked:
+        query = query.with_for_update(read=True)
     value: int = (await connection.execute(query)).scalar_one()
     return value
 
