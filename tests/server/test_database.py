@@ -52,7 +52,9 @@ async def test_connections_that_make_a_new_file_at_once_wait_for_each_other(tmp_
             async with database, database.read():
                 pass
 
-        await asyncio.gather(*map(connect, databases))
+        async with asyncio.TaskGroup() as group:
+            for database in databases:
+                group.create_task(connect(database))
 
 
 async def test_a_transaction_that_fails_leaves_nothing(tmp_path):

@@ -266,7 +266,7 @@ async def _set_up(connection: aiosqlite.Connection) -> None:
     ):
         await connection.execute(f"PRAGMA {pragma}")
     async with asyncio.timeout(BUSY_S):
-        # SQLite does not wait for its busy_timeout while several connections turn a new file to WAL.
+        # SQLite ignores busy_timeout while several connections turn a new file to WAL.
         while True:
             try:
                 await connection.execute("PRAGMA journal_mode=WAL")

@@ -137,7 +137,7 @@ class State:
             return await claiming.claim(connection, room, lease, self._shares, now=now)
 
     async def next_due(self) -> float | None:
-        """When the first session that waits to be run again may be; `None` = none waits, or pause."""
+        """Time at which the first waiting session may start; `None` if none waits or paused."""
         query = select(func.min(t.sessions.c.not_before)).where(
             t.sessions.c.state == SessionState.QUEUED
         )
