@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.server.house import FakeWorkers, an_app, body, ended, result, until
 
 from bridle.config import Task
-from bridle.server.answering import MOST_VALUES
+from bridle.server.http import MOST_VALUES
 
 FIELDS = (
     *("task_id", "instruction", "num_samples", "runtime", "agent", "builder", "evaluator"),
@@ -64,7 +64,7 @@ async def test_no_route_answers_500_whatever_comes(tmp_path, seed):
             assert told.status_code not in (500, 501, 502), (method, path, values, told.text)
             if told.status_code >= 400:
                 assert {"error", "detail"} <= set(told.json())
-        assert http.service.broken is None
+        assert http.service.failure is None
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
@@ -141,7 +141,7 @@ TOLD = WeakKeyDictionary()
 @contextmanager
 def told_on_checkout(service, *pragmas):
     """Every connection of the service's database is told these before it is used."""
-    pool = service.state._database._engine.sync_engine.pool
+    pool = service.store.database._engine.sync_engine.pool
 
     def tell(connection, *_):
         cursor = connection.cursor()
@@ -183,7 +183,7 @@ async def all_is_there(http, task):
         for run_id in list(living):
             http.service.workers.let(run_id)
     assert (await ended(http.service, task["task_id"]))["usable"] == 1
-    assert http.service.broken is None
+    assert http.service.failure is None
 
 
 async def test_while_the_database_is_full_requests_are_told_to_come_again_and_nothing_is_lost(
@@ -274,7 +274,7 @@ class Sqlite:
         self.path = path
 
     async def pages(self, service):
-        async with service.state._database.read() as connection:
+        async with service.store.database.read() as connection:
             return (await connection.exec_driver_sql("PRAGMA page_count")).scalar_one()
 
 

@@ -13,10 +13,12 @@ from bridle.cli.serve import server_of
 from bridle.client import AsyncClient
 from bridle.errors import ServerError
 from bridle.folders import private_file
-from bridle.server.auth import Role, Token
-from bridle.server.permits import Permits
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.submission_policy import SubmissionPolicy
 
-TENANT = Token(name="tenant", token="the-token-of-a-tenant", roles=(Role.SUBMIT, Role.READ))
+TENANT = ApiToken(
+    name="tenant", token="the-token-of-a-tenant", roles=(TokenRole.SUBMIT, TokenRole.READ)
+)
 ADMIN, HELPER = "the-token-of-the-admin", "the-token-of-a-helper"
 TENANTS = ("alice", "bob", "carol")
 SCORING = "tests.evaluators.scoring"
@@ -54,7 +56,9 @@ POLAR = {"task_id": "t", "instruction": "x", "agent": {"harness": "codex"}}
 )
 async def test_what_would_reach_the_server_s_machine_is_refused_by_name(tmp_path, param, change):
     """The data folder as a `module` or a `solution`; a variable for a function on the host."""
-    permits = Permits(local=True, import_paths=(SCORING,), trusted=(f"{SCORING}:of_everything",))
+    permits = SubmissionPolicy(
+        local=True, import_paths=(SCORING,), trusted=(f"{SCORING}:of_everything",)
+    )
     async with an_app(tmp_path, permits=permits) as http:
         for path, sent in (
             ("/v1/tasks", {"tasks": [body() | change]}),
@@ -68,7 +72,7 @@ async def test_what_would_reach_the_server_s_machine_is_refused_by_name(tmp_path
 async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
     own = {"authorization": f"Bearer {TENANT.token}"}
     for runtimes, status in ((None, 422), (("local",), 200)):
-        permits = Permits(local=True, runtimes=runtimes)
+        permits = SubmissionPolicy(local=True, runtimes=runtimes)
         folder = tmp_path / str(status)
         folder.mkdir()
         async with an_app(folder, permits=permits, tokens=[TENANT, TOKEN]) as http:

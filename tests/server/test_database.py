@@ -12,7 +12,7 @@ from bridle.errors import ConfigError, StateError
 from bridle.server import database as database_module
 from bridle.server import tables as t
 from bridle.server.database import Database, database_url, until_done
-from bridle.server.state import State
+from bridle.server.store import TaskStore
 
 
 def test_a_path_is_a_sqlite_file_and_urls_get_their_async_driver():
@@ -37,7 +37,7 @@ async def test_opening_twice_finds_what_was_written(tmp_path):
 async def test_servers_that_open_a_new_database_at_once_all_find_it_whole(tmp_path):
     async def opened():
         async with await Database.open(database_of(tmp_path)) as database:
-            return await State(database).number("done_seq")
+            return await TaskStore(database).number("done_seq")
 
     async with asyncio.TaskGroup() as group:
         opening = [group.create_task(opened()) for _ in range(4)]

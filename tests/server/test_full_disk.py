@@ -51,7 +51,9 @@ async def test_a_session_whose_trajectory_waited_too_long_ends_with_store_error_
         await held_run(http)
         with full_disk(), capture_logs() as log:
             http.service.workers.let("a.0")
-            await until(lambda: any(one["event"] == "a trajectory was given up" for one in log))
+            await until(
+                lambda: any(one["event"] == "a trajectory could not be written" for one in log)
+            )
         await until(lambda: http.service.workers.living)
         (run_id,) = http.service.workers.living
         http.service.workers.let(run_id)
@@ -74,12 +76,12 @@ async def test_a_trajectory_that_can_never_be_written_ends_its_session_at_once(t
 
 async def test_while_a_disk_is_full_no_session_is_begun(tmp_path):
     async with an_app(tmp_path, FakeWorkers()) as http:
-        http.service.dispatcher.draining = True
+        http.service.scheduler.draining = True
         await http.post("/v1/tasks", json={"tasks": [body("a")]})
         with full_disk(), capture_logs() as log:
             await noticed(http)
-            http.service.dispatcher.draining = False
-            http.service.dispatcher.wake.beat()
+            http.service.scheduler.draining = False
+            http.service.scheduler.wake.notify_all()
             await until(lambda: any(one.get("doing") == "claiming sessions" for one in log))
             assert http.service.workers.ran == []
         assert (await ended(http.service, "a"))["usable"] == 1

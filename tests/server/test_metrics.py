@@ -4,7 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
 from bridle.errors import NodeLostError, StateError
-from bridle.server.auth import Role, Token
+from bridle.server.auth import ApiToken, TokenRole
 
 
 async def numbers(http):
@@ -60,7 +60,7 @@ async def test_what_there_is_now_is_told_by_state_and_by_node(tmp_path):
     assert told["bridle_server_sessions_waiting",] == 2
     assert told["bridle_server_tasks", "state=running"] == 1
     assert told["bridle_server_callbacks", "state=dead"] == 0
-    assert (told["bridle_server_slots",], told["bridle_server_runs_under_way",]) == (1, 1)
+    assert (told["bridle_server_slots",], told["bridle_server_runs_in_progress",]) == (1, 1)
     assert (told["bridle_server_paused",], told["bridle_server_policy_version",]) == (1, 7)
     assert told["bridle_node_up", "node=fake"] == told["bridle_node_slots", "node=fake"] == 1
     assert told["bridle_sessions_open", "node=fake"] == 0
@@ -90,17 +90,17 @@ async def test_a_database_that_is_gone_is_a_number_and_not_a_failed_scrape(tmp_p
         async def counts():
             raise StateError("the database is gone")
 
-        monkeypatch.setattr(http.service.views, "counts", counts)
+        monkeypatch.setattr(http.service.queries, "counts", counts)
         told = await numbers(http)
         assert told["bridle_server_database_up",] == 0
         assert told["bridle_server_slots",] == 4
         assert ("bridle_server_sessions_waiting",) not in told
-        http.service.lost(RuntimeError("boom"))
+        http.service.failed(RuntimeError("boom"))
         assert (await numbers(http))["bridle_server_healthy",] == 0
 
 
 async def test_a_scrape_needs_a_token_where_there_are_tokens(tmp_path):
-    tokens = [Token(name="prometheus", token="s" * 16, roles=(Role.METRICS,))]
+    tokens = [ApiToken(name="prometheus", token="s" * 16, roles=(TokenRole.METRICS,))]
     async with an_app(tmp_path, tokens=tokens) as http:
         assert (await http.get("/metrics")).status_code == 401
         headers = {"authorization": f"Bearer {'s' * 16}"}

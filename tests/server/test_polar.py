@@ -2,8 +2,8 @@ import pytest
 from pydantic import ValidationError
 from tests.datasets.test_swe import GYM
 
-from bridle.server.permits import Permits
 from bridle.server.polar import PolarTask
+from bridle.server.submission_policy import SubmissionPolicy
 
 FULL = {
     "task_id": "swe-1",
@@ -48,12 +48,12 @@ def submission(**changes):
 
 
 def refused(**changes):
-    return dict(PolarTask.model_validate(SMALL | changes).refused(Permits()))
+    return dict(PolarTask.model_validate(SMALL | changes).refused(SubmissionPolicy()))
 
 
 def test_a_full_request_is_translated():
     wanted = PolarTask.model_validate(FULL)
-    assert list(wanted.refused(Permits())) == []
+    assert list(wanted.refused(SubmissionPolicy())) == []
     ours = wanted.submission()
     assert (ours.agent.harness, ours.evaluator.strategy) == ("openhands", "swebench")
     assert (ours.runtime.image, ours.runtime.gpus, ours.runtime.cpus) == ("img", None, 2)
@@ -105,7 +105,7 @@ def test_what_cannot_be_done_is_refused_by_name(field, changes):
 
 def test_an_operator_can_permit_the_host_network():
     wanted = PolarTask.model_validate(SMALL | {"runtime": {"network": "host"}})
-    assert list(wanted.refused(Permits(host_network=True))) == []
+    assert list(wanted.refused(SubmissionPolicy(host_network=True))) == []
 
 
 def test_its_own_import_path_of_a_runtime_is_a_backend():

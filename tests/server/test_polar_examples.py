@@ -9,8 +9,8 @@ from tests.server.house import an_app
 
 from bridle.evaluators import open_evaluator
 from bridle.runtimes.docker import refuse_what_docker_cannot
-from bridle.server.permits import Permits
 from bridle.server.polar import PolarTask
+from bridle.server.submission_policy import SubmissionPolicy
 
 WORK = "/polar/session/workspace"
 CONFIG = ("evaluator", "config")
@@ -194,7 +194,7 @@ def skill2env(folder):
 
 
 def permitting(folder):
-    return Permits(host_network=True, host_paths=(Path(folder),))
+    return SubmissionPolicy(host_network=True, host_paths=(Path(folder),))
 
 
 def taken(body, folder):
@@ -250,10 +250,11 @@ def test_clawbenchs_task_is_taken(tmp_path):
     "body", [calculator("pi", "/srv/x"), swe_gym("/srv/x"), clawbench("/srv/x")]
 )
 def test_without_the_operator_the_setting_is_named(body):
-    (why,) = refused(body, Permits()).values()
+    (why,) = refused(body, SubmissionPolicy()).values()
     assert "permits.host_network = true" in why
     assert all(
-        "permits.host_paths" in why for why in refused(body, Permits(host_network=True)).values()
+        "permits.host_paths" in why
+        for why in refused(body, SubmissionPolicy(host_network=True)).values()
     )
 
 
@@ -306,7 +307,7 @@ def test_what_has_no_translation_is_refused_by_its_field(tmp_path, body, place, 
 async def test_a_wrong_value_is_answered_with_422_over_http(tmp_path, name, value):
     body = calculator("pi", tmp_path)
     body["evaluator"]["config"][name] = value
-    permits = Permits(host_network=True, host_paths=(tmp_path,))
+    permits = SubmissionPolicy(host_network=True, host_paths=(tmp_path,))
     async with an_app(tmp_path, permits=permits) as http:
         answer = await http.post("/rollout/task/submit", json=body)
     assert answer.status_code == 422, answer.text

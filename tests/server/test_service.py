@@ -17,9 +17,8 @@ from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Installing, SessionChanged
-from bridle.server.claiming import Room
 from bridle.server.database import Database
-from bridle.server.state import State
+from bridle.server.store import ClaimLimits, TaskStore
 from bridle.types import SessionStatus
 
 
@@ -30,9 +29,9 @@ async def submit(service, *submissions):
 async def leave_running(tmp_path, *task_ids):
     """Return what a server that was killed leaves: accepted tasks, leased sessions."""
     async with await Database.open(database_of(tmp_path)) as database:
-        state = State(database)
+        state = TaskStore(database)
         await state.submit([submission(name) for name in task_ids], owner="o", now=1.0)
-        await state.claim(Room(99), owner="me", now=2.0, lease_s=1e12)
+        await state.claim(ClaimLimits(99), owner="me", now=2.0, lease_s=1e12)
 
 
 async def test_a_killed_servers_finished_run_is_stored_and_the_others_run_again(tmp_path):
@@ -44,7 +43,7 @@ async def test_a_killed_servers_finished_run_is_stored_and_the_others_run_again(
     async with a_service(tmp_path, workers) as service:
         row = await ended(service, "finished")
         await ended(service, "cut")
-        (session,) = await service.views.sessions(row["seq"])
+        (session,) = await service.queries.sessions(row["seq"])
         assert '"reward":0.25' in session["result"]
         assert workers.ran == ["cut.0.r2"]
 
@@ -58,7 +57,7 @@ async def test_another_servers_living_lease_is_left_alone(tmp_path):
         assert workers.ran == ["b.0"]
 
 
-async def test_a_pause_holds_for_a_claim_that_is_under_way(tmp_path):
+async def test_a_pause_holds_for_a_claim_that_is_in_progress(tmp_path):
     checks, go = [], asyncio.Event()
     async with a_service(tmp_path, workers := FakeWorkers()) as service:
 
@@ -67,7 +66,7 @@ async def test_a_pause_holds_for_a_claim_that_is_under_way(tmp_path):
             await go.wait()
 
         service.files.check = check
-        service.dispatcher.wake.beat()
+        service.scheduler.wake.notify_all()
         await until(lambda: checks)
         await service.pause()
         await submit(service, submission("a"))
@@ -138,7 +137,7 @@ async def test_a_session_is_cancelled_alone_wherever_it_stands(tmp_path):
         workers.let("a.1")
         task = await ended(service, "a")
         assert await service.cancel_session("a.0") is False
-        rows = await service.views.sessions(task["seq"])
+        rows = await service.queries.sessions(task["seq"])
         assert [row["state"] for row in rows] == ["CANCELLED", "COMPLETED"]
 
 
@@ -154,7 +153,7 @@ async def test_runs_are_told_with_their_stage(tmp_path):
     workers = FakeWorkers()
     async with a_service(tmp_path, workers) as service:
         changed = SessionChanged("a.0", "a", 0, "command", SessionStatus.BUILDING, 1.0)
-        with service.events.reading() as reader:
+        with service.events.subscribe() as reader:
             workers.tell(Installing("codex", "a line"))
             workers.tell(changed)
             told = await reader.next(1)
@@ -166,5 +165,5 @@ async def test_runs_are_told_with_their_stage(tmp_path):
 
 async def test_a_part_that_fails_for_good_is_told(tmp_path):
     async with a_service(tmp_path) as service:
-        service.lost(RuntimeError("a bug"))
-        assert service.broken == "RuntimeError('a bug')"
+        service.failed(RuntimeError("a bug"))
+        assert service.failure == "RuntimeError('a bug')"

@@ -18,16 +18,16 @@ from tests.server.house import (
 )
 
 from bridle.gateway.listener import most_connections
-from bridle.server.answering import OWNERS
 from bridle.server.app import make_app
-from bridle.server.auth import Role, Token
-from bridle.server.schemas import OwnerSettings
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import OWNERS
+from bridle.server.settings import OwnerSettings
 
 ALICE, BOB, ADMIN = "the-token-of-alice", "the-token-of-bob", "the-token-of-admin"
 TOKENS = (
-    Token(name="alice", token=ALICE),
-    Token(name="bob", token=BOB),
-    Token(name="operator", token=ADMIN, roles=(Role.ADMIN,)),
+    ApiToken(name="alice", token=ALICE),
+    ApiToken(name="bob", token=BOB),
+    ApiToken(name="operator", token=ADMIN, roles=(TokenRole.ADMIN,)),
 )
 
 OWN = {
@@ -190,7 +190,7 @@ async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):
             assert told["callbacks"] == {"pending": 2}
             assert told["groups_unacked"] == 1
             assert (await admin.get(path)).json()["tasks"] == {"completed": 3}
-        assert service.broken is None
+        assert service.failure is None
 
 
 async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
@@ -253,7 +253,7 @@ async def test_two_owners_use_one_task_id_and_neither_notices(tmp_path):
             assert found["owner"] == one["owner"]
         refused = await bob.post("/v1/tasks", json={"tasks": [body("t", 9)]})
         assert refused.status_code == 409
-        assert len(await service.views.groups(after=0, limit=9)) == 3
+        assert len(await service.queries.groups(after=0, limit=9)) == 3
 
 
 async def test_an_id_barred_by_one_owner_is_free_for_another(tmp_path):
@@ -268,15 +268,15 @@ async def test_an_id_barred_by_one_owner_is_free_for_another(tmp_path):
 async def test_events_go_to_their_owner_and_to_admins(tmp_path):
     async with tenants(tmp_path) as (service, alice, bob, _admin):
         with (
-            service.events.reading("alice") as hers,
-            service.events.reading("bob") as his,
-            service.events.reading(None) as all_of_them,
+            service.events.subscribe("alice") as hers,
+            service.events.subscribe("bob") as his,
+            service.events.subscribe(None) as all_of_them,
         ):
             await submit(alice, body("t"))
             await wait(alice, "t")
             await submit(bob, body("t"))
             await wait(bob, "t")
-            service.events.tell({"type": "policy", "version": 1})
+            service.events.publish({"type": "policy", "version": 1})
 
             async def heard(reader):
                 found = []
@@ -304,7 +304,7 @@ async def test_operators_routes_refuse_a_tenants_token(tmp_path):
 async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
     async with tenants(tmp_path, FakeWorkers(held=True)) as (service, alice, bob, _admin):
         await submit(alice, body("hers-4711"))
-        await until(lambda: service.dispatcher.running)
+        await until(lambda: service.scheduler.running)
         for one in sorted(SHARED):
             told = await bob.get(one.split()[1])
             assert told.status_code == 200
@@ -355,9 +355,9 @@ async def test_one_owners_long_answers_leave_connections_to_others(tmp_path):
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             with ExitStack() as long:
                 for _ in range(most_connections() // OWNERS):
-                    long.enter_context(whole.share("alice"))
+                    long.enter_context(whole.counted("alice"))
                 hers = await http.get("/v1/tasks", headers=bearer(ALICE))
                 assert (hers.status_code, "retry-after" in hers.headers) == (429, True)
                 assert (await http.get("/v1/tasks", headers=bearer(BOB))).status_code == 200
             assert (await http.get("/v1/tasks", headers=bearer(ALICE))).status_code == 200
-        assert not whole.under_way.total()
+        assert not whole.in_progress.total()

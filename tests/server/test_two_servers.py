@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pytest
 from tests.lifecycle.house import AGENT
 from tests.server.house import database_of
-from tests.server.test_delivery import Receiver
+from tests.server.test_callbacks import Receiver
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.client import AsyncClient

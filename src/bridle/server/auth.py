@@ -33,7 +33,7 @@ TOKEN_FILE: Final = "server.token"  # noqa: S105 - the name of a file
 """In the data folder: the token of who runs the server, an admin's."""
 
 
-class Role(StrEnum):
+class TokenRole(StrEnum):
     """A permission of a token."""
 
     SUBMIT = "submit"
@@ -46,14 +46,14 @@ class Role(StrEnum):
     """Read the whole server's numbers (`GET /metrics`)."""
 
 
-class Token(Settings):
+class ApiToken(Settings):
     """One entry of the token file: `token`, or the SHA-256 of it."""
 
     name: str = Field(min_length=1, max_length=200)
     """Its owner, whose tasks it submits and sees. Several tokens may be one owner's."""
     token: str | None = Field(default=None, min_length=16, repr=False)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    roles: tuple[Role, ...] = (Role.SUBMIT, Role.READ)
+    roles: tuple[TokenRole, ...] = (TokenRole.SUBMIT, TokenRole.READ)
     callback_secret: str | None = Field(default=None, min_length=16, repr=False)
     """What callbacks of the owner's tasks are signed with; `None` = the server's own secret, which
     all owners without one share."""
@@ -76,29 +76,29 @@ class Token(Settings):
 class TokenFile(Settings):
     """The token file: `[[tokens]]` with `name`, `token` or `sha256`, and `roles`."""
 
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[ApiToken, ...] = ()
 
 
 class Caller(Settings):
     """The holder of a token."""
 
     name: str
-    roles: frozenset[Role]
+    roles: frozenset[TokenRole]
 
-    def may(self, role: Role) -> bool:
+    def may(self, role: TokenRole) -> bool:
         """Return whether the caller has this role; `admin` has all."""
-        return role in self.roles or Role.ADMIN in self.roles
+        return role in self.roles or TokenRole.ADMIN in self.roles
 
     @property
     def tenant(self) -> str | None:
         """The only owner whose tasks the caller sees; `None` = an admin, who sees all."""
-        return None if Role.ADMIN in self.roles else self.name
+        return None if TokenRole.ADMIN in self.roles else self.name
 
 
 class Auth:
     """Knows the tokens."""
 
-    def __init__(self, tokens: Iterable[Token]) -> None:
+    def __init__(self, tokens: Iterable[ApiToken]) -> None:
         self._tokens = [
             (one.digest, Caller(name=one.name, roles=frozenset(one.roles))) for one in tokens
         ]
@@ -115,8 +115,8 @@ class Auth:
 
 
 def load_tokens(
-    path: Path | None, environment: Mapping[str, str] | None = None, *, own: Token
-) -> list[Token]:
+    path: Path | None, environment: Mapping[str, str] | None = None, *, own: ApiToken
+) -> list[ApiToken]:
     """The server's `own` token, and those of a file and of the environment.
 
     `ConfigError` names a mistake.
@@ -127,13 +127,13 @@ def load_tokens(
         if path is not None:
             tokens += TokenFile.model_validate(load_toml(path)).tokens
         if given := environment.get(TOKEN_ENV):
-            tokens.append(Token(name="environment", token=given, roles=(Role.ADMIN,)))
+            tokens.append(ApiToken(name="environment", token=given, roles=(TokenRole.ADMIN,)))
     except ValidationError as error:
         raise explain(error, TOKEN_ENV if path is None else str(path)) from None
     return tokens
 
 
-def callback_secrets(tokens: Iterable[Token]) -> dict[str, bytes]:
+def callback_secrets(tokens: Iterable[ApiToken]) -> dict[str, bytes]:
     """The callback secret of each owner that has one. `ConfigError` for two of one owner, or one of
     two owners.
     """
@@ -151,14 +151,14 @@ def callback_secrets(tokens: Iterable[Token]) -> dict[str, bytes]:
     return secrets
 
 
-def own_token(folder: Path) -> Token:
+def own_token(folder: Path) -> ApiToken:
     """The token of who runs the server, kept in its data folder and made at the first start.
 
     `ConfigError` if its file cannot be read or written.
     """
     path = folder / TOKEN_FILE
     try:
-        return Token(name="operator", token=kept_token(path), roles=(Role.ADMIN,))
+        return ApiToken(name="operator", token=kept_token(path), roles=(TokenRole.ADMIN,))
     except ValidationError as error:
         raise explain(error, str(path)) from None
 

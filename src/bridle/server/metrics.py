@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bridle.errors import StateError
-from bridle.server.states import DeliveryState, Ended, SessionState, TaskState
+from bridle.server.tables import CallbackState, EndedRun, SessionState, TaskState
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause
 
@@ -33,7 +33,7 @@ SECONDS: Final = (0.1, 0.5, 1, 5, 15, 60, 180, 600, 1800, 3600, 7200)
 """Bounds of what a stage takes: a sandbox's start to an agent's whole day."""
 
 
-class Metrics:
+class ServerMetrics:
     """The numbers of one server."""
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class Metrics:
             registry=self._counted,
         )
 
-    def run_ended(self, ended: Ended, became: str) -> None:
-        """One more run has ended, or could not begin; `became` is `Closed.what`."""
+    def run_ended(self, ended: EndedRun, became: str) -> None:
+        """One more run has ended, or could not begin; `became` is `FinalizeResult.what`."""
         self._runs.labels(ended.status, "" if ended.cause is None else ended.cause, became).inc()
         for stage, seconds in ended.result["timing"].items():
             self._stages.labels(stage).observe(seconds)
@@ -124,9 +124,9 @@ def _server(service: Service, told: JSON | None) -> Iterator[Metric]:
         return GaugeMetricFamily(f"bridle_server_{name}", text, value=value)
 
     yield gauge("database_up", "Whether the database can be used.", told is not None)
-    yield gauge("healthy", "Whether no part of the server has failed.", service.broken is None)
+    yield gauge("healthy", "Whether no part of the server has failed.", service.failure is None)
     yield gauge("slots", "Runs that may be under way at once.", service.workers.capacity)
-    yield gauge("runs_under_way", "Runs now.", len(service.dispatcher.running))
+    yield gauge("runs_under_way", "Runs now.", len(service.scheduler.running))
     if told is None:
         return
     yield gauge("paused", "Whether no session is started until `resume`.", told["paused"])
@@ -142,7 +142,7 @@ def _server(service: Service, told: JSON | None) -> Iterator[Metric]:
     for name, text, states in (
         ("tasks", "Tasks by state.", TaskState),
         ("sessions", "Started sessions by state.", SessionState),
-        ("callbacks", "Callbacks by state.", DeliveryState),
+        ("callbacks", "Callbacks by state.", CallbackState),
     ):
         family = GaugeMetricFamily(f"bridle_server_{name}", text, labels=("state",))
         for state in states:

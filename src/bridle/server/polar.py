@@ -28,8 +28,8 @@ from bridle.config import (
 )
 from bridle.datasets.swe import GRADED, swe_task, unpacked
 from bridle.errors import ConfigError
-from bridle.server.permits import Permits
-from bridle.server.schemas import Submission, Terms
+from bridle.server.schemas import GroupOptions, Submission
+from bridle.server.submission_policy import SubmissionPolicy
 from bridle.types import JSON, Kind
 
 HARNESSES = {"openhands_sdk": "openhands", "shell": "command"}
@@ -131,7 +131,7 @@ class PolarEvaluator(EvaluatorSpec):
     """Without effect: what is scored here is scored apart from the agent in any case."""
 
 
-class PolarTask(Terms):
+class PolarTask(GroupOptions):
     """Its `TaskRequest`; `sampling`, `limits`, `budgets` and `train` are ours."""
 
     task_id: str
@@ -148,7 +148,7 @@ class PolarTask(Terms):
     budgets: Budgets = Budgets()
     train: tuple[Kind, ...] = Task.model_fields["train"].default
 
-    def refused(self, permits: Permits) -> Iterator[tuple[str, str]]:
+    def refused(self, permits: SubmissionPolicy) -> Iterator[tuple[str, str]]:
         """Every field that has no translation here, with the reason."""
         runtime = self.runtime or PolarRuntime()
         if runtime.network == "host" and not permits.host_network:

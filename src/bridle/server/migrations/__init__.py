@@ -1,3 +1,3 @@
-"""The database's migrations, one file per step; `bridle.server.state` brings a database to the last
+"""The database's migrations, one file per step; `bridle.server.store` brings a database to the last
 one when it opens it.
 """

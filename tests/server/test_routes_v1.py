@@ -36,7 +36,7 @@ async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
 async def test_our_default_builder_is_prefix_merging(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
-        spec = (await http.service.views.task("a"))["spec"]
+        spec = (await http.service.queries.task("a"))["spec"]
         assert '"strategy":"prefix_merging"' in spec
 
 
@@ -311,7 +311,7 @@ async def test_dead_callbacks_are_listed_and_replayed(tmp_path):
         (first, last) = (await http.get("/v1/callbacks")).json()["callbacks"]
         assert (await http.post(f"/v1/callbacks/{first['delivery_id']}/replay")).status_code == 404
         for one in (first, last):
-            await http.service.state.note_callback(
+            await http.service.store.record_attempt(
                 one["delivery_id"], tries=1, fault="500", dead=True, now=1.0, next_at=1.0
             )
         dead = (await http.get("/v1/callbacks?state=dead")).json()["callbacks"]
@@ -342,3 +342,29 @@ async def test_a_wrong_policy_changes_nothing(tmp_path, wrong):
     async with an_app(tmp_path, workers) as http:
         assert (await http.post("/policy", json=wrong)).status_code == 422
         assert workers.asked == []
+
+
+REPLICA = "http://127.0.0.1:9"
+
+
+async def test_nodes_are_shown_and_drained_by_name(tmp_path):
+    async with an_app(tmp_path, FakeWorkers()) as http:
+        assert (await http.get("/v1/nodes")).json() == {
+            "nodes": [{"name": "fake", "state": "live", "slots": 4, "free": 4}]
+        }
+        drained = await http.post("/v1/nodes/fake/drain")
+        assert drained.json()["nodes"][0]["state"] == "draining"
+        refused = await http.post("/v1/nodes/other/drain")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "name")
+
+
+async def test_replicas_join_and_leave_all_nodes(tmp_path):
+    workers = FakeWorkers()
+    async with an_app(tmp_path, workers) as http:
+        assert (await http.post("/v1/replicas", json={"engine": REPLICA})).status_code == 200
+        assert workers.replicas == [REPLICA]
+        assert (await http.post("/v1/replicas", json={"engine": "scripted:x"})).status_code == 422
+        gone = await http.delete("/v1/replicas", params={"name": REPLICA, "drain_s": "3"})
+        assert (gone.status_code, workers.replicas) == (200, [])
+        assert (await http.delete("/v1/replicas", params={"name": REPLICA})).status_code == 404
+        assert (await http.delete("/v1/replicas")).status_code == 422

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
@@ -24,17 +24,21 @@ from sqlalchemy import (
 
 from bridle.server import tables as t
 from bridle.server.database import Database
-from bridle.server.states import FINAL_TASKS, DeliveryState, Kept, SessionState, TaskState, run_id
+from bridle.server.schemas import GroupOrder
+from bridle.server.tables import (
+    FINAL_TASKS,
+    CallbackState,
+    RetentionLevel,
+    SessionState,
+    TaskState,
+    run_id,
+)
 
 FARTHEST_S: Final = 1200.0
 """No callback waits longer than this for its next try."""
 
 LAST_SAMPLE: Final = 2**31 - 1
 """The most that PostgreSQL can compare a sample's index with."""
-
-Order = Literal["done", "submitted", "priority"]
-"""How groups are handed out: as they end; as they were submitted, each after all before it; those
-of the highest priority first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Counts:
     """By state."""
 
 
-class Views:
+class Queries:
     """Reads. Every method raises `StateError` if the database cannot be used.
 
     Those of `of(owner)` read that owner's rows alone, and `task_id` is what the owner calls a task;
@@ -64,9 +68,9 @@ class Views:
         self._database = database
         self._owner = owner
 
-    def of(self, owner: str | None) -> Views:
+    def of(self, owner: str | None) -> Queries:
         """Return the views of one owner; `None` = of all."""
-        return self if owner == self._owner else Views(self._database, owner)
+        return self if owner == self._owner else Queries(self._database, owner)
 
     @property
     def _task_id(self) -> Label[str]:
@@ -128,7 +132,7 @@ class Views:
         return await self._first(query.where(t.sessions.c.session_id == session_id))
 
     async def groups(
-        self, *, after: int, limit: int, order: Order = "done", acked: bool = False
+        self, *, after: int, limit: int, order: GroupOrder = "done", acked: bool = False
     ) -> Sequence[RowMapping]:
         """Tasks that are final; those acknowledged only if asked for.
 
@@ -254,14 +258,14 @@ class Views:
         """
         c = t.callbacks.c
         query = select(func.min(c.next_at)).where(
-            c.state == DeliveryState.PENDING, c.receiver.not_in(without)
+            c.state == CallbackState.PENDING, c.receiver.not_in(without)
         )
         async with self._database.read() as connection:
             due: float | None = (await connection.execute(query)).scalar_one()
         return due
 
     async def callbacks(
-        self, *, after: int, limit: int, state: DeliveryState | None = None
+        self, *, after: int, limit: int, state: CallbackState | None = None
     ) -> Sequence[RowMapping]:
         """Callbacks in the order in which they were made, behind number `after`."""
         query = self._with_task(t.callbacks).where(t.callbacks.c.seq > after)
@@ -272,13 +276,13 @@ class Views:
     # ---- retention
 
     async def removable(
-        self, kept: Kept, *, before: float | None, limit: int
+        self, kept: RetentionLevel, *, before: float | None, limit: int
     ) -> Sequence[RowMapping]:
         """Acknowledged groups of which so much is kept, oldest first, with no callback to be tried;
         acknowledged before `before`, `None` = whenever.
         """
         tasks, c = t.tasks.c, t.callbacks.c
-        pending = select(c.seq).where(c.task_seq == tasks.seq, c.state == DeliveryState.PENDING)
+        pending = select(c.seq).where(c.task_seq == tasks.seq, c.state == CallbackState.PENDING)
         query = select(tasks.seq, tasks.task_id).where(
             tasks.kept == kept, tasks.acked_at.is_not(None), ~pending.exists()
         )
@@ -289,7 +293,9 @@ class Views:
     async def kept_groups(self) -> int:
         """Groups that have ended and whose files are kept."""
         tasks = t.tasks.c
-        query = select(func.count()).where(tasks.kept == Kept.ALL, tasks.ended_at.is_not(None))
+        query = select(func.count()).where(
+            tasks.kept == RetentionLevel.ALL, tasks.ended_at.is_not(None)
+        )
         return await self._number(query) or 0
 
     async def file_bytes(self) -> int:
@@ -326,7 +332,7 @@ def is_due(now: float) -> ColumnElement[bool]:
     """
     c = t.callbacks.c
     return and_(
-        c.state == DeliveryState.PENDING, or_(c.next_at <= now, c.next_at > now + FARTHEST_S)
+        c.state == CallbackState.PENDING, or_(c.next_at <= now, c.next_at > now + FARTHEST_S)
     )
 
 

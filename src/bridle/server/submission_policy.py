@@ -121,7 +121,7 @@ DEFAULTS: Final = {"harbor": {"tests": "tests"}}
 Refused: TypeAlias = Iterator[tuple[str, str]]
 
 
-class Permits(Settings):
+class SubmissionPolicy(Settings):
     """Names, paths and addresses that tasks submitted over HTTP may use."""
 
     runtimes: tuple[str, ...] | None = None
@@ -151,7 +151,7 @@ class Permits(Settings):
 
     def refused(self, task: Task) -> Refused:
         """Every field of a task that is not permitted, with the reason."""
-        judge = _Judge(self, task)
+        judge = _PolicyCheck(self, task)
         for pattern, field, value in _fields(task, "", ""):
             if pattern in INSIDE or value is None:
                 continue
@@ -182,10 +182,10 @@ class Permits(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
+class _PolicyCheck:
     """The rules, for one task; each gives the fields that it refuses."""
 
-    permits: Permits
+    permits: SubmissionPolicy
     task: Task
 
     def backend(self, field: str, _: str) -> Refused:
@@ -339,26 +339,26 @@ class _Judge:
             yield from self.host_path(field, source)
 
 
-RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
-    "runtime.backend": _Judge.backend,
-    "runtime.image": _Judge.image,
-    "runtime.prepare[].source": _Judge.task_path,
-    "runtime.eval_prepare[].source": _Judge.task_path,
-    "runtime.network": _Judge.network,
-    "runtime.kwargs": _Judge.kwargs,
-    "agent.harness": _Judge.harness,
-    "agent.import_path": _Judge.harness,
-    "agent.function": _Judge.function,
-    "agent.settings": _Judge.settings,
-    "agent.skills_path": _Judge.task_path,
-    "builder.strategy": _Judge.builder,
-    "evaluator.strategy": _Judge.strategy,
-    "evaluator.config": _Judge.config,
-    "evaluator.env": _Judge.scorer_env,
-    "fork.capture": _Judge.task_path,
-    "branching.at": _Judge.branching,
-    "owner": _Judge.owner,
-    "task_dir": _Judge.task_path,
+RULES: Final[Mapping[str, Callable[[_PolicyCheck, str, Any], Refused]]] = {
+    "runtime.backend": _PolicyCheck.backend,
+    "runtime.image": _PolicyCheck.image,
+    "runtime.prepare[].source": _PolicyCheck.task_path,
+    "runtime.eval_prepare[].source": _PolicyCheck.task_path,
+    "runtime.network": _PolicyCheck.network,
+    "runtime.kwargs": _PolicyCheck.kwargs,
+    "agent.harness": _PolicyCheck.harness,
+    "agent.import_path": _PolicyCheck.harness,
+    "agent.function": _PolicyCheck.function,
+    "agent.settings": _PolicyCheck.settings,
+    "agent.skills_path": _PolicyCheck.task_path,
+    "builder.strategy": _PolicyCheck.builder,
+    "evaluator.strategy": _PolicyCheck.strategy,
+    "evaluator.config": _PolicyCheck.config,
+    "evaluator.env": _PolicyCheck.scorer_env,
+    "fork.capture": _PolicyCheck.task_path,
+    "branching.at": _PolicyCheck.branching,
+    "owner": _PolicyCheck.owner,
+    "task_dir": _PolicyCheck.task_path,
 }
 """Fields that name something of the server's machine."""
 
@@ -404,4 +404,4 @@ def _fits(given: object, listed: object) -> bool:
 def names_files(task: Task) -> bool:
     """Return whether a task names files or folders relative to its `task_dir`."""
     without = task.model_copy(update={"task_dir": None})
-    return any(reason.endswith(NOT_LISTED) for _, reason in Permits().refused(without))
+    return any(reason.endswith(NOT_LISTED) for _, reason in SubmissionPolicy().refused(without))

@@ -1,8 +1,8 @@
-"""Steps that make sessions and tasks final: one transaction per step, and each step once.
+"""Transactions that end runs, sessions and tasks; `TaskStore` calls each in one of its own.
 
-A session is made final only by the run that holds its lease; whoever comes later finds the row
-final and changes nothing. With the last session its task becomes final and gets its place in the
-order of `GET /v1/groups`, in the same transaction, as do the callbacks that are then due.
+Only the run that holds a session's lease makes it final; later calls change nothing. The last
+session's transaction also makes its task final, gives it its place in the order of
+`GET /v1/groups`, and inserts the callbacks that are then due.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from bridle.errors import BridleError
 from bridle.lifecycle.ending import Blame, blame, is_scored
 from bridle.server import tables as t
-from bridle.server.addresses import receiver_of
-from bridle.server.schemas import Reward, Terms
-from bridle.server.states import (
+from bridle.server.schemas import GroupOptions, Reward
+from bridle.server.tables import (
     FINAL_SESSIONS,
     FINAL_TASKS,
-    SESSIONS,
-    TASKS,
-    Closed,
-    Ended,
+    SESSION_TRANSITIONS,
+    TASK_TRANSITIONS,
+    EndedRun,
+    FinalizeResult,
     SessionState,
     TaskState,
+    receiver_of,
     run_id,
     session_id,
     step,
@@ -37,35 +37,37 @@ from bridle.server.states import (
 from bridle.types import JSON, Cause, SessionStatus
 
 EARLY_STOP = "early_stop"
-"""`tasks.stopped` of a task that has all the usable sessions it asked for."""
+"""`tasks.stopped` of a task with as many usable sessions as it needs."""
 
 CANCELLED = "cancelled"
 """`tasks.stopped` of a task that somebody cancelled."""
 
 MOST_SCORES: Final = 1 << 20
-"""Bytes of all rewards of a session: they lie in its row, which is read and written whole."""
+"""Bytes of all rewards of a session, which are stored in its row."""
 
 MAX_INTERRUPTIONS = 20
-"""A session whose server died this often while it ran is not run again."""
+"""Runs of a session that may end with their server before the session fails."""
 
 
 class ConflictError(BridleError):
-    """The request does not fit what is there, such as an id that is taken by another body."""
+    """The request contradicts the stored state, such as an id that another body has."""
 
 
-async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: float) -> Closed:
-    """Take in the end of a run that `owner` holds."""
+async def finish(
+    connection: AsyncConnection, ended: EndedRun, *, owner: str, now: float
+) -> FinalizeResult:
+    """Store the end of a run whose lease `owner` holds, or queue the session again."""
     found = await _session(connection, ended.session_id)
     if found is None:
-        return Closed("lost")
+        return FinalizeResult("lost")
     session, task = found
     if (session["state"], session["attempt"], session["leased_by"]) != (
         SessionState.RUNNING,
         ended.attempt,
         owner,
     ):
-        return Closed("lost")
-    terms = Terms.model_validate_json(task["terms"])
+        return FinalizeResult("lost")
+    terms = GroupOptions.model_validate_json(task["terms"])
     earlier = _earlier(session)
     failed = sum(one["why"] == "failed" for one in earlier)
     may_again = _stopped(session, task) is None and failed + 1 < terms.max_attempts
@@ -73,79 +75,81 @@ async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: 
     if blamed is Blame.INFRASTRUCTURE and may_again:
         wait_s = terms.retry_backoff_s * 2**failed
         node = ended.result.get("node_id")
-        await _again(
+        await _requeue(
             connection, session, "failed", ended.error, now=now, not_before=now + wait_s, node=node
         )
-        return Closed("again")
+        return FinalizeResult("again")
     return await make_final(connection, session, task, ended, now=now)
 
 
 async def put_back(
     connection: AsyncConnection, session: str, attempt: int, *, owner: str, why: str, now: float
-) -> Closed:
-    """Have a run that was broken off (`interrupted` or `stopped`) done again."""
+) -> FinalizeResult:
+    """Queue a session again whose run was `interrupted` or `stopped`; `why` is one of these."""
     found = await _session(connection, session)
     if found is None:
-        return Closed("lost")
+        return FinalizeResult("lost")
     row, task = found
     if (row["state"], row["attempt"], row["leased_by"]) != (SessionState.RUNNING, attempt, owner):
-        return Closed("lost")
+        return FinalizeResult("lost")
     if (reason := _stopped(row, task)) is not None:
-        return await make_final(connection, row, task, never_ended(row, task, reason), now=now)
+        return await make_final(connection, row, task, without_run(row, task, reason), now=now)
     interrupted = sum(one["why"] == "interrupted" for one in _earlier(row))
     if why == "interrupted" and interrupted + 1 >= MAX_INTERRUPTIONS:
-        error = f"the server died {interrupted + 1} times while it ran"
-        ended = never_ended(row, task, error, status="ERROR", cause=Cause.INFRASTRUCTURE)
+        error = f"the server died {interrupted + 1} times while the session ran"
+        ended = without_run(
+            row, task, error, status=SessionStatus.ERROR, cause=Cause.INFRASTRUCTURE
+        )
         return await make_final(connection, row, task, ended, now=now)
-    await _again(connection, row, why, f"the server was {why}", now=now, not_before=0.0)
-    return Closed("again")
+    await _requeue(connection, row, why, f"the server was {why}", now=now, not_before=0.0)
+    return FinalizeResult("again")
 
 
 async def stop_task(
     connection: AsyncConnection, task_id: str, reason: str, *, now: float
-) -> Closed | None:
-    """Start no further session of a task and end what runs; `None` if there is no such task.
+) -> FinalizeResult | None:
+    """Stop a task: its queued sessions end now, its running ones are in `run_ids`.
 
-    Nothing changes for a task that is final, or is being ended already.
+    `None` = there is no such task. A task that is final or stopped already does not change.
     """
     query = select(t.tasks).where(t.tasks.c.task_id == task_id).with_for_update()
     task = (await connection.execute(query)).mappings().first()
     if task is None:
         return None
     if TaskState(task["state"]) in FINAL_TASKS:
-        return Closed("lost")
+        return FinalizeResult("lost")
     if task["stopped"] is None:
         await _stop(connection, task, reason, now=now)
-    closed = await _settle(connection, task["seq"], now=now)
+    closed = await _apply_counts(connection, task["seq"], now=now)
     return replace(closed, run_ids=await _running(connection, task["seq"]))
 
 
 async def stop_session(
     connection: AsyncConnection, session: str, reason: str, *, now: float
-) -> Closed:
-    """End a session that waits for a run, and have one that runs end: its run is in `run_ids`."""
+) -> FinalizeResult:
+    """End a queued session; the run of a running one is in `run_ids`."""
     found = await _session(connection, session)
     if found is None or found[0]["state"] not in (SessionState.QUEUED, SessionState.RUNNING):
-        return Closed("lost")
+        return FinalizeResult("lost")
     row, task = found
     if row["state"] == SessionState.QUEUED:
-        return await make_final(connection, row, task, never_ended(row, task, reason), now=now)
+        return await make_final(connection, row, task, without_run(row, task, reason), now=now)
     own = update(t.sessions).where(t.sessions.c.session_id == session)
     await connection.execute(own.values(stopped=reason))
-    return Closed("lost", (run_id(session, row["attempt"]),))
+    return FinalizeResult("lost", (run_id(session, row["attempt"]),))
 
 
 async def give_reward(
     connection: AsyncConnection, session: str, given: Reward, *, now: float
-) -> Closed:
-    """Append a reward to an ended session and count it anew; the last reward is the result's.
+) -> FinalizeResult:
+    """Append a reward to an ended session and update its task's counts; the last reward counts.
 
-    A session whose evaluator had failed is COMPLETED. Raises `ConflictError` for one that has not
-    ended, or ended without anything to score, or whose rewards take more than `MOST_SCORES`.
+    A session whose evaluator failed becomes COMPLETED. Raises `ConflictError` for a session that
+    has not ended, has nothing to score, or whose rewards take more than `MOST_SCORES`.
     """
     found = await _session(connection, session)
     if found is None:
-        return Closed("lost")
+        return FinalizeResult("lost")
     row, task = found
     result: JSON = orjson.loads(row["result"]) if row["result"] else {}
     cause = result.get("cause")
@@ -163,7 +167,7 @@ async def give_reward(
             f"the rewards of session {session!r} take more than {MOST_SCORES} bytes"
         )
     result |= {"reward": given.reward, "scores": scores}
-    state = step(SESSIONS, SessionState(row["state"]), SessionState(result["status"]))
+    state = step(SESSION_TRANSITIONS, SessionState(row["state"]), SessionState(result["status"]))
     usable = state is SessionState.COMPLETED or replied
     own, counts = t.sessions.c, t.tasks.c
     text = orjson.dumps(result).decode()
@@ -173,27 +177,39 @@ async def give_reward(
     count = update(t.tasks).where(counts.seq == task["seq"])
     await connection.execute(count.values(usable=counts.usable + more))
     if TaskState(task["state"]) not in FINAL_TASKS:
-        return await _settle(connection, task["seq"], now=now)
+        return await _apply_counts(connection, task["seq"], now=now)
     task = await _task(connection, task["seq"])
-    after = _final_state(task, Terms.model_validate_json(task["terms"]))
+    after = _final_state(task, GroupOptions.model_validate_json(task["terms"]))
     if after is not TaskState(task["state"]):
-        await connection.execute(count.values(state=step(TASKS, TaskState(task["state"]), after)))
-    return Closed("final")
+        await connection.execute(
+            count.values(state=step(TASK_TRANSITIONS, TaskState(task["state"]), after))
+        )
+    return FinalizeResult("final")
 
 
 async def make_final(
-    connection: AsyncConnection, session: RowMapping, task: RowMapping, ended: Ended, *, now: float
-) -> Closed:
-    """Make a session final, count it, and close its task if it was the last one."""
+    connection: AsyncConnection,
+    session: RowMapping,
+    task: RowMapping,
+    ended: EndedRun,
+    *,
+    now: float,
+) -> FinalizeResult:
+    """Make a session final, and its task if it was the last one."""
     await _mark(connection, session, task, ended, now=now)
-    return await _settle(connection, task["seq"], now=now)
+    return await _apply_counts(connection, task["seq"], now=now)
 
 
 async def _mark(
-    connection: AsyncConnection, session: RowMapping, task: RowMapping, ended: Ended, *, now: float
+    connection: AsyncConnection,
+    session: RowMapping,
+    task: RowMapping,
+    ended: EndedRun,
+    *,
+    now: float,
 ) -> None:
-    """Write a session's end, its callback, and its place in the counts."""
-    state = step(SESSIONS, SessionState(session["state"]), SessionState(ended.status))
+    """Store a session's end and its callback, and count it."""
+    state = step(SESSION_TRANSITIONS, SessionState(session["state"]), SessionState(ended.status))
     await connection.execute(
         update(t.sessions)
         .where(t.sessions.c.session_id == session["session_id"])
@@ -210,8 +226,8 @@ async def _mark(
             version_max=ended.version_max,
         )
     )
-    terms = Terms.model_validate_json(task["terms"])
-    await _call_back(connection, terms, task, [session["session_id"]], now=now)
+    terms = GroupOptions.model_validate_json(task["terms"])
+    await _insert_callbacks(connection, terms, task, [session["session_id"]], now=now)
     counts = t.tasks.c
     await connection.execute(
         update(t.tasks)
@@ -220,10 +236,10 @@ async def _mark(
     )
 
 
-async def _settle(connection: AsyncConnection, seq: int, *, now: float) -> Closed:
-    """Apply the counts of a task: refill it, stop it early, or end it."""
+async def _apply_counts(connection: AsyncConnection, seq: int, *, now: float) -> FinalizeResult:
+    """Refill a task, stop it early, or end it, as its counts require."""
     task = await _task(connection, seq)
-    terms = Terms.model_validate_json(task["terms"])
+    terms = GroupOptions.model_validate_json(task["terms"])
     stops = False
     if task["stopped"] is None:
         wanted = terms.early_stop_min_usable_sessions
@@ -238,46 +254,46 @@ async def _settle(connection: AsyncConnection, seq: int, *, now: float) -> Close
         task = await _task(connection, seq)
     if not task["open"] and task["ended"] == task["expanded"]:
         return await _close(connection, task, terms, now=now)
-    return Closed("final", await _running(connection, seq) if stops else ())
+    return FinalizeResult("final", await _running(connection, seq) if stops else ())
 
 
 async def _stop(connection: AsyncConnection, task: RowMapping, reason: str, *, now: float) -> None:
-    """No further session of the task starts; those that wait are final."""
+    """Start no further session of a task, and make its queued ones final."""
     values: JSON = {"open": 0, "stopped": reason}
     if task["state"] == TaskState.RUNNING:
-        values["state"] = step(TASKS, TaskState.RUNNING, TaskState.ENDING)
+        values["state"] = step(TASK_TRANSITIONS, TaskState.RUNNING, TaskState.ENDING)
     await connection.execute(update(t.tasks).where(t.tasks.c.seq == task["seq"]).values(**values))
     waiting = select(t.sessions).where(
         t.sessions.c.task_seq == task["seq"], t.sessions.c.state == SessionState.QUEUED
     )
     for row in (await connection.execute(waiting)).mappings().all():
-        await _mark(connection, row, task, never_ended(row, task, reason), now=now)
+        await _mark(connection, row, task, without_run(row, task, reason), now=now)
 
 
 async def _close(
-    connection: AsyncConnection, task: RowMapping, terms: Terms, *, now: float
-) -> Closed:
-    """Make a task final: sessions that never began are told as CANCELLED, its place is taken."""
-    await _tell_never_begun(connection, task, terms, now=now)
+    connection: AsyncConnection, task: RowMapping, terms: GroupOptions, *, now: float
+) -> FinalizeResult:
+    """Make a task final, and its sessions that never started CANCELLED."""
+    await _cancel_unstarted(connection, task, terms, now=now)
     state = _final_state(task, terms)
     done_seq = await next_place(connection)
     await connection.execute(
         update(t.tasks)
         .where(t.tasks.c.seq == task["seq"])
         .values(
-            state=step(TASKS, TaskState(task["state"]), state),
+            state=step(TASK_TRANSITIONS, TaskState(task["state"]), state),
             ended_at=now,
             done_seq=done_seq,
             expanded=task["target"],
             ended=task["target"],
         )
     )
-    await _call_back(connection, terms, task, [None], now=now)
-    return Closed("final", (), task["task_id"], task["name"], task["owner"])
+    await _insert_callbacks(connection, terms, task, [None], now=now)
+    return FinalizeResult("final", (), task["task_id"], task["name"], task["owner"])
 
 
-def _final_state(task: RowMapping, terms: Terms) -> TaskState:
-    """The state of a task whose sessions have all ended."""
+def _final_state(task: RowMapping, terms: GroupOptions) -> TaskState:
+    """Return the state of a task whose sessions have all ended."""
     if task["stopped"] not in (None, EARLY_STOP):
         return TaskState.CANCELLED
     enough = max(1.0, terms.min_completed_fraction * task["samples"])
@@ -287,9 +303,9 @@ def _final_state(task: RowMapping, terms: Terms) -> TaskState:
 
 
 async def next_place(connection: AsyncConnection) -> int:
-    """The next place in the order in which groups end; taken for good when this commits.
+    """Return the next place in the order in which groups end.
 
-    The row stays locked until then, so no place becomes visible after a later one.
+    The counter's row is locked until the commit, so no place becomes visible after a later one.
     """
     counter = t.numbers.c
     count = (
@@ -302,13 +318,13 @@ async def next_place(connection: AsyncConnection) -> int:
     return place
 
 
-async def _tell_never_begun(
-    connection: AsyncConnection, task: RowMapping, terms: Terms, *, now: float
+async def _cancel_unstarted(
+    connection: AsyncConnection, task: RowMapping, terms: GroupOptions, *, now: float
 ) -> None:
     rows: list[dict[str, Any]] = []
-    # Read once: a task may have thousands of these.
+    # Parsed once: a task may have thousands of these.
     nobody: JSON = {"session_id": "", "attempt": 0, "sample_index": 0}
-    ended = never_ended(nobody, task, task["stopped"])
+    ended = without_run(nobody, task, task["stopped"])
     for index in range(task["expanded"], task["target"]):
         row = {
             "session_id": session_id(task["task_id"], index),
@@ -327,53 +343,76 @@ async def _tell_never_begun(
     if rows:
         await connection.execute(insert(t.sessions), rows)
         sessions = [row["session_id"] for row in rows]
-        await _call_back(connection, terms, task, sessions, now=now)
+        await _insert_callbacks(connection, terms, task, sessions, now=now)
 
 
-def never_ended(
+def without_run(
     session: RowMapping | JSON,
     task: RowMapping,
     reason: str,
     *,
-    status: str = "CANCELLED",
+    status: SessionStatus = SessionStatus.CANCELLED,
     cause: Cause = Cause.CANCELLED,
-) -> Ended:
-    """The end of a session that no run brought to an end."""
+) -> EndedRun:
+    """Return the end of a session that ended without a run."""
     spec = orjson.loads(task["spec"])
     agent = spec["agent"]
-    result = {
-        "session_id": session["session_id"],
-        "task_id": task["name"],
-        "status": status,
-        "timing": {},
-        "node_id": None,
-        "error": reason,
+    result = empty_result(
+        session_id=session["session_id"],
+        task_id=task["name"],
+        sample_index=session["sample_index"],
+        status=status,
+        cause=cause,
+        error=reason,
+    )
+    result |= {
         "metadata": spec["metadata"],
-        "reward": None,
-        "sample_index": session["sample_index"],
-        "cause": str(cause),
         "harness": agent["harness"] or agent["import_path"],
-        "logs": {},
     }
-    return Ended(
-        session["session_id"], session["attempt"], status, cause, usable=False, result=result
+    return EndedRun(
+        session["session_id"], session["attempt"], str(status), cause, usable=False, result=result
     )
 
 
+def empty_result(
+    *,
+    session_id: str,
+    task_id: str,
+    sample_index: int,
+    status: SessionStatus,
+    cause: Cause,
+    error: str,
+) -> JSON:
+    """Return the result of a session that has no trajectory."""
+    return {
+        "session_id": session_id,
+        "task_id": task_id,
+        "status": str(status),
+        "timing": {},
+        "node_id": None,
+        "error": error,
+        "metadata": {},
+        "reward": None,
+        "sample_index": sample_index,
+        "cause": str(cause),
+        "logs": {},
+    }
+
+
 def delivery_id(task_id: str, session: str | None) -> str:
-    """Stable: the same result has the same id in every try, and after a restart."""
+    """Return the id of a result's callback, the same in every attempt and after a restart."""
     return hashlib.sha256(f"{task_id}\n{session or ''}".encode()).hexdigest()[:32]
 
 
-async def _call_back(
+async def _insert_callbacks(
     connection: AsyncConnection,
-    terms: Terms,
+    terms: GroupOptions,
     task: RowMapping,
     sessions: Sequence[str | None],
     *,
     now: float,
 ) -> None:
-    """Have the ends of these sessions told, and that of the task for `None`."""
+    """Insert the callbacks of these sessions; `None` = the one of the task."""
     if terms.callback_url is None:
         return
     rows = [
@@ -394,7 +433,7 @@ async def _call_back(
     await connection.execute(insert(t.callbacks), rows)
 
 
-async def _again(
+async def _requeue(
     connection: AsyncConnection,
     session: RowMapping,
     why: str,
@@ -404,7 +443,7 @@ async def _again(
     not_before: float,
     node: str | None = None,
 ) -> None:
-    told = {
+    run = {
         "attempt": session["attempt"],
         "run_id": run_id(session["session_id"], session["attempt"]),
         "why": why,
@@ -416,24 +455,24 @@ async def _again(
         update(t.sessions)
         .where(t.sessions.c.session_id == session["session_id"])
         .values(
-            state=step(SESSIONS, SessionState(session["state"]), SessionState.QUEUED),
+            state=step(SESSION_TRANSITIONS, SessionState(session["state"]), SessionState.QUEUED),
             attempt=session["attempt"] + 1,
             not_before=not_before,
             leased_by=None,
             leased_until=None,
-            earlier=orjson.dumps([*_earlier(session), told]).decode(),
+            earlier=orjson.dumps([*_earlier(session), run]).decode(),
         )
     )
 
 
 def _stopped(session: RowMapping, task: RowMapping) -> str | None:
-    """Why a session is not run again; `None` = it may be."""
+    """Return why a session is not run again; `None` = it may be."""
     reason: str | None = session["stopped"] or task["stopped"]
     return reason
 
 
 def failed_on(session: RowMapping) -> frozenset[str]:
-    """The nodes on which earlier runs of a session failed by infrastructure."""
+    """Return the nodes on which earlier runs of a session failed by infrastructure."""
     nodes = (one.get("node_id") for one in _earlier(session) if one["why"] == "failed")
     return frozenset(node for node in nodes if node is not None)
 
@@ -445,7 +484,7 @@ def _earlier(session: RowMapping) -> list[JSON]:
 async def _session(
     connection: AsyncConnection, session: str
 ) -> tuple[RowMapping, RowMapping] | None:
-    """A session's row and its task's, the task's first locked where the database locks rows."""
+    """Return a session's row and its task's; locks the task's row first, to order writers."""
     seq = select(t.sessions.c.task_seq).where(t.sessions.c.session_id == session)
     query = select(t.tasks).where(t.tasks.c.seq == seq.scalar_subquery()).with_for_update()
     task = (await connection.execute(query)).mappings().first()

@@ -57,7 +57,7 @@ async def test_a_task_goes_from_running_to_completed_with_its_results(tmp_path):
 
 
 async def one_ended(http):
-    return (await http.service.views.task("t"))["ended"] == 1
+    return (await http.service.queries.task("t"))["ended"] == 1
 
 
 async def test_cancelled_shows_as_error(tmp_path):
@@ -128,7 +128,7 @@ async def test_status_and_health(tmp_path):
     async with an_app(tmp_path) as http:
         assert (await http.get("/rollout/status")).json()["slots"] == 4
         assert (await http.get("/health")).json()["status"] == "ok"
-        http.service.lost(RuntimeError("x"))
+        http.service.failed(RuntimeError("x"))
         assert (await http.get("/health")).status_code == 503
 
 
@@ -168,7 +168,7 @@ async def test_an_event_with_line_separators_is_one_line(tmp_path):
     ):
         lines = events.aiter_lines()
         assert await anext(lines) == ": listening"
-        service.events.tell({"type": "task", "task_id": task_id, "status": "ended"})
+        service.events.publish({"type": "task", "task_id": task_id, "status": "ended"})
         *_, data = [line async for line in _until(lines, "data: ")]
         assert json.loads(data.removeprefix("data: "))["task_id"] == task_id
 

@@ -13,9 +13,20 @@ from tests.server.house import FakeWorkers, a_service, ended, failure, submissio
 
 from bridle.aio import Nursery
 from bridle.errors import ConfigError
-from bridle.server import delivery
-from bridle.server.addresses import Addresses
-from bridle.server.delivery import LEAST_TRIES, Deliverer, callback_secret, signature
+from bridle.server.callbacks import (
+    AT_ONCE,
+    DOUBTFUL,
+    EACH,
+    LEAST_TRIES,
+    REMEMBERED,
+    SECRET_ENV,
+    SLOW_S,
+    CallbackAddresses,
+    CallbackSender,
+    Receivers,
+    callback_secret,
+    signature,
+)
 
 SECRET = b"a secret"
 
@@ -78,16 +89,16 @@ class Clock:
 @asynccontextmanager
 async def delivering(service, listed=("127.0.0.0/8",), **more):
     """Tries follow one another at once."""
-    async with Nursery(service.lost) as nursery:
+    async with Nursery(service.failed) as nursery:
         more = {"first_wait_s": 0.0, **more}
-        deliverer = Deliverer(service, Addresses(listed), SECRET, **more)
+        deliverer = CallbackSender(service, CallbackAddresses(listed), SECRET, **more)
         nursery.start(deliverer.run(), name="deliverer")
         yield
-    assert service.broken is None
+    assert service.failure is None
 
 
 async def callbacks(service, state=None):
-    return await service.views.callbacks(after=0, limit=99, state=state)
+    return await service.queries.callbacks(after=0, limit=99, state=state)
 
 
 async def has(service, count, state):
@@ -141,7 +152,7 @@ def signer(headers, content):
 
 
 async def is_acked(service, task_id):
-    return (await service.views.task(task_id))["acked_at"] is not None
+    return (await service.queries.task(task_id))["acked_at"] is not None
 
 
 async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(tmp_path):
@@ -183,7 +194,7 @@ async def test_a_name_that_means_the_inside_is_dead_at_once_and_can_be_replayed(
             await service.submit([submission("a", callback_url=url)], owner="o")
             await until(lambda: has(service, 2, "dead"))
         rows = await callbacks(service)
-        assert all("forbidden: 'localhost' is the address" in row["error"] for row in rows)
+        assert all("forbidden: 'localhost' is the internal address" in row["error"] for row in rows)
         assert receiver.got == []
         async with delivering(service, listed=("localhost",)):
             assert await service.replay(None) == 2
@@ -197,7 +208,7 @@ async def test_an_unreachable_receiver_is_given_up_after_its_time(tmp_path):
         await until(lambda: has(service, 2, "dead"))
         rows = await callbacks(service)
         assert all("Cannot connect" in row["error"] for row in rows)
-        assert (await service.views.task("a"))["acked_at"] is None
+        assert (await service.queries.task("a"))["acked_at"] is None
 
 
 async def test_a_slow_receiver_holds_no_other_up(tmp_path):
@@ -225,7 +236,7 @@ async def next_tries(service, clock):
     """Let the time pass until the next try is due; how long that was."""
     due = await until(lambda: pause_of(service))
     waited, clock.now = due - clock.now, due
-    service.ended.beat()
+    service.callback_due.notify_all()
     return waited
 
 
@@ -254,7 +265,7 @@ async def test_a_receiver_that_answers_500_for_an_hour_gets_all_of_it_then(tmp_p
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
         clock.now = max(clock.now, time.time() + 1)
-        service.ended.beat()
+        service.callback_due.notify_all()
         await until(lambda: has_tried(service, 1))
         tries = {headers["x-bridle-delivery"]: [] for headers, _ in receiver.got}
         while clock.now < began + 3600:
@@ -275,7 +286,7 @@ async def has_tried(service, times):
 
 
 async def has_no_due(service, clock):
-    return not await service.views.due_callbacks(now=clock.now, limit=1) and all(
+    return not await service.queries.due_callbacks(now=clock.now, limit=1) and all(
         not row["sent_by"] for row in await callbacks(service, "pending")
     )
 
@@ -287,7 +298,7 @@ async def test_the_pauses_double_up_to_five_minutes(tmp_path):
         await ended(service, "a")
         clock.now = time.time() + 1
         only = (await callbacks(service))[0]["delivery_id"]
-        await service.state.note_callback(
+        await service.store.record_attempt(
             only, tries=1, fault=None, dead=False, now=clock.now, next_at=clock.now
         )
         async with delivering(service, first_wait_s=1.0, clock=clock):
@@ -309,7 +320,7 @@ async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
         clock.now = time.time() + 3600  # a clock that jumps gives nothing up by itself
-        service.ended.beat()
+        service.callback_due.notify_all()
         await until(lambda: has_no_due(service, clock))
         while not await has(service, 2, "dead"):
             await next_tries(service, clock)
@@ -332,12 +343,12 @@ async def test_a_clock_that_jumps_back_leaves_no_callback_behind(tmp_path):
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await until(lambda: has(service, 1, "delivered"))
         clock.now -= 1e6
-        service.ended.beat()
+        service.callback_due.notify_all()
         await until(lambda: has(service, 2, "delivered"))
 
 
 async def has_delivered(service, count):
-    return (await service.views.counts()).callbacks == {"delivered": count}
+    return (await service.queries.counts()).callbacks == {"delivered": count}
 
 
 async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
@@ -393,7 +404,7 @@ async def test_two_servers_send_each_callback_once(tmp_path):
         await one.submit(tasks, owner="o")
         while not await has(one, 24, "delivered"):
             for service in (one, other):
-                service.ended.beat()
+                service.callback_due.notify_all()
             await asyncio.sleep(0.005)
         ids = [headers["x-bridle-delivery"] for headers, _ in receiver.got]
         assert len(ids) == len(set(ids)) == 24
@@ -405,20 +416,20 @@ async def test_what_an_earlier_life_was_sending_is_sent_at_once(tmp_path):
         await ended(service, "a")
         now = time.time()
         ids = [row["delivery_id"] for row in await callbacks(service)]
-        taken = await service.state.take_callbacks(ids, owner="me", now=now + 1, until=now + 900)
+        taken = await service.store.claim_callbacks(ids, owner="me", now=now + 1, until=now + 900)
         assert taken == set(ids)
         async with delivering(service):
             await until(lambda: is_acked(service, "a"))
 
 
 def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
-    monkeypatch.delenv(delivery.SECRET_ENV, raising=False)
+    monkeypatch.delenv(SECRET_ENV, raising=False)
     secret = callback_secret(tmp_path)
     assert callback_secret(tmp_path) == secret
     assert (tmp_path / "callback.secret").stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv(delivery.SECRET_ENV, "given")
+    monkeypatch.setenv(SECRET_ENV, "given")
     assert callback_secret(tmp_path) == b"given"
-    monkeypatch.delenv(delivery.SECRET_ENV)
+    monkeypatch.delenv(SECRET_ENV)
     with pytest.raises(ConfigError, match=r"callback\.secret"):
         callback_secret(tmp_path / "callback.secret")
 
@@ -426,3 +437,67 @@ def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
 def test_a_signature_covers_time_and_body():
     assert signature(b"k", b"{}", at=5) != signature(b"k", b"{}", at=6)
     assert signature(b"k", b"{}", at=5).startswith("t=5,v1=")
+
+
+def fill(receivers, name):
+    """Begin as many as the receiver may have; how many."""
+    count = 0
+    while receivers.room and receivers.has_room(name):
+        receivers.begin(name)
+        count += 1
+    return count
+
+
+def known(receivers, name, *, taken=True, seconds=0.0):
+    receivers.begin(name)
+    receivers.end(name, taken=taken, seconds=seconds)
+
+
+def test_a_receiver_gets_one_until_it_took_one_and_then_a_few_at_once():
+    receivers = Receivers()
+    assert fill(receivers, "a") == 1
+    receivers.end("a", taken=True, seconds=0.1)
+    assert fill(receivers, "a") == EACH
+    assert receivers.full() == ["a"]
+    assert receivers.room == AT_ONCE - EACH
+
+
+def test_who_fails_or_is_slow_gets_one_at_a_time_until_it_does_well_again():
+    for failing in ({"taken": False}, {"seconds": SLOW_S + 1}):
+        receivers = Receivers()
+        known(receivers, "a")
+        known(receivers, "a", **failing)
+        assert fill(receivers, "a") == 1
+        receivers.end("a", taken=True, seconds=0.0)
+        assert fill(receivers, "a") == EACH
+
+
+def test_sixteen_slow_receivers_leave_room_for_those_who_answer():
+    receivers = Receivers()
+    slow = [f"slow{number}" for number in range(16)]
+    for name in slow:
+        known(receivers, name, taken=False)
+    known(receivers, "well")
+    assert sum(fill(receivers, name) for name in slow) == DOUBTFUL
+    assert fill(receivers, "well") == EACH
+    assert fill(receivers, "stranger") == 1
+    strangers = Receivers()
+    assert sum(fill(strangers, name) for name in slow) == 16  # nobody knows yet
+    assert fill(strangers, "well") == 1
+
+
+def test_no_more_than_all_places_are_taken_and_they_come_back():
+    receivers = Receivers()
+    names = [f"r{number}" for number in range(AT_ONCE + 5)]
+    assert sum(fill(receivers, name) for name in names) == AT_ONCE
+    assert receivers.room == 0
+    receivers.end(names[0], taken=True, seconds=0.0)
+    assert receivers.room == 1
+
+
+def test_receivers_of_long_ago_are_not_remembered():
+    receivers = Receivers()
+    for number in range(REMEMBERED + 1):
+        known(receivers, f"r{number}", taken=False)
+    assert receivers.full() == []
+    assert fill(receivers, "r0") == 1

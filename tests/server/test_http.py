@@ -5,12 +5,12 @@ from tests.server.house import an_app, body
 
 from bridle.errors import EngineError, StateError, StoreError
 from bridle.gateway.attempts import AT_ONCE
-from bridle.server import answering
-from bridle.server.auth import Role, Token
-from bridle.server.permits import Permits
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import MAX_BODY
+from bridle.server.submission_policy import SubmissionPolicy
 
-READER = Token(name="submitter", token="a-reader-of-sixteen", roles=(Role.READ,))
-SUBMITTER = Token(name="submitter", token="a-submitter-of-sixteen", roles=(Role.SUBMIT,))
+READER = ApiToken(name="submitter", token="a-reader-of-sixteen", roles=(TokenRole.READ,))
+SUBMITTER = ApiToken(name="submitter", token="a-submitter-of-sixteen", roles=(TokenRole.SUBMIT,))
 
 
 def bearer(token):
@@ -18,7 +18,7 @@ def bearer(token):
 
 
 async def test_a_request_needs_a_token_and_the_token_its_role(tmp_path):
-    permits = Permits(runtimes=("local",))
+    permits = SubmissionPolicy(runtimes=("local",))
     async with an_app(tmp_path, tokens=[READER, SUBMITTER], permits=permits) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/status")).status_code == 401
@@ -76,7 +76,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path):
     async with an_app(tmp_path) as http:
         told = await http.post("/v1/tasks", content=endless())
         assert told.status_code == 413
-        assert sent <= answering.MAX_BODY + (4 << 20)
+        assert sent <= MAX_BODY + (4 << 20)
         told = await http.post(
             "/v1/tasks", headers={"content-length": str(100 << 20)}, content=b" "
         )

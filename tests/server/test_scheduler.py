@@ -19,7 +19,7 @@ from tests.server.house import (
 
 from bridle.config import Task
 from bridle.errors import ConfigError, StoreError
-from bridle.server.dispatch import UNSTORED, is_usable, versions_of
+from bridle.server.scheduler import UNSTORED, is_usable, versions_of
 from bridle.trajectory.sample import Trajectory
 
 TASK = Task(task_id="t", instruction="x")
@@ -36,7 +36,7 @@ async def test_sessions_run_in_free_slots_and_their_results_are_kept(tmp_path):
         task = await ended(service, "a")
         assert (task["state"], task["usable"]) == ("completed", 5)
         assert sorted(workers.ran) == [f"a.{index}" for index in range(5)]
-        (row, *_) = await service.views.sessions(task["seq"])
+        (row, *_) = await service.queries.sessions(task["seq"])
         kept = await service.files.read(row["file"])
         assert (kept.session_id, kept.metadata["run_id"]) == ("a.0", "a.0")
         assert (row["version_min"], row["version_max"]) == (3, 3)
@@ -62,7 +62,7 @@ async def test_infrastructure_failures_are_run_again_and_no_file_of_theirs_stays
         await submit(service, submission("a"))
         task = await ended(service, "a")
         assert workers.ran == ["a.0", "a.0.r2", "a.0.r3"]
-        (row,) = await service.views.sessions(task["seq"])
+        (row,) = await service.queries.sessions(task["seq"])
         assert (row["state"], row["attempt"]) == ("COMPLETED", 3)
         files = [path.name for path in (tmp_path / "trajectories").rglob("*.parquet")]
         assert files == ["a.0.r3.parquet"]
@@ -77,7 +77,7 @@ async def test_a_session_is_run_again_elsewhere_than_where_it_failed(tmp_path):
         await submit(service, submission("a"))
         await ended(service, "a")
         assert workers.avoided == {"a.0": set(), "a.0.r2": {"n1"}, "a.0.r3": {"n1", "n2"}}
-        told = (await service.views.session("a.0"))["earlier"]
+        told = (await service.queries.session("a.0"))["earlier"]
         assert [one["node_id"] for one in json.loads(told)] == ["n1", "n2"]
 
 
@@ -87,7 +87,7 @@ async def test_a_run_that_raises_ends_as_infrastructure_and_does_not_hang(tmp_pa
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", max_attempts=2))
         task = await ended(service, "a")
-        (row,) = await service.views.sessions(task["seq"])
+        (row,) = await service.queries.sessions(task["seq"])
         assert (row["state"], row["attempt"]) == ("ERROR", 2)
         assert '"cause":"infrastructure"' in row["result"]
 
@@ -113,7 +113,7 @@ async def test_a_slot_is_free_before_its_result_is_stored_but_results_do_not_pil
         await submit(service, submission("a", 5))
         await until(lambda: len(workers.ran) == UNSTORED)
         await asyncio.sleep(0.05)
-        assert len(workers.ran) == len(service.dispatcher.running) == UNSTORED
+        assert len(workers.ran) == len(service.scheduler.running) == UNSTORED
         for folder in blocked:
             folder.unlink()
         await ended(service, "a")
@@ -128,7 +128,7 @@ async def test_a_cancelled_run_gives_its_result_and_one_that_is_just_starting_ne
         await service.cancel_task("a")
         task = await ended(service, "a")
         assert task["state"] == "cancelled"
-        rows = await service.views.sessions(task["seq"])
+        rows = await service.queries.sessions(task["seq"])
         assert {row["state"] for row in rows} == {"CANCELLED"}
 
 
@@ -184,7 +184,7 @@ async def test_a_stopping_server_puts_its_runs_back_and_the_next_one_runs_them(t
 
 
 async def one_ended(service):
-    return (await service.views.task("a"))["ended"] == 1
+    return (await service.queries.task("a"))["ended"] == 1
 
 
 def version_of(number):
