@@ -214,7 +214,7 @@ async def test_events_are_heard(tmp_path):
         events = client.events()
         async with asyncio.TaskGroup() as group:
             hearing = group.create_task(anext(events))
-            await until(lambda: client.service.events._readers)
+            await until(lambda: client.service.events.subscribers)
             await client.submit(task("a"))
         assert hearing.result()["task_id"] == "a"
         await events.aclose()

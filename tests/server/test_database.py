@@ -18,7 +18,7 @@ from bridle.server.store import TaskStore
 def test_a_path_is_a_sqlite_file_and_urls_get_their_async_driver():
     assert database_url("/tmp/x.sqlite") == "sqlite+aiosqlite:////tmp/x.sqlite"
     assert database_url("postgresql://u:p@h/d") == "postgresql+asyncpg://u:p@h/d"
-    with pytest.raises(ConfigError, match="'mysql' is not known"):
+    with pytest.raises(ConfigError, match="unknown kind 'mysql'"):
         database_url("mysql://h/d")
     with pytest.raises(ConfigError, match="database: "):
         database_url("postgresql://h:port/d")

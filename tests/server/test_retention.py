@@ -42,13 +42,13 @@ async def test_files_of_acknowledged_groups_go_by_size_oldest_first(tmp_path):
         )
 
 
-async def test_no_more_goes_than_must(tmp_path):
+async def test_retention_removes_no_more_than_the_size_limit_needs(tmp_path):
     async with a_service(tmp_path) as service:
         for name in "abcd":
             await a_group(service, name)
             await ack(service, name)
         size = await service.retention.size()
-        service.retention._settings = service.settings.model_copy(
+        service.settings = service.settings.model_copy(
             update={"keep_gb": 0.6 * size / 1e9}
         )
         assert await service.retention.remove_old() == 2

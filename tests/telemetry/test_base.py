@@ -78,10 +78,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
     steps = [{"step": 1, "reward": 0.5, "update": {"loss": 0.1, "lags": {"0": 7}}, "left_out": {}}]
     with telemetry.opened([RECORDER], tmp_path, {}) as stream:
-        stream.course([], [{"step": 0, "reward": 0.25}])
-        stream.course(steps, [{"step": 0, "reward": 0.25}])
+        stream.training([], [{"step": 0, "reward": 0.25}])
+        stream.training(steps, [{"step": 0, "reward": 0.25}])
         steps.append({"step": 2, "reward": None, "update": None, "left_out": {"stale": 3}})
-        stream.course(steps, [{"step": 0, "reward": 0.25}])
+        stream.training(steps, [{"step": 0, "reward": 0.25}])
 
     assert Recorder.made[-1].values == [
         ("eval", 0, {"eval/reward": 0.25}),

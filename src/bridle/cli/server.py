@@ -147,6 +147,6 @@ def tracked(config: FileConfig, data: Path, workers: Workers) -> Iterator[None]:
     facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
     with (
         telemetry.opened(config.telemetry, data, facts) as trackers,
-        workers.listening(trackers.hear),
+        workers.listening(trackers.on_event),
     ):
         yield

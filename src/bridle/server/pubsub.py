@@ -84,7 +84,7 @@ class EventBus:
     """Publishes events to all subscribers."""
 
     def __init__(self) -> None:
-        self._subscribers: set[EventSubscriber] = set()
+        self.subscribers: set[EventSubscriber] = set()
 
     def publish(self, event: JSON, *, owner: str | None = None, key: str | None = None) -> None:
         """Send an event to the subscribers of `owner` and to those of all owners.
@@ -92,7 +92,7 @@ class EventBus:
         The latter get `owner` too, and the task's `key` as `task_id`, because two owners may use
         the same id. `None` = the event is for every subscriber.
         """
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             if owner is None or subscriber.owner == owner:
                 subscriber.push(event)
             elif subscriber.owner is None:
@@ -102,8 +102,8 @@ class EventBus:
     def subscribe(self, owner: str | None = None) -> Iterator[EventSubscriber]:
         """Subscribe inside to the events of `owner`; `None` = of all owners."""
         subscriber = EventSubscriber(owner)
-        self._subscribers.add(subscriber)
+        self.subscribers.add(subscriber)
         try:
             yield subscriber
         finally:
-            self._subscribers.discard(subscriber)
+            self.subscribers.discard(subscriber)

@@ -91,7 +91,7 @@ class Service:
             on_finalized=self.finalized,
             metrics=self.metrics,
         )
-        self.retention = Retention(self.store, self.queries, files, workers, self.settings)
+        self.retention = Retention(self)
         self.peers = Peers(self)
         self._stages: dict[str, str] = {}
         """Run id -> stage."""
@@ -430,19 +430,8 @@ DAY_S: Final = 86_400.0
 class Retention:
     """Removes old files and rows of acknowledged groups while `run` runs."""
 
-    def __init__(
-        self,
-        store: TaskStore,
-        queries: Queries,
-        files: TrajectoryFiles,
-        workers: Workers,
-        settings: ServiceSettings,
-    ) -> None:
-        self._store = store
-        self._queries = queries
-        self._files = files
-        self._workers = workers
-        self._settings = settings
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     async def run(self) -> None:
         while True:
@@ -454,9 +443,9 @@ class Retention:
 
     async def remove_old(self) -> int:
         """Remove what the settings do not keep; return how many groups' files were removed."""
-        settings, now, removed = self._settings, time.time(), 0
+        settings, now, removed = self._service.settings, time.time(), 0
         if settings.keep_unacked_days is not None:
-            await self._store.ack_abandoned(
+            await self._service.store.ack_abandoned(
                 before=now - settings.keep_unacked_days * DAY_S, now=now
             )
         if settings.keep_days is not None:
@@ -464,18 +453,18 @@ class Retention:
         if settings.keep_rows_days is not None:
             before = now - settings.keep_rows_days * DAY_S
             removed += await self._files_before(before)
-            while groups := await self._queries.removable(
+            while groups := await self._service.queries.removable(
                 RetentionLevel.ROWS, before=before, limit=PAGE
             ):
                 for group in groups:
-                    await self._store.forget_rows(group["seq"])
+                    await self._service.store.forget_rows(group["seq"])
         if settings.keep_gb is not None:
             removed += await self._files_beyond(settings.keep_gb * 1e9)
         return removed
 
     async def _files_before(self, before: float) -> int:
         removed = 0
-        while groups := await self._queries.removable(
+        while groups := await self._service.queries.removable(
             RetentionLevel.ALL, before=before, limit=PAGE
         ):
             for group in groups:
@@ -488,9 +477,11 @@ class Retention:
         removed = 0
         while (size := await self.size()) > limit:
             # As many groups as would be enough if all had one size; then the size is read again.
-            share = (size - limit) / size * await self._queries.kept_groups()
+            share = (size - limit) / size * await self._service.queries.kept_groups()
             count = min(PAGE, max(1, math.floor(share)))
-            groups = await self._queries.removable(RetentionLevel.ALL, before=None, limit=count)
+            groups = await self._service.queries.removable(
+                RetentionLevel.ALL, before=None, limit=count
+            )
             for group in groups:
                 await self._remove_files(group)
             removed += len(groups)
@@ -500,12 +491,12 @@ class Retention:
 
     async def size(self) -> int:
         """Return the bytes of all kept files."""
-        return await self._queries.file_bytes() + await self._workers.kept_bytes()
+        return await self._service.queries.file_bytes() + await self._service.workers.kept_bytes()
 
     async def _remove_files(self, group: Row) -> None:
-        for session in await self._queries.sessions(group["seq"]):
+        for session in await self._service.queries.sessions(group["seq"]):
             if session["file"] is not None:
-                await self._files.remove(session["file"])
+                await self._service.files.remove(session["file"])
             for attempt in range(1, session["attempt"] + 1):
-                await self._workers.remove(run_id(session["session_id"], attempt))
-        await self._store.forget_files(group["seq"])
+                await self._service.workers.remove(run_id(session["session_id"], attempt))
+        await self._service.store.forget_files(group["seq"])

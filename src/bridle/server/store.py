@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
+    Delete,
     RowMapping,
     Select,
     Table,
+    Update,
     delete,
     func,
     insert,
@@ -34,18 +36,18 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError, ConfigError
-from bridle.server import finalize
 from bridle.server import tables as t
 from bridle.server.database import Database
-from bridle.server.finalize import ConflictError
+from bridle.server.finalize import ConflictError, Finalizer, failed_on
 from bridle.server.queries import is_due
-from bridle.server.schemas import Submission
+from bridle.server.schemas import Reward, Submission
 from bridle.server.tables import (
     CALLBACK_TRANSITIONS,
-    SESSION_TRANSITIONS,
     TASK_TRANSITIONS,
     CallbackState,
     Claim,
+    EndedRun,
+    FinalizeResult,
     RetentionLevel,
     SessionState,
     TaskState,
@@ -53,22 +55,6 @@ from bridle.server.tables import (
     step,
     task_key,
 )
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _transaction(
-    write: Callable[Concatenate[AsyncConnection, P], Awaitable[T]],
-) -> Callable[Concatenate[TaskStore, P], Awaitable[T]]:
-    """Return `write` as a method of `TaskStore` that runs it in a transaction of its own."""
-
-    @wraps(write)
-    async def method(self: TaskStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        async with self.database.write() as connection:
-            return await write(connection, *args, **kwargs)
-
-    return method
 
 
 class QuotaError(BridleError):
@@ -145,7 +131,7 @@ class TaskStore:
         async with self.database.write() as connection:
             taken = select(t.tasks.c.seq).where(t.tasks.c.task_id == row["task_id"])
             if (await connection.execute(taken)).first() is None:
-                row["done_seq"] = await finalize.next_place(connection)
+                row["done_seq"] = await Finalizer(connection, now).next_place()
                 row["version"] = await _number(connection, "policy_version")
                 await connection.execute(insert(t.tasks).values(row))
 
@@ -170,7 +156,7 @@ class TaskStore:
                 "started_at": now,
                 "version_started": version,
             }
-            return await claim_sessions(connection, limits, lease, self._shares, now=now)
+            return await _Claims(connection, lease, now).claim(limits, self._shares)
 
     async def next_due(self) -> float | None:
         """Return when the first queued session may start; `None` = none waits, or paused."""
@@ -188,8 +174,7 @@ class TaskStore:
         rows = update(t.sessions).where(
             t.sessions.c.state == SessionState.RUNNING, t.sessions.c.leased_by == owner
         )
-        async with self.database.write() as connection:
-            await connection.execute(rows.values(leased_until=until))
+        await self._write(rows.values(leased_until=until))
 
     async def take_over(
         self, dead: Sequence[str], *, owner: str, now: float, lease_s: float
@@ -209,11 +194,32 @@ class TaskStore:
 
     # ---- ends
 
-    finish = _transaction(finalize.finish)
-    put_back = _transaction(finalize.put_back)
-    stop_task = _transaction(finalize.stop_task)
-    stop_session = _transaction(finalize.stop_session)
-    give_reward = _transaction(finalize.give_reward)
+    @asynccontextmanager
+    async def _finalizing(self, now: float) -> AsyncIterator[Finalizer]:
+        async with self.database.write() as connection:
+            yield Finalizer(connection, now)
+
+    async def finish(self, ended: EndedRun, *, owner: str, now: float) -> FinalizeResult:
+        async with self._finalizing(now) as finalizer:
+            return await finalizer.finish(ended, owner=owner)
+
+    async def put_back(
+        self, session: str, attempt: int, *, owner: str, why: str, now: float
+    ) -> FinalizeResult:
+        async with self._finalizing(now) as finalizer:
+            return await finalizer.put_back(session, attempt, owner=owner, why=why)
+
+    async def stop_task(self, task_id: str, reason: str, *, now: float) -> FinalizeResult | None:
+        async with self._finalizing(now) as finalizer:
+            return await finalizer.stop_task(task_id, reason)
+
+    async def stop_session(self, session: str, reason: str, *, now: float) -> FinalizeResult:
+        async with self._finalizing(now) as finalizer:
+            return await finalizer.stop_session(session, reason)
+
+    async def give_reward(self, session: str, given: Reward, *, now: float) -> FinalizeResult:
+        async with self._finalizing(now) as finalizer:
+            return await finalizer.give_reward(session, given)
 
     # ---- retention
 
@@ -221,24 +227,24 @@ class TaskStore:
         """Note that the files of a group's sessions were removed."""
         rows = update(t.sessions).where(t.sessions.c.task_seq == task_seq)
         group = update(t.tasks).where(t.tasks.c.seq == task_seq)
-        async with self.database.write() as connection:
-            await connection.execute(rows.values(file=None))
-            await connection.execute(group.values(kept=RetentionLevel.ROWS))
+        await self._write(rows.values(file=None), group.values(kept=RetentionLevel.ROWS))
 
     async def forget_rows(self, task_seq: int) -> None:
         """Delete a group's sessions and callbacks and its task's JSON."""
         group = update(t.tasks).where(t.tasks.c.seq == task_seq)
-        async with self.database.write() as connection:
-            for table in (t.sessions, t.callbacks):
-                await connection.execute(delete(table).where(table.c.task_seq == task_seq))
-            await connection.execute(group.values(kept=RetentionLevel.NAME, spec=""))
+        await self._write(
+            *(
+                delete(table).where(table.c.task_seq == task_seq)
+                for table in (t.sessions, t.callbacks)
+            ),
+            group.values(kept=RetentionLevel.NAME, spec=""),
+        )
 
     async def ack_abandoned(self, *, before: float, now: float) -> None:
         """Acknowledge groups that ended `before` and that nobody acknowledged."""
         tasks = t.tasks.c
         rows = update(t.tasks).where(tasks.acked_at.is_(None), tasks.ended_at < before)
-        async with self.database.write() as connection:
-            await connection.execute(rows.values(acked_at=now))
+        await self._write(rows.values(acked_at=now))
 
     # ---- acknowledgement
 
@@ -260,8 +266,7 @@ class TaskStore:
         row = update(t.tasks).where(wanted, tasks.done_seq.is_not(None), tasks.acked_at.is_(None))
         if tenant is not None:
             row = row.where(tasks.owner == tenant)
-        async with self.database.write() as connection:
-            return (await connection.execute(row.values(acked_at=now))).rowcount
+        return await self._write(row.values(acked_at=now))
 
     # ---- callbacks
 
@@ -283,8 +288,7 @@ class TaskStore:
         """Make the callbacks due that the servers `dead` were sending."""
         c = t.callbacks.c
         row = update(t.callbacks).where(c.state == CallbackState.PENDING, c.sent_by.in_(dead))
-        async with self.database.write() as connection:
-            await connection.execute(row.values(sent_by=None, next_at=now))
+        await self._write(row.values(sent_by=None, next_at=now))
 
     async def record_attempt(
         self,
@@ -305,12 +309,16 @@ class TaskStore:
         row = update(t.callbacks).where(
             c.delivery_id == delivery_id, c.state == CallbackState.PENDING
         )
-        values = {"state": after, "tries": tries, "error": fault, "next_at": next_at}
-        values["sent_by"] = None
+        values = {
+            "state": after,
+            "tries": tries,
+            "error": fault,
+            "next_at": next_at,
+            "sent_by": None,
+        }
         if after is not CallbackState.PENDING:
             values["ended_at"] = now
-        async with self.database.write() as connection:
-            await connection.execute(row.values(**values))
+        await self._write(row.values(**values))
 
     async def replay(self, delivery_id: str | None, *, now: float) -> int:
         """Make a dead callback due (`None` = all of them); return how many."""
@@ -320,8 +328,7 @@ class TaskStore:
             row = row.where(c.delivery_id == delivery_id)
         after = step(CALLBACK_TRANSITIONS, CallbackState.DEAD, CallbackState.PENDING)
         values = {"state": after, "tries": 0, "next_at": now, "made_at": now, "ended_at": None}
-        async with self.database.write() as connection:
-            return (await connection.execute(row.values(**values))).rowcount
+        return await self._write(row.values(**values))
 
     # ---- numbers
 
@@ -334,13 +341,18 @@ class TaskStore:
         """Raise `StateError` if a write would fail now."""
         await self.database.check_room()
         same = update(t.numbers).where(t.numbers.c.name == "paused").values(value=t.numbers.c.value)
-        async with self.database.write() as connection:
-            await connection.execute(same)
+        await self._write(same)
 
     async def set_number(self, name: str, value: int) -> None:
         row = update(t.numbers).where(t.numbers.c.name == name)
+        await self._write(row.values(value=value))
+
+    async def _write(self, *statements: Update | Delete) -> int:
+        """Execute statements in one transaction; return how many rows the last one changed."""
         async with self.database.write() as connection:
-            await connection.execute(row.values(value=value))
+            for statement in statements:
+                result = await connection.execute(statement)
+        return result.rowcount
 
 
 def _row(submission: Submission, owner: str, now: float, *, tenant: bool) -> dict[str, Any]:
@@ -451,39 +463,126 @@ class ClaimLimits:
         return ClaimLimits(slots, max(0, min(left)) if left else None)
 
 
-async def claim_sessions(
-    connection: AsyncConnection,
-    limits: ClaimLimits,
-    lease: dict[str, Any],
-    shares: FairShares,
-    *,
-    now: float,
-) -> list[Claim]:
-    """Lease sessions; see `TaskStore.claim`."""
-    waiting = await _waiting(connection)
-    running = await _running(connection) if len(waiting) > 1 else Counter[str]()
-    served, begun, claims = set(waiting), Counter[str](), list[Claim]()
-    while served and len(claims) < limits.slots:
-        for owner, slots in shares.divide(limits.slots - len(claims), served, running).items():
-            found = await _claim_again(connection, owner, slots, lease, now)
-            own = limits.of(owner, slots - len(found), begun)
-            new = await _claim_new(connection, owner, own, lease, now)
-            begun[owner] += len({one.task_id for one in new if one.sample_index == 0})
-            running[owner] += len(found) + len(new)
-            claims += found + new
-            if len(found) + len(new) < slots:
-                served.discard(owner)
-    started = Counter(one.owner for one in claims)
-    shares.started(served | set(started), started)
-    return claims
+class _Claims:
+    """Claims of one transaction: each session gets the `lease`, which are values of its row."""
 
+    def __init__(self, connection: AsyncConnection, lease: dict[str, Any], now: float) -> None:
+        self._connection = connection
+        self._lease = lease
+        self._now = now
 
-async def _waiting(connection: AsyncConnection) -> list[str]:
-    """Return the owners with queued sessions; costs one index look-up for each."""
-    tasks, sessions = t.tasks.c, t.sessions.c
-    new = _owners(t.tasks, tasks.open == 1, "new")
-    again = _owners(t.sessions, sessions.state == SessionState.QUEUED, "again")
-    return list((await connection.execute(new.union(again))).scalars())
+    async def claim(self, limits: ClaimLimits, shares: FairShares) -> list[Claim]:
+        """Lease sessions; see `TaskStore.claim`."""
+        waiting = await self._waiting()
+        running = await self._running() if len(waiting) > 1 else Counter[str]()
+        served, begun, claims = set(waiting), Counter[str](), list[Claim]()
+        while served and len(claims) < limits.slots:
+            for owner, slots in shares.divide(limits.slots - len(claims), served, running).items():
+                found = await self._claim_again(owner, slots)
+                own = limits.of(owner, slots - len(found), begun)
+                new = await self._claim_new(owner, own)
+                begun[owner] += len({one.task_id for one in new if one.sample_index == 0})
+                running[owner] += len(found) + len(new)
+                claims += found + new
+                if len(found) + len(new) < slots:
+                    served.discard(owner)
+        started = Counter(one.owner for one in claims)
+        shares.started(served | set(started), started)
+        return claims
+
+    async def _waiting(self) -> list[str]:
+        """Return the owners with queued sessions; costs one index look-up for each."""
+        tasks, sessions = t.tasks.c, t.sessions.c
+        new = _owners(t.tasks, tasks.open == 1, "new")
+        again = _owners(t.sessions, sessions.state == SessionState.QUEUED, "again")
+        return list((await self._connection.execute(new.union(again))).scalars())
+
+    async def _running(self) -> Counter[str]:
+        """Count the running sessions of each owner, on all servers."""
+        s = t.sessions.c
+        running = s.state == SessionState.RUNNING
+        query = select(s.owner, func.count()).where(running).group_by(s.owner)
+        return Counter(dict((await self._connection.execute(query)).all()))
+
+    async def _claim_again(self, owner: str, slots: int) -> list[Claim]:
+        s = t.sessions.c
+        # A last run in the future: the clock was set back, or is another server's.
+        due = or_(s.not_before <= self._now, s.started_at > self._now)
+        query = (
+            select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
+            .join(t.tasks)
+            .where(s.state == SessionState.QUEUED, s.owner == owner, due)
+            .order_by(s.priority.desc(), s.task_seq, s.sample_index)
+            .limit(slots)
+            .with_for_update(skip_locked=True)
+        )
+        rows = (await self._connection.execute(query)).mappings().all()
+        await update_all(self._connection, rows, **self._lease)
+        return [claim_of(row) for row in rows]
+
+    async def _claim_new(self, owner: str, limits: ClaimLimits) -> list[Claim]:
+        """Lease sessions that have no row yet."""
+        tasks, slots, groups, claims = t.tasks.c, limits.slots, limits.groups, list[Claim]()
+        while slots > 0:
+            mine = [tasks.open == 1, tasks.owner == owner]
+            if groups == 0:
+                mine.append(tasks.state == TaskState.RUNNING)
+            # One priority at a time, so that the index has the order.
+            highest = select(func.max(tasks.priority)).where(*mine).scalar_subquery()
+            query = select(t.tasks).where(*mine, tasks.priority == highest).order_by(tasks.seq)
+            query = query.limit(slots).with_for_update(skip_locked=True)
+            found = (await self._connection.execute(query)).mappings().all()
+            if not found:
+                break
+            for task in found:
+                if slots == 0 or (groups == 0 and task["state"] == TaskState.QUEUED):
+                    break
+                if groups is not None and task["state"] == TaskState.QUEUED:
+                    groups -= 1
+                count = min(slots, task["target"] - task["expanded"])
+                slots -= count
+                claims += await self._expand(task, count)
+        return claims
+
+    async def _expand(self, task: RowMapping, count: int) -> list[Claim]:
+        begin = task["expanded"]
+        claims = [
+            Claim(
+                session_id(task["task_id"], index),
+                task["task_id"],
+                index,
+                1,
+                task["spec"],
+                owner=task["owner"],
+            )
+            for index in range(begin, begin + count)
+        ]
+        rows = [
+            {
+                "session_id": claim.session_id,
+                "task_seq": task["seq"],
+                "owner": task["owner"],
+                "sample_index": claim.sample_index,
+                "priority": task["priority"],
+                "attempt": 1,
+                "not_before": 0.0,
+                "usable": 0,
+                **self._lease,
+            }
+            for claim in claims
+        ]
+        await self._connection.execute(insert(t.sessions), rows)
+        await self._connection.execute(
+            update(t.tasks)
+            .where(t.tasks.c.seq == task["seq"])
+            .values(
+                state=step(TASK_TRANSITIONS, task["state"], TaskState.RUNNING),
+                expanded=begin + count,
+                open=int(begin + count < task["target"]),
+                started_at=task["started_at"] or self._now,
+            )
+        )
+        return claims
 
 
 def _owners(table: Table, condition: ColumnElement[bool], name: str) -> Select[str]:
@@ -494,103 +593,6 @@ def _owners(table: Table, condition: ColumnElement[bool], name: str) -> Select[s
     step_on = select(beyond.correlate(found).scalar_subquery()).where(found.c.owner.is_not(None))
     chain = found.union_all(step_on)
     return select(chain.c.owner).where(chain.c.owner.is_not(None))
-
-
-async def _running(connection: AsyncConnection) -> Counter[str]:
-    """Count the running sessions of each owner, on all servers."""
-    s = t.sessions.c
-    query = select(s.owner, func.count()).where(s.state == SessionState.RUNNING).group_by(s.owner)
-    return Counter(dict((await connection.execute(query)).all()))
-
-
-async def _claim_again(
-    connection: AsyncConnection, owner: str, slots: int, lease: dict[str, Any], now: float
-) -> list[Claim]:
-    s = t.sessions.c
-    # A last run in the future: the clock was set back, or is another server's.
-    due = or_(s.not_before <= now, s.started_at > now)
-    query = (
-        select(t.sessions, t.tasks.c.task_id, t.tasks.c.spec)
-        .join(t.tasks)
-        .where(s.state == SessionState.QUEUED, s.owner == owner, due)
-        .order_by(s.priority.desc(), s.task_seq, s.sample_index)
-        .limit(slots)
-        .with_for_update(skip_locked=True)
-    )
-    rows = (await connection.execute(query)).mappings().all()
-    step(SESSION_TRANSITIONS, SessionState.QUEUED, lease["state"])
-    await update_all(connection, rows, **lease)
-    return [claim_of(row) for row in rows]
-
-
-async def _claim_new(
-    connection: AsyncConnection, owner: str, limits: ClaimLimits, lease: dict[str, Any], now: float
-) -> list[Claim]:
-    """Lease sessions that have no row yet."""
-    tasks, slots, groups, claims = t.tasks.c, limits.slots, limits.groups, list[Claim]()
-    while slots > 0:
-        mine = [tasks.open == 1, tasks.owner == owner]
-        if groups == 0:
-            mine.append(tasks.state == TaskState.RUNNING)
-        # One priority at a time, so that the index has the order.
-        highest = select(func.max(tasks.priority)).where(*mine).scalar_subquery()
-        query = select(t.tasks).where(*mine, tasks.priority == highest).order_by(tasks.seq)
-        query = query.limit(slots).with_for_update(skip_locked=True)
-        found = (await connection.execute(query)).mappings().all()
-        if not found:
-            break
-        for task in found:
-            if slots == 0 or (groups == 0 and task["state"] == TaskState.QUEUED):
-                break
-            if groups is not None and task["state"] == TaskState.QUEUED:
-                groups -= 1
-            count = min(slots, task["target"] - task["expanded"])
-            slots -= count
-            claims += await _expand(connection, task, count, lease, now)
-    return claims
-
-
-async def _expand(
-    connection: AsyncConnection, task: RowMapping, count: int, lease: dict[str, Any], now: float
-) -> list[Claim]:
-    begin = task["expanded"]
-    claims = [
-        Claim(
-            session_id(task["task_id"], index),
-            task["task_id"],
-            index,
-            1,
-            task["spec"],
-            owner=task["owner"],
-        )
-        for index in range(begin, begin + count)
-    ]
-    rows = [
-        {
-            "session_id": claim.session_id,
-            "task_seq": task["seq"],
-            "owner": task["owner"],
-            "sample_index": claim.sample_index,
-            "priority": task["priority"],
-            "attempt": 1,
-            "not_before": 0.0,
-            "usable": 0,
-            **lease,
-        }
-        for claim in claims
-    ]
-    await connection.execute(insert(t.sessions), rows)
-    await connection.execute(
-        update(t.tasks)
-        .where(t.tasks.c.seq == task["seq"])
-        .values(
-            state=step(TASK_TRANSITIONS, TaskState(task["state"]), TaskState.RUNNING),
-            expanded=begin + count,
-            open=int(begin + count < task["target"]),
-            started_at=task["started_at"] or now,
-        )
-    )
-    return claims
 
 
 async def update_all(
@@ -609,6 +611,6 @@ def claim_of(row: RowMapping) -> Claim:
         row["sample_index"],
         row["attempt"],
         row["spec"],
-        finalize.failed_on(row),
+        failed_on(row),
         row["owner"],
     )

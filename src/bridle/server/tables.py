@@ -222,9 +222,10 @@ CALLBACK_TRANSITIONS: Final[Mapping[CallbackState, frozenset[CallbackState]]] = 
 """The states that may follow each state; a replay returns DEAD to PENDING."""
 
 
-def step(table: Mapping[State, frozenset[State]], before: State, after: State) -> State:
+def step(table: Mapping[State, frozenset[State]], before: str, after: State) -> State:
     """Return `after`, and assert that `table` allows it after `before`; no change is allowed."""
-    assert after is before or after in table[before], f"{before} does not lead to {after}"
+    allowed = table[type(after)(before)]
+    assert after == before or after in allowed, f"{before} does not lead to {after}"
     return after
 
 
