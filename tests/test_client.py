@@ -151,7 +151,7 @@ async def test_refusals_say_what_is_wrong(tmp_path):
         with pytest.raises(ServerError, match="no task 'nobody'"):
             await client.task("nobody")
         async with AsyncClient(client.url, token="wrong") as stranger:
-            with pytest.raises(ServerError, match="a known token is needed"):
+            with pytest.raises(ServerError, match="a valid token is needed"):
                 await stranger.status()
             with pytest.raises(ServerError, match="token"):
                 async for _ in stranger.events():
