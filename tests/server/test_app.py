@@ -13,7 +13,7 @@ from bridle.errors import ConfigError
 from bridle.server.app import ApiConnection, describe, listening, make_app, serving
 
 
-async def test_it_serves_on_a_free_port_and_lets_it_go(tmp_path):
+async def test_server_uses_a_free_port_and_releases_it(tmp_path):
     async with a_service(tmp_path) as service:
         async with (
             serving(served(service), host="127.0.0.1", port=0) as url,
@@ -37,7 +37,7 @@ async def test_a_taken_port_is_a_config_error(tmp_path):
                     pass
 
 
-async def test_waiting_readers_are_let_go_when_it_ends(tmp_path):
+async def test_long_polls_end_when_the_server_stops(tmp_path):
     async with a_service(tmp_path) as service, httpx.AsyncClient(timeout=60) as http:
         async with (
             asyncio.TaskGroup() as group,
@@ -49,7 +49,7 @@ async def test_waiting_readers_are_let_go_when_it_ends(tmp_path):
         assert waiting.result().json() == {"groups": [], "cursor": 0}
 
 
-async def test_an_unknown_path_is_refused_in_the_same_shape(tmp_path):
+async def test_unknown_path_gives_an_error_in_the_common_form(tmp_path):
     async with (
         a_service(tmp_path) as service,
         serving(served(service), host="127.0.0.1", port=0) as url,
@@ -117,7 +117,7 @@ async def half(url, sent=HALF):
     return reader, writer
 
 
-async def test_half_requests_keep_nobody_out():
+async def test_unfinished_requests_do_not_block_others():
     async with limited(Few) as url, httpx.AsyncClient(timeout=20) as http:
         held = [await half(url) for _ in range(30)]
         assert (await http.get(f"{url}/health")).text == "ok"
@@ -126,7 +126,7 @@ async def test_half_requests_keep_nobody_out():
             writer.close()
 
 
-async def test_a_head_that_does_not_come_ends_its_connection():
+async def test_connection_without_a_request_head_is_closed():
     async with limited(Hasty) as url, asyncio.timeout(20):
         opened = [await half(url, first) for first in (b"", HALF, HALF + b"a: b\r\n\r\n")]
         reader, writer = opened[-1]
@@ -156,7 +156,7 @@ async def test_unfinished_heads_have_a_bounded_memory():
                 await opened.wait_closed()
 
 
-async def test_peers_without_a_token_close_each_other_and_never_a_connection_with_one(tmp_path):
+async def test_connections_without_a_token_are_closed_first(tmp_path):
     whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     ours = whole.replace(b"/health", b"/v1/status")[:-2] + b"Authorization: Bearer %s\r\n\r\n"
     ours %= (TOKEN.token or "").encode()

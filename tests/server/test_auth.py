@@ -40,7 +40,7 @@ def test_both_headers_carry_a_token():
     "headers",
     [[], bearer(""), bearer(SECRET + "x"), bearer("é"), [(b"authorization", SECRET.encode())]],
 )
-def test_nothing_else_is_known(headers):
+def test_unknown_credentials_are_refused(headers):
     assert Auth([ApiToken(name="trainer", token=SECRET)]).caller(headers) is None
 
 
@@ -58,7 +58,7 @@ def test_roles_are_what_the_token_has_and_admin_has_all():
     assert all(admin.may(role) for role in TokenRole)
 
 
-def test_one_known_token_among_several_is_enough():
+def test_one_valid_token_among_several_is_enough():
     basic = b"Basic " + base64.b64encode(f"x:{SECRET}".encode())
     headers = [(b"x-polar-control-token", b"another-of-theirs"), (b"authorization", basic)]
     assert name_of(Auth([ApiToken(name="trainer", token=SECRET)]), headers) == "trainer"
@@ -75,7 +75,7 @@ def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
         own_token(tmp_path / "data")
 
 
-def test_an_owner_has_one_callback_secret_in_any_of_its_tokens(tmp_path):
+def test_all_tokens_of_an_owner_have_one_callback_secret(tmp_path):
     file = tmp_path / "tokens.toml"
     entry = '[[tokens]]\nname = "{}"\ntoken = "{}"\n'
     mine = entry.format("a", SECRET + "1") + 'callback_secret = "a-secret-of-owner-a"\n'

@@ -107,7 +107,7 @@ async def has(service, count, state):
     return sum(row["state"] == state for row in rows) == count
 
 
-async def test_each_session_and_then_the_task_is_told_and_signed(tmp_path):
+async def test_signed_callbacks_for_each_session_and_then_the_task(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path, FakeWorkers(answers={"a.1": failure("harness_crash")})) as service,
@@ -126,7 +126,7 @@ async def test_each_session_and_then_the_task_is_told_and_signed(tmp_path):
         assert (task["status"], len(task["results"])) == ("completed", 2)
 
 
-async def test_callbacks_of_an_owner_with_a_secret_of_its_own_are_signed_with_that(tmp_path):
+async def test_callbacks_are_signed_with_the_owners_secret(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path, FakeWorkers()) as service,
@@ -155,7 +155,7 @@ async def is_acked(service, task_id):
     return (await service.queries.task(task_id))["acked_at"] is not None
 
 
-async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(tmp_path):
+async def test_failed_callback_is_retried_with_the_same_id(tmp_path):
     async with (
         Receiver(500, 302, 404).up() as receiver,
         a_service(tmp_path) as service,
@@ -173,7 +173,7 @@ async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(tmp_path):
             assert line in told
 
 
-async def test_what_was_not_delivered_is_delivered_by_the_next_server(tmp_path):
+async def test_undelivered_callbacks_are_sent_after_a_restart(tmp_path):
     async with Receiver().up() as receiver:
         async with a_service(tmp_path) as service:
             await service.submit([submission("a", callback_url=receiver.url)], owner="o")
@@ -184,7 +184,7 @@ async def test_what_was_not_delivered_is_delivered_by_the_next_server(tmp_path):
         assert len(receiver.got) == 2
 
 
-async def test_a_name_that_means_the_inside_is_dead_at_once_and_can_be_replayed(tmp_path):
+async def test_callback_to_an_internal_address_is_dead_at_once_and_can_be_replayed(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path) as service,
@@ -201,7 +201,7 @@ async def test_a_name_that_means_the_inside_is_dead_at_once_and_can_be_replayed(
             await until(lambda: has(service, 2, "delivered"))
 
 
-async def test_an_unreachable_receiver_is_given_up_after_its_time(tmp_path):
+async def test_callbacks_to_an_unreachable_receiver_are_dead_after_the_limit(tmp_path):
     async with a_service(tmp_path, callback_give_up_s=0.05) as service, delivering(service):
         task = submission("a", callback_url="http://127.0.0.1:1/x")
         await service.submit([task], owner="o")
@@ -211,7 +211,7 @@ async def test_an_unreachable_receiver_is_given_up_after_its_time(tmp_path):
         assert (await service.queries.task("a"))["acked_at"] is None
 
 
-async def test_a_slow_receiver_holds_no_other_up(tmp_path):
+async def test_slow_receiver_delays_no_other(tmp_path):
     release = asyncio.Event()
     async with (
         Slow(release).up() as slow,
@@ -248,7 +248,7 @@ async def pause_of(service):
     return min(row["next_at"] for row in rows)
 
 
-async def test_a_receiver_that_answers_500_for_an_hour_gets_all_of_it_then(tmp_path):
+async def test_receiver_that_answers_500_for_an_hour_gets_all_callbacks_afterwards(tmp_path):
     clock = Clock()
     began = clock.now
 
@@ -291,7 +291,7 @@ async def has_no_due(service, clock):
     )
 
 
-async def test_the_pauses_double_up_to_five_minutes(tmp_path):
+async def test_backoff_doubles_up_to_five_minutes(tmp_path):
     clock = Clock()
     async with Receiver(*[500] * 11).up() as receiver, a_service(tmp_path) as service:
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
@@ -310,7 +310,7 @@ async def test_the_pauses_double_up_to_five_minutes(tmp_path):
         assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
-async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(tmp_path):
+async def test_dead_callback_is_listed_and_delivered_after_a_replay(tmp_path):
     clock = Clock()
     async with (
         Receiver(*[500] * 10).up() as receiver,
@@ -332,7 +332,7 @@ async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(
         await until(lambda: has(service, 2, "delivered"))
 
 
-async def test_a_clock_that_jumps_back_leaves_no_callback_behind(tmp_path):
+async def test_clock_jump_backwards_delays_no_callback(tmp_path):
     clock = Clock()
     clock.now += 1e6
     async with (
@@ -351,7 +351,7 @@ async def has_delivered(service, count):
     return (await service.queries.counts()).callbacks == {"delivered": count}
 
 
-async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
+async def test_slow_receivers_use_only_their_share_of_connections(tmp_path):
     release = asyncio.Event()
     async with (
         AsyncExitStack() as stack,
@@ -375,7 +375,7 @@ async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
         await until(lambda: has_delivered(service, 16 * 2 * 2 + 6))
 
 
-async def test_a_retry_does_not_wait_for_another_receivers_answer(tmp_path):
+async def test_retry_does_not_wait_for_another_receiver(tmp_path):
     release = asyncio.Event()
     async with (
         Slow(release).up() as slow,
@@ -410,7 +410,7 @@ async def test_two_servers_send_each_callback_once(tmp_path):
         assert len(ids) == len(set(ids)) == 24
 
 
-async def test_what_an_earlier_life_was_sending_is_sent_at_once(tmp_path):
+async def test_callbacks_of_an_earlier_process_are_sent_at_once(tmp_path):
     async with Receiver().up() as receiver, a_service(tmp_path, owner="me") as service:
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
@@ -453,7 +453,7 @@ def known(receivers, name, *, taken=True, seconds=0.0):
     receivers.end(name, taken=taken, seconds=seconds)
 
 
-def test_a_receiver_gets_one_until_it_took_one_and_then_a_few_at_once():
+def test_receiver_gets_one_callback_until_it_acknowledged_one():
     receivers = Receivers()
     assert fill(receivers, "a") == 1
     receivers.end("a", taken=True, seconds=0.1)
@@ -462,7 +462,7 @@ def test_a_receiver_gets_one_until_it_took_one_and_then_a_few_at_once():
     assert receivers.room == AT_ONCE - EACH
 
 
-def test_who_fails_or_is_slow_gets_one_at_a_time_until_it_does_well_again():
+def test_failing_or_slow_receiver_gets_one_callback_at_a_time():
     for failing in ({"taken": False}, {"seconds": SLOW_S + 1}):
         receivers = Receivers()
         known(receivers, "a")
@@ -472,7 +472,7 @@ def test_who_fails_or_is_slow_gets_one_at_a_time_until_it_does_well_again():
         assert fill(receivers, "a") == EACH
 
 
-def test_sixteen_slow_receivers_leave_room_for_those_who_answer():
+def test_sixteen_slow_receivers_leave_connections_to_healthy_ones():
     receivers = Receivers()
     slow = [f"slow{number}" for number in range(16)]
     for name in slow:
@@ -486,7 +486,7 @@ def test_sixteen_slow_receivers_leave_room_for_those_who_answer():
     assert fill(strangers, "well") == 1
 
 
-def test_no_more_than_all_places_are_taken_and_they_come_back():
+def test_callbacks_in_flight_are_limited_and_released():
     receivers = Receivers()
     names = [f"r{number}" for number in range(AT_ONCE + 5)]
     assert sum(fill(receivers, name) for name in names) == AT_ONCE
@@ -495,7 +495,7 @@ def test_no_more_than_all_places_are_taken_and_they_come_back():
     assert receivers.room == 1
 
 
-def test_receivers_of_long_ago_are_not_remembered():
+def test_old_receivers_are_forgotten():
     receivers = Receivers()
     for number in range(REMEMBERED + 1):
         known(receivers, f"r{number}", taken=False)

@@ -54,7 +54,7 @@ POLAR = {"task_id": "t", "instruction": "x", "agent": {"harness": "codex"}}
         ),
     ],
 )
-async def test_what_would_reach_the_server_s_machine_is_refused_by_name(tmp_path, param, change):
+async def test_fields_that_reach_the_servers_machine_are_refused_by_name(tmp_path, param, change):
     """The data folder as a `module` or a `solution`; a variable for a function on the host."""
     permits = SubmissionPolicy(
         local=True, import_paths=(SCORING,), trusted=(f"{SCORING}:of_everything",)
@@ -85,7 +85,7 @@ async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
 
 @pytest.mark.sandbox
 @pytest.mark.timeout(120)
-async def test_files_of_a_session_are_no_code_of_the_server(tmp_path):
+async def test_session_files_are_served_as_downloads(tmp_path):
     """`PYTHONPATH=.` beside the files that a scoring function asked for ran them on the host."""
     marker = tmp_path / "marker"
     planted = f"""
@@ -201,7 +201,7 @@ async def test_a_captured_session_of_another_owner_is_forked_by_admins_alone(tmp
 
 
 @pytest.mark.timeout(120)
-async def test_a_fork_is_permitted_what_its_owner_is_permitted_now(tmp_path):
+async def test_fork_is_checked_against_the_callers_current_policy(tmp_path):
     """A session of `local` that an admin's token submitted, forked with another of its owner's."""
     tokens = tmp_path / "tokens.toml"
     private_file(tokens).write_text(

@@ -39,7 +39,7 @@ async def states(state, task_id):
     return task, {row["session_id"]: row["state"] for row in rows}
 
 
-async def test_a_harness_failure_is_a_result_and_infrastructure_is_run_again_so_often(tmp_path):
+async def test_harness_failure_is_final_and_infrastructure_failure_is_retried(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, max_attempts=2))
         first, second = await claim(state)
@@ -62,7 +62,7 @@ async def test_a_slow_stage_of_ours_is_run_again_and_an_agent_s_timeout_is_not(t
         assert [one.what for one in ends] == ["again", "final"]
 
 
-async def test_early_stop_ends_what_runs_and_tells_what_never_began(tmp_path):
+async def test_early_stop_cancels_running_and_unstarted_sessions(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 6, early_stop_min_usable_sessions=2))
         one, two, three, four = await claim(state, 4)
@@ -90,7 +90,7 @@ async def test_a_group_needs_its_fraction(tmp_path):
         assert found == ["completed", "failed", "completed"]
 
 
-async def test_unusable_sessions_are_refilled_so_often(tmp_path):
+async def test_unusable_sessions_are_refilled_up_to_max_refills(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, max_refills=2))
         one, two = await claim(state)
@@ -133,7 +133,7 @@ async def test_a_waiting_session_is_cancelled_alone(tmp_path):
         assert (await finish(state, done(one)))[0].task_id == "a"
 
 
-async def test_a_session_that_kills_its_server_each_time_is_given_up(tmp_path):
+async def test_session_that_always_kills_its_server_fails(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"))
         for _ in range(MAX_INTERRUPTIONS):
@@ -145,7 +145,7 @@ async def test_a_session_that_kills_its_server_each_time_is_given_up(tmp_path):
         assert "died 20 times" in (await state.queries.session("a.0"))["result"]
 
 
-async def test_a_callback_is_made_with_each_result_and_has_the_same_id_ever_after(tmp_path):
+async def test_callback_row_is_inserted_with_each_result_and_keeps_its_id(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, callback_url="http://127.0.0.1:9/x"))
         await finish(state, *(done(one) for one in await claim(state)))
@@ -165,9 +165,7 @@ async def test_a_callback_is_made_with_each_result_and_has_the_same_id_ever_afte
     st.integers(0, 2),
     st.none() | st.integers(1, 3),
 )
-async def test_whatever_happens_every_sample_ends_exactly_once(
-    tmp_path_factory, events, samples, refills, early
-):
+async def test_every_sample_ends_exactly_once(tmp_path_factory, events, samples, refills, early):
     """The law of the room: accounts add up at every step, and everything comes to its end."""
     async with a_state(tmp_path_factory.mktemp("law")) as state:
         name = f"t{next(NUMBERS)}"

@@ -62,7 +62,7 @@ async def test_each_session_of_a_batch_runs_once_on_one_of_two_servers(tmp_path)
         assert len(ran) == len(set(ran)) == 18
 
 
-async def test_a_server_that_is_not_heard_of_for_its_lease_is_succeeded(tmp_path):
+async def test_runs_of_a_dead_server_are_taken_over_after_its_lease(tmp_path):
     await left_by_another(tmp_path, "finished", "cut")
     workers = FakeWorkers()
     workers.recallable["finished.0"] = result(
@@ -80,7 +80,7 @@ async def test_a_server_that_is_not_heard_of_for_its_lease_is_succeeded(tmp_path
         assert workers.ran == ["cut.0.r2"]
 
 
-async def test_a_server_that_renews_its_leases_lives_whatever_its_clock_says(tmp_path):
+async def test_server_that_renews_its_leases_is_alive_with_any_clock(tmp_path):
     await left_by_another(tmp_path, "a")
     async with a_service(tmp_path, owner="me", lease_s=60) as service:
         clock = service.peers._clock = Clock()
@@ -91,7 +91,7 @@ async def test_a_server_that_renews_its_leases_lives_whatever_its_clock_says(tmp
         assert service.workers.ran == []
 
 
-async def test_a_server_that_lost_its_lease_ends_its_run_and_its_result_changes_nothing(tmp_path):
+async def test_server_that_lost_its_lease_cancels_its_run_without_effect(tmp_path):
     slow, quick = FakeWorkers(capacity=1, held=True), FakeWorkers(capacity=0)
     async with two(tmp_path, slow, quick) as (one, other):
         await one.submit([submission("a")], owner="o")
@@ -109,7 +109,7 @@ async def test_a_server_that_lost_its_lease_ends_its_run_and_its_result_changes_
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_each_session_ends_once_while_two_living_servers_steal_each_others_leases(
+async def test_each_session_ends_once_while_two_servers_take_over_each_others_leases(
     tmp_path, seed
 ):
     drawn = random.Random(seed)
@@ -154,7 +154,7 @@ async def test_each_session_ends_once_while_two_living_servers_steal_each_others
     assert names == sorted(run_id(row["session_id"], row["attempt"]) for row in sessions)
 
 
-async def test_what_one_server_is_asked_reaches_the_runs_of_the_other(tmp_path):
+async def test_cancellation_reaches_the_runs_of_another_server(tmp_path):
     held = FakeWorkers(capacity=4, held=True)
     async with two(tmp_path, held, FakeWorkers(capacity=0)) as (one, other):
         await one.submit([submission("a"), submission("b", 2)], owner="o")
@@ -170,7 +170,7 @@ async def test_what_one_server_is_asked_reaches_the_runs_of_the_other(tmp_path):
         assert [row["state"] for row in rows] == ["CANCELLED", "COMPLETED"]
 
 
-async def test_a_pause_and_a_new_task_reach_every_server(tmp_path):
+async def test_every_server_sees_a_pause_and_a_new_task(tmp_path):
     async with two(tmp_path, FakeWorkers(capacity=0)) as (one, other):
         await one.pause()
         await other.peers.check()
@@ -184,7 +184,7 @@ async def test_a_pause_and_a_new_task_reach_every_server(tmp_path):
         assert other.workers.ran == ["a.0"]
 
 
-async def test_a_cancelled_session_is_not_run_again_by_whoever_takes_it_over(tmp_path):
+async def test_takeover_does_not_rerun_a_cancelled_session(tmp_path):
     held = FakeWorkers(held=True)
     async with two(tmp_path, held, FakeWorkers(capacity=0)) as (one, other):
         await one.submit([submission("a")], owner="o")

@@ -19,7 +19,7 @@ async def names(state, **query):
     ]
 
 
-async def test_groups_come_as_they_end_as_submitted_or_by_priority(tmp_path):
+async def test_groups_are_ordered_by_end_submission_or_priority(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(
             state,
@@ -36,7 +36,7 @@ async def test_groups_come_as_they_end_as_submitted_or_by_priority(tmp_path):
         assert await names(state, limit=1) == ["c"]
 
 
-async def test_in_the_order_of_submission_none_comes_before_those_ahead_of_it(tmp_path):
+async def test_submission_order_waits_for_earlier_groups(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, *(submission(name) for name in "abc"))
         await end(state, "a", "c")
@@ -52,7 +52,7 @@ async def test_acknowledged_groups_come_only_when_asked_for(tmp_path):
         assert await names(state, acked=True) == ["a", "b"]
 
 
-async def test_pages_go_on_where_the_last_one_ended(tmp_path):
+async def test_next_page_begins_after_the_cursor(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, *(submission(name, 3) for name in "abc"))
         first = await state.queries.tasks(after=0, limit=2)
@@ -66,7 +66,7 @@ async def test_pages_go_on_where_the_last_one_ended(tmp_path):
         assert [row["task_id"] for row in queued] == ["b", "c"]
 
 
-async def test_counts_and_paces(tmp_path):
+async def test_counts_pause_and_resume(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", callback_url="http://h/x"), submission("b", 2))
         one, two = await claim(state, 2)

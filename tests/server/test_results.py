@@ -24,7 +24,7 @@ async def a_group(service):
     return task, await service.queries.sessions(task["seq"])
 
 
-async def test_a_status_has_its_results_only_where_they_are_asked_for(tmp_path):
+async def test_task_status_has_results_only_on_request(tmp_path):
     async with a_service(tmp_path) as service:
         task, rows = await a_group(service)
         told = await task_status(service, task, results=True)
@@ -37,7 +37,7 @@ async def test_a_status_has_its_results_only_where_they_are_asked_for(tmp_path):
         assert (await task_status(service, task, results=False))["results"] == []
 
 
-async def test_a_trajectory_that_was_removed_while_we_looked_is_none(tmp_path):
+async def test_trajectory_removed_during_the_read_is_none(tmp_path):
     async with a_service(tmp_path) as service:
         _, rows = await a_group(service)
         await service.files.remove(rows[0]["file"])
@@ -82,7 +82,7 @@ async def test_a_session_without_a_trajectory_has_an_empty_one(tmp_path):
         assert result_json(row, None, polar=False)["status"] == "CANCELLED"
 
 
-async def test_a_group_says_what_is_missing_and_how_far_behind_it_is(tmp_path):
+async def test_group_lists_unusable_sessions_and_its_version_lag(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2))
         one, two = await claim(state)

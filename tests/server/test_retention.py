@@ -25,7 +25,7 @@ def files(tmp_path):
     return sorted(path.stem for path in (tmp_path / "trajectories").rglob("*.parquet"))
 
 
-async def test_files_of_acknowledged_groups_go_by_size_oldest_first(tmp_path):
+async def test_retention_removes_the_oldest_files_over_the_size_limit(tmp_path):
     workers = FakeWorkers(answers={"b.0": failure()})
     async with a_service(tmp_path, workers, keep_gb=1e-9) as service:
         for name in "abc":
@@ -48,14 +48,12 @@ async def test_retention_removes_no_more_than_the_size_limit_needs(tmp_path):
             await a_group(service, name)
             await ack(service, name)
         size = await service.retention.size()
-        service.settings = service.settings.model_copy(
-            update={"keep_gb": 0.6 * size / 1e9}
-        )
+        service.settings = service.settings.model_copy(update={"keep_gb": 0.6 * size / 1e9})
         assert await service.retention.remove_old() == 2
         assert files(tmp_path) == ["c.0", "d.0"]
 
 
-async def test_files_go_by_age_and_rows_later(tmp_path):
+async def test_retention_removes_files_by_age_and_rows_later(tmp_path):
     async with a_service(tmp_path, keep_days=1.0) as service:
         await a_group(service, "a", 2)
         await ack(service, "a")
@@ -76,7 +74,7 @@ async def test_files_go_by_age_and_rows_later(tmp_path):
         assert service.workers.ran == []
 
 
-async def test_a_group_whose_callbacks_are_still_tried_is_kept(tmp_path):
+async def test_group_with_pending_callbacks_is_kept(tmp_path):
     async with a_service(tmp_path, keep_days=1e-9, keep_rows_days=1e-9) as service:
         await a_group(service, "a", callback_url="http://127.0.0.1:1/x")
         await ack(service, "a")
@@ -90,7 +88,7 @@ async def test_a_group_whose_callbacks_are_still_tried_is_kept(tmp_path):
         assert await service.queries.callbacks(after=0, limit=9) == []
 
 
-async def test_groups_that_nobody_acknowledges_are_given_up(tmp_path):
+async def test_retention_acknowledges_abandoned_groups(tmp_path):
     async with a_service(tmp_path, keep_unacked_days=1e-9, keep_days=1e-9) as service:
         await a_group(service, "a")
         await service.retention.remove_old()
@@ -99,7 +97,7 @@ async def test_groups_that_nobody_acknowledges_are_given_up(tmp_path):
         assert files(tmp_path) == []
 
 
-async def test_a_service_that_goes_on_for_long_keeps_so_much_and_no_more(tmp_path):
+async def test_retention_bounds_disk_rows_and_memory_of_a_long_run(tmp_path):
     """Groups come and are acknowledged; disk, rows and memory stay as they were."""
     settings = {"keep_gb": 1e-9, "keep_rows_days": 1e-9}
     workers = FakeWorkers(capacity=8)

@@ -99,7 +99,7 @@ async def test_an_id_can_be_cancelled_before_it_is_submitted(tmp_path):
         ({"task_id": "../x"}, "task_id"),
     ],
 )
-async def test_a_wrong_field_is_named_and_what_exists_listed(tmp_path, changes, param):
+async def test_wrong_field_is_named_with_the_known_ones(tmp_path, changes, param):
     async with an_app(tmp_path) as http:
         told = await submit(http, **changes)
         assert (told.status_code, told.json()["error"]["param"]) == (422, param)
@@ -108,7 +108,7 @@ async def test_a_wrong_field_is_named_and_what_exists_listed(tmp_path, changes, 
         assert (await http.get("/tasks")).json()["tasks"] == []
 
 
-async def test_lists_come_in_pages(tmp_path):
+async def test_lists_are_paged(tmp_path):
     async with an_app(tmp_path, FakeWorkers(answers={"b": failure("harness_crash")})) as http:
         for name in "abc":
             await submit(http, name, num_samples=2)

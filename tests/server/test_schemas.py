@@ -11,7 +11,7 @@ from bridle.server.settings import ServerSettings
 from bridle.server.submission_policy import SubmissionPolicy
 
 
-def test_a_submission_is_a_task_and_its_terms():
+def test_submission_splits_into_task_and_group_options():
     task, terms = submission("a", 3, dispatch_priority=7, metadata={"k": 1}).split()
     assert type(task) is Task
     assert (task.task_id, task.num_samples, task.metadata) == ("a", 3, {"k": 1})
@@ -45,7 +45,7 @@ def test_a_batch_is_bounded():
 
 
 @given(st.text(), st.none() | st.text())
-def test_an_error_says_the_same_to_both_kinds_of_client(message, param):
+def test_error_has_its_message_in_both_fields(message, param):
     told = error_json("code", message, param=param)
     assert told["detail"] == told["error"]["message"] == message
 
@@ -56,10 +56,10 @@ def test_on_loopback_local_runs(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "server.example"])
-def test_elsewhere_local_does_not_run(host):
+def test_local_runtime_is_refused_off_loopback(host):
     assert not ServerSettings(host=host).checked().permits.local
 
 
-def test_nobody_sets_local_from_outside_the_file():
+def test_local_cannot_be_set_by_configuration():
     given = ServerSettings(host="0.0.0.0", permits=SubmissionPolicy(local=True))
     assert not given.checked().permits.local

@@ -44,7 +44,7 @@ async def submit(state, *submissions, owner="o", now=NOW, quota=None):
     return await state.submit(submissions, owner=owner, now=now, quota=quota)
 
 
-async def test_the_same_body_is_accepted_once_and_another_one_refused(tmp_path):
+async def test_same_body_is_accepted_once_and_another_body_refused(tmp_path):
     async with a_state(tmp_path) as state:
         assert await submit(state, submission("a"), submission("b")) == [True, True]
         assert await submit(state, submission("b"), submission("c")) == [False, True]
@@ -54,7 +54,7 @@ async def test_the_same_body_is_accepted_once_and_another_one_refused(tmp_path):
         assert names == ["a", "b", "c"]  # a batch is accepted whole or not at all
 
 
-async def test_an_owner_has_so_many_samples_queued_and_no_more(tmp_path):
+async def test_owner_cannot_queue_more_samples_than_its_quota(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", samples=3), quota=4)
         with pytest.raises(QuotaError, match=r"4 samples queued .* has 3; 2 more do not fit"):
@@ -81,7 +81,7 @@ async def test_sessions_are_claimed_by_priority_and_then_in_order(tmp_path):
         assert await claim(state) == []
 
 
-async def test_a_queue_has_no_row_for_a_session_that_waits(tmp_path):
+async def test_queued_session_has_no_row(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", samples=1000))
         await claim(state, 3)
@@ -90,7 +90,7 @@ async def test_a_queue_has_no_row_for_a_session_that_waits(tmp_path):
         assert counts.waiting == 997
 
 
-async def test_held_back_are_new_groups_never_the_rest_of_one_that_began(tmp_path):
+async def test_limits_hold_back_new_groups_and_not_started_ones(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 3), submission("b", 2), submission("c", 1))
         assert [one.task_id for one in await claim(state, 1, groups=1)] == ["a"]
@@ -128,7 +128,7 @@ async def test_a_dead_servers_lease_is_taken_over_and_its_late_result_changes_no
 
 
 @pytest.mark.parametrize("jump_s", [-1e6, 1e6])
-async def test_a_clock_that_jumps_loses_nothing(tmp_path, jump_s):
+async def test_clock_jump_loses_no_session(tmp_path, jump_s):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2))
         one, two = await claim(state, 2)
@@ -143,14 +143,14 @@ async def test_a_clock_that_jumps_loses_nothing(tmp_path, jump_s):
         assert await state.ack(cursor=2, task_ids=(), now=then) == 2
 
 
-async def test_the_same_server_takes_its_own_leases_over_at_once(tmp_path):
+async def test_server_takes_over_its_own_leases_at_once(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"), submission("b"))
         claims = await claim(state)
         assert await state.take_over(["me"], owner="me", now=NOW, lease_s=10) == claims
 
 
-async def test_a_session_that_is_to_be_run_again_waits_for_its_time(tmp_path):
+async def test_retried_session_waits_for_its_backoff(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", retry_backoff_s=5.0), submission("b"))
         one = (await claim(state, 1))[0]
@@ -166,9 +166,7 @@ async def test_a_session_that_is_to_be_run_again_waits_for_its_time(tmp_path):
 
 
 @pytest.mark.parametrize("jump_s", [-3600, 3600])
-async def test_a_session_that_waits_to_run_again_is_not_lost_to_a_clock_that_jumps(
-    tmp_path, jump_s
-):
+async def test_clock_jump_does_not_block_a_retried_session(tmp_path, jump_s):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", retry_backoff_s=5.0))
         await claim(state)
@@ -192,7 +190,7 @@ async def test_groups_are_acknowledged_by_cursor_or_by_name_and_once(tmp_path):
         assert (await state.queries.counts()).unacked == 0
 
 
-async def test_an_id_that_was_barred_is_refused_later(tmp_path):
+async def test_reserved_id_is_refused_later(tmp_path):
     async with a_state(tmp_path) as state:
         await state.reserve("a", owner="o", now=NOW)
         await state.reserve("a", owner="o", now=NOW)
@@ -203,7 +201,7 @@ async def test_an_id_that_was_barred_is_refused_later(tmp_path):
         assert await claim(state) == []
 
 
-async def test_numbers_are_kept(tmp_path):
+async def test_numbers_are_stored(tmp_path):
     async with a_state(tmp_path) as state:
         await state.set_number("policy_version", 9)
     async with a_state(tmp_path) as state:
@@ -225,7 +223,7 @@ async def flood(state, owner="a", tasks=20, samples=1000):
     await submit(state, *bodies, owner=owner)
 
 
-async def test_a_flood_at_high_priority_leaves_the_next_slot_to_another_owner(tmp_path):
+async def test_high_priority_flood_leaves_the_next_slot_to_another_owner(tmp_path):
     async with a_state(tmp_path) as state:
         await flood(state)
         first, *_ = await claim(state, 8)
@@ -244,7 +242,7 @@ async def test_priorities_count_within_one_owner(tmp_path):
         assert [one.task_id for one in claims if one.owner == "b"] == ["high", "low"]
 
 
-async def test_what_an_owner_does_not_need_goes_to_the_others(tmp_path):
+async def test_unused_share_of_an_owner_goes_to_the_others(tmp_path):
     async with a_state(tmp_path) as state:
         await flood(state)
         await submit(state, submission("b", 1), owner="b")
@@ -264,7 +262,7 @@ async def test_weights_divide_the_slots(tmp_path):
         }
 
 
-async def test_sessions_to_be_run_again_come_out_of_their_owners_share(tmp_path):
+async def test_retried_sessions_count_in_their_owners_share(tmp_path):
     async with a_state(tmp_path) as state:
         await flood(state, tasks=1)
         for one in await claim(state, 4):
@@ -278,7 +276,7 @@ async def test_sessions_to_be_run_again_come_out_of_their_owners_share(tmp_path)
         assert [one.attempt for one in claims if one.owner == "a"] == [2, 2]
 
 
-async def test_limits_of_groups_are_each_owners_own(tmp_path):
+async def test_group_limits_apply_to_each_owner(tmp_path):
     async with a_state(tmp_path) as state:
         for owner in "ab":
             await submit(state, *(submission(f"{owner}{n}") for n in range(4)), owner=owner)
@@ -296,7 +294,7 @@ async def test_limits_of_groups_are_each_owners_own(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["max_inflight_groups", "max_unacked_groups"])
-async def test_another_owners_groups_hold_nobody_back(tmp_path, limit):
+async def test_groups_of_one_owner_hold_back_no_other(tmp_path, limit):
     workers = FakeWorkers(capacity=2, held=limit == "max_inflight_groups")
     async with a_service(tmp_path, workers, **{limit: 1}) as service:
         await service.submit([submission("a"), submission("a-2")], owner="a")
@@ -311,7 +309,7 @@ async def test_another_owners_groups_hold_nobody_back(tmp_path, limit):
         await ended(service, "b")
 
 
-async def test_a_flood_of_one_owner_delays_another_by_one_session_at_most(tmp_path):
+async def test_flood_of_one_owner_delays_another_by_at_most_one_session(tmp_path):
     """On the real dispatcher: the second owner's session is the next one that starts."""
     workers = FakeWorkers(capacity=3, held=True)
     async with a_service(tmp_path, workers) as service:
@@ -329,7 +327,7 @@ async def test_a_flood_of_one_owner_delays_another_by_one_session_at_most(tmp_pa
         assert started.index("b", 3) < 10  # and they go on with equal shares
 
 
-async def test_a_claim_reads_what_it_takes_and_not_the_queue(tmp_path):
+async def test_claim_reads_only_the_rows_it_leases(tmp_path):
     async with a_state(tmp_path) as state:
         if not state.database.is_sqlite:
             return
@@ -373,7 +371,7 @@ def test_free_slots_are_divided_evenly():
     assert FairShares().divide(6, ["a", "b", "c"], {}) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_free_slots_go_to_those_who_run_less():
+def test_free_slots_go_to_owners_with_fewer_running_sessions():
     assert FairShares().divide(2, ["a", "b"], {"a": 6}) == {"b": 2}
     assert FairShares().divide(4, ["a", "b"], {"a": 3, "b": 1}) == {"a": 1, "b": 3}
 
@@ -383,25 +381,25 @@ def test_an_owner_without_waiting_sessions_leaves_its_slots_to_the_others():
     assert FairShares().divide(3, [], {"b": 9}) == {}
 
 
-def test_weights_are_kept_where_slots_allow():
+def test_weights_hold_if_slots_suffice():
     shares = FairShares({"a": 3.0})
     assert shares.divide(8, ["a", "b"], {}) == {"a": 6, "b": 2}
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_owners_take_turns_where_there_are_fewer_slots_than_owners(capacity):
+def test_owners_alternate_if_there_are_fewer_slots(capacity):
     started = run(FairShares(), capacity, "abcd", 40)
     for begin in range(0, 36, 4):
         assert len(set(started[begin : begin + 5])) >= 3
     assert set(Counter(started).values()) <= {9, 10, 11}
 
 
-def test_a_small_weight_on_one_slot_is_served_now_and_then():
+def test_owner_with_a_small_weight_gets_a_slot_from_time_to_time():
     started = Counter(run(FairShares({"a": 9.0}), 1, "ab", 100))
     assert 8 <= started["b"] <= 12
 
 
-def test_who_comes_new_gets_the_next_slot():
+def test_new_owner_gets_the_next_slot():
     shares = FairShares()
     run(shares, 4, "a", 100)
     assert shares.divide(1, "ab", {"a": 3}) == {"b": 1}

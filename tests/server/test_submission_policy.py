@@ -133,7 +133,7 @@ def runtime(**fields):
         ),
     ],
 )
-def test_what_the_operator_does_not_list_is_refused_by_its_fields_name(field, changes):
+def test_unlisted_values_are_refused_by_the_fields_name(field, changes):
     assert field in refused(SubmissionPolicy(), **changes)
 
 
@@ -141,7 +141,7 @@ def test_a_plain_task_is_permitted():
     assert refused(SubmissionPolicy()) == {}
 
 
-def test_an_open_network_that_is_the_machine_s_own_is_the_operator_s_to_permit():
+def test_open_network_of_the_machine_needs_the_operators_permission():
     assert refused(SubmissionPolicy(), **runtime(network="open")) == {}, "a container's is its own"
     own = runtime(backend="bubblewrap", network="open")
     assert refused(SubmissionPolicy(host_network=True), **own) == {}
@@ -162,7 +162,7 @@ def test_listed_imports_pass_and_their_neighbours_do_not():
         assert (refused(SubmissionPolicy(import_paths=listed), agent=agent) == {}) is ok, name
 
 
-def test_what_may_be_copied_into_a_sandbox_may_not_run_beside_the_server():
+def test_import_paths_do_not_permit_code_on_the_server():
     permits = SubmissionPolicy(import_paths=("mine",))
     for change in (
         {"agent": {"import_path": "mine:Harness"}},
@@ -211,7 +211,7 @@ def test_a_scoring_function_runs_in_a_sandbox_unless_it_is_trusted(asked):
         scored("other:score", "mine:score")["evaluator"],
     ],
 )
-def test_no_variable_reaches_an_evaluator_on_the_server_s_machine(evaluator):
+def test_task_sets_no_variable_of_an_evaluator_on_the_server(evaluator):
     """`PYTHONPATH=.` there, beside the files of the task, was code on the server."""
     env = {"evaluator": evaluator | {"env": {"PYTHONPATH": "."}}}
     trusting = SubmissionPolicy(trusted=("mine",), import_paths=("other",))
@@ -294,7 +294,7 @@ def test_every_kwarg_of_a_runtime_is_listed():
     assert set(re.findall(r"'(\w+)' \(a", str(refusal.value))) == kwargs["bubblewrap"]
 
 
-def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):
+def test_paths_are_resolved_before_they_are_compared_with_listed_folders(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
@@ -307,7 +307,7 @@ def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):
         assert (refused(permits, **task) == {}) is ok, given
 
 
-def test_a_module_is_no_file_because_its_name_holds_py(tmp_path):
+def test_module_with_py_in_its_name_is_not_a_file(tmp_path):
     """`runs.py:b./x:go` was judged as a file in a listed folder, and copied the package `runs`."""
     permits = SubmissionPolicy(host_paths=(tmp_path,))
     for given, ok in (("a.py:go", True), ("runs.py:b./x:go", False), ("a.py:b:go", False)):
@@ -315,7 +315,7 @@ def test_a_module_is_no_file_because_its_name_holds_py(tmp_path):
         assert (refused(permits, **task) == {}) is ok, given
 
 
-def test_a_remote_host_is_as_the_operator_lists_it():
+def test_remote_host_must_match_the_operators_list():
     listed = {"deployment": {"type": "modal", "image": "*"}, "gateway": "http://us:1"}
     permits = SubmissionPolicy(remotes=(listed,))
     for change, ok in (
@@ -330,7 +330,7 @@ def test_a_remote_host_is_as_the_operator_lists_it():
     assert "runtime.kwargs" in refused(permits, **runtime(backend="remote"))
 
 
-def test_local_runs_only_where_the_operator_wants_it():
+def test_local_runtime_needs_the_operators_permission():
     local = runtime(backend="local")
     assert refused(SubmissionPolicy(local=True), **local) == {}
     assert refused(SubmissionPolicy(runtimes=("local",)), **local) == {}
@@ -340,7 +340,7 @@ def test_local_runs_only_where_the_operator_wants_it():
     assert message == "runtime 'local' is not permitted; permitted: docker"
 
 
-def test_a_task_that_names_no_runtime_is_judged_by_the_one_it_gets():
+def test_task_without_a_runtime_is_checked_with_the_default_one():
     from bridle.runtimes import default_backend
 
     backend, _ = default_backend()
@@ -349,7 +349,7 @@ def test_a_task_that_names_no_runtime_is_judged_by_the_one_it_gets():
     assert "runtime.backend" in refused(SubmissionPolicy(runtimes=("podman",)), **auto)
 
 
-def test_an_unknown_runtime_is_left_to_whoever_knows_them():
+def test_unknown_runtime_passes_to_the_runtimes_own_error():
     assert refused(SubmissionPolicy(), **runtime(backend="nope")) == {}
 
 
@@ -364,7 +364,7 @@ def test_a_task_folder_matters_only_to_tasks_that_name_files():
 @pytest.mark.parametrize(
     ("bind", "is_taken"), [(":/inside", True), ("", True), (":inside", False), (":/a:rw", False)]
 )
-def test_a_bind_may_stand_elsewhere_inside(tmp_path, bind, is_taken):
+def test_bind_may_have_another_path_in_the_sandbox(tmp_path, bind, is_taken):
     permits = SubmissionPolicy(host_paths=(tmp_path,))
     found = refused(permits, **runtime(kwargs={"binds": [f"{tmp_path}{bind}"]}))
     assert list(found) == ([] if is_taken else ["runtime.kwargs.binds"])

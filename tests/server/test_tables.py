@@ -43,17 +43,17 @@ async def test_the_migrations_make_the_tables_that_the_code_reads(tmp_path):
         (CALLBACK_TRANSITIONS, CallbackState),
     ],
 )
-def test_every_state_has_its_row(table, states):
+def test_every_state_has_transitions(table, states):
     assert set(table) == set(states)
 
 
-def test_final_states_lead_nowhere_but_to_completed_by_a_reward():
+def test_final_states_change_only_to_completed_by_a_reward():
     failed = {TaskState.FAILED: {TaskState.COMPLETED}, SessionState.ERROR: {SessionState.COMPLETED}}
     assert all(TASK_TRANSITIONS[state] == failed.get(state, set()) for state in FINAL_TASKS)
     assert all(SESSION_TRANSITIONS[state] == failed.get(state, set()) for state in FINAL_SESSIONS)
 
 
-def test_every_state_can_be_left_towards_a_final_one():
+def test_every_state_leads_to_a_final_one():
     for table, final in ((TASK_TRANSITIONS, FINAL_TASKS), (SESSION_TRANSITIONS, FINAL_SESSIONS)):
         reached = set(final)
         for _ in table:
@@ -61,7 +61,7 @@ def test_every_state_can_be_left_towards_a_final_one():
         assert reached == set(table)
 
 
-def test_a_step_that_the_table_lacks_is_an_error():
+def test_transition_missing_from_the_table_raises():
     assert (
         step(SESSION_TRANSITIONS, SessionState.RUNNING, SessionState.QUEUED) is SessionState.QUEUED
     )
@@ -91,10 +91,10 @@ def test_two_sessions_never_have_one_id(one, other, first, second):
     assert (session_id(one, first) == session_id(other, second)) == same
 
 
-def test_tasks_with_a_long_common_beginning_stay_apart():
+def test_long_task_ids_give_distinct_session_ids():
     assert session_id("a" * 199 + "b", 0) != session_id("a" * 199 + "c", 0)
 
 
-def test_the_error_of_an_end_is_its_results():
+def test_ended_runs_error_is_that_of_its_result():
     ended = EndedRun("s", 1, "ERROR", None, usable=False, result={"error": "why"})
     assert ended.error == "why"

@@ -125,7 +125,7 @@ async def test_every_route_is_an_owners_an_operators_or_shared(tmp_path):
     ("method", "path"),
     [tuple(one.split()) for one in sorted(OWN) if "{task_id}" in one or "{session_id}" in one],
 )
-async def test_what_is_anothers_is_answered_as_if_it_did_not_exist(tmp_path, method, path):
+async def test_another_owners_objects_give_404(tmp_path, method, path):
     log = tmp_path / "stdout.log"
     log.write_text("secret")
     workers = FakeWorkers()
@@ -155,7 +155,7 @@ async def test_what_is_anothers_is_answered_as_if_it_did_not_exist(tmp_path, met
             assert own.status_code == (409 if path.endswith("/fork") else 200)
 
 
-async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):
+async def test_lists_show_only_the_owners_rows_and_all_to_an_admin(tmp_path):
     async with tenants(tmp_path) as (service, alice, bob, admin):
         url = "http://127.0.0.1:9/x"
         await submit(alice, body("hers", callback_url=url))
@@ -193,7 +193,7 @@ async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):
         assert service.failure is None
 
 
-async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
+async def test_cursor_and_ack_reach_only_the_owners_groups(tmp_path):
     async with tenants(tmp_path) as (_, alice, bob, admin):
         await submit(alice, body("hers"))
         await wait(alice, "hers")
@@ -208,7 +208,7 @@ async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
         assert (await alice.get("/v1/groups")).json()["groups"] == []
 
 
-async def test_a_full_quota_is_one_owners_own(tmp_path):
+async def test_full_quota_of_one_owner_does_not_affect_others(tmp_path):
     owners = {"alice": OwnerSettings(max_queued_samples=5)}
     async with tenants(tmp_path, max_queued_samples=2, owners=owners) as (_, alice, bob, admin):
         await admin.post("/v1/pause")
@@ -235,7 +235,7 @@ async def test_a_batch_cancels_the_owners_tasks_alone(tmp_path):
         assert (await wait(alice, "hers"))["state"] == "cancelled"
 
 
-async def test_two_owners_use_one_task_id_and_neither_notices(tmp_path):
+async def test_two_owners_may_use_one_task_id(tmp_path):
     async with tenants(tmp_path) as (service, alice, bob, admin):
         assert await submit(alice, body("t", 2)) == [{"task_id": "t", "new": True}]
         assert await submit(bob, body("t", 3)) == [{"task_id": "t", "new": True}]
@@ -256,7 +256,7 @@ async def test_two_owners_use_one_task_id_and_neither_notices(tmp_path):
         assert len(await service.queries.groups(after=0, limit=9)) == 3
 
 
-async def test_an_id_barred_by_one_owner_is_free_for_another(tmp_path):
+async def test_id_reserved_by_one_owner_is_free_for_another(tmp_path):
     async with tenants(tmp_path) as (_, alice, bob, _admin):
         told = await bob.delete("/rollout/task/t?register_if_missing=true")
         assert told.status_code == 200
@@ -311,7 +311,7 @@ async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
             assert "hers-4711" not in json.dumps(told.json())
 
 
-async def test_tasks_of_before_tenants_are_the_admins(tmp_path):
+async def test_tasks_from_before_tenants_belong_to_admins(tmp_path):
     async with tenants(tmp_path) as (service, alice, _bob, admin):
         await service.submit([submission("old")], owner="")
         await ended(service, "old")
@@ -342,13 +342,13 @@ async def test_a_task_that_would_fill_the_server_s_memory_is_refused_by_name(
         assert named in told.json()["error"]["message"]
 
 
-async def test_what_was_looked_up_of_a_large_task_does_not_stay_in_memory(tmp_path):
+async def test_cached_task_checks_take_bounded_memory(tmp_path):
     async with tenants(tmp_path) as (service, alice, *_rest):
         await submit(alice, body("t", agent={"harness": "command", "command": "#" * 1_000_000}))
         assert sum(map(len, service._plans)) < 1000
 
 
-async def test_one_owners_long_answers_leave_connections_to_others(tmp_path):
+async def test_one_owners_requests_leave_connections_to_others(tmp_path):
     async with a_service(tmp_path) as service:
         whole = served(service, tokens=TOKENS)
         transport = httpx.ASGITransport(app=make_app(whole))

@@ -88,7 +88,7 @@ async def test_what_is_released_leaves_memory_and_what_is_removed_leaves_the_dis
             assert list((tmp_path / "trajectories").rglob("*.parquet")) == []
 
 
-async def test_a_run_that_could_not_have_been_leads_no_removal_astray(tmp_path):
+async def test_impossible_run_id_removes_nothing_else(tmp_path):
     async with a_node(tmp_path) as node:
         (node.folder.path / "precious").mkdir()
         await NodeWorkers(node, node.gateway, node.store).remove("../precious")
