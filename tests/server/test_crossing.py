@@ -117,7 +117,9 @@ END
 
 async def fork(client, session_id, **wanted):
     async with client._http.post(
-        f"{client.url}/v1/sessions/{session_id}/fork", json=wanted, headers=client._known()
+        f"{client.url}/v1/sessions/{session_id}/fork",
+        json=wanted,
+        headers={"authorization": f"Bearer {client.token}"},
     ) as answer:
         return answer.status, await answer.json()
 

@@ -60,7 +60,7 @@ async def test_metrics_report_current_counts_by_state_and_node(tmp_path):
     assert told["bridle_server_sessions_waiting",] == 2
     assert told["bridle_server_tasks", "state=running"] == 1
     assert told["bridle_server_callbacks", "state=dead"] == 0
-    assert (told["bridle_server_slots",], told["bridle_server_runs_in_progress",]) == (1, 1)
+    assert (told["bridle_server_slots",], told["bridle_server_runs_under_way",]) == (1, 1)
     assert (told["bridle_server_paused",], told["bridle_server_policy_version",]) == (1, 7)
     assert told["bridle_node_up", "node=fake"] == told["bridle_node_slots", "node=fake"] == 1
     assert told["bridle_sessions_open", "node=fake"] == 0
