@@ -35,18 +35,18 @@ from bridle.config import Task
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
 from bridle.lifecycle.results import SessionResult
-from bridle.server.addresses import Addresses
-from bridle.server.answering import ServerContext
 from bridle.server.app import serving
-from bridle.server.auth import Auth, Role, Token
+from bridle.server.auth import ApiToken, Auth, TokenRole
+from bridle.server.callbacks import CallbackAddresses
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
-from bridle.server.permits import Permits
+from bridle.server.http import ServerContext
 from bridle.server.service import Service
+from bridle.server.submission_policy import SubmissionPolicy
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import JSON, SessionStatus
 
-TOKEN = Token(name="benchmark", token="a-token-of-sixteen", roles=(Role.ADMIN,))  # noqa: S106 - of this measurement
+TOKEN = ApiToken(name="benchmark", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))  # noqa: S106 - of this measurement
 
 TURNS = 20
 
@@ -174,7 +174,9 @@ async def serve(folder: Path, workers: InstantWorkers) -> None:
             workers=workers,
         )
         await stack.enter_async_context(service)
-        served = ServerContext(service, Permits(local=True), Auth([TOKEN]), Addresses([]))
+        served = ServerContext(
+            service, SubmissionPolicy(local=True), Auth([TOKEN]), CallbackAddresses([])
+        )
         url = await stack.enter_async_context(serving(served, host="127.0.0.1", port=0))
         print(url, flush=True)
         await stop.wait()

@@ -11,9 +11,9 @@ from bridle.client import AsyncClient, Client
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.errors import ServerError
 from bridle.server.app import serving
-from bridle.server.auth import Role, Token
+from bridle.server.auth import ApiToken, TokenRole
 
-TOKEN = Token(name="admin", token="a-token-of-sixteen", roles=(Role.ADMIN,))
+TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
 
 
 @asynccontextmanager
@@ -37,7 +37,7 @@ def task(task_id, samples=1):
     )
 
 
-async def test_a_full_quota_is_waited_out(tmp_path):
+async def test_client_retries_while_the_quota_is_full(tmp_path):
     async with a_client(tmp_path, max_queued_samples=1) as client:
         await client.pause()
         await client.submit(task("a"))
@@ -63,7 +63,7 @@ async def taken(groups, count):
     return found
 
 
-async def test_tasks_go_in_and_groups_come_out(tmp_path):
+async def test_submitted_tasks_become_groups(tmp_path):
     workers = FakeWorkers(answers={"b": failure("harness_crash", "it fell")})
     async with a_client(tmp_path, workers) as client:
         assert await client.submit_many([task("a", 2), body("b")], dispatch_priority=3) == [
@@ -83,7 +83,7 @@ async def test_tasks_go_in_and_groups_come_out(tmp_path):
         assert [one["session_id"] for one in groups["b"].missing] == ["b.0"]
 
 
-async def test_a_consumer_that_dies_sees_what_it_had_not_finished_again(tmp_path):
+async def test_consumer_gets_unacknowledged_groups_again_after_a_crash(tmp_path):
     async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
         await client.submit_many([task(name) for name in "abcd"])
         for name in "abcd":
@@ -94,7 +94,7 @@ async def test_a_consumer_that_dies_sees_what_it_had_not_finished_again(tmp_path
         assert [one.task_id for one in again] == ["c", "d"]
 
 
-async def test_a_consumer_may_acknowledge_by_itself_and_go_on_from_its_cursor(tmp_path):
+async def test_consumer_acknowledges_itself_and_continues_from_its_cursor(tmp_path):
     async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
         await client.submit_many([task(name) for name in "abc"])
         for name in "abc":
@@ -108,7 +108,7 @@ async def test_a_consumer_may_acknowledge_by_itself_and_go_on_from_its_cursor(tm
 
 
 @pytest.mark.parametrize("ack", [True, False])
-async def test_groups_by_priority_come_once_each(tmp_path, ack):
+async def test_groups_by_priority_are_yielded_once(tmp_path, ack):
     async with a_client(tmp_path, FakeWorkers(capacity=1)) as client:
         await client.pause()
         for name, priority in (("low", 1), ("high", 9), ("mid", 5)):
@@ -120,12 +120,12 @@ async def test_groups_by_priority_come_once_each(tmp_path, ack):
         assert [one.task_id async for one in groups] == ["high", "mid", "low"]
 
 
-async def test_it_ends_after_the_quiet_that_was_asked_for(tmp_path):
+async def test_groups_end_after_quiet_s(tmp_path):
     async with a_client(tmp_path) as client:
         assert [one async for one in client.groups(quiet_s=0.05)] == []
 
 
-async def test_a_server_that_is_restarted_is_waited_for(tmp_path):
+async def test_client_waits_for_a_restarting_server(tmp_path):
     async with a_client(tmp_path) as client:
         port = int(client.url.rpartition(":")[2])
         await client.submit(task("a"))
@@ -151,21 +151,21 @@ async def test_refusals_say_what_is_wrong(tmp_path):
         with pytest.raises(ServerError, match="no task 'nobody'"):
             await client.task("nobody")
         async with AsyncClient(client.url, token="wrong") as stranger:
-            with pytest.raises(ServerError, match="a known token is needed"):
+            with pytest.raises(ServerError, match="a valid token is needed"):
                 await stranger.status()
             with pytest.raises(ServerError, match="token"):
                 async for _ in stranger.events():
                     pass
 
 
-async def test_a_server_that_is_not_there_is_told_after_the_clients_patience():
+async def test_unreachable_server_raises_after_patience_s():
     async with AsyncClient("http://127.0.0.1:1", patience_s=0.2) as client:
         with pytest.raises(ServerError, match="cannot be reached") as caught:
             await client.status()
         assert caught.value.code == "unreachable"
 
 
-async def test_a_token_in_the_url_stands_in_no_message_of_the_client():
+async def test_client_messages_do_not_contain_the_urls_token():
     url = f"http://x:{TOKEN.token}@127.0.0.1:1"
     async with AsyncClient(url, patience_s=0.2) as client:
         with pytest.raises(ServerError, match="cannot be reached") as caught:
@@ -209,18 +209,18 @@ async def test_the_server_is_steered(tmp_path):
             await client.replay("nothing")
 
 
-async def test_events_are_heard(tmp_path):
+async def test_client_streams_events(tmp_path):
     async with a_client(tmp_path) as client:
         events = client.events()
         async with asyncio.TaskGroup() as group:
             hearing = group.create_task(anext(events))
-            await until(lambda: client.service.events._readers)
+            await until(lambda: client.service.events.subscribers)
             await client.submit(task("a"))
         assert hearing.result()["task_id"] == "a"
         await events.aclose()
 
 
-async def test_the_client_without_await_does_the_same(tmp_path):
+async def test_blocking_client_does_the_same(tmp_path):
     """In a thread, as a trainer has it, while this loop serves."""
     async with a_client(tmp_path) as served_client:
 
@@ -257,7 +257,7 @@ async def test_the_client_without_await_does_the_same(tmp_path):
         assert await asyncio.to_thread(train) == ["a", "b"]
 
 
-def test_a_client_that_was_not_entered_says_so():
+def test_client_outside_its_context_manager_raises():
     with pytest.raises(RuntimeError, match="context manager"):
         asyncio.run(AsyncClient().status())
 

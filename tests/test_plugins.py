@@ -8,7 +8,7 @@ from bridle.errors import ConfigError
 from bridle.evaluators import open_evaluator
 from bridle.harnesses import open_harness
 from bridle.plugins import load
-from bridle.server.permits import Permits
+from bridle.server.submission_policy import SubmissionPolicy
 
 TABLE = {"path": "pathlib:Path"}
 
@@ -68,5 +68,5 @@ def test_a_server_runs_an_installed_name_only_where_its_operator_trusts_it(field
     task |= {"agent": {"harness": "mine"}} if field.startswith("agent") else {}
     task |= {"evaluator": {"strategy": "mine"}} if field.startswith("evaluator") else {}
     made = Task.model_validate(task)
-    assert field in dict(Permits().refused(made))
-    assert field not in dict(Permits(trusted=("mine",)).refused(made))
+    assert field in dict(SubmissionPolicy().refused(made))
+    assert field not in dict(SubmissionPolicy(trusted=("mine",)).refused(made))

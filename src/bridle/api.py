@@ -226,7 +226,7 @@ class Gateway:
         capture = await asyncio.to_thread(self.store.read, session.session_id)
         result = await asyncio.to_thread(result_from, capture)
         await asyncio.to_thread(self.folder.append, result)
-        self.telemetry.hear(SessionEnded(result, capture))
+        self.telemetry.on_event(SessionEnded(result, capture))
 
     async def _finish(self) -> None:
         if self._started:

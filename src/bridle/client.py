@@ -1,13 +1,13 @@
-"""The typed client of the rollout server: what trainers, bridges and the command line use.
+"""The client of the rollout server, which trainers, bridges and the command line use.
 
     with Client("http://127.0.0.1:8080") as client:
         client.submit_many(tasks)
         for group in client.groups():
             train(group.results)
 
-`AsyncClient` is the same with `await`. A server that is restarted meanwhile is waited for: every
-request is one that can be sent twice. A group counts as dealt with when the consumer asks for the
-next one; after a crash it sees the others again, in order.
+`AsyncClient` is the same with `await`. Requests are idempotent and are retried while a server
+restarts. A group is acknowledged when the consumer asks for the next one; after a crash the
+consumer gets the others again, in order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BATCH = 100
 """Tasks of one request of `submit_many`."""
 
 POLL_S = 30
-"""How long one request waits for something to happen."""
+"""How long one long poll waits."""
 
 Order = Literal["done", "submitted", "priority"]
 
@@ -76,33 +76,33 @@ class Result:
     timing: dict[str, float]
     """Seconds per stage."""
     raw: JSON = field(repr=False, default_factory=dict)
-    """All that the server told, without the trajectory."""
+    """The server's JSON without the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class GroupResult:
     """A task whose sessions have all ended."""
 
     task_id: str
     cursor: int
-    """Its place among the groups that have ended."""
+    """Its place in the order in which groups ended."""
     state: str
     """`completed`, `failed` or `cancelled`."""
     results: tuple[Result, ...]
-    """One per session, in the order of samples; none if trajectories were not asked for."""
+    """One per session, in the order of samples; empty without trajectories."""
     usable: int
     missing: tuple[JSON, ...]
     """Sessions that are not usable, with their cause."""
     version_lag: int | None
     """Policy versions between its oldest token and now; `None` = nothing was sampled."""
     raw: JSON = field(repr=False, default_factory=dict)
-    """All that the server told, without the results."""
+    """The server's JSON without the results."""
 
 
 class AsyncClient:
-    """Talks to one server. Use as an async context manager.
+    """A client of one server. Use as an async context manager.
 
-    Every method raises `ServerError` for a refusal, and when the server could not be reached for
+    Each method raises `ServerError` if the server refuses the request or could not be reached for
     `patience_s`.
     """
 
@@ -114,7 +114,7 @@ class AsyncClient:
         """
         self.url, own = split_token(url.rstrip("/"))
         self.token = own or token or os.environ.get(TOKEN_ENV)
-        """What is sent; `None` = nothing, as long as no server of this user's is found."""
+        """The token that is sent; `None` = none, until a server of this user is found."""
         self._patience_s = patience_s
         self._http: aiohttp.ClientSession | None = None
 
@@ -130,17 +130,17 @@ class AsyncClient:
     # ---- tasks
 
     async def submit(self, /, task: Task | Mapping[str, Any], **terms: object) -> bool:
-        """Hand in one task; whether it is new. As `submit_many`."""
+        """Submit one task; return whether it is new. See `submit_many`."""
         return (await self.submit_many([task], **terms))[0]
 
     async def submit_many(
         self, /, tasks: Iterable[Task | Mapping[str, Any]], **terms: object
     ) -> list[bool]:
-        """Hand in tasks; whether each is new: handing in the same one twice does nothing.
+        """Submit tasks; return whether each is new. Submitting the same one again does nothing.
 
-        `terms` go with each of them: `dispatch_priority`, `callback_url`, `min_completed_fraction`,
-        `early_stop_min_usable_sessions`, `max_refills`, `max_attempts`. A batch of up to 100 tasks
-        is accepted as a whole or not at all; `ServerError` names what is wrong.
+        `terms` are options of each of them: `dispatch_priority`, `callback_url`,
+        `min_completed_fraction`, `early_stop_min_usable_sessions`, `max_refills`, `max_attempts`.
+        Up to 100 tasks are accepted together or not at all; `ServerError` names what is wrong.
         """
         bodies = [_body(task, terms) for task in tasks]
         fresh: list[bool] = []
@@ -154,33 +154,25 @@ class AsyncClient:
         return await self._json("GET", f"/v1/tasks/{task_id}")
 
     async def tasks(self, *, state: str | None = None) -> AsyncGenerator[JSON, None]:
-        """All tasks, oldest first."""
-        cursor = 0
-        while True:
-            query = {"cursor": cursor, "limit": 500} | ({"state": state} if state else {})
-            page = await self._json("GET", "/v1/tasks", query=query)
+        """Yield all tasks, oldest first."""
+        query = {"cursor": 0, "limit": 500} | ({"state": state} if state else {})
+        while (page := await self._json("GET", "/v1/tasks", query=query))["tasks"]:
             for task in page["tasks"]:
                 yield task
-            if not page["tasks"]:
-                return
-            cursor = page["cursor"]
+            query["cursor"] = page["cursor"]
 
     async def sessions(self, task_id: str) -> list[JSON]:
-        """A task's sessions that were started."""
-        found: list[JSON] = []
-        cursor = -1
-        while True:
-            query = {"cursor": cursor, "limit": 1000}
-            page = await self._json("GET", f"/v1/tasks/{task_id}/sessions", query=query)
-            if not page["sessions"]:
-                return found
+        """Return the sessions of a task that have started."""
+        path, query, found = f"/v1/tasks/{task_id}/sessions", {"cursor": -1, "limit": 1000}, []
+        while (page := await self._json("GET", path, query=query))["sessions"]:
             found += page["sessions"]
-            cursor = page["cursor"]
+            query["cursor"] = page["cursor"]
+        return found
 
     async def newest_sessions(
         self, *, limit: int = 100, offset: int = 0, state: str | None = None
     ) -> list[JSON]:
-        """Sessions of all tasks that were started, those of the newest task first; at most 1000."""
+        """Return sessions that have started, those of the newest task first; at most 1000."""
         query: JSON = {"limit": limit, "offset": offset} | ({"state": state} if state else {})
         found: list[JSON] = (await self._json("GET", "/v1/sessions", query=query))["sessions"]
         return found
@@ -190,7 +182,7 @@ class AsyncClient:
         return await self._json("GET", f"/v1/sessions/{session_id}")
 
     async def wait(self, task_id: str, *, timeout_s: float | None = None) -> JSON:
-        """Return when a task is final: its last state. Raises `TimeoutError`."""
+        """Wait until a task is final, and return its state. Raises `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
             while True:
                 query = {"wait_s": POLL_S}
@@ -199,13 +191,13 @@ class AsyncClient:
                     return task
 
     async def cancel(self, *task_ids: str) -> list[str]:
-        """End tasks with all their sessions; those that are not known."""
+        """Cancel tasks with all their sessions; return the ids that are unknown."""
         answer = await self._json("POST", "/v1/tasks/cancel", {"task_ids": list(task_ids)})
         unknown: list[str] = answer["unknown"]
         return unknown
 
     async def cancel_session(self, session_id: str) -> JSON:
-        """End one session; where it stands."""
+        """Cancel one session, and return its state."""
         return await self._json("DELETE", f"/v1/sessions/{session_id}")
 
     async def give_reward(self, /, session_id: str, reward: float, **more: object) -> JSON:
@@ -216,7 +208,7 @@ class AsyncClient:
     async def fork(
         self, session_id: str, *, at: int, samples: int = 1, task_id: str | None = None
     ) -> str:
-        """Submit a task whose sessions begin with the first `at` replies of this one; its id."""
+        """Submit a task whose sessions begin with this one's first `at` replies; return its id."""
         body = {"at": at, "num_samples": samples, "task_id": task_id}
         answer = await self._json("POST", f"/v1/sessions/{session_id}/fork", body)
         return str(answer["task_id"])
@@ -232,12 +224,11 @@ class AsyncClient:
         ack: bool = True,
         page: int = 4,
         quiet_s: float | None = None,
-    ) -> AsyncGenerator[Group, None]:
-        """Groups as they end; without `cursor`, all that are not acknowledged, then new ones.
+    ) -> AsyncGenerator[GroupResult, None]:
+        """Yield groups as they end; without `cursor`, first all that are not acknowledged.
 
-        With `ack` a group is acknowledged when the next one is asked for, and when the iterator is
-        closed after the consumer took it whole; without, call `ack` yourself. Ends after `quiet_s`
-        without a further group; `None` = never.
+        With `ack`, a group is acknowledged when the consumer asks for the next one; otherwise call
+        `ack`. Ends after `quiet_s` without a further group; `None` = never.
         """
         held: set[str] = set()
         heard = time.monotonic()
@@ -269,20 +260,20 @@ class AsyncClient:
                 await asyncio.sleep(0.1)
 
     async def ack(self, *, cursor: int | None = None, task_ids: Sequence[str] = ()) -> int:
-        """These groups, or all up to `cursor`, have been dealt with; how many were not before."""
+        """Acknowledge these groups, or all up to `cursor`; return how many are new."""
         body = {"cursor": cursor, "task_ids": list(task_ids)}
         count: int = (await self._json("POST", "/v1/groups/ack", body))["acked"]
         return count
 
     async def trajectory(self, session_id: str) -> Trajectory:
-        """The trajectory of a session that has ended."""
+        """Return the trajectory of a session that has ended."""
         path = f"/v1/sessions/{session_id}/trajectory"
         return from_packed(
             msgspec.msgpack.decode(await self._request("GET", path, accept="msgpack"))
         )
 
     async def artifact(self, session_id: str, name: str) -> bytes:
-        """A log (`stdout.log`) or kept file of a session."""
+        """Return a log (`stdout.log`) or artifact of a session."""
         return await self._request("GET", f"/v1/sessions/{session_id}/artifacts/{name}")
 
     # ---- the server
@@ -297,11 +288,11 @@ class AsyncClient:
         return found
 
     async def policy(self) -> JSON:
-        """The policy version under which sessions start, and whether sampling is held."""
+        """Return the policy version under which sessions start, and whether sampling is held."""
         return await self._json("GET", "/policy")
 
     async def set_policy(self, /, **changes: object) -> JSON:
-        """`version`, `paused`, `hold`, `released`, `weights`, `mode`, `rolling`, `timeout_s`."""
+        """Change the policy: fields of `bridle.gateway.weights.SetPolicy`."""
         return await self._json("POST", "/policy", changes)
 
     async def pause(self) -> JSON:
@@ -309,7 +300,7 @@ class AsyncClient:
         return await self._json("POST", "/v1/pause")
 
     async def drain(self, timeout_s: int = 60) -> JSON:
-        """Pause, and return when nothing runs or the time is over."""
+        """Pause, and wait at most `timeout_s` until nothing runs."""
         return await self._json("POST", "/v1/drain", query={"timeout_s": timeout_s})
 
     async def resume(self) -> JSON:
@@ -317,13 +308,13 @@ class AsyncClient:
         return await self._json("POST", "/v1/resume")
 
     async def dead_callbacks(self) -> list[JSON]:
-        """The first callbacks that were given up."""
+        """Return the first 1000 dead callbacks."""
         query = {"state": "dead", "limit": 1000}
         found: list[JSON] = (await self._json("GET", "/v1/callbacks", query=query))["callbacks"]
         return found
 
     async def replay(self, delivery_id: str | None = None) -> int:
-        """Have a dead callback sent again, or all of them; how many."""
+        """Send a dead callback again, or all of them; return how many."""
         middle = "" if delivery_id is None else f"/{delivery_id}"
         count: int = (await self._json("POST", f"/v1/callbacks{middle}/replay"))["replayed"]
         return count
@@ -332,8 +323,8 @@ class AsyncClient:
         """Yield the server's events from now on, until it stops."""
         http = self._session()
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=60)
-        known = self._known()
-        async with http.get(f"{self.url}/events", timeout=timeout, headers=known) as answer:
+        token = self._token_header()
+        async with http.get(f"{self.url}/events", timeout=timeout, headers=token) as answer:
             if not answer.ok:
                 raise _refused(answer.status, await answer.read())
             async for line in answer.content:
@@ -357,20 +348,20 @@ class AsyncClient:
         query: Mapping[str, Any] | None = None,
         accept: str = "json",
     ) -> bytes:
-        """Send until there is an answer; no connection, a full quota and 503 are waited out."""
+        """Send a request, with retries for no connection, 429 and 503."""
         data = None if body is None else orjson.dumps(body)
         accepted = {"accept": f"application/{accept}" if accept != "json" else "*/*"}
         deadline, wait_s = time.monotonic() + self._patience_s, 0.1
         while True:
-            headers = accepted | self._known()
+            headers = accepted | self._token_header()
             try:
                 async with self._session().request(
                     method, self.url + path, data=data, params=query, headers=headers
                 ) as answer:
-                    told = await answer.read()
+                    content = await answer.read()
                 if answer.ok:
-                    return told
-                fault = _refused(answer.status, told)
+                    return content
+                fault = _refused(answer.status, content)
                 if answer.status not in (429, 503):
                     raise fault
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -380,8 +371,8 @@ class AsyncClient:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, 5.0)
 
-    def _known(self) -> dict[str, str]:
-        """The header with the token; a server of this user's may have started by now."""
+    def _token_header(self) -> dict[str, str]:
+        """Return the header with the token; looks again for a server of this user."""
         if self.token is None and (found := found_token(self.url)) is not None:
             self.url, self.token = found
         return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
@@ -396,7 +387,7 @@ class AsyncClient:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Return `method` as one of `Client`, which waits for its result."""
+    """Return `method` as one of `Client` that blocks until the result."""
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -408,7 +399,7 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[Client, P], Iterator[T]]:
-    """Return `method` as one of `Client`, which waits for each item."""
+    """Return `method` as one of `Client` that blocks until each item."""
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -418,9 +409,9 @@ def _iterating(
 
 
 class Client:
-    """`AsyncClient` without `await`, on an event loop of its own. Use as a context manager.
+    """A blocking `AsyncClient` with its own event loop. Use as a context manager.
 
-    May be used from any thread, also where an event loop runs.
+    It may be used from any thread, also one with a running event loop.
     """
 
     def __init__(
@@ -434,7 +425,7 @@ class Client:
 
     @property
     def url(self) -> str:
-        """Of the server, without a token."""
+        """URL of the server, without a token."""
         return self._client.url
 
     @property
@@ -515,40 +506,40 @@ def _body(task: Task | Mapping[str, Any], terms: Mapping[str, object]) -> JSON:
     return {**given, **terms}
 
 
-def _group(told: JSON) -> Group:
-    raw = {name: value for name, value in told.items() if name != "results"}
-    return Group(
-        task_id=told["task_id"],
-        cursor=told["cursor"],
-        state=told["state"],
-        results=tuple(map(_result, told.get("results", ()))),
-        usable=told["usable_sessions"],
-        missing=tuple(told["missing"]),
-        version_lag=told["version_lag"],
+def _group(body: JSON) -> GroupResult:
+    raw = {name: value for name, value in body.items() if name != "results"}
+    return GroupResult(
+        task_id=body["task_id"],
+        cursor=body["cursor"],
+        state=body["state"],
+        results=tuple(map(_result, body.get("results", ()))),
+        usable=body["usable_sessions"],
+        missing=tuple(body["missing"]),
+        version_lag=body["version_lag"],
         raw=raw,
     )
 
 
-def _result(told: JSON) -> Result:
-    raw = {name: value for name, value in told.items() if name != "trajectory"}
+def _result(body: JSON) -> Result:
+    raw = {name: value for name, value in body.items() if name != "trajectory"}
     return Result(
-        session_id=told["session_id"],
-        sample_index=told["sample_index"],
-        status=told["status"],
-        cause=told["cause"],
-        error=told["error"],
-        reward=told["reward"],
-        trajectory=from_packed(told["trajectory"]),
-        metadata=told["metadata"],
-        timing=told["timing"],
+        session_id=body["session_id"],
+        sample_index=body["sample_index"],
+        status=body["status"],
+        cause=body["cause"],
+        error=body["error"],
+        reward=body["reward"],
+        trajectory=from_packed(body["trajectory"]),
+        metadata=body["metadata"],
+        timing=body["timing"],
         raw=raw,
     )
 
 
-def _refused(status: int, told: bytes) -> ServerError:
+def _refused(status: int, content: bytes) -> ServerError:
     try:
-        error = orjson.loads(told)["error"]
+        error = orjson.loads(content)["error"]
         return ServerError(error["message"], status=status, code=error["code"])
     except (ValueError, KeyError, TypeError):
-        text = told[:200].decode(errors="replace")
+        text = content[:200].decode(errors="replace")
         return ServerError(f"the server answered {status}: {text}", status=status)

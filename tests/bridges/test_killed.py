@@ -16,13 +16,13 @@ import pytest
 from tests.server.house import FakeWorkers, a_service, body, result, served
 
 from bridle.server.app import serving
-from bridle.server.auth import Role, Token
-from bridle.server.permits import Permits
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.submission_policy import SubmissionPolicy
 from bridle.testing import TrainedRow, trainer_conformance, trainer_sessions
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "own-trainer" / "trainer.py"
 trainer = SimpleNamespace(**runpy.run_path(str(PROGRAM)))
-TOKEN = Token(name="trainer", token="a-token-of-sixteen", roles=(Role.ADMIN,))
+TOKEN = ApiToken(name="trainer", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
 
 
 class Shapes(FakeWorkers):
@@ -122,7 +122,7 @@ async def test_slimes_loop_that_is_killed_twice_trains_every_group_once(
     tasks = [json.dumps({"task_id": f"task-{n}", "instruction": "go"}) for n in range(3)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
     checkpoint, workers, rollouts = tmp_path / "checkpoint.json", FakeWorkers(), 5
-    permits = Permits(host_paths=(tmp_path,), local=True)
+    permits = SubmissionPolicy(host_paths=(tmp_path,), local=True)
     async with (
         a_service(tmp_path, workers) as service,
         serving(served(service, permits=permits, tokens=[TOKEN]), host="127.0.0.1", port=0) as url,

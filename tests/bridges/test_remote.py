@@ -9,9 +9,9 @@ from bridle.bridges.remote import ServerSessions
 from bridle.config import AgentSpec, RuntimeSpec, Task
 from bridle.errors import ServerError
 from bridle.server.app import serving
-from bridle.server.auth import Role, Token
+from bridle.server.auth import ApiToken, TokenRole
 
-TOKEN = Token(name="admin", token="a-token-of-sixteen", roles=(Role.ADMIN,))
+TOKEN = ApiToken(name="admin", token="a-token-of-sixteen", roles=(TokenRole.ADMIN,))
 
 
 def task(task_id):

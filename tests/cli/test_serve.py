@@ -99,7 +99,7 @@ def test_tasks_are_submitted_watched_and_shown_from_the_command_line(tmp_path, s
         assert "policy version 0" in say("status", *at).out
         assert say("cancel", "task-0", *at).code == 0
         stranger = say("status", "--token", "another", *at)
-        assert (stranger.code, "a known token is needed" in stranger.err) == (3, True)
+        assert (stranger.code, "a valid token is needed" in stranger.err) == (3, True)
         missing = say("cancel", "nobody", *at)
         assert (missing.code, "not known: nobody" in missing.out) == (1, True)
         with Client(url) as client:

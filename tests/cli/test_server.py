@@ -11,7 +11,7 @@ from bridle.cli.config import load_config
 from bridle.cli.serve import executor_flags, server_of
 from bridle.cli.server import may_read
 from bridle.client import AsyncClient, Client
-from bridle.server.auth import Auth, Role, Token
+from bridle.server.auth import ApiToken, Auth, TokenRole
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -117,10 +117,10 @@ def test_a_dashboard_of_a_server_by_itself_asks_for_the_server_s_token(tmp_path,
 
 
 def test_only_who_may_read_may_look():
-    roles = {"reads": Role.READ, "submits": Role.SUBMIT, "all": Role.ADMIN}
+    roles = {"reads": TokenRole.READ, "submits": TokenRole.SUBMIT, "all": TokenRole.ADMIN}
     auth = Auth(
         [
-            Token(name=name, token=f"token-{name}-of-sixteen", roles=(role,))
+            ApiToken(name=name, token=f"token-{name}-of-sixteen", roles=(role,))
             for name, role in roles.items()
         ]
     )

@@ -39,8 +39,8 @@ async def a_server(tmp_path):
         await service.submit([submission("a", 2, max_attempts=1), submission("b")], owner="me")
 
         async def done():
-            return (await service.views.counts()).sessions.keys() <= {"COMPLETED", "ERROR"} and (
-                await service.views.task("b")
+            return (await service.queries.counts()).sessions.keys() <= {"COMPLETED", "ERROR"} and (
+                await service.queries.task("b")
             )["done_seq"]
 
         await until(done)

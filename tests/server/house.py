@@ -13,15 +13,16 @@ from bridle.errors import ConfigError
 from bridle.gateway.metrics import Metrics as GatewayMetrics
 from bridle.lifecycle.results import SessionResult
 from bridle.runtimes import RUNTIMES
-from bridle.server.addresses import Addresses
-from bridle.server.answering import ServerContext
 from bridle.server.app import make_app
-from bridle.server.auth import Auth, Role, Token
+from bridle.server.auth import ApiToken, Auth, TokenRole
+from bridle.server.callbacks import CallbackAddresses
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
-from bridle.server.permits import Permits
-from bridle.server.schemas import ServiceSettings, Submission
+from bridle.server.http import ServerContext
+from bridle.server.schemas import Submission
 from bridle.server.service import Service
+from bridle.server.settings import ServiceSettings
+from bridle.server.submission_policy import SubmissionPolicy
 from bridle.trajectory.sample import Trace, Trajectory
 from bridle.types import Cause, SessionStatus
 
@@ -245,7 +246,7 @@ async def a_service(tmp_path, workers=None, *, owner="me", **settings):
             yield service
 
 
-TOKEN = Token(name="admin", token="the-token-of-an-admin", roles=(Role.ADMIN,))
+TOKEN = ApiToken(name="admin", token="the-token-of-an-admin", roles=(TokenRole.ADMIN,))
 KNOWN = {"authorization": f"Bearer {TOKEN.token}"}
 
 
@@ -256,8 +257,8 @@ def with_token(url):
 
 def served(service, *, permits=None, tokens=(TOKEN,), callbacks=("127.0.0.0/8",)):
     """Return what an application is made of."""
-    permits = permits or Permits(runtimes=tuple(RUNTIMES))
-    return ServerContext(service, permits, Auth(tokens), Addresses(callbacks))
+    permits = permits or SubmissionPolicy(runtimes=tuple(RUNTIMES))
+    return ServerContext(service, permits, Auth(tokens), CallbackAddresses(callbacks))
 
 
 @asynccontextmanager
@@ -295,7 +296,7 @@ async def ended(service, task_id):
     """The row of a task, once it is final."""
 
     async def final():
-        row = await service.views.task(task_id)
+        row = await service.queries.task(task_id)
         return row if row is not None and row["done_seq"] is not None else None
 
     return await until(final)

@@ -20,13 +20,12 @@ from tests.server.killed_node import Journal
 from bridle.aio import Nursery
 from bridle.bridges import parquet
 from bridle.config import Task
-from bridle.server.addresses import Addresses
 from bridle.server.app import serving
+from bridle.server.callbacks import CallbackAddresses, CallbackSender
 from bridle.server.database import Database
-from bridle.server.delivery import Deliverer
 from bridle.server.files import TrajectoryFiles
-from bridle.server.schemas import ServiceSettings
 from bridle.server.service import Service
+from bridle.server.settings import ServiceSettings
 
 NODE_PID = "node.pid"
 """File with the id of the node's process."""
@@ -109,9 +108,9 @@ async def serve(folder, database, port):
             settings=ServiceSettings(lease_s=3600),
         )
         await enter(service)
-        nursery = await enter(Nursery(service.lost))
-        addresses = Addresses(["127.0.0.0/8"])
-        deliverer = Deliverer(service, addresses, b"secret", first_wait_s=0.05)
+        nursery = await enter(Nursery(service.failed))
+        addresses = CallbackAddresses(["127.0.0.0/8"])
+        deliverer = CallbackSender(service, addresses, b"secret", first_wait_s=0.05)
         nursery.start(deliverer.run(), name="deliverer")
         await enter(serving(served(service), host="127.0.0.1", port=port))
         await asyncio.Event().wait()

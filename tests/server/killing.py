@@ -20,7 +20,7 @@ from tests.server.killed_node import Journal
 from tests.server.killed_receiver import KEPT
 from tests.server.killed_server import NODE_PID
 
-from bridle.client import AsyncClient, Group
+from bridle.client import AsyncClient, GroupResult
 
 SAMPLES = 3
 
@@ -135,7 +135,7 @@ async def crash_run(folder, database, *, kills, seed, others=None):
         "receiver": receiver.again,
         **(others or {}),
     }
-    seen: list[Group] = []
+    seen: list[GroupResult] = []
     url = f"http://127.0.0.1:{server.port}"
     async with receiver.up():
         bodies = [body(f"t{number}", SAMPLES, max_attempts=100) for number in range(EACH * kills)]

@@ -1,15 +1,19 @@
 import asyncio
 import socket
+from contextlib import AsyncExitStack, suppress
 
 import httpx
 import pytest
-from tests.server.house import KNOWN, a_service, served, until
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from tests.server.house import KNOWN, TOKEN, a_service, an_app, served, until
 
 from bridle.errors import ConfigError
-from bridle.server.app import serving
+from bridle.server.app import ApiConnection, describe, listening, make_app, serving
 
 
-async def test_it_serves_on_a_free_port_and_lets_it_go(tmp_path):
+async def test_server_uses_a_free_port_and_releases_it(tmp_path):
     async with a_service(tmp_path) as service:
         async with (
             serving(served(service), host="127.0.0.1", port=0) as url,
@@ -33,7 +37,7 @@ async def test_a_taken_port_is_a_config_error(tmp_path):
                     pass
 
 
-async def test_waiting_readers_are_let_go_when_it_ends(tmp_path):
+async def test_long_polls_end_when_the_server_stops(tmp_path):
     async with a_service(tmp_path) as service, httpx.AsyncClient(timeout=60) as http:
         async with (
             asyncio.TaskGroup() as group,
@@ -41,11 +45,11 @@ async def test_waiting_readers_are_let_go_when_it_ends(tmp_path):
         ):
             asked = http.get(f"{url}/v1/groups?wait_s=60", headers=KNOWN)
             waiting = group.create_task(asked)
-            await until(lambda: service.groups.ticket()._waiters)
+            await until(lambda: service.group_ended.ticket()._waiters)
         assert waiting.result().json() == {"groups": [], "cursor": 0}
 
 
-async def test_an_unknown_path_is_refused_in_the_same_shape(tmp_path):
+async def test_unknown_path_gives_an_error_in_the_common_form(tmp_path):
     async with (
         a_service(tmp_path) as service,
         serving(served(service), host="127.0.0.1", port=0) as url,
@@ -53,3 +57,120 @@ async def test_an_unknown_path_is_refused_in_the_same_shape(tmp_path):
     ):
         told = await http.get("/nowhere")
         assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_every_route_is_described_and_every_reference_leads_somewhere(tmp_path):
+    async with an_app(tmp_path) as http:
+        told = (await http.get("/openapi.json")).json()
+    assert told["openapi"].startswith("3.1")
+    assert {"/rollout/task/submit", "/v1/groups", "/policy"} <= set(told["paths"])
+    schemas = set(told["components"]["schemas"])
+
+    def look(value):
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                assert value["$ref"].removeprefix("#/components/schemas/") in schemas
+            for inner in value.values():
+                look(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                look(inner)
+
+    look(told)
+    operations = [one for path in told["paths"].values() for one in path.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+    assert all(one["summary"] for one in operations)
+
+
+def test_no_route_gives_no_path():
+    assert describe([])["paths"] == {}
+
+
+HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"
+
+
+class Few(ApiConnection):
+    most = 8
+
+
+class Hasty(ApiConnection):
+    head_s = 3.0
+
+
+class Cramped(ApiConnection):
+    head_s = 600.0
+    room = 1 << 18
+
+
+async def answer(_):
+    return PlainTextResponse("ok")
+
+
+def limited(connection):
+    app = Starlette(routes=[Route("/health", answer)])
+    return listening(app, host="127.0.0.1", port=0, connection=connection)
+
+
+async def half(url, sent=HALF):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(sent)
+    return reader, writer
+
+
+async def test_unfinished_requests_do_not_block_others():
+    async with limited(Few) as url, httpx.AsyncClient(timeout=20) as http:
+        held = [await half(url) for _ in range(30)]
+        assert (await http.get(f"{url}/health")).text == "ok"
+        await until(lambda: sum(reader.at_eof() for reader, _ in held) >= 20)
+        for _, writer in held:
+            writer.close()
+
+
+async def test_connection_without_a_request_head_is_closed():
+    async with limited(Hasty) as url, asyncio.timeout(20):
+        opened = [await half(url, first) for first in (b"", HALF, HALF + b"a: b\r\n\r\n")]
+        reader, writer = opened[-1]
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.write(HALF)
+        for reader, writer in opened:
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+
+
+async def test_unfinished_heads_have_a_bounded_memory():
+    """Peers send heads of 15 KB each that they do not finish; a whole head counts no longer."""
+    line = b"x: " + b"a" * 15_000 + b"\r\n"
+    async with limited(Cramped) as url, asyncio.timeout(60):
+        halves = [await half(url, HALF[:-2] + line) for _ in range(30)]
+        with suppress(ConnectionResetError):
+            assert await halves[0][0].read() == b""
+        reader, writer = await half(url)
+        for _ in range(20):
+            writer.write(line + b"\r\n")
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            writer.write(HALF)
+        for opened in (writer, *(one for _, one in halves)):
+            opened.close()
+            with suppress(ConnectionResetError):
+                await opened.wait_closed()
+
+
+async def test_connections_without_a_token_are_closed_first(tmp_path):
+    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    ours = whole.replace(b"/health", b"/v1/status")[:-2] + b"Authorization: Bearer %s\r\n\r\n"
+    ours %= (TOKEN.token or "").encode()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(asyncio.timeout(60))
+        service = await stack.enter_async_context(a_service(tmp_path))
+        app = make_app(served(service))
+        listener = listening(app, host="127.0.0.1", port=0, connection=Few)
+        url = await stack.enter_async_context(listener)
+        known = await half(url, ours)
+        assert b" 200 " in await known[0].readline()
+        strangers = [await half(url, sent) for sent in (whole, HALF) * 20]
+        await until(lambda: sum(other.at_eof() for other, _ in strangers) >= 15)  # half ones
+        known[1].write(ours)
+        await known[0].readuntil(b" 200 ")
+        for _, writer in (known, *strangers):
+            writer.close()

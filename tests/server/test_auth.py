@@ -8,16 +8,16 @@ from bridle.errors import ConfigError
 from bridle.server.auth import (
     TOKEN_ENV,
     TOKEN_FILE,
+    ApiToken,
     Auth,
-    Role,
-    Token,
+    TokenRole,
     callback_secrets,
     load_tokens,
     own_token,
 )
 
 SECRET = "a-secret-of-sixteen"
-OWN = Token(name="operator", token="the-operators-own-token", roles=(Role.ADMIN,))
+OWN = ApiToken(name="operator", token="the-operators-own-token", roles=(TokenRole.ADMIN,))
 
 
 def name_of(auth, headers):
@@ -30,7 +30,7 @@ def bearer(token):
 
 
 def test_both_headers_carry_a_token():
-    auth = Auth([Token(name="trainer", token=SECRET)])
+    auth = Auth([ApiToken(name="trainer", token=SECRET)])
     assert name_of(auth, bearer(SECRET)) == "trainer"
     assert name_of(auth, [(b"x-polar-control-token", SECRET.encode())]) == "trainer"
     assert name_of(auth, [(b"authorization", b"bearer " + SECRET.encode())]) == "trainer"
@@ -40,28 +40,28 @@ def test_both_headers_carry_a_token():
     "headers",
     [[], bearer(""), bearer(SECRET + "x"), bearer("é"), [(b"authorization", SECRET.encode())]],
 )
-def test_nothing_else_is_known(headers):
-    assert Auth([Token(name="trainer", token=SECRET)]).caller(headers) is None
+def test_unknown_credentials_are_refused(headers):
+    assert Auth([ApiToken(name="trainer", token=SECRET)]).caller(headers) is None
 
 
 def test_roles_are_what_the_token_has_and_admin_has_all():
     auth = Auth(
         [
-            Token(name="r", token=SECRET + "r", roles=(Role.READ,)),
-            Token(name="a", token=SECRET + "a", roles=(Role.ADMIN,)),
+            ApiToken(name="r", token=SECRET + "r", roles=(TokenRole.READ,)),
+            ApiToken(name="a", token=SECRET + "a", roles=(TokenRole.ADMIN,)),
         ]
     )
     reader, admin = auth.caller(bearer(SECRET + "r")), auth.caller(bearer(SECRET + "a"))
     assert reader is not None
     assert admin is not None
-    assert [role for role in Role if reader.may(role)] == [Role.READ]
-    assert all(admin.may(role) for role in Role)
+    assert [role for role in TokenRole if reader.may(role)] == [TokenRole.READ]
+    assert all(admin.may(role) for role in TokenRole)
 
 
-def test_one_known_token_among_several_is_enough():
+def test_one_valid_token_among_several_is_enough():
     basic = b"Basic " + base64.b64encode(f"x:{SECRET}".encode())
     headers = [(b"x-polar-control-token", b"another-of-theirs"), (b"authorization", basic)]
-    assert name_of(Auth([Token(name="trainer", token=SECRET)]), headers) == "trainer"
+    assert name_of(Auth([ApiToken(name="trainer", token=SECRET)]), headers) == "trainer"
 
 
 def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
@@ -69,13 +69,13 @@ def test_the_operators_token_is_made_once_for_its_user_alone(tmp_path):
     kept = tmp_path / "data" / TOKEN_FILE
     assert own_token(tmp_path / "data") == made
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert (made.name, made.roles) == ("operator", (Role.ADMIN,))
+    assert (made.name, made.roles) == ("operator", (TokenRole.ADMIN,))
     kept.write_text("short")
     with pytest.raises(ConfigError, match=r"server\.token: token: .*at least 16"):
         own_token(tmp_path / "data")
 
 
-def test_an_owner_has_one_callback_secret_in_any_of_its_tokens(tmp_path):
+def test_all_tokens_of_an_owner_have_one_callback_secret(tmp_path):
     file = tmp_path / "tokens.toml"
     entry = '[[tokens]]\nname = "{}"\ntoken = "{}"\n'
     mine = entry.format("a", SECRET + "1") + 'callback_secret = "a-secret-of-owner-a"\n'
@@ -89,7 +89,9 @@ def test_an_owner_has_one_callback_secret_in_any_of_its_tokens(tmp_path):
 
 def test_a_callback_secret_of_two_owners_is_refused(tmp_path):
     secret = "a-secret-of-owner-a"
-    tokens = [Token(name=name, token=SECRET + name, callback_secret=secret) for name in ("a", "b")]
+    tokens = [
+        ApiToken(name=name, token=SECRET + name, callback_secret=secret) for name in ("a", "b")
+    ]
     with pytest.raises(ConfigError, match=r"owners 'a' and 'b' have the same callback_secret"):
         callback_secrets(tokens)
 
@@ -109,7 +111,7 @@ def test_tokens_come_from_a_file_and_from_the_environment(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[tokens]]\nname = "t"\n', "give one of"),
+        ('[[tokens]]\nname = "t"\n', "give either"),
         ('[[tokens]]\nname = "t"\ntoken = "short"\n', "at least 16"),
         ('[[tokens]]\nname = "t"\ntoken = "a-secret-of-sixteen"\nroles = ["king"]\n', "roles"),
         ("[[tokens]\n", "tokens.toml"),
@@ -123,13 +125,15 @@ def test_a_mistake_in_the_file_is_named(tmp_path, text, message):
 
 
 def test_tokens_of_one_name_are_one_owners():
-    auth = Auth([Token(name="t", token=SECRET), Token(name="t", token="another-of-sixteen")])
+    auth = Auth([ApiToken(name="t", token=SECRET), ApiToken(name="t", token="another-of-sixteen")])
     callers = [auth.caller(bearer(token)) for token in (SECRET, "another-of-sixteen")]
     assert [one.tenant for one in callers if one is not None] == ["t", "t"]
-    admin = Auth([Token(name="a", token=SECRET, roles=(Role.ADMIN,))]).caller(bearer(SECRET))
+    admin = Auth([ApiToken(name="a", token=SECRET, roles=(TokenRole.ADMIN,))]).caller(
+        bearer(SECRET)
+    )
     assert admin is not None
     assert admin.tenant is None
 
 
 def test_a_token_is_not_shown():
-    assert SECRET not in repr(Token(name="t", token=SECRET))
+    assert SECRET not in repr(ApiToken(name="t", token=SECRET))

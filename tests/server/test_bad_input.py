@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.server.house import FakeWorkers, an_app, body, ended, result, until
 
 from bridle.config import Task
-from bridle.server.answering import MOST_VALUES
+from bridle.server.http import MOST_VALUES
 
 FIELDS = (
     *("task_id", "instruction", "num_samples", "runtime", "agent", "builder", "evaluator"),
@@ -45,7 +45,7 @@ def drawn_body(drawn):
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_no_route_answers_500_whatever_comes(tmp_path, seed):
+async def test_no_request_gives_500(tmp_path, seed):
     """Drawn from our own OpenAPI: every route, with wrong paths, queries and bodies."""
     drawn = random.Random(seed)
     async with an_app(tmp_path) as http:
@@ -64,7 +64,7 @@ async def test_no_route_answers_500_whatever_comes(tmp_path, seed):
             assert told.status_code not in (500, 501, 502), (method, path, values, told.text)
             if told.status_code >= 400:
                 assert {"error", "detail"} <= set(told.json())
-        assert http.service.broken is None
+        assert http.service.failure is None
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
@@ -107,7 +107,7 @@ async def test_a_body_of_very_many_values_is_refused_before_it_is_read(tmp_path)
         assert f"more than {MOST_VALUES} JSON values" in told.json()["error"]["message"]
 
 
-async def test_the_faults_of_a_body_are_counted_where_they_are_too_many_to_be_listed(tmp_path):
+async def test_too_many_errors_of_a_body_are_counted(tmp_path):
     rules = [{"wrong": 1}] * 1000
     agent = {"harness": "command", "command": "true", "kind_rules": rules}
     async with an_app(tmp_path) as http:
@@ -117,7 +117,7 @@ async def test_the_faults_of_a_body_are_counted_where_they_are_too_many_to_be_li
             assert re.search(r"the body: \d{4} of its values are wrong", told["message"])
 
 
-async def test_null_where_a_list_stands_is_refused_by_its_name(tmp_path):
+async def test_null_for_a_list_is_refused_by_its_name(tmp_path):
     async with an_app(tmp_path) as http:
         for path, field in (("/v1/tasks", "tasks"), ("/v1/groups/ack", "task_ids")):
             told = await http.post(path, json={field: None})
@@ -141,7 +141,7 @@ TOLD = WeakKeyDictionary()
 @contextmanager
 def told_on_checkout(service, *pragmas):
     """Every connection of the service's database is told these before it is used."""
-    pool = service.state._database._engine.sync_engine.pool
+    pool = service.store.database._engine.sync_engine.pool
 
     def tell(connection, *_):
         cursor = connection.cursor()
@@ -183,12 +183,10 @@ async def all_is_there(http, task):
         for run_id in list(living):
             http.service.workers.let(run_id)
     assert (await ended(http.service, task["task_id"]))["usable"] == 1
-    assert http.service.broken is None
+    assert http.service.failure is None
 
 
-async def test_while_the_database_is_full_requests_are_told_to_come_again_and_nothing_is_lost(
-    sqlite, tmp_path
-):
+async def test_full_database_gives_503_and_loses_nothing(sqlite, tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         pages = await sqlite.pages(http.service)
@@ -212,9 +210,7 @@ async def full_with_a_result_in_hand(http, log):
     }
 
 
-async def test_a_result_in_hand_waits_while_the_database_is_full_and_is_stored_then(
-    sqlite, tmp_path
-):
+async def test_ended_run_waits_for_a_full_database_and_is_stored(sqlite, tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         pages = await sqlite.pages(http.service)
@@ -233,9 +229,7 @@ async def test_a_result_in_hand_waits_while_the_database_is_full_and_is_stored_t
             assert http.service.workers.ran == ["a.0", "b.0"]
 
 
-async def test_a_server_that_stops_with_a_result_in_hand_leaves_it_to_the_next_one(
-    sqlite, tmp_path
-):
+async def test_stopping_server_leaves_an_unstored_result_to_the_next_one(sqlite, tmp_path):
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(an_app(tmp_path, FakeWorkers(held=True)))
         await held_run(http)
@@ -251,9 +245,7 @@ async def test_a_server_that_stops_with_a_result_in_hand_leaves_it_to_the_next_o
         assert workers.ran == []
 
 
-async def test_while_the_database_is_locked_requests_are_told_to_come_again_and_nothing_is_lost(
-    sqlite, tmp_path
-):
+async def test_locked_database_gives_503_and_loses_nothing(sqlite, tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         other = sqlite3.connect(sqlite.path, isolation_level=None, check_same_thread=False)
@@ -274,7 +266,7 @@ class Sqlite:
         self.path = path
 
     async def pages(self, service):
-        async with service.state._database.read() as connection:
+        async with service.store.database.read() as connection:
             return (await connection.exec_driver_sql("PRAGMA page_count")).scalar_one()
 
 

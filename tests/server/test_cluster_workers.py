@@ -26,7 +26,7 @@ async def let_all(links, wanted):
         await asyncio.sleep(0.005)
 
 
-async def test_a_server_computes_on_many_nodes(tmp_path):
+async def test_server_runs_sessions_on_several_nodes(tmp_path):
     async with some_links("a", "b", capacity=2) as links, a_runner(*links, outlive=True) as runner:
         workers = ClusterWorkers(runner)
         async with a_service(tmp_path, workers) as service:
@@ -76,7 +76,7 @@ async def test_the_next_life_of_a_server_takes_up_what_goes_on_and_runs_nothing_
         assert sorted(links[0].node.ran) == ["t.0", "t.1", "t.2"]
 
 
-async def test_what_had_ended_on_a_disk_is_recalled_by_the_next_life(tmp_path):
+async def test_ended_run_on_disk_is_recalled_after_a_restart(tmp_path):
     async with some_links("a") as links:
         async with (
             a_runner(*links, outlive=True) as runner,

@@ -13,10 +13,12 @@ from bridle.cli.serve import server_of
 from bridle.client import AsyncClient
 from bridle.errors import ServerError
 from bridle.folders import private_file
-from bridle.server.auth import Role, Token
-from bridle.server.permits import Permits
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.submission_policy import SubmissionPolicy
 
-TENANT = Token(name="tenant", token="the-token-of-a-tenant", roles=(Role.SUBMIT, Role.READ))
+TENANT = ApiToken(
+    name="tenant", token="the-token-of-a-tenant", roles=(TokenRole.SUBMIT, TokenRole.READ)
+)
 ADMIN, HELPER = "the-token-of-the-admin", "the-token-of-a-helper"
 TENANTS = ("alice", "bob", "carol")
 SCORING = "tests.evaluators.scoring"
@@ -52,9 +54,11 @@ POLAR = {"task_id": "t", "instruction": "x", "agent": {"harness": "codex"}}
         ),
     ],
 )
-async def test_what_would_reach_the_server_s_machine_is_refused_by_name(tmp_path, param, change):
+async def test_fields_that_reach_the_servers_machine_are_refused_by_name(tmp_path, param, change):
     """The data folder as a `module` or a `solution`; a variable for a function on the host."""
-    permits = Permits(local=True, import_paths=(SCORING,), trusted=(f"{SCORING}:of_everything",))
+    permits = SubmissionPolicy(
+        local=True, import_paths=(SCORING,), trusted=(f"{SCORING}:of_everything",)
+    )
     async with an_app(tmp_path, permits=permits) as http:
         for path, sent in (
             ("/v1/tasks", {"tasks": [body() | change]}),
@@ -68,7 +72,7 @@ async def test_what_would_reach_the_server_s_machine_is_refused_by_name(tmp_path
 async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
     own = {"authorization": f"Bearer {TENANT.token}"}
     for runtimes, status in ((None, 422), (("local",), 200)):
-        permits = Permits(local=True, runtimes=runtimes)
+        permits = SubmissionPolicy(local=True, runtimes=runtimes)
         folder = tmp_path / str(status)
         folder.mkdir()
         async with an_app(folder, permits=permits, tokens=[TENANT, TOKEN]) as http:
@@ -81,7 +85,7 @@ async def test_local_is_for_admins_unless_the_operator_lists_it(tmp_path):
 
 @pytest.mark.sandbox
 @pytest.mark.timeout(120)
-async def test_files_of_a_session_are_no_code_of_the_server(tmp_path):
+async def test_session_files_are_served_as_downloads(tmp_path):
     """`PYTHONPATH=.` beside the files that a scoring function asked for ran them on the host."""
     marker = tmp_path / "marker"
     planted = f"""
@@ -113,7 +117,9 @@ END
 
 async def fork(client, session_id, **wanted):
     async with client._http.post(
-        f"{client.url}/v1/sessions/{session_id}/fork", json=wanted, headers=client._known()
+        f"{client.url}/v1/sessions/{session_id}/fork",
+        json=wanted,
+        headers={"authorization": f"Bearer {client.token}"},
     ) as answer:
         return answer.status, await answer.json()
 
@@ -197,7 +203,7 @@ async def test_a_captured_session_of_another_owner_is_forked_by_admins_alone(tmp
 
 
 @pytest.mark.timeout(120)
-async def test_a_fork_is_permitted_what_its_owner_is_permitted_now(tmp_path):
+async def test_fork_is_checked_against_the_callers_current_policy(tmp_path):
     """A session of `local` that an admin's token submitted, forked with another of its owner's."""
     tokens = tmp_path / "tokens.toml"
     private_file(tokens).write_text(

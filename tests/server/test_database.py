@@ -12,13 +12,13 @@ from bridle.errors import ConfigError, StateError
 from bridle.server import database as database_module
 from bridle.server import tables as t
 from bridle.server.database import Database, database_url, until_done
-from bridle.server.state import State
+from bridle.server.store import TaskStore
 
 
 def test_a_path_is_a_sqlite_file_and_urls_get_their_async_driver():
     assert database_url("/tmp/x.sqlite") == "sqlite+aiosqlite:////tmp/x.sqlite"
     assert database_url("postgresql://u:p@h/d") == "postgresql+asyncpg://u:p@h/d"
-    with pytest.raises(ConfigError, match="'mysql' is not known"):
+    with pytest.raises(ConfigError, match="unknown kind 'mysql'"):
         database_url("mysql://h/d")
     with pytest.raises(ConfigError, match="database: "):
         database_url("postgresql://h:port/d")
@@ -34,17 +34,17 @@ async def test_opening_twice_finds_what_was_written(tmp_path):
             assert set(values) == {7}
 
 
-async def test_servers_that_open_a_new_database_at_once_all_find_it_whole(tmp_path):
+async def test_servers_that_create_a_database_together_all_see_it_migrated(tmp_path):
     async def opened():
         async with await Database.open(database_of(tmp_path)) as database:
-            return await State(database).number("done_seq")
+            return await TaskStore(database).number("done_seq")
 
     async with asyncio.TaskGroup() as group:
         opening = [group.create_task(opened()) for _ in range(4)]
     assert [one.result() for one in opening] == [0, 0, 0, 0]
 
 
-async def test_connections_that_make_a_new_file_at_once_wait_for_each_other(tmp_path):
+async def test_connections_that_create_a_file_together_wait_for_each_other(tmp_path):
     for number in range(20):
         databases = [Database(database_url(f"{tmp_path}/{number}.sqlite")) for _ in range(4)]
 
@@ -71,7 +71,7 @@ async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
             assert "new" not in (await connection.execute(select(t.numbers.c.name))).scalars()
 
 
-async def test_writers_of_one_process_queue_and_none_is_lost(tmp_path):
+async def test_concurrent_writers_of_one_process_lose_nothing(tmp_path):
     async with await Database.open(tmp_path / "a.sqlite") as database:
 
         async def add():
@@ -95,7 +95,7 @@ async def test_a_database_that_cannot_be_opened_is_a_state_error(tmp_path):
         await Database.open(tmp_path / "no-folder" / "a.sqlite")
 
 
-async def test_a_file_that_is_no_database_is_refused(tmp_path):
+async def test_file_that_is_not_a_database_is_refused(tmp_path):
     (tmp_path / "a.sqlite").write_bytes(b"something else" * 100)
     with pytest.raises(StateError, match="not a database"):
         await Database.open(tmp_path / "a.sqlite")
@@ -118,7 +118,7 @@ async def test_a_writer_waits_for_another_process_that_holds_the_lock(tmp_path):
         other.close()
 
 
-async def test_a_writer_that_is_cancelled_while_it_reads_leaves_no_lock(tmp_path):
+async def test_writer_cancelled_during_a_read_leaves_no_lock(tmp_path):
     reads, goes_on = threading.Event(), threading.Event()
 
     def held():
@@ -146,7 +146,7 @@ async def test_a_writer_that_is_cancelled_while_it_reads_leaves_no_lock(tmp_path
         assert cancelled.tb is not None
 
 
-async def test_what_cannot_be_done_is_tried_until_it_can():
+async def test_until_done_retries_until_success():
     left = [StateError("locked"), StateError("full")]
 
     async def attempt():
@@ -157,7 +157,7 @@ async def test_what_cannot_be_done_is_tried_until_it_can():
     assert await until_done(attempt, "testing") == "done"
 
 
-async def test_a_server_that_stops_does_not_try_for_ever():
+async def test_stopping_server_ends_its_retries():
     async def attempt():
         raise StateError("gone")
 
@@ -186,18 +186,14 @@ class Said(Exception):
         (None, DBAPIError),
     ],
 )
-async def test_a_server_that_cannot_now_is_asked_again_and_a_mistake_of_ours_is_not(
-    tmp_path, state, expected
-):
+async def test_client_retries_temporary_errors_and_no_others(tmp_path, state, expected):
     async with await Database.open(tmp_path / "a.sqlite") as database:
         with pytest.raises(expected):
             async with database.write():
                 raise DBAPIError("UPDATE", {}, Said(state))
 
 
-async def test_a_connection_that_opens_for_a_caller_who_was_cancelled_is_closed(
-    tmp_path, monkeypatch
-):
+async def test_connection_opened_for_a_cancelled_caller_is_closed(tmp_path, monkeypatch):
     begun, go_on, closed = threading.Event(), threading.Event(), []
 
     class Slow(database_module._Connection):

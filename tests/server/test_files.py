@@ -17,7 +17,7 @@ EMPTY = Trajectory("s", "ERROR", (), None, "it broke", {"a": 1})
 
 @pytest.mark.parametrize("trajectory", [WHOLE, EMPTY], ids=["traces", "none"])
 @pytest.mark.parametrize("root", ["folder", "memory://bridle-test-files"])
-async def test_what_is_written_is_read_back(tmp_path, root, trajectory):
+async def test_trajectory_file_round_trip(tmp_path, root, trajectory):
     files = TrajectoryFiles(root if "://" in root else tmp_path / root, parquet)
     name = files.name("s.0")
     size = await files.write(name, trajectory)
@@ -36,7 +36,7 @@ async def test_a_write_that_fails_leaves_no_file_of_that_name(tmp_path):
         await files.write(files.name("s"), WHOLE)
 
 
-async def test_a_file_is_written_aside_and_moved_into_its_place(tmp_path):
+async def test_file_is_written_under_another_name_and_renamed(tmp_path):
     files = TrajectoryFiles(tmp_path, parquet)
     name = files.name("s")
     (tmp_path / name).parent.mkdir()
@@ -45,13 +45,13 @@ async def test_a_file_is_written_aside_and_moved_into_its_place(tmp_path):
     assert [path.name for path in tmp_path.rglob("*.parquet*")] == ["s.parquet"]
 
 
-def test_the_files_of_many_runs_lie_in_many_folders():
+def test_trajectory_files_are_spread_over_folders():
     files = TrajectoryFiles("x", parquet)
     folders = {files.name(f"run-{number}").partition("/")[0] for number in range(2000)}
     assert len(folders) > 200
 
 
-async def test_a_disk_that_is_full_for_now_leaves_no_part_and_is_told_from_what_never_works(
+async def test_full_disk_leaves_no_partial_file_and_differs_from_permanent_errors(
     tmp_path,
 ):
     files = TrajectoryFiles(tmp_path, parquet)
@@ -67,7 +67,7 @@ async def test_a_disk_that_is_full_for_now_leaves_no_part_and_is_told_from_what_
         await files.write(name, WHOLE)
 
 
-async def test_a_root_without_room_fails_its_check(tmp_path):
+async def test_check_fails_without_disk_space(tmp_path):
     files = TrajectoryFiles(tmp_path / "root", parquet)
     with full_disk(), pytest.raises(StoreError, match=r"cannot write.*File too large"):
         await files.check()

@@ -31,7 +31,7 @@ async def held_run(http):
     await until(lambda: http.service.workers.living)
 
 
-async def test_a_result_waits_for_room_and_nothing_is_begun_meanwhile(tmp_path):
+async def test_result_waits_for_disk_space_and_no_session_starts(tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True)) as http:
         await held_run(http)
         with full_disk(), capture_logs() as log:
@@ -44,14 +44,16 @@ async def test_a_result_waits_for_room_and_nothing_is_begun_meanwhile(tmp_path):
         assert http.service.workers.ran == ["a.0"]
 
 
-async def test_a_session_whose_trajectory_waited_too_long_ends_with_store_error_and_runs_again(
+async def test_unwritable_trajectory_ends_with_store_error_and_the_session_is_retried(
     tmp_path,
 ):
     async with an_app(tmp_path, FakeWorkers(held=True), store_patience_s=0.01) as http:
         await held_run(http)
         with full_disk(), capture_logs() as log:
             http.service.workers.let("a.0")
-            await until(lambda: any(one["event"] == "a trajectory was given up" for one in log))
+            await until(
+                lambda: any(one["event"] == "a trajectory could not be written" for one in log)
+            )
         await until(lambda: http.service.workers.living)
         (run_id,) = http.service.workers.living
         http.service.workers.let(run_id)
@@ -59,7 +61,7 @@ async def test_a_session_whose_trajectory_waited_too_long_ends_with_store_error_
         assert http.service.workers.ran == ["a.0", run_id]
 
 
-async def test_a_trajectory_that_can_never_be_written_ends_its_session_at_once(tmp_path):
+async def test_permanently_unwritable_trajectory_ends_its_session_at_once(tmp_path):
     async with an_app(tmp_path, FakeWorkers(held=True), store_patience_s=1000) as http:
         await http.post("/v1/tasks", json={"tasks": [body("a", max_attempts=1)]})
         await until(lambda: http.service.workers.living)
@@ -72,14 +74,14 @@ async def test_a_trajectory_that_can_never_be_written_ends_its_session_at_once(t
         assert one["error"] == ("store_error: the trajectory could not be written: Is a directory")
 
 
-async def test_while_a_disk_is_full_no_session_is_begun(tmp_path):
+async def test_no_session_starts_while_the_disk_is_full(tmp_path):
     async with an_app(tmp_path, FakeWorkers()) as http:
-        http.service.dispatcher.draining = True
+        http.service.scheduler.draining = True
         await http.post("/v1/tasks", json={"tasks": [body("a")]})
         with full_disk(), capture_logs() as log:
             await noticed(http)
-            http.service.dispatcher.draining = False
-            http.service.dispatcher.wake.beat()
+            http.service.scheduler.draining = False
+            http.service.scheduler.wake.notify_all()
             await until(lambda: any(one.get("doing") == "claiming sessions" for one in log))
             assert http.service.workers.ran == []
         assert (await ended(http.service, "a"))["usable"] == 1

@@ -10,6 +10,6 @@ from tests.server.killing import crash_run
 
 
 @pytest.mark.timeout(120)
-async def test_every_accepted_session_ends_exactly_once_whoever_is_killed(tmp_path):
+async def test_every_accepted_session_ends_exactly_once_after_kills(tmp_path):
     came_to = await crash_run(tmp_path, database_of(tmp_path), kills=3, seed=1)
     assert came_to["kills"] == {"server": 1, "node": 1, "receiver": 1}

@@ -4,7 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.house import FakeWorkers, an_app, body, ended, failure, submission, until
 
 from bridle.errors import NodeLostError, StateError
-from bridle.server.auth import Role, Token
+from bridle.server.auth import ApiToken, TokenRole
 
 
 async def numbers(http):
@@ -21,7 +21,7 @@ async def numbers(http):
     }
 
 
-async def test_ends_causes_stages_and_tokens_are_counted(tmp_path):
+async def test_metrics_count_ends_causes_stages_and_tokens(tmp_path):
     answers = {"b": failure("harness_crash"), "c.0": failure(), "d.0": NodeLostError("gone")}
     async with an_app(tmp_path, FakeWorkers(answers=answers)) as http:
         tasks = [body("a", 2), body("b"), body("c", max_attempts=2), body("d")]
@@ -45,7 +45,7 @@ async def test_ends_causes_stages_and_tokens_are_counted(tmp_path):
     assert told["bridle_server_requests_total", *labels] == 1
 
 
-async def test_what_there_is_now_is_told_by_state_and_by_node(tmp_path):
+async def test_metrics_report_current_counts_by_state_and_node(tmp_path):
     workers = FakeWorkers(1, held=True)
     async with an_app(tmp_path, workers) as http:
         await http.post("/v1/tasks", json={"tasks": [body("a", 3)]})
@@ -66,7 +66,7 @@ async def test_what_there_is_now_is_told_by_state_and_by_node(tmp_path):
     assert told["bridle_sessions_open", "node=fake"] == 0
 
 
-async def test_queue_and_running_sessions_are_told_by_owner(tmp_path):
+async def test_metrics_report_queued_and_running_sessions_by_owner(tmp_path):
     workers = FakeWorkers(2, held=True)
     async with an_app(tmp_path, workers) as http:
         await http.service.submit([submission("a", 5)], owner="a")
@@ -83,24 +83,24 @@ async def test_queue_and_running_sessions_are_told_by_owner(tmp_path):
     }
 
 
-async def test_a_database_that_is_gone_is_a_number_and_not_a_failed_scrape(tmp_path, monkeypatch):
+async def test_scrape_reports_an_unreachable_database_as_a_gauge(tmp_path, monkeypatch):
     async with an_app(tmp_path) as http:
         assert (await numbers(http))["bridle_server_database_up",] == 1
 
         async def counts():
             raise StateError("the database is gone")
 
-        monkeypatch.setattr(http.service.views, "counts", counts)
+        monkeypatch.setattr(http.service.queries, "counts", counts)
         told = await numbers(http)
         assert told["bridle_server_database_up",] == 0
         assert told["bridle_server_slots",] == 4
         assert ("bridle_server_sessions_waiting",) not in told
-        http.service.lost(RuntimeError("boom"))
+        http.service.failed(RuntimeError("boom"))
         assert (await numbers(http))["bridle_server_healthy",] == 0
 
 
 async def test_a_scrape_needs_a_token_where_there_are_tokens(tmp_path):
-    tokens = [Token(name="prometheus", token="s" * 16, roles=(Role.METRICS,))]
+    tokens = [ApiToken(name="prometheus", token="s" * 16, roles=(TokenRole.METRICS,))]
     async with an_app(tmp_path, tokens=tokens) as http:
         assert (await http.get("/metrics")).status_code == 401
         headers = {"authorization": f"Bearer {'s' * 16}"}

@@ -2,8 +2,8 @@ import pytest
 from pydantic import ValidationError
 from tests.datasets.test_swe import GYM
 
-from bridle.server.permits import Permits
 from bridle.server.polar import PolarTask
+from bridle.server.submission_policy import SubmissionPolicy
 
 FULL = {
     "task_id": "swe-1",
@@ -48,12 +48,12 @@ def submission(**changes):
 
 
 def refused(**changes):
-    return dict(PolarTask.model_validate(SMALL | changes).refused(Permits()))
+    return dict(PolarTask.model_validate(SMALL | changes).refused(SubmissionPolicy()))
 
 
 def test_a_full_request_is_translated():
     wanted = PolarTask.model_validate(FULL)
-    assert list(wanted.refused(Permits())) == []
+    assert list(wanted.refused(SubmissionPolicy())) == []
     ours = wanted.submission()
     assert (ours.agent.harness, ours.evaluator.strategy) == ("openhands", "swebench")
     assert (ours.runtime.image, ours.runtime.gpus, ours.runtime.cpus) == ("img", None, 2)
@@ -65,14 +65,14 @@ def test_a_full_request_is_translated():
     assert ours.num_samples == 4
 
 
-def test_without_a_builder_it_is_per_request_and_without_a_timeout_six_hundred_seconds():
+def test_polar_defaults_are_per_request_and_600_seconds():
     ours = submission()
     assert (ours.builder.strategy, ours.budgets.agent_s) == ("per_request", 600)
     assert submission(timeout_seconds=5).budgets.agent_s == 5
     assert submission(budgets={"agent_s": 7}).budgets.agent_s == 7
 
 
-def test_polars_shell_is_our_command():
+def test_polar_shell_becomes_harness_command():
     ours = submission(agent={"harness": "shell", "custom_shell": "run me"})
     assert (ours.agent.harness, ours.agent.command) == ("command", "run me")
 
@@ -86,7 +86,7 @@ def test_polars_shell_is_our_command():
         ({"network": "host"}, "open"),
     ],
 )
-def test_the_network_is_ours_where_none_is_named(runtime, network):
+def test_network_default_is_bridles(runtime, network):
     assert submission(runtime=runtime).runtime.network == network
 
 
@@ -99,20 +99,20 @@ def test_the_network_is_ours_where_none_is_named(runtime, network):
         ("agent.custom_shell", {"agent": {"harness": "codex", "custom_shell": "x"}}),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(field, changes):
+def test_unsupported_fields_are_refused_by_name(field, changes):
     assert list(refused(**changes)) == [field]
 
 
 def test_an_operator_can_permit_the_host_network():
     wanted = PolarTask.model_validate(SMALL | {"runtime": {"network": "host"}})
-    assert list(wanted.refused(Permits(host_network=True))) == []
+    assert list(wanted.refused(SubmissionPolicy(host_network=True))) == []
 
 
-def test_its_own_import_path_of_a_runtime_is_a_backend():
+def test_runtime_import_path_becomes_the_backend():
     assert submission(runtime={"import_path": "a.b:C"}).runtime.backend == "a.b:C"
 
 
-def test_a_wrong_value_is_named_where_it_stands():
+def test_wrong_value_is_named_by_its_path():
     with pytest.raises(ValidationError, match="timeout_seconds"):
         submission(timeout_seconds=-1)
     with pytest.raises(ValidationError, match="agent_s"):

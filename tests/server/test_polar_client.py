@@ -13,14 +13,13 @@ from contextlib import AsyncExitStack
 import aiohttp
 from tests.lifecycle.house import AGENT, a_node
 from tests.server.house import served, until, with_token
-from tests.server.test_delivery import Receiver
+from tests.server.test_callbacks import Receiver
 
 from bridle.aio import Nursery
 from bridle.bridges import parquet
-from bridle.server.addresses import Addresses
 from bridle.server.app import serving
+from bridle.server.callbacks import CallbackAddresses, CallbackSender
 from bridle.server.database import Database
-from bridle.server.delivery import Deliverer
 from bridle.server.files import TrajectoryFiles
 from bridle.server.service import Service
 from bridle.server.workers import NodeWorkers
@@ -95,8 +94,8 @@ async def test_an_unmodified_client_of_polar_works(tmp_path):
         files = TrajectoryFiles(tmp_path / "trajectories", parquet)
         workers = NodeWorkers(node, node.gateway, node.store)
         service = await enter(Service(database=database, files=files, workers=workers))
-        nursery = await enter(Nursery(service.lost))
-        deliverer = Deliverer(service, Addresses(["127.0.0.0/8"]), b"k")
+        nursery = await enter(Nursery(service.failed))
+        deliverer = CallbackSender(service, CallbackAddresses(["127.0.0.0/8"]), b"k")
         nursery.start(deliverer.run(), name="deliverer")
         url = await enter(serving(served(service), host="127.0.0.1", port=0))
         client = PolarClient(with_token(url), await enter(aiohttp.ClientSession()))

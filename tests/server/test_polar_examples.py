@@ -9,8 +9,8 @@ from tests.server.house import an_app
 
 from bridle.evaluators import open_evaluator
 from bridle.runtimes.docker import refuse_what_docker_cannot
-from bridle.server.permits import Permits
 from bridle.server.polar import PolarTask
+from bridle.server.submission_policy import SubmissionPolicy
 
 WORK = "/polar/session/workspace"
 CONFIG = ("evaluator", "config")
@@ -194,7 +194,7 @@ def skill2env(folder):
 
 
 def permitting(folder):
-    return Permits(host_network=True, host_paths=(Path(folder),))
+    return SubmissionPolicy(host_network=True, host_paths=(Path(folder),))
 
 
 def taken(body, folder):
@@ -214,7 +214,7 @@ def refused(body, permits):
 
 
 @pytest.mark.parametrize("harness", MODELS)
-def test_polars_calculator_is_taken_for_every_harness(tmp_path, harness):
+def test_polar_calculator_task_is_accepted_for_every_harness(tmp_path, harness):
     task = taken(calculator(harness, tmp_path), tmp_path)
     config = task.evaluator.config
     assert (config["repo"], config["timeout_s"]) == (".", 60.0)
@@ -238,7 +238,7 @@ def test_polars_swe_gym_config_is_graded_by_swe_gyms_own_tests(tmp_path):
     assert (task.agent.version, task.agent.settings) == (None, {})
 
 
-def test_clawbenchs_task_is_taken(tmp_path):
+def test_clawbench_task_is_accepted(tmp_path):
     task = taken(clawbench(tmp_path), tmp_path)
     assert (task.agent.harness, task.agent.command) == (
         *("command", "cd /app && bash /app/run-prorl.sh"),
@@ -249,15 +249,16 @@ def test_clawbenchs_task_is_taken(tmp_path):
 @pytest.mark.parametrize(
     "body", [calculator("pi", "/srv/x"), swe_gym("/srv/x"), clawbench("/srv/x")]
 )
-def test_without_the_operator_the_setting_is_named(body):
-    (why,) = refused(body, Permits()).values()
+def test_missing_permission_names_the_operators_setting(body):
+    (why,) = refused(body, SubmissionPolicy()).values()
     assert "permits.host_network = true" in why
     assert all(
-        "permits.host_paths" in why for why in refused(body, Permits(host_network=True)).values()
+        "permits.host_paths" in why
+        for why in refused(body, SubmissionPolicy(host_network=True)).values()
     )
 
 
-def test_a_rubric_with_a_judge_of_the_tasks_is_refused_with_the_operators_setting(tmp_path):
+def test_rubric_with_the_tasks_own_judge_is_refused(tmp_path):
     found = refused(skill2env(tmp_path), permitting(tmp_path))
     assert list(found) == ["evaluator.strategy"]
     assert (
@@ -283,7 +284,7 @@ def test_a_rubric_with_a_judge_of_the_tasks_is_refused_with_the_operators_settin
         (clawbench, ("agent", "harness"), "codex", "agent.custom_shell"),
     ],
 )  # fmt: skip
-def test_what_has_no_translation_is_refused_by_its_field(tmp_path, body, place, value, field):
+def test_untranslatable_polar_field_is_refused_by_name(tmp_path, body, place, value, field):
     changed = json.loads(json.dumps(body(tmp_path)))
     inner = changed
     for name in place[:-1]:
@@ -306,13 +307,13 @@ def test_what_has_no_translation_is_refused_by_its_field(tmp_path, body, place, 
 async def test_a_wrong_value_is_answered_with_422_over_http(tmp_path, name, value):
     body = calculator("pi", tmp_path)
     body["evaluator"]["config"][name] = value
-    permits = Permits(host_network=True, host_paths=(tmp_path,))
+    permits = SubmissionPolicy(host_network=True, host_paths=(tmp_path,))
     async with an_app(tmp_path, permits=permits) as http:
         answer = await http.post("/rollout/task/submit", json=body)
     assert answer.status_code == 422, answer.text
 
 
-async def test_the_bodies_are_taken_over_http(tmp_path):
+async def test_polar_bodies_are_accepted_over_http(tmp_path):
     (tmp_path / "tests").mkdir()
     async with an_app(tmp_path, permits=permitting(tmp_path)) as http:
         for body in (calculator("codex", tmp_path), swe_gym(tmp_path), clawbench(tmp_path)):

@@ -39,7 +39,7 @@ async def goes_on(http, workers):
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("end", ["kill", "stop"])
-async def test_a_server_outlives_its_database_and_runs_each_session_once(
+async def test_server_survives_a_database_crash_and_runs_each_session_once(
     own_cluster, tmp_path, end
 ):
     workers = FakeWorkers(held=True)
@@ -62,7 +62,7 @@ async def test_a_server_outlives_its_database_and_runs_each_session_once(
 
 @pytest.mark.postgres
 @pytest.mark.timeout(180)
-async def test_a_database_that_hangs_is_a_503_and_work_goes_on_when_it_is_back(
+async def test_hanging_database_gives_503_and_work_resumes_afterwards(
     own_cluster, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("BRIDLE_TEST_DATABASE", hasty(own_cluster.fresh()))
@@ -84,7 +84,7 @@ async def test_a_database_that_hangs_is_a_503_and_work_goes_on_when_it_is_back(
 
 @pytest.mark.postgres
 @pytest.mark.timeout(180)
-async def test_a_server_ends_while_its_database_hangs(own_cluster, tmp_path):
+async def test_server_stops_while_its_database_hangs(own_cluster, tmp_path):
     database = await Database.open(hasty(own_cluster.fresh()))
     async with database.read() as connection:
         await connection.execute(text("SELECT 1"))
@@ -95,7 +95,7 @@ async def test_a_server_ends_while_its_database_hangs(own_cluster, tmp_path):
 
 @pytest.mark.postgres
 @pytest.mark.timeout(180)
-async def test_a_server_does_not_wait_at_its_start_for_a_database_that_hangs(own_cluster):
+async def test_start_fails_if_the_database_hangs(own_cluster):
     url = own_cluster.fresh()
     with own_cluster.frozen():
         async with asyncio.timeout(90):
@@ -110,7 +110,7 @@ def hasty(url):
 
 @pytest.mark.postgres
 @pytest.mark.timeout(180)
-async def test_a_promoted_standby_has_every_group_once(monkeypatch, tmp_path):
+async def test_promoted_standby_has_every_group_exactly_once(monkeypatch, tmp_path):
     workers = FakeWorkers(held=True)
     with Pair() as pair:
         monkeypatch.setenv("BRIDLE_TEST_DATABASE", pair.fresh())
@@ -137,7 +137,7 @@ async def test_a_promoted_standby_has_every_group_once(monkeypatch, tmp_path):
 
 
 @pytest.mark.postgres
-async def test_a_standby_alone_is_a_database_that_may_be_tried_again():
+async def test_lone_standby_is_a_temporary_error():
     with Pair() as pair:
         pair.fresh()
         for attributes in ("", "&target_session_attrs=primary"):
@@ -146,7 +146,7 @@ async def test_a_standby_alone_is_a_database_that_may_be_tried_again():
 
 
 @pytest.mark.postgres
-async def test_health_answers_while_the_database_does_not(own_cluster, tmp_path):
+async def test_health_responds_while_the_database_hangs(own_cluster, tmp_path):
     async with an_app(tmp_path) as http:
         assert await health(http) == (200, "ok")
         with own_cluster.frozen():

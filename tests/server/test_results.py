@@ -1,17 +1,30 @@
+import orjson
 import pytest
 from tests.server.house import a_service, ended, submission
+from tests.server.test_finalize import failed
+from tests.server.test_store import NOW, a_state, claim, done, submit
 
 from bridle.errors import StoreError
-from bridle.server.results import session_result, task_status, trajectory
+from bridle.server.results import (
+    group_json,
+    polar_state,
+    polar_status,
+    result_json,
+    session_json,
+    session_result,
+    task_status,
+    trajectory,
+)
+from bridle.server.tables import FINAL_TASKS, TaskState
 
 
 async def a_group(service):
     await service.submit([submission("a", 2)], owner="o")
     task = await ended(service, "a")
-    return task, await service.views.sessions(task["seq"])
+    return task, await service.queries.sessions(task["seq"])
 
 
-async def test_a_status_has_its_results_only_where_they_are_asked_for(tmp_path):
+async def test_task_status_has_results_only_on_request(tmp_path):
     async with a_service(tmp_path) as service:
         task, rows = await a_group(service)
         told = await task_status(service, task, results=True)
@@ -24,15 +37,15 @@ async def test_a_status_has_its_results_only_where_they_are_asked_for(tmp_path):
         assert (await task_status(service, task, results=False))["results"] == []
 
 
-async def test_a_trajectory_that_was_removed_while_we_looked_is_none(tmp_path):
+async def test_trajectory_removed_during_the_read_is_none(tmp_path):
     async with a_service(tmp_path) as service:
         _, rows = await a_group(service)
         await service.files.remove(rows[0]["file"])
         with pytest.raises(StoreError):
             await trajectory(service, rows[0])
-        await service.state.forget_files(rows[0]["task_seq"])
+        await service.store.forget_files(rows[0]["task_seq"])
         assert await trajectory(service, rows[0]) is None
-        told = await session_result(service, await service.views.session("a.0"))
+        told = await session_result(service, await service.queries.session("a.0"))
         assert told["trajectory"]["metadata"] == {"removed": True}
 
 
@@ -41,3 +54,55 @@ async def test_packed_results_have_arrays_as_bytes(tmp_path):
         _, rows = await a_group(service)
         told = await session_result(service, rows[0], packed=True)
         assert isinstance(told["trajectory"]["traces"][0]["prompt_ids"]["data"], bytes)
+
+
+@pytest.mark.parametrize("state", TaskState)
+def test_polar_knows_three_states_of_a_task(state):
+    told = polar_status({"state": state})
+    assert (told == "running") == (state not in FINAL_TASKS)
+    assert (told == "completed") == (state is TaskState.COMPLETED)
+
+
+def test_polar_knows_no_cancelled_session():
+    assert polar_state("CANCELLED") == "ERROR"
+    assert polar_state("TIMEOUT") == "TIMEOUT"
+
+
+async def test_a_session_without_a_trajectory_has_an_empty_one(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2))
+        await claim(state, 1)
+        await state.stop_task("a", "cancelled", now=NOW)
+        await state.put_back("a.0", 1, owner="me", why="stopped", now=NOW)
+        row = await state.queries.session("a.1")
+        polar = result_json(row, None, polar=True)
+        assert polar["trajectory"]["traces"] == []
+        assert (polar["status"], polar["trajectory"]["status"]) == ("ERROR", "ERROR")
+        assert (polar["cause"], polar["error"]) == ("cancelled", "cancelled")
+        assert result_json(row, None, polar=False)["status"] == "CANCELLED"
+
+
+async def test_group_lists_unusable_sessions_and_its_version_lag(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a", 2))
+        one, two = await claim(state)
+        await state.finish(done(one, version_min=3, version_max=4), owner="me", now=NOW)
+        await state.finish(failed(two), owner="me", now=NOW)
+        task = await state.queries.task("a")
+        rows = await state.queries.sessions(task["seq"])
+        sessions = [session_json(row, None) for row in rows]
+        group = group_json(task, sessions, version=5)
+        assert (group["version_lag"], group["usable_sessions"]) == (2, 1)
+        assert [one["session_id"] for one in group["missing"]] == ["a.1"]
+        assert group["missing"][0]["error"] == "it broke"
+        assert group_json(task, [], version=5)["version_lag"] is None
+        orjson.dumps(group)
+
+
+async def test_a_running_session_shows_its_stage(tmp_path):
+    async with a_state(tmp_path) as state:
+        await submit(state, submission("a"))
+        await claim(state)
+        row = await state.queries.session("a.0")
+        assert session_json(row, "BUILDING")["status"] == "BUILDING"
+        assert session_json(row, None)["status"] == "RUNNING"

@@ -5,14 +5,17 @@ from pydantic import ValidationError
 from tests.server.house import body, submission
 
 from bridle.config import Task
-from bridle.server.schemas import Batch, Submission, Terms, error_json
+from bridle.server.http import error_json
+from bridle.server.schemas import GroupOptions, Submission, TaskBatch
+from bridle.server.settings import ServerSettings
+from bridle.server.submission_policy import SubmissionPolicy
 
 
-def test_a_submission_is_a_task_and_its_terms():
+def test_submission_splits_into_task_and_group_options():
     task, terms = submission("a", 3, dispatch_priority=7, metadata={"k": 1}).split()
     assert type(task) is Task
     assert (task.task_id, task.num_samples, task.metadata) == ("a", 3, {"k": 1})
-    assert terms == Terms(dispatch_priority=7, retry_backoff_s=0.0)
+    assert terms == GroupOptions(dispatch_priority=7, retry_backoff_s=0.0)
     assert Task.model_validate_json(task.model_dump_json()) == task
 
 
@@ -38,10 +41,25 @@ def test_wrong_values_are_named(wrong):
 
 def test_a_batch_is_bounded():
     with pytest.raises(ValidationError):
-        Batch.model_validate({"tasks": []})
+        TaskBatch.model_validate({"tasks": []})
 
 
 @given(st.text(), st.none() | st.text())
-def test_an_error_says_the_same_to_both_kinds_of_client(message, param):
+def test_error_has_its_message_in_both_fields(message, param):
     told = error_json("code", message, param=param)
     assert told["detail"] == told["error"]["message"] == message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_on_loopback_local_runs(host):
+    assert ServerSettings(host=host).checked().permits.local
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "server.example"])
+def test_local_runtime_is_refused_off_loopback(host):
+    assert not ServerSettings(host=host).checked().permits.local
+
+
+def test_local_cannot_be_set_by_configuration():
+    given = ServerSettings(host="0.0.0.0", permits=SubmissionPolicy(local=True))
+    assert not given.checked().permits.local

@@ -17,9 +17,8 @@ from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Installing, SessionChanged
-from bridle.server.claiming import Room
 from bridle.server.database import Database
-from bridle.server.state import State
+from bridle.server.store import ClaimLimits, TaskStore
 from bridle.types import SessionStatus
 
 
@@ -30,12 +29,12 @@ async def submit(service, *submissions):
 async def leave_running(tmp_path, *task_ids):
     """Return what a server that was killed leaves: accepted tasks, leased sessions."""
     async with await Database.open(database_of(tmp_path)) as database:
-        state = State(database)
+        state = TaskStore(database)
         await state.submit([submission(name) for name in task_ids], owner="o", now=1.0)
-        await state.claim(Room(99), owner="me", now=2.0, lease_s=1e12)
+        await state.claim(ClaimLimits(99), owner="me", now=2.0, lease_s=1e12)
 
 
-async def test_a_killed_servers_finished_run_is_stored_and_the_others_run_again(tmp_path):
+async def test_restart_stores_finished_runs_and_reruns_the_others(tmp_path):
     await leave_running(tmp_path, "finished", "cut")
     workers = FakeWorkers()
     workers.recallable["finished.0"] = result(
@@ -44,12 +43,12 @@ async def test_a_killed_servers_finished_run_is_stored_and_the_others_run_again(
     async with a_service(tmp_path, workers) as service:
         row = await ended(service, "finished")
         await ended(service, "cut")
-        (session,) = await service.views.sessions(row["seq"])
+        (session,) = await service.queries.sessions(row["seq"])
         assert '"reward":0.25' in session["result"]
         assert workers.ran == ["cut.0.r2"]
 
 
-async def test_another_servers_living_lease_is_left_alone(tmp_path):
+async def test_live_lease_of_another_server_is_not_taken_over(tmp_path):
     await leave_running(tmp_path, "a")
     workers = FakeWorkers()
     async with a_service(tmp_path, workers, owner="other") as service:
@@ -58,7 +57,7 @@ async def test_another_servers_living_lease_is_left_alone(tmp_path):
         assert workers.ran == ["b.0"]
 
 
-async def test_a_pause_holds_for_a_claim_that_is_under_way(tmp_path):
+async def test_pause_applies_to_a_claim_in_progress(tmp_path):
     checks, go = [], asyncio.Event()
     async with a_service(tmp_path, workers := FakeWorkers()) as service:
 
@@ -67,7 +66,7 @@ async def test_a_pause_holds_for_a_claim_that_is_under_way(tmp_path):
             await go.wait()
 
         service.files.check = check
-        service.dispatcher.wake.beat()
+        service.scheduler.wake.notify_all()
         await until(lambda: checks)
         await service.pause()
         await submit(service, submission("a"))
@@ -78,7 +77,7 @@ async def test_a_pause_holds_for_a_claim_that_is_under_way(tmp_path):
         await ended(service, "a")
 
 
-async def test_a_pause_holds_over_a_restart(tmp_path):
+async def test_pause_survives_a_restart(tmp_path):
     async with a_service(tmp_path) as service:
         await service.pause()
         await submit(service, submission("a"))
@@ -104,7 +103,7 @@ async def test_draining_waits_for_what_runs_and_starts_nothing(tmp_path):
         assert (await submit(service, submission("b"))) == [True]
 
 
-async def test_the_greater_version_of_state_and_engines_holds(tmp_path):
+async def test_greater_version_of_database_and_engines_wins(tmp_path):
     async with a_service(tmp_path) as service:
         await service.set_policy(SetPolicy(version=4))
     workers = FakeWorkers()
@@ -115,7 +114,7 @@ async def test_the_greater_version_of_state_and_engines_holds(tmp_path):
         assert (await service.status())["policy"]["version"] == 9
 
 
-async def test_running_sessions_that_are_too_far_behind_are_cancelled_where_asked(tmp_path):
+async def test_stale_running_sessions_are_cancelled_if_configured(tmp_path):
     workers = FakeWorkers(held=True)
     settings = {"max_version_lag": 1, "on_stale": "cancel"}
     async with a_service(tmp_path, workers, **settings) as service:
@@ -128,7 +127,7 @@ async def test_running_sessions_that_are_too_far_behind_are_cancelled_where_aske
         assert task["state"] == "failed"
 
 
-async def test_a_session_is_cancelled_alone_wherever_it_stands(tmp_path):
+async def test_session_is_cancelled_alone_in_any_state(tmp_path):
     workers = FakeWorkers(capacity=2, held=True)
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", 2))
@@ -138,11 +137,11 @@ async def test_a_session_is_cancelled_alone_wherever_it_stands(tmp_path):
         workers.let("a.1")
         task = await ended(service, "a")
         assert await service.cancel_session("a.0") is False
-        rows = await service.views.sessions(task["seq"])
+        rows = await service.queries.sessions(task["seq"])
         assert [row["state"] for row in rows] == ["CANCELLED", "COMPLETED"]
 
 
-async def test_what_a_task_names_is_looked_up_once_and_told_each_time(tmp_path):
+async def test_task_check_is_cached_and_its_error_repeated(tmp_path):
     async with a_service(tmp_path) as service:
         task = submission("a", builder=BuilderSpec(strategy="nope")).split()[0]
         for name in ("a", "b"):
@@ -150,11 +149,11 @@ async def test_what_a_task_names_is_looked_up_once_and_told_each_time(tmp_path):
                 service.check(task.model_copy(update={"task_id": name}))
 
 
-async def test_runs_are_told_with_their_stage(tmp_path):
+async def test_events_report_the_stage_of_runs(tmp_path):
     workers = FakeWorkers()
     async with a_service(tmp_path, workers) as service:
         changed = SessionChanged("a.0", "a", 0, "command", SessionStatus.BUILDING, 1.0)
-        with service.events.reading() as reader:
+        with service.events.subscribe() as reader:
             workers.tell(Installing("codex", "a line"))
             workers.tell(changed)
             told = await reader.next(1)
@@ -164,7 +163,7 @@ async def test_runs_are_told_with_their_stage(tmp_path):
         assert service.stage("a.0", 1) is None
 
 
-async def test_a_part_that_fails_for_good_is_told(tmp_path):
+async def test_failed_part_of_the_server_is_reported_by_health(tmp_path):
     async with a_service(tmp_path) as service:
-        service.lost(RuntimeError("a bug"))
-        assert service.broken == "RuntimeError('a bug')"
+        service.failed(RuntimeError("a bug"))
+        assert service.failure == "RuntimeError('a bug')"

@@ -18,16 +18,16 @@ from tests.server.house import (
 )
 
 from bridle.gateway.listener import most_connections
-from bridle.server.answering import OWNERS
 from bridle.server.app import make_app
-from bridle.server.auth import Role, Token
-from bridle.server.schemas import OwnerSettings
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import OWNERS
+from bridle.server.settings import OwnerSettings
 
 ALICE, BOB, ADMIN = "the-token-of-alice", "the-token-of-bob", "the-token-of-admin"
 TOKENS = (
-    Token(name="alice", token=ALICE),
-    Token(name="bob", token=BOB),
-    Token(name="operator", token=ADMIN, roles=(Role.ADMIN,)),
+    ApiToken(name="alice", token=ALICE),
+    ApiToken(name="bob", token=BOB),
+    ApiToken(name="operator", token=ADMIN, roles=(TokenRole.ADMIN,)),
 )
 
 OWN = {
@@ -125,7 +125,7 @@ async def test_every_route_is_an_owners_an_operators_or_shared(tmp_path):
     ("method", "path"),
     [tuple(one.split()) for one in sorted(OWN) if "{task_id}" in one or "{session_id}" in one],
 )
-async def test_what_is_anothers_is_answered_as_if_it_did_not_exist(tmp_path, method, path):
+async def test_another_owners_objects_give_404(tmp_path, method, path):
     log = tmp_path / "stdout.log"
     log.write_text("secret")
     workers = FakeWorkers()
@@ -155,7 +155,7 @@ async def test_what_is_anothers_is_answered_as_if_it_did_not_exist(tmp_path, met
             assert own.status_code == (409 if path.endswith("/fork") else 200)
 
 
-async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):
+async def test_lists_show_only_the_owners_rows_and_all_to_an_admin(tmp_path):
     async with tenants(tmp_path) as (service, alice, bob, admin):
         url = "http://127.0.0.1:9/x"
         await submit(alice, body("hers", callback_url=url))
@@ -190,10 +190,10 @@ async def test_lists_show_the_owners_rows_alone_and_an_admins_all(tmp_path):
             assert told["callbacks"] == {"pending": 2}
             assert told["groups_unacked"] == 1
             assert (await admin.get(path)).json()["tasks"] == {"completed": 3}
-        assert service.broken is None
+        assert service.failure is None
 
 
-async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
+async def test_cursor_and_ack_reach_only_the_owners_groups(tmp_path):
     async with tenants(tmp_path) as (_, alice, bob, admin):
         await submit(alice, body("hers"))
         await wait(alice, "hers")
@@ -208,7 +208,7 @@ async def test_a_cursor_and_an_ack_reach_the_owners_groups_alone(tmp_path):
         assert (await alice.get("/v1/groups")).json()["groups"] == []
 
 
-async def test_a_full_quota_is_one_owners_own(tmp_path):
+async def test_full_quota_of_one_owner_does_not_affect_others(tmp_path):
     owners = {"alice": OwnerSettings(max_queued_samples=5)}
     async with tenants(tmp_path, max_queued_samples=2, owners=owners) as (_, alice, bob, admin):
         await admin.post("/v1/pause")
@@ -235,7 +235,7 @@ async def test_a_batch_cancels_the_owners_tasks_alone(tmp_path):
         assert (await wait(alice, "hers"))["state"] == "cancelled"
 
 
-async def test_two_owners_use_one_task_id_and_neither_notices(tmp_path):
+async def test_two_owners_may_use_one_task_id(tmp_path):
     async with tenants(tmp_path) as (service, alice, bob, admin):
         assert await submit(alice, body("t", 2)) == [{"task_id": "t", "new": True}]
         assert await submit(bob, body("t", 3)) == [{"task_id": "t", "new": True}]
@@ -253,10 +253,10 @@ async def test_two_owners_use_one_task_id_and_neither_notices(tmp_path):
             assert found["owner"] == one["owner"]
         refused = await bob.post("/v1/tasks", json={"tasks": [body("t", 9)]})
         assert refused.status_code == 409
-        assert len(await service.views.groups(after=0, limit=9)) == 3
+        assert len(await service.queries.groups(after=0, limit=9)) == 3
 
 
-async def test_an_id_barred_by_one_owner_is_free_for_another(tmp_path):
+async def test_id_reserved_by_one_owner_is_free_for_another(tmp_path):
     async with tenants(tmp_path) as (_, alice, bob, _admin):
         told = await bob.delete("/rollout/task/t?register_if_missing=true")
         assert told.status_code == 200
@@ -268,15 +268,15 @@ async def test_an_id_barred_by_one_owner_is_free_for_another(tmp_path):
 async def test_events_go_to_their_owner_and_to_admins(tmp_path):
     async with tenants(tmp_path) as (service, alice, bob, _admin):
         with (
-            service.events.reading("alice") as hers,
-            service.events.reading("bob") as his,
-            service.events.reading(None) as all_of_them,
+            service.events.subscribe("alice") as hers,
+            service.events.subscribe("bob") as his,
+            service.events.subscribe(None) as all_of_them,
         ):
             await submit(alice, body("t"))
             await wait(alice, "t")
             await submit(bob, body("t"))
             await wait(bob, "t")
-            service.events.tell({"type": "policy", "version": 1})
+            service.events.publish({"type": "policy", "version": 1})
 
             async def heard(reader):
                 found = []
@@ -304,14 +304,14 @@ async def test_operators_routes_refuse_a_tenants_token(tmp_path):
 async def test_shared_routes_name_nothing_of_a_tenants(tmp_path):
     async with tenants(tmp_path, FakeWorkers(held=True)) as (service, alice, bob, _admin):
         await submit(alice, body("hers-4711"))
-        await until(lambda: service.dispatcher.running)
+        await until(lambda: service.scheduler.running)
         for one in sorted(SHARED):
             told = await bob.get(one.split()[1])
             assert told.status_code == 200
             assert "hers-4711" not in json.dumps(told.json())
 
 
-async def test_tasks_of_before_tenants_are_the_admins(tmp_path):
+async def test_tasks_from_before_tenants_belong_to_admins(tmp_path):
     async with tenants(tmp_path) as (service, alice, _bob, admin):
         await service.submit([submission("old")], owner="")
         await ended(service, "old")
@@ -342,22 +342,22 @@ async def test_a_task_that_would_fill_the_server_s_memory_is_refused_by_name(
         assert named in told.json()["error"]["message"]
 
 
-async def test_what_was_looked_up_of_a_large_task_does_not_stay_in_memory(tmp_path):
+async def test_cached_task_checks_take_bounded_memory(tmp_path):
     async with tenants(tmp_path) as (service, alice, *_rest):
         await submit(alice, body("t", agent={"harness": "command", "command": "#" * 1_000_000}))
         assert sum(map(len, service._plans)) < 1000
 
 
-async def test_one_owners_long_answers_leave_connections_to_others(tmp_path):
+async def test_one_owners_requests_leave_connections_to_others(tmp_path):
     async with a_service(tmp_path) as service:
         whole = served(service, tokens=TOKENS)
         transport = httpx.ASGITransport(app=make_app(whole))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             with ExitStack() as long:
                 for _ in range(most_connections() // OWNERS):
-                    long.enter_context(whole.share("alice"))
+                    long.enter_context(whole.counted("alice"))
                 hers = await http.get("/v1/tasks", headers=bearer(ALICE))
                 assert (hers.status_code, "retry-after" in hers.headers) == (429, True)
                 assert (await http.get("/v1/tasks", headers=bearer(BOB))).status_code == 200
             assert (await http.get("/v1/tasks", headers=bearer(ALICE))).status_code == 200
-        assert not whole.under_way.total()
+        assert not whole.in_progress.total()

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pytest
 from tests.lifecycle.house import AGENT
 from tests.server.house import database_of
-from tests.server.test_delivery import Receiver
+from tests.server.test_callbacks import Receiver
 
 from bridle.capture.sqlite import SqliteReader
 from bridle.client import AsyncClient
@@ -95,7 +95,7 @@ class Server:
 
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-async def test_two_servers_do_a_batch_and_one_takes_over_from_the_other(tmp_path):
+async def test_one_of_two_servers_takes_over_from_the_other(tmp_path):
     with ExitStack() as stack:
         async with Receiver().up() as receiver:
             first, second = (
@@ -116,7 +116,7 @@ async def test_two_servers_do_a_batch_and_one_takes_over_from_the_other(tmp_path
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("skew_s", [-3600, 3600])
-async def test_a_server_that_was_stopped_finds_its_sessions_ended_by_another(tmp_path, skew_s):
+async def test_suspended_server_finds_its_sessions_ended_by_another(tmp_path, skew_s):
     with ExitStack() as stack:
         async with Receiver().up() as receiver:
             database = str(database_of(tmp_path))

@@ -16,8 +16,8 @@ from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.run_folder import RunFolder
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
-from bridle.server.schemas import ServiceSettings
 from bridle.server.service import Service
+from bridle.server.settings import ServiceSettings
 from bridle.server.workers import NodeWorkers, ServerFolder
 from bridle.trajectory import rebuild
 
@@ -38,7 +38,7 @@ async def test_a_task_is_done_by_a_node_and_its_result_kept(tmp_path):
         async with Service(database=database, files=files, workers=workers) as service:
             await service.submit([work()], owner="o")
             row = await ended(service, "t")
-            (session,) = await service.views.sessions(row["seq"])
+            (session,) = await service.queries.sessions(row["seq"])
             assert (row["state"], session["state"]) == ("completed", "COMPLETED")
             trajectory = await files.read(session["file"])
             assert trajectory.metadata["stats"]["tokens_trained"] > 0
@@ -84,11 +84,11 @@ async def test_what_is_released_leaves_memory_and_what_is_removed_leaves_the_dis
             assert node.store.sessions() == []
             assert await workers.kept_bytes() == 0
             assert await workers.artifact("t.0", "stdout.log") is None
-            assert await service.views.file_bytes() == 0
+            assert await service.queries.file_bytes() == 0
             assert list((tmp_path / "trajectories").rglob("*.parquet")) == []
 
 
-async def test_a_run_that_could_not_have_been_leads_no_removal_astray(tmp_path):
+async def test_impossible_run_id_removes_nothing_else(tmp_path):
     async with a_node(tmp_path) as node:
         (node.folder.path / "precious").mkdir()
         await NodeWorkers(node, node.gateway, node.store).remove("../precious")

@@ -1,12 +1,12 @@
-"""Trackers of one's own, named by their dotted path."""
+"""Trackers that tests name by their dotted path."""
 
 from typing import ClassVar
 
-from bridle.telemetry.base import Base
+from bridle.telemetry.base import Tracker
 
 
-class Recorder(Base):
-    """Keeps what it gets; `made` are all of this process."""
+class Recorder(Tracker):
+    """Records all events; `made` are all recorders of this process."""
 
     made: ClassVar[list] = []
 
@@ -28,7 +28,7 @@ class Recorder(Base):
         self.closed = True
 
 
-class Broken(Base):
+class Broken(Tracker):
     def __init__(self, folder, config):
         """Nothing fails yet."""
 
@@ -36,6 +36,6 @@ class Broken(Base):
         raise OSError("the service is down")
 
 
-class Refused(Base):
+class Refused(Tracker):
     def __init__(self, folder, config):
         raise ValueError("no API key")

@@ -38,7 +38,7 @@ def test_a_run_gives_its_numbers_samples_stages_and_calls(say, run_of_two):  # n
         assert first.end <= until
 
 
-def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(say, run_of_two):  # noqa: F811
+def test_failing_tracker_is_removed_and_the_run_continues(say, run_of_two):  # noqa: F811
     done = say(*run_of_two, "--json", "--telemetry", f"{BROKEN},{RECORDER}")
 
     assert done.code == 0, done.err
@@ -55,7 +55,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(say, run_of_two): 
         (REFUSED, "telemetry tests.telemetry.recorder:Refused: ValueError: no API key"),
     ],
 )
-def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(
+def test_run_does_not_start_if_a_tracker_fails_to_open(
     say,  # noqa: F811
     run_of_two,
     named,
@@ -78,10 +78,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
     steps = [{"step": 1, "reward": 0.5, "update": {"loss": 0.1, "lags": {"0": 7}}, "left_out": {}}]
     with telemetry.opened([RECORDER], tmp_path, {}) as stream:
-        stream.course([], [{"step": 0, "reward": 0.25}])
-        stream.course(steps, [{"step": 0, "reward": 0.25}])
+        stream.training([], [{"step": 0, "reward": 0.25}])
+        stream.training(steps, [{"step": 0, "reward": 0.25}])
         steps.append({"step": 2, "reward": None, "update": None, "left_out": {"stale": 3}})
-        stream.course(steps, [{"step": 0, "reward": 0.25}])
+        stream.training(steps, [{"step": 0, "reward": 0.25}])
 
     assert Recorder.made[-1].values == [
         ("eval", 0, {"eval/reward": 0.25}),
@@ -90,7 +90,7 @@ def test_each_step_and_evaluation_of_a_training_is_logged_once(tmp_path):
     ]
 
 
-def test_text_and_nothing_are_no_numbers():
+def test_text_and_null_are_not_numbers():
     values = {"a": 1, "b": {"c": True, "d": None}, "e": "text", "f": [1, 2]}
 
     assert flat(values) == {"a": 1.0, "b/c": 1.0}

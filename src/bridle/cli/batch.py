@@ -98,7 +98,7 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
         )
         await stack.enter_async_context(node)
         stack.enter_context(node.events.listening(board.hear))
-        stack.enter_context(node.events.listening(served.telemetry.hear))
+        stack.enter_context(node.events.listening(served.telemetry.on_event))
         async with LocalExecutor(node).run(batch.tasks) as results:
             async for _ in results:
                 pass

@@ -133,7 +133,7 @@ def submit(  # noqa: PLR0913 - one parameter per flag
     Files that tasks name must lie where the server's operator permits it (`serve --allow-path`).
     """
     from bridle.datasets.jsonl import load_tasks
-    from bridle.server.permits import names_files
+    from bridle.server.submission_policy import names_files
 
     overrides: JSON = {} if samples is None else {"num_samples": samples}
     loaded = [

@@ -168,14 +168,13 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.bridges import parquet
     from bridle.cli.server import mounted, tracked, workers_of
     from bridle.credentials import announced
-    from bridle.server import answering
-    from bridle.server.addresses import Addresses
     from bridle.server.app import serving
     from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
+    from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
     from bridle.server.cluster_workers import follow
     from bridle.server.database import Database
-    from bridle.server.delivery import Deliverer, callback_secret
     from bridle.server.files import TrajectoryFiles
+    from bridle.server.http import ServerContext
     from bridle.server.service import Service
 
     settings = config.server.checked()
@@ -199,13 +198,13 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         )
         await stack.enter_async_context(service)
         await workers.settle()
-        addresses = Addresses(settings.permits.callbacks)
-        nursery = await stack.enter_async_context(Nursery(service.lost))
-        deliverer = Deliverer(service, addresses, callback_secret(data), secrets=signing)
+        addresses = CallbackAddresses(settings.permits.callbacks)
+        nursery = await stack.enter_async_context(Nursery(service.failed))
+        deliverer = CallbackSender(service, addresses, callback_secret(data), secrets=signing)
         nursery.start(deliverer.run(), name="deliverer")
         if settings.engines_from:
             nursery.start(follow(settings.engines_from, workers, config.engines), name="engines")
-        served = answering.ServerContext(service, settings.permits, auth, addresses)
+        served = ServerContext(service, settings.permits, auth, addresses)
         mounts = []
         if dashboard:
             mounts.append(stack.enter_context(mounted(lambda: url, auth, data)))

@@ -35,7 +35,7 @@ from bridle.errors import ConfigError, install_extra
 from bridle.executors.hosting import Hosted
 from bridle.gateway.app import Gateway
 from bridle.lifecycle.manager import Node, NodeSettings
-from bridle.server.auth import Auth, Caller, Role
+from bridle.server.auth import Auth, Caller, TokenRole
 from bridle.server.workers import NodeWorkers, ServerFolder, Workers
 
 PATH: Final = "/ui"
@@ -67,7 +67,7 @@ def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
 def may_read(auth: Auth, token: str) -> bool:
     """Return whether a token opens the dashboard."""
     caller = _caller(auth, token)
-    return caller is not None and caller.may(Role.READ)
+    return caller is not None and caller.may(TokenRole.READ)
 
 
 def owner_of(auth: Auth, token: str) -> str | None:
@@ -147,6 +147,6 @@ def tracked(config: FileConfig, data: Path, workers: Workers) -> Iterator[None]:
     facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
     with (
         telemetry.opened(config.telemetry, data, facts) as trackers,
-        workers.listening(trackers.hear),
+        workers.listening(trackers.on_event),
     ):
         yield

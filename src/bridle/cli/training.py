@@ -402,7 +402,7 @@ async def train_here(
 
     def told(course: Course) -> None:
         (out / COURSE).write_text(json.dumps(asdict(course)))
-        tracked.course(course.steps, course.evaluations)
+        tracked.training(course.steps, course.evaluations)
         tell(course)
 
     async with AsyncExitStack() as stack:
@@ -410,7 +410,7 @@ async def train_here(
         tracked = stack.enter_context(telemetry.opened(settings.telemetry, out, given))
         place = await stack.enter_async_context(opener(settings, start.model))
         if place.events is not None:
-            stack.enter_context(place.events.listening(tracked.hear))
+            stack.enter_context(place.events.listening(tracked.on_event))
         groups = place.groups(draws, held_out, version=learner.version, cursor=state.get("cursor"))
         source = await stack.enter_async_context(groups)
         if state or not place.begins_with:

@@ -1,12 +1,17 @@
-"""The rollout server: rollouts as a service, and what is accepted is kept (law 6).
+"""The rollout server: an HTTP API that accepts tasks, runs them and keeps what it accepted (law 6).
 
-`schemas` is what crosses HTTP, `polar` what Polar's clients send, `permits` what an operator lets
-them name. `states` and `tables` are the state, `state` and `views` write and read it, `files` keeps
-trajectories. `service` is the one entry: it takes tasks, takes over what a killed server was
-running, and removes old files. `dispatch` gives sessions to a node as slots become free, `closing`
-writes what became of them, `delivery` calls back until it is acknowledged. `app` serves it all over
-HTTP.
+HTTP: `app` is the application and its listener, `http` handles requests, `routes_v1` and
+`routes_polar` are the routes, `schemas` their bodies and queries, `polar` translates Polar's tasks,
+`auth` has the tokens, `submission_policy` the allow-list of task fields.
 
-A session is accepted when its task's row is written. It ends exactly once: its trajectory is in a
-file before its row is final, and a row is made final only by the run that holds its lease.
+State: `tables` has the tables and their states, `database` the connections, `store` the writes,
+`finalize` the ends of sessions and tasks, `queries` the reads, `files` the trajectories, `results`
+the JSON of rows and trajectories.
+
+Work: `service` is the entry: it accepts tasks, takes over from dead servers and removes old files.
+`scheduler` starts sessions, `workers` and `cluster_workers` run them, `callbacks` delivers results,
+`pubsub` wakes waiting requests, `metrics` counts, `settings` configures.
+
+A session is accepted when its task's row is committed. It ends exactly once: its trajectory is in a
+file before its row is final, and only the run that holds its lease makes the row final.
 """

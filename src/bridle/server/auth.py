@@ -1,7 +1,7 @@
 """Bearer tokens with roles: from a file, from the environment, and the operator's own.
 
-A server always has a token: `server.token` in its data folder, made at the first start. A token is
-compared by its digest with every token there is, so the time tells nothing.
+A server always has a token: `server.token` in its data folder, made at the first start. A sent
+token's digest is compared with every known one in constant time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from bridle.credentials import kept_token
 from bridle.errors import ConfigError
 
 TOKEN_ENV: Final = "BRIDLE_SERVER_TOKEN"  # noqa: S105 - the variable's name
-"""A token with the role `admin`; clients and command line send what it holds."""
+"""A token with the role `admin`; clients and the command line send its value."""
 
 HEADER: Final = b"x-polar-control-token"
-"""Where Polar's clients send their token; `Authorization` is the other way: `Bearer`, or `Basic`
-with the token as password, which is what a client makes of `http://x:TOKEN@host`."""
+"""Header of Polar's clients. Others use `Authorization`: `Bearer`, or `Basic` with the token as
+password, which HTTP clients make of `http://x:TOKEN@host`."""
 
 TOKEN_FILE: Final = "server.token"  # noqa: S105 - the name of a file
-"""In the data folder: the token of who runs the server, an admin's."""
+"""File in the data folder with the operator's token, an admin's."""
 
 
-class Role(StrEnum):
+class TokenRole(StrEnum):
     """A permission of a token."""
 
     SUBMIT = "submit"
@@ -41,27 +41,27 @@ class Role(StrEnum):
     READ = "read"
     """Read the owner's tasks, results and events, and acknowledge groups."""
     ADMIN = "admin"
-    """All, of every owner, and steer the policy, the pace and callbacks."""
+    """Do everything for every owner, also change the policy, pause and replay callbacks."""
     METRICS = "metrics"
-    """Read the whole server's numbers (`GET /metrics`)."""
+    """Read the metrics of the whole server (`GET /metrics`)."""
 
 
-class Token(Settings):
+class ApiToken(Settings):
     """One entry of the token file: `token`, or the SHA-256 of it."""
 
     name: str = Field(min_length=1, max_length=200)
-    """Its owner, whose tasks it submits and sees. Several tokens may be one owner's."""
+    """Owner whose tasks it submits and reads; several tokens may have one owner."""
     token: str | None = Field(default=None, min_length=16, repr=False)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    roles: tuple[Role, ...] = (Role.SUBMIT, Role.READ)
+    roles: tuple[TokenRole, ...] = (TokenRole.SUBMIT, TokenRole.READ)
     callback_secret: str | None = Field(default=None, min_length=16, repr=False)
-    """What callbacks of the owner's tasks are signed with; `None` = the server's own secret, which
-    all owners without one share."""
+    """Secret that signs the owner's callbacks; `None` = the server's, which all such owners
+    share."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.token is None) == (self.sha256 is None):
-            message = "give one of `token` and `sha256`"
+            message = "give either `token` or `sha256`"
             raise ValueError(message)
         return self
 
@@ -76,35 +76,37 @@ class Token(Settings):
 class TokenFile(Settings):
     """The token file: `[[tokens]]` with `name`, `token` or `sha256`, and `roles`."""
 
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[ApiToken, ...] = ()
 
 
 class Caller(Settings):
     """The holder of a token."""
 
     name: str
-    roles: frozenset[Role]
+    roles: frozenset[TokenRole]
 
-    def may(self, role: Role) -> bool:
+    def may(self, role: TokenRole) -> bool:
         """Return whether the caller has this role; `admin` has all."""
-        return role in self.roles or Role.ADMIN in self.roles
+        return role in self.roles or TokenRole.ADMIN in self.roles
 
     @property
     def tenant(self) -> str | None:
-        """The only owner whose tasks the caller sees; `None` = an admin, who sees all."""
-        return None if Role.ADMIN in self.roles else self.name
+        """The owner whose tasks alone the caller may access; `None` = an admin, who may access
+        all.
+        """
+        return None if TokenRole.ADMIN in self.roles else self.name
 
 
 class Auth:
-    """Knows the tokens."""
+    """The known tokens."""
 
-    def __init__(self, tokens: Iterable[Token]) -> None:
+    def __init__(self, tokens: Iterable[ApiToken]) -> None:
         self._tokens = [
             (one.digest, Caller(name=one.name, roles=frozenset(one.roles))) for one in tokens
         ]
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
-        """Return the caller who sends these headers (names in lower case); `None` = unknown."""
+        """Return the caller who sent these headers (names in lower case); `None` = unknown."""
         sent = [_digest(token) for token in sent_tokens(headers)]
         found = None
         for known, caller in self._tokens:
@@ -115,11 +117,10 @@ class Auth:
 
 
 def load_tokens(
-    path: Path | None, environment: Mapping[str, str] | None = None, *, own: Token
-) -> list[Token]:
-    """The server's `own` token, and those of a file and of the environment.
-
-    `ConfigError` names a mistake.
+    path: Path | None, environment: Mapping[str, str] | None = None, *, own: ApiToken
+) -> list[ApiToken]:
+    """Return the server's `own` token, those of a file and that of the environment.
+    `ConfigError`.
     """
     environment = os.environ if environment is None else environment
     tokens = [own]
@@ -127,15 +128,16 @@ def load_tokens(
         if path is not None:
             tokens += TokenFile.model_validate(load_toml(path)).tokens
         if given := environment.get(TOKEN_ENV):
-            tokens.append(Token(name="environment", token=given, roles=(Role.ADMIN,)))
+            tokens.append(ApiToken(name="environment", token=given, roles=(TokenRole.ADMIN,)))
     except ValidationError as error:
         raise explain(error, TOKEN_ENV if path is None else str(path)) from None
     return tokens
 
 
-def callback_secrets(tokens: Iterable[Token]) -> dict[str, bytes]:
-    """The callback secret of each owner that has one. `ConfigError` for two of one owner, or one of
-    two owners.
+def callback_secrets(tokens: Iterable[ApiToken]) -> dict[str, bytes]:
+    """Return the callback secret of each owner that has one.
+
+    Raises `ConfigError` if an owner has two secrets, or two owners have the same one.
     """
     secrets: dict[str, bytes] = {}
     owners: dict[bytes, str] = {}
@@ -151,14 +153,13 @@ def callback_secrets(tokens: Iterable[Token]) -> dict[str, bytes]:
     return secrets
 
 
-def own_token(folder: Path) -> Token:
-    """The token of who runs the server, kept in its data folder and made at the first start.
-
-    `ConfigError` if its file cannot be read or written.
+def own_token(folder: Path) -> ApiToken:
+    """Return the operator's token, made at the first start. `ConfigError` if its file is
+    unusable.
     """
     path = folder / TOKEN_FILE
     try:
-        return Token(name="operator", token=kept_token(path), roles=(Role.ADMIN,))
+        return ApiToken(name="operator", token=kept_token(path), roles=(TokenRole.ADMIN,))
     except ValidationError as error:
         raise explain(error, str(path)) from None
 
@@ -175,7 +176,7 @@ def _digest(token: bytes) -> bytes:
 
 
 def sent_tokens(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """All tokens that a request with these headers (names in lower case) sends."""
+    """Yield the tokens in headers, whose names are in lower case."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, given = value.strip().partition(b" ")

@@ -29,7 +29,7 @@ from bridle.gateway.steering import SLACK_S, update
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event
 from bridle.lifecycle.results import SessionResult
-from bridle.server.states import run_id as id_of_run
+from bridle.server.tables import run_id as id_of_run
 from bridle.types import JSON
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
 """The server's database: SQLite in a file, or PostgreSQL; opened at the newest migration.
 
-Every failure of the database leaves here as `StateError`, which passes: whoever must not lose
-something tries again (`until_done`), a request answers 503.
+Every failure of the database is raised as `StateError`, which is temporary: a request answers 503,
+and code that must not lose anything retries (`until_done`).
 
 SQLite has one writer. A write transaction takes the file's lock when it begins, so it never fails
-half-way because a reader became a writer; writers of this process queue on a lock of ours, since
-SQLite's own waiting is by sleeping.
+because a reader became a writer. Writers of this process queue on a lock of their own, because
+SQLite waits by sleeping.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -44,25 +44,25 @@ BUSY_S = 10.0
 """How long another process may hold SQLite's write lock before that is a failure."""
 
 CONNECT_S = 10.0
-"""How long a PostgreSQL may take to a new connection."""
+"""How long PostgreSQL may take to open a connection."""
 
 COMMAND_S = 30.0
-"""How long a PostgreSQL may take to answer a statement, unless its URL has `command_timeout`."""
+"""How long PostgreSQL may take for a statement, unless its URL has `command_timeout`."""
 
 MIGRATING = 0x627269646C65
-"""The lock that a PostgreSQL's migration holds; any number that nobody else takes."""
+"""Key of the advisory lock that a migration of PostgreSQL holds."""
 
 CLOSE_S = 10.0
-"""How long the end of a connection is waited for."""
+"""How long closing a connection may take."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 5.0
-"""`until_done` waits this long before it tries again, twice as long each time."""
+"""Backoff of `until_done` before the first retry, and its limit."""
 
 log = structlog.get_logger(__name__)
 
 
 def database_url(given: str) -> str:
-    """A path of a SQLite file, or a `postgresql://` URL, as SQLAlchemy wants it. `ConfigError`."""
+    """Return SQLAlchemy's URL for a SQLite file's path or a `postgresql://` URL. `ConfigError`."""
     if "://" not in given:
         return f"sqlite+aiosqlite:///{given}"
     try:
@@ -72,7 +72,7 @@ def database_url(given: str) -> str:
     drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
     kind = url.get_backend_name()
     if kind not in drivers:
-        raise ConfigError(f"database: {kind!r} is not known; known: a file, sqlite, postgresql")
+        raise ConfigError(f"database: unknown kind {kind!r}; known: a file, sqlite, postgresql")
     return url.set(drivername=drivers[kind]).render_as_string(hide_password=False)
 
 
@@ -80,9 +80,9 @@ class Database:
     """Read and write transactions. Use as an async context manager."""
 
     def __init__(self, url: str, *, patient: bool = False) -> None:
-        """`patient` connections wait for a statement's answer as long as it takes."""
+        """`patient` connections have no time limit for statements."""
         self._threads: list[threading.Thread] = []
-        """Of SQLite's connections."""
+        """Threads of SQLite's connections."""
         sqlite = url.startswith("sqlite")
         self._engine: AsyncEngine = (
             create_async_engine(url, async_creator=partial(self._connected, url))
@@ -99,13 +99,13 @@ class Database:
 
     @classmethod
     async def open(cls, given: str | Path) -> Self:
-        """Connect and bring the tables to the newest form.
+        """Connect, and apply all migrations.
 
-        `ConfigError` for a URL that cannot be used, `StateError` if there is no database there.
+        Raises `ConfigError` for an unusable URL, `StateError` if no database answers there.
         """
         url = database_url(str(given))
         if "://" not in str(given):
-            with suppress(OSError):  # the connection names what is wrong
+            with suppress(OSError):  # the connection reports what is wrong
                 private_file(Path(given))  # SQLite gives its -wal and -shm files the same mode
         try:
             migrating = cls(url, patient=True)
@@ -123,23 +123,23 @@ class Database:
                 await asyncio.to_thread(check_room, self._folder)
 
     async def _connected(self, url: str) -> aiosqlite.Connection:
-        """A new connection to SQLite, whose thread is known."""
+        """Open a connection to SQLite, and remember its thread."""
         connection = aiosqlite.connect(make_url(url).database or "", factory=_Connection)
         self._threads = [one for one in self._threads if one.is_alive()]
-        self._threads.append(connection._thread)  # noqa: SLF001 - nothing else tells of its end
+        self._threads.append(connection._thread)  # noqa: SLF001 - nothing public says when it ends
 
         async def connect() -> aiosqlite.Connection:
             return await connection
 
         try:
-            # Its thread opens the file whether or not anybody still waits for it.
+            # The thread opens the file even if the caller was cancelled.
             return await run_shielded(connect(), timeout_s=CLOSE_S)
         except asyncio.CancelledError:
             await run_shielded(connection.close(), timeout_s=CLOSE_S)
             raise
 
     async def aclose(self) -> None:
-        """Close all connections; one whose caller was cancelled closes itself, and is awaited."""
+        """Close all connections, and wait for those whose caller was cancelled."""
         await self._engine.dispose()
         for thread in self._threads:
             await asyncio.to_thread(thread.join, CLOSE_S)
@@ -152,14 +152,14 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that only reads. `StateError` if the database cannot be used."""
+        """Run a read transaction inside. `StateError` if the database cannot be used."""
         with _as_state_error():
             async with self._engine.connect() as connection:
                 yield connection
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction; committed when left, unless by an exception. `StateError`."""
+        """Run a transaction inside; commits unless left by an exception. `StateError`."""
         if self._writer is None:
             with _as_state_error():
                 async with self._engine.begin() as connection:
@@ -184,14 +184,14 @@ def _postgres(url: str, *, patient: bool) -> AsyncEngine:
 
 
 class _Connection(sqlite3.Connection):
-    """Its transaction ends with it.
+    """A connection whose open transaction ends when it is closed.
 
-    SQLite keeps both, and with them the lock, for as long as anything still has a cursor, such as
-    the error of a call that was cancelled while it read.
+    SQLite keeps the transaction and its lock while anything has a cursor, such as the error of a
+    call that was cancelled while it read.
     """
 
     def close(self) -> None:
-        """Close it; what was not committed is taken back."""
+        """Roll back, and close."""
         try:
             if self.in_transaction:
                 self.rollback()
@@ -202,9 +202,9 @@ class _Connection(sqlite3.Connection):
 async def until_done(
     attempt: Callable[[], Awaitable[T]], doing: str, *, closing: asyncio.Event | None = None
 ) -> T:
-    """Await `attempt()` again and again while nothing can be stored; log the waiting.
+    """Retry `attempt()` with backoff while nothing can be stored, and return its result.
 
-    Once `closing` is set, the next failure is raised as it is.
+    Once `closing` is set, the next failure is raised.
     """
     wait_s = FIRST_WAIT_S
     while True:
@@ -213,35 +213,35 @@ async def until_done(
         except (StateError, StoreError) as error:
             if closing is not None and closing.is_set():
                 raise
-            log.warning("nothing can be stored; trying again", doing=doing, error=str(error))
+            log.warning("nothing can be stored; retrying", doing=doing, error=str(error))
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
-class _as_state_error:  # noqa: N801 - used as a function
-    """Turn the driver's failures into `StateError`; mistakes of ours pass as they are."""
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, _: object, cause: BaseException | None, __: object) -> None:
-        if isinstance(cause, OperationalError | InterfaceError | PoolTimeoutError | OSError):
-            raise StateError(f"the database cannot be used: {_short(cause)}") from cause
-        # DatabaseError itself, not one of its kinds: the file is no database.
-        broken = type(cause) in (DatabaseError, sqlite3.DatabaseError)
-        if broken or (isinstance(cause, DBAPIError) and _is_down(cause)):
-            raise StateError(f"the database cannot be used: {_short(cause)}") from cause
+@contextmanager
+def _as_state_error() -> Iterator[None]:
+    """Raise the driver's failures inside as `StateError`; other errors pass."""
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeoutError, OSError) as error:
+        raise StateError(f"the database cannot be used: {_short(error)}") from error
+    except (DBAPIError, sqlite3.DatabaseError) as error:
+        # DatabaseError itself, not one of its kinds: the file is not a database.
+        is_no_database = type(error) in (DatabaseError, sqlite3.DatabaseError)
+        if is_no_database or (isinstance(error, DBAPIError) and _is_down(error)):
+            raise StateError(f"the database cannot be used: {_short(error)}") from error
+        raise
 
 
 _DOWN = ("08", "25006", "40", "53", "57", "58")
-"""Classes of PostgreSQL's states: the connection, a standby that is not promoted yet, a deadlock,
-resources, a shutdown or a start, the system."""
+"""SQLSTATE classes of temporary failures: connection, standby that is not promoted yet, deadlock,
+resources, shutdown or start, system."""
 
 
 def _is_down(error: DBAPIError) -> bool:
-    """Return whether the statement may succeed later: the server is away or refused it for now."""
+    """Return whether the failure is temporary."""
     state = getattr(error.orig, "sqlstate", None)
-    if state is None and isinstance(error, InternalError):  # the driver's: no host is a primary
+    if state is None and isinstance(error, InternalError):  # of the driver: no host is a primary
         return True
     return error.connection_invalidated or (isinstance(state, str) and state.startswith(_DOWN))
 
@@ -249,12 +249,12 @@ def _is_down(error: DBAPIError) -> bool:
 def _short(error: BaseException | None) -> str:
     """Return the driver's message without the statement."""
     if isinstance(error, TimeoutError):
-        return "it did not answer in time"
+        return "no reply in time"
     return str(error.orig if isinstance(error, DBAPIError) else error)
 
 
 def _on_connect(connection: Any, _: object) -> None:  # noqa: ANN401 - the driver's own
-    connection.isolation_level = None  # transactions begin when we say so
+    connection.isolation_level = None  # `_on_begin` begins transactions
     connection.run_async(_set_up)
 
 
@@ -290,10 +290,14 @@ def _migrate(connection: Connection) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    if connection.dialect.name == "postgresql":  # servers that start together migrate in turn
+    if (
+        connection.dialect.name == "postgresql"
+    ):  # of several starting servers one migrates at a time
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATING})")
     try:
         command.upgrade(config, "head")
     except CommandError as error:
-        message = f"database: another version of bridle made it, and this one has no step ({error})"
+        message = (
+            f"database: another version of bridle made it, and this one cannot migrate it ({error})"
+        )
         raise ConfigError(message) from error

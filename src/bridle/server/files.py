@@ -1,8 +1,8 @@
-"""Trajectories as files, one per session: on a path, or wherever fsspec reaches (`s3://...`).
+"""Trajectory files, one per run: in a folder, or in any file system of fsspec (`s3://...`).
 
-A file is whole before its session's row names it: on a path it is written aside and moved into its
-place, and object stores show whole objects only. Its format is the codec's (Parquet, as
-`bridle.bridges.parquet` writes it, handed over by whoever builds the server).
+A file is complete before its session's row names it: in a folder it is written under another name
+and renamed, and object stores show only complete objects. The caller passes the codec
+(`bridle.bridges.parquet`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from bridle.trajectory.sample import Trajectory
 
 
 class Codec(Protocol):
-    """A trajectory as bytes."""
+    """Serialization of trajectories."""
 
     def pack(self, trajectory: Trajectory) -> bytes: ...
 
     def unpack(self, packed: bytes) -> Trajectory: ...
 
     def arrow(self, trajectory: Trajectory) -> bytes:
-        """An Arrow stream of its traces, one row each."""
+        """Return an Arrow stream of its traces, one row each."""
 
 
 class UnwritableError(StoreError):
-    """A trajectory that cannot be written however long one waits."""
+    """A trajectory cannot be written, and a retry would fail too."""
 
 
 LASTING: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR})
-"""Errors of a file system that pass only when somebody changes it."""
+"""Errors of a file system that are not temporary."""
 
 
 def _is_lasting(cause: BaseException | None) -> bool:
@@ -43,7 +43,7 @@ def _is_lasting(cause: BaseException | None) -> bool:
 
 
 class TrajectoryFiles:
-    """Writes and reads. All failures are `StoreError`; the work is done in threads."""
+    """Trajectory files below a root. All failures are `StoreError`; threads do the I/O."""
 
     def __init__(self, root: str | Path, codec: Codec) -> None:
         self.root = str(root)
@@ -57,14 +57,14 @@ class TrajectoryFiles:
         return f"{hashlib.sha256(run_id.encode()).hexdigest()[:2]}/{run_id}.parquet"
 
     async def write(self, name: str, trajectory: Trajectory) -> int:
-        """Write one; returns its size in bytes."""
+        """Write a trajectory, and return its size in bytes."""
         return await asyncio.to_thread(self._write, name, trajectory)
 
     async def read(self, name: str) -> Trajectory:
         return await asyncio.to_thread(self._read, name)
 
     async def remove(self, name: str) -> None:
-        """Remove one; one that is not there is removed."""
+        """Remove a file, if it exists."""
         await asyncio.to_thread(self._remove, name)
 
     async def _check(self) -> None:
@@ -76,7 +76,7 @@ class TrajectoryFiles:
         doing = f"{self.root}/{name}: cannot write"
         try:
             packed = self.codec.pack(trajectory)
-        except Exception as error:  # codecs raise what they like
+        except Exception as error:  # a codec may raise any error
             raise UnwritableError(f"{doing}: {type(error).__name__}: {error}") from error
         try:
             with boundary(StoreError, doing):
@@ -101,7 +101,7 @@ class TrajectoryFiles:
             aside.write_bytes(packed)
             aside.replace(path)
         except OSError:
-            aside.unlink(missing_ok=True)  # its part takes room from others
+            aside.unlink(missing_ok=True)  # it takes space
             raise
 
     def _read(self, name: str) -> Trajectory:

@@ -1,8 +1,8 @@
-"""A server's numbers for operators, in Prometheus text form (version 0.0.4).
+"""The server's metrics in Prometheus text form (version 0.0.4).
 
-What happened is counted in this process since it began. How much there is of what is read from the
-database whenever somebody asks, so several servers on one database tell the same there. The model
-calls are the nodes' gateways' own numbers (`bridle.gateway.metrics`), each with its `node`.
+Counters count events of this process. Gauges of tasks, sessions and callbacks are read from the
+database at each scrape, so all servers on one database report the same. Metrics of model calls come
+from the nodes' gateways (`bridle.gateway.metrics`), with the label `node`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bridle.errors import StateError
-from bridle.server.states import DeliveryState, Ended, SessionState, TaskState
+from bridle.server.tables import CallbackState, EndedRun, SessionState, TaskState
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from bridle.server.service import Service
 
 SECONDS: Final = (0.1, 0.5, 1, 5, 15, 60, 180, 600, 1800, 3600, 7200)
-"""Bounds of what a stage takes: a sandbox's start to an agent's whole day."""
+"""Buckets of stage durations: from a sandbox's start to an agent's whole day."""
 
 
-class Metrics:
-    """The numbers of one server."""
+class ServerMetrics:
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         self._counted = CollectorRegistry()
@@ -64,7 +64,7 @@ class Metrics:
             ("became",),
             registry=self._counted,
         )
-        for became in ("taken", "failed", "dead"):  # what begins at 1 is no increase
+        for became in ("taken", "failed", "dead"):  # a series that begins at 1 is not an increase
             self._tries.labels(became)
         self._requests = Counter(
             "bridle_server_requests",
@@ -73,44 +73,44 @@ class Metrics:
             registry=self._counted,
         )
 
-    def run_ended(self, ended: Ended, became: str) -> None:
-        """One more run has ended, or could not begin; `became` is `Closed.what`."""
+    def run_ended(self, ended: EndedRun, became: str) -> None:
+        """Count a run that ended or could not start; `became` is `FinalizeResult.what`."""
         self._runs.labels(ended.status, "" if ended.cause is None else ended.cause, became).inc()
         for stage, seconds in ended.result["timing"].items():
             self._stages.labels(stage).observe(seconds)
 
     def run_lost(self, became: str) -> None:
-        """One more run was lost with its node."""
+        """Count a run that was lost with its node."""
         self._runs.labels("LOST", str(Cause.INFRASTRUCTURE), became).inc()
 
     def kept(self, trajectory: Trajectory) -> None:
-        """The trajectory of one more session that is final."""
+        """Count the tokens of a final session."""
         stats = trajectory.metadata.get("stats", {})
         self._tokens.labels("trained").inc(stats.get("tokens_trained", 0))
         for reason, count in stats.get("tokens_excluded", {}).items():
             self._tokens.labels(reason).inc(count)
 
     def callback_tried(self, *, taken: bool, dead: bool) -> None:
-        """One more try of a callback."""
+        """Count an attempt of a callback."""
         self._tries.labels("taken" if taken else "dead" if dead else "failed").inc()
 
     def answered(self, method: str, route: str, status: int) -> None:
         self._requests.labels(method, route, status).inc()
 
     async def render(self, service: Service) -> bytes:
-        """All of them as text. A database that cannot be used is a number too."""
+        """Return all metrics as text, also if the database cannot be used."""
         try:
-            told: JSON | None = await service.status()
+            status: JSON | None = await service.status()
         except StateError:
-            told = None
+            status = None
         once = CollectorRegistry()
-        once.register(_Families([*_server(service, told), *_nodes(service.workers.nodes())]))
+        once.register(_Families([*_server(service, status), *_nodes(service.workers.nodes())]))
         once.register(_Families(_with_nodes(await service.workers.metrics())))
         return generate_latest(self._counted) + generate_latest(once)
 
 
 class _Families(Collector):
-    """Families that were read already."""
+    """Metric families that were read already."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = tuple(families)
@@ -119,34 +119,36 @@ class _Families(Collector):
         return iter(self._families)
 
 
-def _server(service: Service, told: JSON | None) -> Iterator[Metric]:
+def _server(service: Service, status: JSON | None) -> Iterator[Metric]:
     def gauge(name: str, text: str, value: float) -> Metric:
         return GaugeMetricFamily(f"bridle_server_{name}", text, value=value)
 
-    yield gauge("database_up", "Whether the database can be used.", told is not None)
-    yield gauge("healthy", "Whether no part of the server has failed.", service.broken is None)
+    yield gauge("database_up", "Whether the database can be used.", status is not None)
+    yield gauge("healthy", "Whether no part of the server has failed.", service.failure is None)
     yield gauge("slots", "Runs that may be under way at once.", service.workers.capacity)
-    yield gauge("runs_under_way", "Runs now.", len(service.dispatcher.running))
-    if told is None:
+    yield gauge("runs_under_way", "Runs now.", len(service.scheduler.running))
+    if status is None:
         return
-    yield gauge("paused", "Whether no session is started until `resume`.", told["paused"])
-    yield gauge("policy_version", "Version under which sessions start.", told["policy"]["version"])
-    yield gauge("sessions_waiting", "Sessions still to be started.", told["sessions_waiting"])
-    yield gauge("groups_unacked", "Groups that ended and nobody acked.", told["groups_unacked"])
+    yield gauge("paused", "Whether no session is started until `resume`.", status["paused"])
+    yield gauge(
+        "policy_version", "Version under which sessions start.", status["policy"]["version"]
+    )
+    yield gauge("sessions_waiting", "Sessions still to be started.", status["sessions_waiting"])
+    yield gauge("groups_unacked", "Groups that ended and nobody acked.", status["groups_unacked"])
     for what in ("waiting", "running"):
         text = f"Sessions {what}, by the owner of their task."
         family = GaugeMetricFamily(f"bridle_server_owner_{what}", text, labels=("owner",))
-        for owner, counts in told["owners"].items():
+        for owner, counts in status["owners"].items():
             family.add_metric([owner], counts[what])
         yield family
     for name, text, states in (
         ("tasks", "Tasks by state.", TaskState),
         ("sessions", "Started sessions by state.", SessionState),
-        ("callbacks", "Callbacks by state.", DeliveryState),
+        ("callbacks", "Callbacks by state.", CallbackState),
     ):
         family = GaugeMetricFamily(f"bridle_server_{name}", text, labels=("state",))
         for state in states:
-            family.add_metric([str(state)], told[name].get(state, 0))
+            family.add_metric([str(state)], status[name].get(state, 0))
         yield family
 
 
@@ -166,13 +168,13 @@ def _nodes(nodes: Iterable[JSON]) -> Iterator[Metric]:
 
 
 def _with_nodes(texts: Mapping[str, str]) -> Iterable[Metric]:
-    """The families of all nodes' gateways, each sample with its `node`."""
+    """Return the metric families of all nodes' gateways, each sample with its `node`."""
     families: dict[str, Metric] = {}
     for node, text in texts.items():
-        for told in text_string_to_metric_families(text):
+        for read in text_string_to_metric_families(text):
             family = families.setdefault(
-                told.name, Metric(told.name, told.documentation, told.type)
+                read.name, Metric(read.name, read.documentation, read.type)
             )
-            for sample in told.samples:
+            for sample in read.samples:
                 family.add_sample(sample.name, {"node": node, **sample.labels}, sample.value)
     return families.values()

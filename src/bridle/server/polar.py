@@ -1,8 +1,8 @@
-"""Polar's `TaskRequest` -> our `Submission`.
+"""Translation of Polar's `TaskRequest` to a `Submission`.
 
-Source: Polar's rollout server as its clients use it (fields and defaults noted November 2026). Its
-names that mean something of ours are translated; what cannot be done here is refused with the name
-of its field. A request that names no builder gets `per_request`, Polar's default.
+Source: Polar's rollout server as its clients use it (fields and defaults noted November 2026). A
+field that has no equivalent is refused by its name. The default builder is `per_request`, as in
+Polar.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bridle.config import (
 )
 from bridle.datasets.swe import GRADED, swe_task, unpacked
 from bridle.errors import ConfigError
-from bridle.server.permits import Permits
-from bridle.server.schemas import Submission, Terms
+from bridle.server.schemas import GroupOptions, Submission
+from bridle.server.submission_policy import SubmissionPolicy
 from bridle.types import JSON, Kind
 
 HARNESSES = {"openhands_sdk": "openhands", "shell": "command"}
-"""Polar's names of harnesses that have another one here."""
+"""Polar's names of harnesses -> Bridle's, where they differ."""
 
 EVALUATORS = {"swebench_harness": "swebench", "swegym_git_diff": "swebench"}
 
@@ -48,7 +48,7 @@ AGENT_KEYS: Mapping[str, Mapping[str, str]] = {
         "model_kwargs": "config.model.model_kwargs",
     },
 }
-"""Polar's settings of a harness -> where they stand among ours."""
+"""Polar's settings of a harness -> their paths in Bridle's."""
 
 EVALUATOR_KEYS: Mapping[str, Mapping[str, str]] = {
     "test_on_output": {
@@ -60,17 +60,17 @@ EVALUATOR_KEYS: Mapping[str, Mapping[str, str]] = {
     "swebench": {"exclude_patterns": "exclude", "test_timeout": "timeout_s"},
     "harbor": {"tests_dir": "tests", "verifier_timeout": "timeout_s"},
 }
-"""Polar's keys of an evaluator's config -> ours."""
+"""Polar's keys of an evaluator's config -> Bridle's."""
 
 WITHOUT_EFFECT = {"apply_timeout", "upload_attempts", "upload_retry_backoff_seconds"}
-"""A patch or a folder is put in place within the task's own budget here."""
+"""Keys that are ignored: patches and folders are uploaded within the task's own budget."""
 
 FIXED = {
     "tests_target": "/tests",
     "verifier_dir": "/logs/verifier",
     "test_command": "bash /tests/test.sh",
 }
-"""Keys of its `harbor` that may only have their defaults."""
+"""Keys of Polar's `harbor` that may only have their defaults."""
 
 JUDGED = (
     "'harbor_rubric' asks a judge at an address of the task's, and only engines that the operator "
@@ -80,14 +80,14 @@ JUDGED = (
 )
 
 TAKES_ALL = re.compile(r"\bgit add -A\b.*\bgit diff --cached\b", re.DOTALL)
-"""A `patch_command` that asks for what is taken here in any case: all changes, new files too."""
+"""A `patch_command` that takes all changes with new files, as Bridle always does."""
 
 AGENT_S = 600.0
 """Polar's default of `timeout_seconds`."""
 
 
 class PolarRuntime(Settings):
-    """Its `RuntimeSpec`."""
+    """Polar's `RuntimeSpec`."""
 
     backend: str = "docker"
     image: str | None = None
@@ -95,14 +95,14 @@ class PolarRuntime(Settings):
     eval_prepare: tuple[Action, ...] | None = None
     env: dict[str, str] = Field(default_factory=dict)
     network: str | None = None
-    """Polar's default is `host`; here, where it is not named, `gateway_only`."""
+    """Default `gateway_only`; Polar's is `host`."""
     workdir: str | None = None
     cpus: float | None = Field(default=None, gt=0)
     memory_mb: int | None = Field(default=None, gt=0)
     storage_mb: int | None = Field(default=None, gt=0)
     gpus: int | None = Field(default=None, ge=0)
     allow_internet: bool | None = None
-    """Asks for network `open` where `network` is not named."""
+    """Network `open` if `network` is not given."""
     internet_volumes: tuple[Any, ...] = ()
     import_path: str | None = None
     kwargs: JSON = Field(default_factory=dict)
@@ -110,7 +110,7 @@ class PolarRuntime(Settings):
 
 
 class PolarShell(Settings):
-    """Its `ExecInput`."""
+    """Polar's `ExecInput`."""
 
     command: str = Field(min_length=1)
     cwd: str | None = None
@@ -118,21 +118,21 @@ class PolarShell(Settings):
 
 
 class PolarAgent(AgentSpec):
-    """Its `AgentSpec`; `version`, `command` and `function` are ours."""
+    """Polar's `AgentSpec`, with Bridle's `version`, `command` and `function`."""
 
     custom_shell: str | PolarShell | None = None
-    """What harness `shell` runs; a command line alone is ours."""
+    """Command of harness `shell`; Bridle also accepts a plain string."""
 
 
 class PolarEvaluator(EvaluatorSpec):
-    """Its `EvaluatorSpec`."""
+    """Polar's `EvaluatorSpec`."""
 
     refresh_runtime: bool = True
-    """Without effect: what is scored here is scored apart from the agent in any case."""
+    """Ignored: evaluation is always separate from the agent."""
 
 
-class PolarTask(Terms):
-    """Its `TaskRequest`; `sampling`, `limits`, `budgets` and `train` are ours."""
+class PolarTask(GroupOptions):
+    """Polar's `TaskRequest`, with Bridle's `sampling`, `limits`, `budgets` and `train`."""
 
     task_id: str
     instruction: str
@@ -148,8 +148,8 @@ class PolarTask(Terms):
     budgets: Budgets = Budgets()
     train: tuple[Kind, ...] = Task.model_fields["train"].default
 
-    def refused(self, permits: Permits) -> Iterator[tuple[str, str]]:
-        """Every field that has no translation here, with the reason."""
+    def refused(self, permits: SubmissionPolicy) -> Iterator[tuple[str, str]]:
+        """Yield every field that cannot be translated, with the reason."""
         runtime = self.runtime or PolarRuntime()
         if runtime.network == "host" and not permits.host_network:
             why = "'host' is not permitted; the operator permits it: permits.host_network = true"
@@ -157,10 +157,10 @@ class PolarTask(Terms):
         if runtime.internet_volumes:
             yield "runtime.internet_volumes", "volumes are not permitted; use `kwargs.volumes`"
         if runtime.direct_exec_init_command is not None:
-            yield "runtime.direct_exec_init_command", "is not known here; use `prepare`"
+            yield "runtime.direct_exec_init_command", "is not supported; use `prepare`"
         for volume in _listed(runtime.kwargs.get("volumes")):
             if not re.fullmatch(r"/[^:]*:/[^:]*:ro", str(volume)):
-                why = f"{volume!r}: folders are shown read-only here: write /HOST:/INSIDE:ro"
+                why = f"{volume!r}: volumes are read-only: write /HOST:/INSIDE:ro"
                 yield "runtime.kwargs.volumes", why
         if self.agent.custom_shell is not None and self.agent.harness != "shell":
             yield "agent.custom_shell", "goes with harness 'shell'"
@@ -180,13 +180,13 @@ class PolarTask(Terms):
         if evaluator.strategy == "harbor":
             for key, only in FIXED.items():
                 if str(config.get(key, only)).rstrip("/") != only:
-                    yield f"evaluator.config.{key}", f"can only be {only!r} here"
+                    yield f"evaluator.config.{key}", f"can only be {only!r}"
         taken = config.get("patch_command")
         if taken is not None and not TAKES_ALL.search(str(taken)):
-            why = "the patch is all that the agent changed, new files too; leave it out"
+            why = "the patch always has all of the agent's changes and new files; omit this field"
             yield "evaluator.config.patch_command", why
         if "repo_dir" in config and self._repos(config) is None:
-            why = "the agent's repository must lie in runtime.workdir, the folder that is kept"
+            why = "the agent's repository must be in runtime.workdir, the folder that is kept"
             yield "evaluator.config.repo_dir", why
         try:
             self._instance(config)
@@ -231,7 +231,7 @@ class PolarTask(Terms):
         return given | ({"settings": settings} if agent.settings else {})
 
     def _config(self, strategy: str, evaluator: PolarEvaluator) -> JSON:
-        """The evaluator's config with our keys in the place of Polar's."""
+        """Return the evaluator's config with Bridle's keys."""
         names = EVALUATOR_KEYS.get(strategy, {})
         left = WITHOUT_EFFECT | {"repo_dir", "patch_command"}
         left |= set(FIXED) if strategy == "harbor" else set()
@@ -250,7 +250,7 @@ class PolarTask(Terms):
         return config if instance is None else config | {"instance": instance}
 
     def _repos(self, config: JSON) -> tuple[str, str | None] | None:
-        """The agent's repository in the work folder, and the one that is tested if another.
+        """Return the agent's repository in the work folder, and the tested one if it is another.
 
         `None` = the agent's is not in the work folder.
         """
@@ -265,7 +265,7 @@ class PolarTask(Terms):
 
     @staticmethod
     def _instance(config: JSON) -> object:
-        """A set's row with its own grading. `ConfigError` if it cannot be graded."""
+        """Return a data set's row with its grading. `ConfigError` if it cannot be graded."""
         row = unpacked(config.get("instance"))
         if not isinstance(row, dict) or all(row.get(name) for name in GRADED):
             return row
@@ -275,7 +275,7 @@ class PolarTask(Terms):
         return task["evaluator"]["config"]["instance"]
 
     def _budgets(self) -> JSON:
-        """`metadata.agent_timeout` is the run's own budget, `timeout_seconds` the session's."""
+        """Return the budgets; `metadata.agent_timeout` overrides `timeout_seconds`."""
         own = self.metadata.get("agent_timeout")
         given = self.budgets.model_dump(exclude_unset=True)
         return {"agent_s": self.timeout_seconds if own is None else own} | given
@@ -303,7 +303,7 @@ class PolarTask(Terms):
 
 
 def _put(settings: JSON, path: list[str], value: object) -> None:
-    """Set a value that stands deeper."""
+    """Set a value at a path of nested objects."""
     *folders, name = path
     for folder in folders:
         inner = settings.get(folder)
@@ -312,7 +312,7 @@ def _put(settings: JSON, path: list[str], value: object) -> None:
 
 
 def _listed(value: object) -> list[object]:
-    """A list as it is; any other value as a list of one, `None` as none."""
+    """Return a list as it is, `None` as an empty one, and any other value as a list of it."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]

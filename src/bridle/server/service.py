@@ -1,20 +1,18 @@
-"""The service: one entry to everything in this room, in one process with its workers.
+"""The rollout service: accepts tasks, runs their sessions and keeps the results.
 
-`async with Service(...)` begins where the last server stopped (`recover`), then dispatches. Leaving
-it ends what runs and puts it back, to be run again by the next one; `drain` before that gives it
-the time to end.
+`async with Service(...)` first takes over what this server was running when it ended, then starts
+sessions. Leaving it cancels running sessions and queues them again; `drain` lets them end before.
 
-Several servers share one database: a server renews its leases three times per `lease_s`. Others
-judge by their own monotonic clock whether its leases change, so no wrong clock makes a living
-server look dead. They take over the runs of a dead one and send its callbacks that are due. Every
-`LOOK_S` seconds each looks for what the others did (tasks that came, ended or were cancelled, a
-pause).
+Several servers share one database (`Peers`). Each renews its leases three times per `lease_s`, and
+judges the others by its own monotonic clock: a server whose leases do not change for `lease_s` is
+dead, whatever its wall clock says. Its runs and callbacks are taken over. Every `POLL_S` seconds a
+server also checks what the others changed: new, ended and cancelled tasks, and a pause.
 
-`Retention` keeps a group whole until it was acknowledged. Then `keep_days` and `keep_gb` remove its
+`Retention` keeps a group whole until it is acknowledged. Then `keep_days` and `keep_gb` remove its
 files (trajectories, capture, logs and artifacts of every run; oldest groups first), and
-`keep_rows_days` its rows, all but its name with what became of it, so that a second submit of it is
-still the same task. Groups that nobody ever acknowledges count as acknowledged after
-`keep_unacked_days`. Nothing of a group is removed while a callback of it is to be tried.
+`keep_rows_days` its rows; its task's name, digest and counts stay, so that a second submission is
+still recognised. Groups that nobody acknowledges count as acknowledged after `keep_unacked_days`.
+Nothing of a group is removed while one of its callbacks is pending.
 """
 
 from __future__ import annotations
@@ -36,30 +34,29 @@ from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
 from bridle.lifecycle.events import Event, RoomChanged, SessionChanged
 from bridle.lifecycle.manager import plan
-from bridle.server.claiming import Shares
 from bridle.server.database import Database, until_done
-from bridle.server.dispatch import Dispatcher
 from bridle.server.files import TrajectoryFiles
-from bridle.server.metrics import Metrics
-from bridle.server.schemas import Reward, ServiceSettings, Submission
-from bridle.server.state import State
-from bridle.server.states import Closed, Kept, run_id, task_key
-from bridle.server.telling import Broadcast, Pulse
-from bridle.server.views import Views
-from bridle.server.wire import Row
+from bridle.server.metrics import ServerMetrics
+from bridle.server.pubsub import Condition, EventBus
+from bridle.server.queries import Queries
+from bridle.server.scheduler import Scheduler
+from bridle.server.schemas import Reward, Submission
+from bridle.server.settings import ServiceSettings
+from bridle.server.store import FairShares, TaskStore
+from bridle.server.tables import FinalizeResult, RetentionLevel, Row, run_id, task_key
 from bridle.server.workers import Workers
 from bridle.types import JSON
 
 LONGEST_FAULT: Final = 2000
-"""Characters of why a task is refused; it may repeat what was given."""
+"""Characters of the reason for which a task is refused; it may repeat the input."""
 
 log = structlog.get_logger(__name__)
 
 
 class Service:
-    """Takes tasks, runs their sessions, keeps what comes of them. Use as an async context manager.
+    """One server's tasks, sessions and results. Use as an async context manager.
 
-    Inside the database's and the workers' own.
+    Enter it inside the context managers of the database and of the workers.
     """
 
     def __init__(
@@ -73,51 +70,50 @@ class Service:
     ) -> None:
         self.settings = settings or ServiceSettings()
         weights = {name: one.weight for name, one in self.settings.owners.items()}
-        self.state = State(database, Shares(weights))
-        self.views = Views(database)
+        self.store = TaskStore(database, FairShares(weights))
+        self.queries = Queries(database)
         self.files = files
         self.workers = workers
         self.owner = owner
-        """Whose leases these are: the same in every life of one server."""
-        self.metrics = Metrics()
-        self.events = Broadcast()
-        self.groups = Pulse()
-        """A group has ended."""
-        self.ended = Pulse()
-        """A session or group has ended, so a callback may be due."""
-        self.dispatcher = Dispatcher(
-            state=self.state,
-            views=self.views,
+        """Name of this server in its leases, the same after a restart."""
+        self.metrics = ServerMetrics()
+        self.events = EventBus()
+        self.group_ended = Condition()
+        self.callback_due = Condition()
+        """Notified when a session or group has ended, so a callback may be due."""
+        self.scheduler = Scheduler(
+            store=self.store,
+            queries=self.queries,
             files=files,
             workers=workers,
             settings=self.settings,
             owner=owner,
-            on_closed=self.closed,
+            on_finalized=self.finalized,
             metrics=self.metrics,
         )
-        self.retention = Retention(self.state, self.views, files, workers, self.settings)
-        self.neighbours = Neighbours(self)
+        self.retention = Retention(self)
+        self.peers = Peers(self)
         self._stages: dict[str, str] = {}
-        """Run id -> what it is doing."""
+        """Run id -> stage."""
         self._plans: dict[bytes, str | None] = {}
-        """Digest of what is looked up -> why it is refused; `None` = it is not."""
+        """Digest of a task's parts -> why they are refused; `None` = they are accepted."""
         self._stack = AsyncExitStack()
         self.stopping = asyncio.Event()
-        """Set when the server is asked to end: long answers end then."""
-        self.storing = Checkup(self._check_stores)
+        """Set when the server is asked to stop; long polls and event streams end then."""
+        self.check_stores = Checkup(self._check_stores)
         """Raises `StateError` or `StoreError` while nothing can be stored."""
-        self.broken: str | None = None
-        """What of the service has failed and does not come back; `None` = all is well."""
+        self.failure: str | None = None
+        """The error that ended a part of the service; `None` = all parts run."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.workers.listening(self._hear))
+            stack.enter_context(self.workers.listening(self._on_event))
             await self._agree_on_version()
-            await self.neighbours.take_over([self.owner])
-            nursery = await stack.enter_async_context(Nursery(self.lost))
-            nursery.start(self.dispatcher.run(), name="dispatcher")
-            nursery.start(self.neighbours.keep_leases(), name="leases")
-            nursery.start(self.neighbours.run(), name="neighbours")
+            await self.peers.take_over([self.owner])
+            nursery = await stack.enter_async_context(Nursery(self.failed))
+            nursery.start(self.scheduler.run(), name="scheduler")
+            nursery.start(self.peers.keep_leases(), name="leases")
+            nursery.start(self.peers.run(), name="peers")
             nursery.start(self.retention.run(), name="retention")
             self._stack = stack.pop_all()
         return self
@@ -126,7 +122,7 @@ class Service:
         await self._stack.aclose()
 
     async def _check_stores(self) -> None:
-        await self.state.check()
+        await self.store.check()
         await self.files.check()
 
     # ---- tasks
@@ -134,8 +130,8 @@ class Service:
     async def submit(
         self, submissions: Sequence[Submission], *, owner: str, tenant: bool = False
     ) -> list[bool]:
-        """Accept tasks that were checked; as `State.submit`."""
-        fresh = await self.state.submit(
+        """Accept tasks that were checked; see `TaskStore.submit`."""
+        fresh = await self.store.submit(
             submissions,
             owner=owner,
             tenant=tenant,
@@ -143,15 +139,15 @@ class Service:
             quota=self.settings.quota_of(owner),
         )
         if any(fresh):
-            self.dispatcher.wake.beat()
+            self.scheduler.wake.notify_all()
             for one, new in zip(submissions, fresh, strict=True):
                 if new:
                     key = task_key(one.task_id, owner if tenant else None)
-                    self._tell_task(one.task_id, "queued", owner=owner, key=key)
+                    self._publish_task(one.task_id, "queued", owner=owner, key=key)
         return fresh
 
     def check(self, task: Task) -> None:
-        """Raise the `ConfigError` that running the task would raise; looked up once per kind."""
+        """Raise the `ConfigError` that running the task would raise, from a cache if it can."""
         text = task.model_dump_json(include={"runtime", "agent", "builder", "evaluator"})
         kind = hashlib.sha256(text.encode()).digest()
         if kind not in self._plans:
@@ -168,35 +164,35 @@ class Service:
             raise ConfigError(fault)
 
     async def cancel_task(self, task_id: str) -> bool:
-        """End a task and its sessions; whether there is one of that key. Idempotent."""
-        closed = await self.state.stop_task(task_id, "cancelled", now=time.time())
-        if closed is None:
+        """Cancel a task and its sessions; return whether a task has this key. Idempotent."""
+        outcome = await self.store.stop_task(task_id, "cancelled", now=time.time())
+        if outcome is None:
             return False
-        self.closed(closed)
+        self.finalized(outcome)
         return True
 
     async def cancel_session(self, session_id: str) -> bool | None:
-        """End one session; whether it had not ended yet, `None` = it is not known."""
-        if await self.views.session(session_id) is None:
+        """Cancel one session; return whether it had not ended, `None` = it is unknown."""
+        if await self.queries.session(session_id) is None:
             return None
-        closed = await self.state.stop_session(session_id, "cancelled", now=time.time())
-        self.closed(closed)
-        return closed.what == "final" or bool(closed.run_ids)
+        outcome = await self.store.stop_session(session_id, "cancelled", now=time.time())
+        self.finalized(outcome)
+        return outcome.what == "final" or bool(outcome.run_ids)
 
     async def give_reward(self, session_id: str, given: Reward) -> None:
-        """Give a session its reward; see `State.give_reward`."""
-        self.closed(await self.state.give_reward(session_id, given, now=time.time()))
+        """Append a session's reward; see `finalize.give_reward`."""
+        self.finalized(await self.store.give_reward(session_id, given, now=time.time()))
 
-    async def bar(self, task_id: str, *, owner: str, tenant: bool = False) -> None:
-        """Take an id that no task of the owner has: a later submit of it is refused."""
-        await self.state.bar(task_id, owner=owner, tenant=tenant, now=time.time())
+    async def reserve(self, task_id: str, *, owner: str, tenant: bool = False) -> None:
+        """Reserve an unused id, so that a later submission of it is refused."""
+        await self.store.reserve(task_id, owner=owner, tenant=tenant, now=time.time())
 
     async def status(self, tenant: str | None = None) -> JSON:
-        """Return counts by state: of one `tenant`, or of all tenants and of each owner."""
-        counts = await self.views.of(tenant).counts()
-        running = [one for one in self.dispatcher.running if tenant in (None, one.owner)]
-        version = await self.state.number("policy_version")
-        owners = {} if tenant is not None else {"owners": await self.views.owners()}
+        """Return counts by state: of one `tenant`, or of all tenants and by owner."""
+        counts = await self.queries.of(tenant).counts()
+        running = [one for one in self.scheduler.running if tenant in (None, one.owner)]
+        version = await self.store.number("policy_version")
+        owners = {} if tenant is not None else {"owners": await self.queries.owners()}
         return owners | {
             "tasks": counts.tasks,
             "sessions": counts.sessions,
@@ -205,24 +201,24 @@ class Service:
             "callbacks": counts.callbacks,
             "slots": self.workers.capacity,
             "running": len(running),
-            "paused": bool(await self.state.number("paused")),
+            "paused": bool(await self.store.number("paused")),
             "policy": self.workers.policy() | {"version": version},
         }
 
     async def ack(
         self, *, cursor: int | None, task_ids: Sequence[str], tenant: str | None = None
     ) -> int:
-        """Acknowledge groups (`State.ack`), so that groups held back by them may start."""
-        count = await self.state.ack(
+        """Acknowledge groups (`TaskStore.ack`), and start groups that waited for that."""
+        count = await self.store.ack(
             cursor=cursor, task_ids=task_ids, tenant=tenant, now=time.time()
         )
-        self.dispatcher.wake.beat()
+        self.scheduler.wake.notify_all()
         return count
 
     async def replay(self, delivery_id: str | None) -> int:
-        """Send callbacks again (`State.replay`), at once."""
-        count = await self.state.replay(delivery_id, now=time.time())
-        self.ended.beat()
+        """Send dead callbacks again at once (`TaskStore.replay`)."""
+        count = await self.store.replay(delivery_id, now=time.time())
+        self.callback_due.notify_all()
         return count
 
     def stage(self, session_id: str, attempt: int) -> str | None:
@@ -232,69 +228,70 @@ class Service:
     # ---- pace
 
     async def pause(self) -> None:
-        """Start no session on any server until `resume`, also after a restart."""
-        await self.state.set_number("paused", 1)
+        """Start no session on any server until `resume`; a restart does not end the pause."""
+        await self.store.set_number("paused", 1)
 
     async def drain(self) -> int:
-        """Start no session in this life of the server, and return when nothing runs or `drain_s`
-        are over; how many sessions still run. Tasks are accepted meanwhile.
+        """Start no further session in this process, and wait at most `drain_s` for running ones.
+
+        Returns how many still run. Tasks are accepted meanwhile.
         """
-        self.dispatcher.draining = True
+        self.scheduler.draining = True
         patience_s = 0.0 if self.workers.outlive else self.settings.drain_s
-        return await self.dispatcher.drained(patience_s)
+        return await self.scheduler.drained(patience_s)
 
     async def resume(self) -> None:
-        await self.state.set_number("paused", 0)
-        self.dispatcher.wake.beat()
+        await self.store.set_number("paused", 0)
+        self.scheduler.wake.notify_all()
 
     async def set_policy(self, wanted: SetPolicy) -> None:
-        """Steer the engines, and start sessions under the new version.
+        """Update the engines' policy, and start sessions under its version.
 
-        Running sessions that are too far behind are cancelled where the settings say so.
-        `EngineError` if the engines did not do their part; the version is then as it was.
+        With `on_stale = "cancel"`, running sessions that are too far behind are cancelled. Raises
+        `EngineError` if the engines failed; the version is then unchanged.
         """
         await self.workers.set_policy(wanted)
         if wanted.version is not None:
-            await self.state.set_number("policy_version", wanted.version)
+            await self.store.set_number("policy_version", wanted.version)
             await self._drop_stale(wanted.version)
-            self.dispatcher.wake.beat()
-            self.events.tell({"type": "policy", "version": wanted.version})
+            self.scheduler.wake.notify_all()
+            self.events.publish({"type": "policy", "version": wanted.version})
 
     async def _drop_stale(self, version: int) -> None:
         lag = self.settings.max_version_lag
         if self.settings.on_stale == "cancel" and lag is not None:
-            rows = await self.views.running_since(version - lag)
+            rows = await self.queries.running_since(version - lag)
             runs = tuple(run_id(row["session_id"], row["attempt"]) for row in rows)
-            self.dispatcher.cancel_runs(runs)
+            self.scheduler.cancel_runs(runs)
 
     async def _agree_on_version(self) -> None:
-        """The greater of what the state and the engines know; engines may have been restarted."""
-        kept = await self.state.number("policy_version")
+        """Set the stored version and the engines' to the greater one, after a restart of either."""
+        kept = await self.store.number("policy_version")
         sampled = int(self.workers.policy().get("version") or 0)
         if kept > sampled:
             await self.workers.set_policy(SetPolicy(version=kept))
         elif sampled > kept:
-            await self.state.set_number("policy_version", sampled)
+            await self.store.set_number("policy_version", sampled)
 
-    # ---- telling
+    # ---- events
 
-    def closed(self, closed: Closed) -> None:
-        """Tell what the end of a run, or of a task, led to."""
-        self.dispatcher.cancel_runs(closed.run_ids)
-        self.ended.beat()
-        if closed.task_id is not None:
-            self.groups.beat()
-            self._tell_task(closed.name, "ended", owner=closed.owner, key=closed.task_id)
-            self.dispatcher.wake.beat()
+    def finalized(self, ended: FinalizeResult) -> None:
+        """Notify waiters and subscribers of the consequences of an end."""
+        self.scheduler.cancel_runs(ended.run_ids)
+        self.callback_due.notify_all()
+        if ended.task_id is not None:
+            self.group_ended.notify_all()
+            self._publish_task(ended.name, "ended", owner=ended.owner, key=ended.task_id)
+            self.scheduler.wake.notify_all()
 
-    def _tell_task(self, name: str, status: str, *, owner: str, key: str) -> None:
+    def _publish_task(self, name: str, status: str, *, owner: str, key: str) -> None:
         event = {"type": "task", "task_id": name, "status": status}
-        self.events.tell(event, owner=owner, key=key)
+        self.events.publish(event, owner=owner, key=key)
 
-    def _hear(self, event: Event) -> None:
-        """Note a run's stage, and tell it under its session's id."""
+    def _on_event(self, event: Event) -> None:
+        """Note a run's stage, and publish it."""
         if isinstance(event, RoomChanged):
-            self.dispatcher.wake.beat()
+            self.scheduler.wake.notify_all()
         if not isinstance(event, SessionChanged):
             return
         status = str(event.status)
@@ -302,8 +299,8 @@ class Service:
             self._stages.pop(event.session_id, None)
         else:
             self._stages[event.session_id] = status
-        claim = self.dispatcher.claim_of(event.session_id)
-        self.events.tell(
+        claim = self.scheduler.claim_of(event.session_id)
+        self.events.publish(
             {
                 "type": "session",
                 "run_id": event.session_id,
@@ -319,144 +316,136 @@ class Service:
             key=claim.task_id if claim else event.task_id,
         )
 
-    def lost(self, error: BaseException) -> None:
-        """A part of the server has failed and does not come back; health tells it."""
-        self.broken = repr(error)
+    def failed(self, error: BaseException) -> None:
+        """Note that a part of the server has ended with an error; `GET /health` reports it."""
+        self.failure = repr(error)
         log.error("a part of the server has failed", trace=trace_of(error))
 
 
-LOOK_S: Final = 2.0
+POLL_S: Final = 2.0
+"""Interval of `Peers.check`."""
 
 
-class Heard(NamedTuple):
-    """The last sign of life of another server."""
+class LeaseSighting(NamedTuple):
+    """The latest lease seen of another server."""
 
     until: float
-    """Its latest lease."""
+    """End of the lease."""
     at: float
-    """When we saw that for the first time."""
+    """Monotonic time at which it was first seen."""
 
 
-class Neighbours:
-    """Watches the other servers for `service`. `run` and `keep_leases` are its whole life."""
+class Peers:
+    """Other servers on the same database; `run` and `keep_leases` run until cancelled."""
 
     def __init__(self, service: Service, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._clock = clock
-        self._heard: dict[str, Heard] = {}
+        self._seen: dict[str, LeaseSighting] = {}
 
     async def keep_leases(self) -> None:
-        """Renew our own leases until cancelled."""
+        """Renew this server's leases until cancelled."""
         service = self._service
         lease_s = service.settings.lease_s
         while True:
             await asyncio.sleep(lease_s / 3)
             await until_done(
-                lambda: service.state.renew(owner=service.owner, until=time.time() + lease_s),
+                lambda: service.store.renew(owner=service.owner, until=time.time() + lease_s),
                 "renewing leases",
             )
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(min(LOOK_S, self._service.settings.lease_s / 4))
-            await until_done(self.look, "looking for other servers")
+            await asyncio.sleep(min(POLL_S, self._service.settings.lease_s / 4))
+            await until_done(self.check, "checking other servers")
 
-    async def look(self) -> None:
-        """See what the others did, and take over what a dead one was running."""
+    async def check(self) -> None:
+        """Take over from dead servers, and act on what the others changed."""
         service = self._service
-        if dead := self._dead(await service.views.leases()):
-            log.warning("took over from servers that are not heard of", servers=dead)
+        if dead := self._dead(await service.queries.leases()):
+            log.warning("took over from dead servers", servers=dead)
             await self.take_over(dead)
-        running = service.dispatcher.running  # first: one that starts meanwhile is not gone
-        held = await service.views.held_by(service.owner)
+        running = (
+            service.scheduler.running
+        )  # read before `held`: a run that starts meanwhile is not gone
+        held = await service.queries.held_by(service.owner)
         gone = tuple(one.run_id for one in running if not held.get(one.run_id, False))
-        service.dispatcher.cancel_runs(gone)
-        for pulse in (service.dispatcher.wake, service.ended, service.groups):
-            pulse.beat()
+        service.scheduler.cancel_runs(gone)
+        for condition in (service.scheduler.wake, service.callback_due, service.group_ended):
+            condition.notify_all()
 
     def _dead(self, leases: dict[str, float]) -> list[str]:
         now, lease_s = self._clock(), self._service.settings.lease_s
         others = {name: until for name, until in leases.items() if name != self._service.owner}
-        self._heard = {
-            name: heard
-            if (heard := self._heard.get(name)) is not None and heard.until == until
-            else Heard(until, now)
+        self._seen = {
+            name: seen
+            if (seen := self._seen.get(name)) is not None and seen.until == until
+            else LeaseSighting(until, now)
             for name, until in others.items()
         }
-        return [name for name, heard in self._heard.items() if now - heard.at > lease_s]
+        return [name for name, seen in self._seen.items() if now - seen.at > lease_s]
 
     async def take_over(self, dead: Sequence[str]) -> None:
-        """Store what had ended of what the servers `dead` were running, and run the rest again.
+        """Store the ended runs of the servers `dead`, and queue the others again.
 
-        Our own earlier life may be one of them.
+        `dead` may name this server, whose earlier process died.
         """
         service = self._service
-        claims = await service.state.take_over(
+        claims = await service.store.take_over(
             dead, owner=service.owner, now=time.time(), lease_s=service.settings.lease_s
         )
-        await service.state.leave_callbacks(dead, now=time.time())
+        await service.store.release_callbacks(dead, now=time.time())
         living = [claim for claim in claims if service.workers.expect(claim.run_id)]
-        service.dispatcher.adopt(living)
+        service.scheduler.adopt(living)
         for claim in claims:
             if claim in living:
                 continue
             result = await service.workers.recall(claim.run_id)
             if result is not None:
-                service.closed(await service.dispatcher.keep(claim, result))
+                service.finalized(await service.scheduler.store_result(claim, result))
                 service.workers.release(claim.run_id)
                 continue
-            closed = await service.state.put_back(
+            outcome = await service.store.put_back(
                 claim.session_id,
                 claim.attempt,
                 owner=service.owner,
                 why="interrupted",
                 now=time.time(),
             )
-            service.closed(closed)
+            service.finalized(outcome)
         if claims:
-            service.dispatcher.wake.beat()
+            service.scheduler.wake.notify_all()
             log.info("took over what a server was running", sessions=len(claims))
 
 
-EVERY_S: Final = 300.0
-"""How often there is a look."""
+RETENTION_S: Final = 300.0
+"""Interval of `Retention.remove_old`."""
 
 PAGE: Final = 100
-"""Groups that are removed between two looks at how many there are."""
+"""Groups that are removed between two queries."""
 
 DAY_S: Final = 86_400.0
 
 
 class Retention:
-    """Removes what need not be kept. `run` is its whole life."""
+    """Removes old files and rows of acknowledged groups while `run` runs."""
 
-    def __init__(
-        self,
-        state: State,
-        views: Views,
-        files: TrajectoryFiles,
-        workers: Workers,
-        settings: ServiceSettings,
-    ) -> None:
-        self._state = state
-        self._views = views
-        self._files = files
-        self._workers = workers
-        self._settings = settings
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     async def run(self) -> None:
         while True:
             try:
                 await self.remove_old()
             except BridleError as error:
-                log.warning("what is old was not removed", error=str(error))
-            await asyncio.sleep(EVERY_S)
+                log.warning("old groups were not removed", error=str(error))
+            await asyncio.sleep(RETENTION_S)
 
     async def remove_old(self) -> int:
-        """Remove what is too old, and the oldest of what is too much; how many groups' files."""
-        settings, now, removed = self._settings, time.time(), 0
+        """Remove what the settings do not keep; return how many groups' files were removed."""
+        settings, now, removed = self._service.settings, time.time(), 0
         if settings.keep_unacked_days is not None:
-            await self._state.give_up_groups(
+            await self._service.store.ack_abandoned(
                 before=now - settings.keep_unacked_days * DAY_S, now=now
             )
         if settings.keep_days is not None:
@@ -464,16 +453,20 @@ class Retention:
         if settings.keep_rows_days is not None:
             before = now - settings.keep_rows_days * DAY_S
             removed += await self._files_before(before)
-            while groups := await self._views.removable(Kept.ROWS, before=before, limit=PAGE):
+            while groups := await self._service.queries.removable(
+                RetentionLevel.ROWS, before=before, limit=PAGE
+            ):
                 for group in groups:
-                    await self._state.forget_rows(group["seq"])
+                    await self._service.store.forget_rows(group["seq"])
         if settings.keep_gb is not None:
             removed += await self._files_beyond(settings.keep_gb * 1e9)
         return removed
 
     async def _files_before(self, before: float) -> int:
         removed = 0
-        while groups := await self._views.removable(Kept.ALL, before=before, limit=PAGE):
+        while groups := await self._service.queries.removable(
+            RetentionLevel.ALL, before=before, limit=PAGE
+        ):
             for group in groups:
                 await self._remove_files(group)
             removed += len(groups)
@@ -483,10 +476,12 @@ class Retention:
         """Remove the oldest groups' files until all of them take at most `limit` bytes."""
         removed = 0
         while (size := await self.size()) > limit:
-            # As many as would do if all were of one size; then there is another look.
-            share = (size - limit) / size * await self._views.kept_groups()
+            # As many groups as would be enough if all had one size; then the size is read again.
+            share = (size - limit) / size * await self._service.queries.kept_groups()
             count = min(PAGE, max(1, math.floor(share)))
-            groups = await self._views.removable(Kept.ALL, before=None, limit=count)
+            groups = await self._service.queries.removable(
+                RetentionLevel.ALL, before=None, limit=count
+            )
             for group in groups:
                 await self._remove_files(group)
             removed += len(groups)
@@ -495,13 +490,13 @@ class Retention:
         return removed
 
     async def size(self) -> int:
-        """Bytes of all files that are kept."""
-        return await self._views.file_bytes() + await self._workers.kept_bytes()
+        """Return the bytes of all kept files."""
+        return await self._service.queries.file_bytes() + await self._service.workers.kept_bytes()
 
     async def _remove_files(self, group: Row) -> None:
-        for session in await self._views.sessions(group["seq"]):
+        for session in await self._service.queries.sessions(group["seq"]):
             if session["file"] is not None:
-                await self._files.remove(session["file"])
+                await self._service.files.remove(session["file"])
             for attempt in range(1, session["attempt"] + 1):
-                await self._workers.remove(run_id(session["session_id"], attempt))
-        await self._state.forget_files(group["seq"])
+                await self._service.workers.remove(run_id(session["session_id"], attempt))
+        await self._service.store.forget_files(group["seq"])

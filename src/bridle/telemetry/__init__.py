@@ -1,7 +1,8 @@
-"""Trackers that a run's numbers, samples and traces go to: `--telemetry wandb,otel`.
+"""Export of a run's numbers, samples and traces to trackers: `--telemetry wandb,otel`.
 
-Each adapter leaves what its package is told (project, server, key, offline mode) to that package's
-own environment variables. `package.module:Class` names a tracker of one's own.
+`base` has the interface; each other file is the adapter of one package, which is configured
+(project, server, key, offline mode) by that package's own environment variables.
+`package.module:Class` names any other tracker.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TRACKERS: Final[Mapping[str, str]] = {
 }
 
 PACKAGES: Final = {"otel": "opentelemetry", "tensorboard": "tensorboardX"}
-"""Packages that are not called as their tracker is."""
+"""Packages whose name is not their tracker's."""
 
 
 def check(names: Sequence[str]) -> None:
@@ -41,9 +42,9 @@ def check(names: Sequence[str]) -> None:
 
 @contextmanager
 def opened(names: Sequence[str], folder: Path, config: JSON) -> Iterator[Telemetry]:
-    """Open the named trackers for the run in `folder`; at the end they have got everything.
+    """Open trackers for the run in `folder`; leaving waits until they have logged everything.
 
-    Raises `ConfigError` as `check` does, and for what a package refuses (no key, no server).
+    Raises `ConfigError` as `check` does, and if a package fails (no key, no server).
     """
     check(names)
     trackers = {}

@@ -1,4 +1,4 @@
-"""The stream of events that trackers get, and what a tracker is."""
+"""The `Tracker` interface, and `Telemetry`, which passes a run's events to trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import orjson
 import structlog
@@ -24,59 +24,62 @@ SAMPLES_EVERY: Final = 50
 """Sessions per table of samples."""
 
 TEXT: Final = 2_000
-"""Characters that a table of samples keeps of a message."""
+"""Characters of a message in a table of samples."""
 
 CLOSE_S: Final = 60.0
-"""How long trackers may take for what is queued when a run ends."""
+"""How long trackers may take for queued events when a run ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TrackedCall:
     """A model call with Unix times."""
 
     model: str
     start: float
     end: float
-    facts: JSON
+    attributes: JSON
     """Named by the semantic conventions for generative AI, without `gen_ai.`."""
     tools: Sequence[tuple[str, float]]
-    """Each tool that the reply calls, and when the next request came that continues the reply."""
+    """Name of each tool that the reply calls, and the time of the request that continues it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ended:
+class TrackedSession:
     """A session that has ended, as trackers get it."""
 
     result: SessionResult
     capture: SessionCapture | None
-    """`None` = its calls are on another node."""
+    """`None` = its calls were captured on another node."""
     stages: Sequence[tuple[str, float]]
     """Each status that it entered, with the Unix time."""
 
-    def calls(self) -> Iterator[Call]:
-        """Yield its model calls in the order in which they were committed."""
+    def calls(self) -> Iterator[TrackedCall]:
+        """Yield its model calls in the order of their commits."""
         calls = self.capture.exchanges if self.capture is not None else ()
         turns = (turn for trace in self.result.trajectory.traces for turn in turns_of(trace))
-        said = {turn.exchange_id: turn.said for turn in turns}
+        replies = {turn.exchange_id: turn.said for turn in turns}
         next_at = {call.continues: call.started_at for call in reversed(calls)}
         for call in calls:
             model = str(orjson.loads(call.request.head).get("model"))
             end = call.started_at + call.duration_s
-            facts = {
+            attributes = {
                 "request.model": model,
                 "response.finish_reasons": [call.finish_reason],
                 "usage.input_tokens": call.prompt_length,
                 "usage.output_tokens": len(call.output_ids),
             }
             until = next_at.get(call.exchange_id, end)
-            messages = said.get(call.exchange_id, ())
+            messages = replies.get(call.exchange_id, ())
             tools = [tool for one in messages for tool in one.get("tool_calls") or ()]
             named = [(tool["function"]["name"], until) for tool in tools]
-            yield Call(model, call.started_at, end, facts, named)
+            yield TrackedCall(model, call.started_at, end, attributes, named)
 
 
-class Tracker(Protocol):
-    """Takes a run's numbers elsewhere. It is called by one thread, and may raise."""
+class Tracker:
+    """Base of trackers, which export a run's numbers; each method does nothing by default.
+
+    Methods are called by one thread and may raise.
+    """
 
     def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:
         """Log values of one step. `axis` begins their names: `rollout`, `train` or `eval`."""
@@ -84,29 +87,17 @@ class Tracker(Protocol):
     def samples(self, rows: Sequence[JSON]) -> None:
         """Log a table of sessions; all rows have the same keys."""
 
-    def session(self, ended: Ended) -> None:
+    def session(self, ended: TrackedSession) -> None:
         """Log a session as a whole."""
 
     def close(self) -> None:
-        """Send what is left."""
-
-
-class Base:
-    """A tracker that ignores everything."""
-
-    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None: ...
-
-    def samples(self, rows: Sequence[JSON]) -> None: ...
-
-    def session(self, ended: Ended) -> None: ...
-
-    def close(self) -> None: ...
+        """Flush."""
 
 
 class Telemetry:
-    """Hands events to trackers in a thread of its own.
+    """Passes events to trackers, in a thread of its own.
 
-    A tracker that raises is logged and left out of the rest of the run, which goes on without it.
+    A tracker that raises is logged and gets no further events; the run continues.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
@@ -121,18 +112,20 @@ class Telemetry:
         if trackers:
             self._thread.start()
 
-    def hear(self, event: Event) -> None:
-        """Take an event of a node; it is queued and costs the event loop next to nothing."""
+    def on_event(self, event: Event) -> None:
+        """Queue an event of a node."""
         if not self._trackers:
             return
         if isinstance(event, SessionChanged):
             self._stages[event.session_id].append((str(event.status), event.at))
         elif isinstance(event, SessionEnded):
             stages = self._stages.pop(event.result.session_id, [])
-            self._session(Ended(event.result, event.capture, stages or _stages(event.capture)))
+            self._session(
+                TrackedSession(event.result, event.capture, stages or _stages(event.capture))
+            )
 
-    def course(self, steps: Sequence[JSON], evaluations: Sequence[JSON]) -> None:
-        """Take a training's steps and evaluations so far; each is logged once."""
+    def training(self, steps: Sequence[JSON], evaluations: Sequence[JSON]) -> None:
+        """Log all steps and evaluations of a training so far; each is logged once."""
         for axis, rows in (("train", steps), ("eval", evaluations)):
             for row in rows[self._logged[axis] :]:
                 values = flat({name: value for name, value in row.items() if name != "step"})
@@ -140,7 +133,7 @@ class Telemetry:
             self._logged[axis] = len(rows)
 
     def close(self) -> None:
-        """Wait until trackers have got everything, then close them."""
+        """Wait until trackers have logged everything, then close them."""
         if not self._thread.is_alive():
             return
         self._samples()
@@ -150,7 +143,7 @@ class Telemetry:
         if self._thread.is_alive():
             log.warning("telemetry_incomplete", waited_s=CLOSE_S, trackers=sorted(self._trackers))
 
-    def _session(self, ended: Ended) -> None:
+    def _session(self, ended: TrackedSession) -> None:
         summary = ended.result.summary()
         self._sessions += 1
         if summary["reward"] is not None:
@@ -178,13 +171,13 @@ class Telemetry:
             for name, tracker in tuple(self._trackers.items()):
                 try:
                     call(tracker)
-                except Exception as error:  # noqa: BLE001 - of a package that is not ours
+                except Exception as error:  # noqa: BLE001 - of a third-party package
                     del self._trackers[name]
                     log.warning("tracker_failed", tracker=name, error=repr(error))
 
 
 def _stages(capture: SessionCapture | None) -> list[tuple[str, float]]:
-    """Return the stages of a session that no node ran."""
+    """Return the stages of a session without status events."""
     if capture is None or capture.outcome is None:
         return []
     outcome = capture.outcome
@@ -203,12 +196,12 @@ def flat(values: JSON, above: str = "") -> dict[str, float]:
 
 
 def sample(result: SessionResult) -> JSON:
-    """Return a session as a row of a table: its first and its last message, and its ending."""
+    """Return a session as a row of a table: its first and last message, and its outcome."""
     traces = result.trajectory.traces
     first = traces[0].prompt_messages if traces else ()
     last = traces[-1].response_messages if traces else ()
-    asked = next((one for one in first if one["role"] == "user"), {})
-    said = next((one for one in reversed(last) if one["role"] == "assistant"), {})
+    question = next((one for one in first if one["role"] == "user"), {})
+    reply = next((one for one in reversed(last) if one["role"] == "assistant"), {})
     return {
         "session_id": result.session_id,
         "task_id": result.task_id,
@@ -216,6 +209,6 @@ def sample(result: SessionResult) -> JSON:
         "status": str(result.status),
         "cause": str(result.cause or ""),
         "reward": result.reward,
-        "prompt": str(asked.get("content") or "")[:TEXT],
-        "reply": str(said.get("content") or said.get("tool_calls") or "")[:TEXT],
+        "prompt": str(question.get("content") or "")[:TEXT],
+        "reply": str(reply.get("content") or reply.get("tool_calls") or "")[:TEXT],
     }

@@ -1,4 +1,4 @@
-"""MLflow: numbers as metrics, samples as JSON artifacts."""
+"""MLflow: numbers as metrics, samples as JSON artiattributes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from mlflow import MlflowClient, start_run
 from mlflow.entities import Metric
 
-from bridle.telemetry.base import Base
+from bridle.telemetry.base import Tracker
 from bridle.types import JSON
 
 
-class Mlflow(Base):
-    """Logs to a run called as the run folder, where `MLFLOW_TRACKING_URI` and
-    `MLFLOW_EXPERIMENT_NAME` say.
+class Mlflow(Tracker):
+    """Logs to a run with the name of the run folder; `MLFLOW_TRACKING_URI` and
+    `MLFLOW_EXPERIMENT_NAME` say where.
     """
 
     def __init__(self, folder: Path, config: JSON) -> None:
@@ -26,7 +26,7 @@ class Mlflow(Base):
         self._client.log_dict(self._run, config, "bridle.json")
         self._tables = 0
 
-    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - in the names
+    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the names begin with it
         at = int(time.time() * 1000)
         metrics = [Metric(name, value, at, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)

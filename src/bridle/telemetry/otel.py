@@ -13,22 +13,22 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, StatusCode, use_span
 
-from bridle.telemetry.base import Base, Ended
+from bridle.telemetry.base import TrackedSession, Tracker
 from bridle.types import JSON
 
 
-class Otel(Base):
-    """Exports over OTLP (HTTP) to where `OTEL_EXPORTER_OTLP_ENDPOINT` says."""
+class Otel(Tracker):
+    """Exports over OTLP (HTTP) to `OTEL_EXPORTER_OTLP_ENDPOINT`."""
 
     def __init__(self, folder: Path, _config: JSON) -> None:
         self._provider = TracerProvider(resource=Resource.create({"bridle.run": folder.name}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("bridle")
 
-    def session(self, ended: Ended) -> None:
+    def session(self, ended: TrackedSession) -> None:
         result, stages = ended.result, ended.stages
-        facts = {"conversation.id": result.session_id, "agent.name": result.harness}
-        root = self._span("invoke_agent", result.harness, stages[0][1], facts)
+        attributes = {"conversation.id": result.session_id, "agent.name": result.harness}
+        root = self._span("invoke_agent", result.harness, stages[0][1], attributes)
         root.set_attributes({"bridle.task_id": result.task_id, "bridle.status": result.status})
         if result.reward is not None:
             root.set_attribute("bridle.reward", result.reward)
@@ -38,18 +38,18 @@ class Otel(Base):
             for (stage, at), (_, end) in itertools.pairwise(stages):
                 self._tracer.start_span(stage.lower(), start_time=_ns(at)).end(_ns(end))
             for call in ended.calls():
-                self._span("chat", call.model, call.start, call.facts).end(_ns(call.end))
+                self._span("chat", call.model, call.start, call.attributes).end(_ns(call.end))
                 for name, until in call.tools:
-                    told = {"tool.name": name}
-                    self._span("execute_tool", name, call.end, told).end(_ns(until))
+                    tool = {"tool.name": name}
+                    self._span("execute_tool", name, call.end, tool).end(_ns(until))
         root.end(_ns(stages[-1][1]))
 
     def close(self) -> None:
         self._provider.shutdown()
 
-    def _span(self, operation: str, name: str, start: float, facts: JSON) -> Span:
+    def _span(self, operation: str, name: str, start: float, attributes: JSON) -> Span:
         span = self._tracer.start_span(f"{operation} {name}", start_time=_ns(start))
-        given = {"operation.name": operation, **facts}
+        given = {"operation.name": operation, **attributes}
         span.set_attributes({f"gen_ai.{key}": value for key, value in given.items()})
         return span
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import orjson
 from tensorboardX import SummaryWriter
 
-from bridle.telemetry.base import Base
+from bridle.telemetry.base import Tracker
 from bridle.types import JSON
 
 
-class Tensorboard(Base):
+class Tensorboard(Tracker):
     """Writes event files to `tensorboard` in the run folder."""
 
     def __init__(self, folder: Path, config: JSON) -> None:
@@ -20,7 +20,7 @@ class Tensorboard(Base):
         self._writer.add_text("config", _code(config))
         self._samples = 0
 
-    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - in the names
+    def numbers(self, axis: str, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the names begin with it
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -8,12 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bridle.telemetry.base import Base
+from bridle.telemetry.base import Tracker
 from bridle.types import JSON
 
 
-class Wandb(Base):
-    """Logs to a W&B run called as the run folder, in project `WANDB_PROJECT` or `bridle`."""
+class Wandb(Tracker):
+    """Logs to a W&B run with the name of the run folder, in project `WANDB_PROJECT` or `bridle`."""
 
     module: ClassVar = "wandb"
 
@@ -40,7 +40,7 @@ class Wandb(Base):
 
 
 class Trackio(Wandb):
-    """Logs to Trackio's local database, or where `TRACKIO_SPACE_ID` says."""
+    """Logs to Trackio's local database, or to the space `TRACKIO_SPACE_ID`."""
 
     module = "trackio"
 

@@ -22,8 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from bridle.client import AsyncClient
-from bridle.client import Group as ServerGroup
+from bridle.client import AsyncClient, GroupResult
 from bridle.config import Task
 from bridle.training.groups import Evaluation, TaskDraws, evaluation_of, first_error
 from bridle.training.samples import Group
@@ -88,7 +87,7 @@ class ServerGroups:
         """Of an earlier life: perhaps sampled from weights that are lost."""
         self._taken: list[str] = []
         """Not acknowledged yet."""
-        self._evaluating: dict[str, asyncio.Future[ServerGroup]] = {}
+        self._evaluating: dict[str, asyncio.Future[GroupResult]] = {}
         self._life = secrets.token_hex(3)
         self._evaluations = 0
         self._allowed = asyncio.Semaphore(0)
@@ -211,7 +210,7 @@ class ServerGroups:
             if name is not None:
                 await self._hand_on(name, group)
 
-    async def _hand_on(self, name: Name, group: ServerGroup) -> None:
+    async def _hand_on(self, name: Name, group: GroupResult) -> None:
         sessions = tuple(one.trajectory for one in group.results)
         if name in self._old and _newest(sessions) > self._version:
             await self._client.ack(task_ids=[str(name)])

@@ -1,3 +1,1 @@
-"""The database's migrations, one file per step; `bridle.server.state` brings a database to the last
-one when it opens it.
-"""
+"""Migrations of the database, one file per step; `bridle.server.database` applies them."""

@@ -5,20 +5,20 @@ from tests.server.house import an_app, body
 
 from bridle.errors import EngineError, StateError, StoreError
 from bridle.gateway.attempts import AT_ONCE
-from bridle.server import answering
-from bridle.server.auth import Role, Token
-from bridle.server.permits import Permits
+from bridle.server.auth import ApiToken, TokenRole
+from bridle.server.http import MAX_BODY
+from bridle.server.submission_policy import SubmissionPolicy
 
-READER = Token(name="submitter", token="a-reader-of-sixteen", roles=(Role.READ,))
-SUBMITTER = Token(name="submitter", token="a-submitter-of-sixteen", roles=(Role.SUBMIT,))
+READER = ApiToken(name="submitter", token="a-reader-of-sixteen", roles=(TokenRole.READ,))
+SUBMITTER = ApiToken(name="submitter", token="a-submitter-of-sixteen", roles=(TokenRole.SUBMIT,))
 
 
 def bearer(token):
     return {"authorization": f"Bearer {token.token}"}
 
 
-async def test_a_request_needs_a_token_and_the_token_its_role(tmp_path):
-    permits = Permits(runtimes=("local",))
+async def test_request_needs_a_token_with_the_role(tmp_path):
+    permits = SubmissionPolicy(runtimes=("local",))
     async with an_app(tmp_path, tokens=[READER, SUBMITTER], permits=permits) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/status")).status_code == 401
@@ -76,7 +76,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path):
     async with an_app(tmp_path) as http:
         told = await http.post("/v1/tasks", content=endless())
         assert told.status_code == 413
-        assert sent <= answering.MAX_BODY + (4 << 20)
+        assert sent <= MAX_BODY + (4 << 20)
         told = await http.post(
             "/v1/tasks", headers={"content-length": str(100 << 20)}, content=b" "
         )
@@ -84,7 +84,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "x", "-5", "9" * 400, "1.5", ""])
-async def test_a_query_out_of_bounds_is_named(tmp_path, limit):
+async def test_query_parameter_out_of_bounds_is_named(tmp_path, limit):
     async with an_app(tmp_path) as http:
         told = await http.get("/v1/tasks", params={"limit": limit})
         assert (told.status_code, told.json()["error"]["param"]) == (422, "limit")
@@ -99,7 +99,7 @@ async def test_a_query_out_of_bounds_is_named(tmp_path, limit):
         (KeyError("a bug"), 500, "internal"),
     ],
 )
-async def test_failures_have_a_status_and_bugs_are_not_shown(tmp_path, error, status, code):
+async def test_errors_have_a_status_and_hide_bugs(tmp_path, error, status, code):
     async with an_app(tmp_path) as http:
 
         async def fail(_):
@@ -116,7 +116,7 @@ async def test_failures_have_a_status_and_bugs_are_not_shown(tmp_path, error, st
     ("accept", "status"),
     [("*/*", 200), ("application/msgpack;q=1", 200), ("text/html, */*;q=0.1", 200), ("a/b", 406)],
 )
-async def test_an_answer_comes_as_it_is_accepted(tmp_path, accept, status):
+async def test_accept_header_selects_the_media_type(tmp_path, accept, status):
     async with an_app(tmp_path) as http:
         told = await http.get("/v1/groups", headers={"accept": accept})
         assert told.status_code == status
@@ -136,7 +136,7 @@ async def test_a_quota_and_a_conflict_have_their_own_status(tmp_path):
         assert (told.status_code, told.json()["error"]["code"]) == (409, "conflict")
 
 
-async def test_a_peer_that_guesses_tokens_is_told_to_wait_and_the_right_one_works(tmp_path):
+async def test_guessing_tokens_gives_429_and_the_right_token_still_works(tmp_path):
     async with an_app(tmp_path) as http:
         guess = {"authorization": "Bearer wrong"}
         for _ in range(AT_ONCE):

@@ -57,7 +57,7 @@ async def test_a_task_goes_from_running_to_completed_with_its_results(tmp_path):
 
 
 async def one_ended(http):
-    return (await http.service.views.task("t"))["ended"] == 1
+    return (await http.service.queries.task("t"))["ended"] == 1
 
 
 async def test_cancelled_shows_as_error(tmp_path):
@@ -99,7 +99,7 @@ async def test_an_id_can_be_cancelled_before_it_is_submitted(tmp_path):
         ({"task_id": "../x"}, "task_id"),
     ],
 )
-async def test_a_wrong_field_is_named_and_what_exists_listed(tmp_path, changes, param):
+async def test_wrong_field_is_named_with_the_known_ones(tmp_path, changes, param):
     async with an_app(tmp_path) as http:
         told = await submit(http, **changes)
         assert (told.status_code, told.json()["error"]["param"]) == (422, param)
@@ -108,7 +108,7 @@ async def test_a_wrong_field_is_named_and_what_exists_listed(tmp_path, changes, 
         assert (await http.get("/tasks")).json()["tasks"] == []
 
 
-async def test_lists_come_in_pages(tmp_path):
+async def test_lists_are_paged(tmp_path):
     async with an_app(tmp_path, FakeWorkers(answers={"b": failure("harness_crash")})) as http:
         for name in "abc":
             await submit(http, name, num_samples=2)
@@ -128,7 +128,7 @@ async def test_status_and_health(tmp_path):
     async with an_app(tmp_path) as http:
         assert (await http.get("/rollout/status")).json()["slots"] == 4
         assert (await http.get("/health")).json()["status"] == "ok"
-        http.service.lost(RuntimeError("x"))
+        http.service.failed(RuntimeError("x"))
         assert (await http.get("/health")).status_code == 503
 
 
@@ -168,7 +168,7 @@ async def test_an_event_with_line_separators_is_one_line(tmp_path):
     ):
         lines = events.aiter_lines()
         assert await anext(lines) == ": listening"
-        service.events.tell({"type": "task", "task_id": task_id, "status": "ended"})
+        service.events.publish({"type": "task", "task_id": task_id, "status": "ended"})
         *_, data = [line async for line in _until(lines, "data: ")]
         assert json.loads(data.removeprefix("data: "))["task_id"] == task_id
 

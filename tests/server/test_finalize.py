@@ -6,10 +6,10 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server.house import submission
-from tests.server.test_state import NOW, a_state, claim, done, submit
+from tests.server.test_store import NOW, a_state, claim, done, submit
 
-from bridle.server.closing import MAX_INTERRUPTIONS, delivery_id
-from bridle.server.states import Ended, SessionState, TaskState
+from bridle.server.finalize import MAX_INTERRUPTIONS, delivery_id
+from bridle.server.tables import EndedRun, SessionState, TaskState
 from bridle.types import Cause
 
 NUMBERS = itertools.count()
@@ -26,7 +26,7 @@ EVENTS = st.lists(
 
 def failed(one, cause=Cause.HARNESS_CRASH):
     result = {"error": "it broke"}
-    return Ended(one.session_id, one.attempt, "ERROR", cause, usable=False, result=result)
+    return EndedRun(one.session_id, one.attempt, "ERROR", cause, usable=False, result=result)
 
 
 async def finish(state, *ends):
@@ -34,12 +34,12 @@ async def finish(state, *ends):
 
 
 async def states(state, task_id):
-    task = await state.views.task(task_id)
-    rows = await state.views.sessions(task["seq"])
+    task = await state.queries.task(task_id)
+    rows = await state.queries.sessions(task["seq"])
     return task, {row["session_id"]: row["state"] for row in rows}
 
 
-async def test_a_harness_failure_is_a_result_and_infrastructure_is_run_again_so_often(tmp_path):
+async def test_harness_failure_is_final_and_infrastructure_failure_is_retried(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, max_attempts=2))
         first, second = await claim(state)
@@ -48,9 +48,9 @@ async def test_a_harness_failure_is_a_result_and_infrastructure_is_run_again_so_
         (again,) = await claim(state)
         (last,) = await finish(state, failed(again, Cause.INFRASTRUCTURE))
         assert (last.what, last.task_id) == ("final", "a")
-        row = await state.views.session("a.1")
+        row = await state.queries.session("a.1")
         assert (row["attempt"], '"why":"failed"' in row["earlier"]) == (2, True)
-        assert (await state.views.task("a"))["state"] == TaskState.FAILED
+        assert (await state.queries.task("a"))["state"] == TaskState.FAILED
 
 
 async def test_a_slow_stage_of_ours_is_run_again_and_an_agent_s_timeout_is_not(tmp_path):
@@ -62,7 +62,7 @@ async def test_a_slow_stage_of_ours_is_run_again_and_an_agent_s_timeout_is_not(t
         assert [one.what for one in ends] == ["again", "final"]
 
 
-async def test_early_stop_ends_what_runs_and_tells_what_never_began(tmp_path):
+async def test_early_stop_cancels_running_and_unstarted_sessions(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 6, early_stop_min_usable_sessions=2))
         one, two, three, four = await claim(state, 4)
@@ -70,7 +70,7 @@ async def test_early_stop_ends_what_runs_and_tells_what_never_began(tmp_path):
         (stopped,) = await finish(state, done(two))
         assert stopped.run_ids == (four.run_id,)
         assert await claim(state) == []
-        cancelled = Ended("a.3", 1, "CANCELLED", Cause.CANCELLED, usable=False, result={})
+        cancelled = EndedRun("a.3", 1, "CANCELLED", Cause.CANCELLED, usable=False, result={})
         (last,) = await finish(state, cancelled)
         assert last.task_id == "a"
         task, sessions = await states(state, "a")
@@ -86,11 +86,11 @@ async def test_a_group_needs_its_fraction(tmp_path):
             await submit(state, submission(name, 2, min_completed_fraction=fraction))
         for one in await claim(state):
             await finish(state, done(one) if one.sample_index else failed(one))
-        found = [(await state.views.task(name))["state"] for name in "abc"]
+        found = [(await state.queries.task(name))["state"] for name in "abc"]
         assert found == ["completed", "failed", "completed"]
 
 
-async def test_unusable_sessions_are_refilled_so_often(tmp_path):
+async def test_unusable_sessions_are_refilled_up_to_max_refills(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, max_refills=2))
         one, two = await claim(state)
@@ -133,7 +133,7 @@ async def test_a_waiting_session_is_cancelled_alone(tmp_path):
         assert (await finish(state, done(one)))[0].task_id == "a"
 
 
-async def test_a_session_that_kills_its_server_each_time_is_given_up(tmp_path):
+async def test_session_that_always_kills_its_server_fails(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a"))
         for _ in range(MAX_INTERRUPTIONS):
@@ -142,14 +142,14 @@ async def test_a_session_that_kills_its_server_each_time_is_given_up(tmp_path):
                 one.session_id, one.attempt, owner="me", why="interrupted", now=NOW
             )
         assert ended.task_id == "a"
-        assert "died 20 times" in (await state.views.session("a.0"))["result"]
+        assert "died 20 times" in (await state.queries.session("a.0"))["result"]
 
 
-async def test_a_callback_is_made_with_each_result_and_has_the_same_id_ever_after(tmp_path):
+async def test_callback_row_is_inserted_with_each_result_and_keeps_its_id(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", 2, callback_url="http://127.0.0.1:9/x"))
         await finish(state, *(done(one) for one in await claim(state)))
-        rows = await state.views.callbacks(after=0, limit=9)
+        rows = await state.queries.callbacks(after=0, limit=9)
         assert [row["session_id"] for row in rows] == ["a.0", "a.1", None]
         assert [row["delivery_id"] for row in rows] == [
             delivery_id("a", session) for session in ("a.0", "a.1", None)
@@ -165,9 +165,7 @@ async def test_a_callback_is_made_with_each_result_and_has_the_same_id_ever_afte
     st.integers(0, 2),
     st.none() | st.integers(1, 3),
 )
-async def test_whatever_happens_every_sample_ends_exactly_once(
-    tmp_path_factory, events, samples, refills, early
-):
+async def test_every_sample_ends_exactly_once(tmp_path_factory, events, samples, refills, early):
     """The law of the room: accounts add up at every step, and everything comes to its end."""
     async with a_state(tmp_path_factory.mktemp("law")) as state:
         name = f"t{next(NUMBERS)}"
@@ -198,8 +196,8 @@ async def test_whatever_happens_every_sample_ends_exactly_once(
 
         for what, which in events:
             await apply(what, which)
-            row = await state.views.task(name)
-            sessions = await state.views.sessions(row["seq"])
+            row = await state.queries.task(name)
+            sessions = await state.queries.sessions(row["seq"])
             over = [one for one in sessions if one["ended_at"] is not None]
             assert row["ended"] == len(over)
             assert row["expanded"] == len(sessions)

@@ -19,7 +19,7 @@ from tests.server.house import (
 
 from bridle.config import Task
 from bridle.errors import ConfigError, StoreError
-from bridle.server.dispatch import UNSTORED, is_usable, versions_of
+from bridle.server.scheduler import UNSTORED, is_usable, versions_of
 from bridle.trajectory.sample import Trajectory
 
 TASK = Task(task_id="t", instruction="x")
@@ -29,20 +29,20 @@ async def submit(service, *submissions):
     return await service.submit(submissions, owner="o")
 
 
-async def test_sessions_run_in_free_slots_and_their_results_are_kept(tmp_path):
+async def test_sessions_run_in_free_slots_and_their_results_are_stored(tmp_path):
     workers = FakeWorkers(capacity=2)
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", 5))
         task = await ended(service, "a")
         assert (task["state"], task["usable"]) == ("completed", 5)
         assert sorted(workers.ran) == [f"a.{index}" for index in range(5)]
-        (row, *_) = await service.views.sessions(task["seq"])
+        (row, *_) = await service.queries.sessions(task["seq"])
         kept = await service.files.read(row["file"])
         assert (kept.session_id, kept.metadata["run_id"]) == ("a.0", "a.0")
         assert (row["version_min"], row["version_max"]) == (3, 3)
 
 
-async def test_never_more_runs_than_there_is_room_for(tmp_path):
+async def test_no_more_runs_than_slots(tmp_path):
     workers = FakeWorkers(capacity=3, held=True)
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", 5))
@@ -56,19 +56,19 @@ async def test_never_more_runs_than_there_is_room_for(tmp_path):
         await ended(service, "a")
 
 
-async def test_infrastructure_failures_are_run_again_and_no_file_of_theirs_stays(tmp_path):
+async def test_infrastructure_failures_are_retried_and_leave_no_file(tmp_path):
     workers = FakeWorkers(answers={"a.0": failure(), "a.0.r2": StoreError("full")})
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a"))
         task = await ended(service, "a")
         assert workers.ran == ["a.0", "a.0.r2", "a.0.r3"]
-        (row,) = await service.views.sessions(task["seq"])
+        (row,) = await service.queries.sessions(task["seq"])
         assert (row["state"], row["attempt"]) == ("COMPLETED", 3)
         files = [path.name for path in (tmp_path / "trajectories").rglob("*.parquet")]
         assert files == ["a.0.r3.parquet"]
 
 
-async def test_a_session_is_run_again_elsewhere_than_where_it_failed(tmp_path):
+async def test_retry_avoids_the_node_of_the_failed_run(tmp_path):
     answers = {
         f"a.0{run}": failure() | {"node_id": node} for run, node in (("", "n1"), (".r2", "n2"))
     }
@@ -77,7 +77,7 @@ async def test_a_session_is_run_again_elsewhere_than_where_it_failed(tmp_path):
         await submit(service, submission("a"))
         await ended(service, "a")
         assert workers.avoided == {"a.0": set(), "a.0.r2": {"n1"}, "a.0.r3": {"n1", "n2"}}
-        told = (await service.views.session("a.0"))["earlier"]
+        told = (await service.queries.session("a.0"))["earlier"]
         assert [one["node_id"] for one in json.loads(told)] == ["n1", "n2"]
 
 
@@ -87,12 +87,12 @@ async def test_a_run_that_raises_ends_as_infrastructure_and_does_not_hang(tmp_pa
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", max_attempts=2))
         task = await ended(service, "a")
-        (row,) = await service.views.sessions(task["seq"])
+        (row,) = await service.queries.sessions(task["seq"])
         assert (row["state"], row["attempt"]) == ("ERROR", 2)
         assert '"cause":"infrastructure"' in row["result"]
 
 
-async def test_a_task_whose_parts_are_gone_is_not_tried_again(tmp_path):
+async def test_task_with_missing_parts_is_not_retried(tmp_path):
     workers = FakeWorkers(answers={"a": ConfigError("unknown harness 'x'")})
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a"))
@@ -100,7 +100,7 @@ async def test_a_task_whose_parts_are_gone_is_not_tried_again(tmp_path):
         assert workers.ran == ["a.0"]
 
 
-async def test_a_slot_is_free_before_its_result_is_stored_but_results_do_not_pile_up(tmp_path):
+async def test_slot_is_free_before_its_result_is_stored_within_a_limit(tmp_path):
     workers = FakeWorkers(capacity=1)
     async with a_service(tmp_path, workers) as service:
         blocked = {
@@ -113,14 +113,14 @@ async def test_a_slot_is_free_before_its_result_is_stored_but_results_do_not_pil
         await submit(service, submission("a", 5))
         await until(lambda: len(workers.ran) == UNSTORED)
         await asyncio.sleep(0.05)
-        assert len(workers.ran) == len(service.dispatcher.running) == UNSTORED
+        assert len(workers.ran) == len(service.scheduler.running) == UNSTORED
         for folder in blocked:
             folder.unlink()
         await ended(service, "a")
         assert len(workers.ran) == 5
 
 
-async def test_a_cancelled_run_gives_its_result_and_one_that_is_just_starting_never_runs(tmp_path):
+async def test_cancelling_ends_a_running_session_and_prevents_a_starting_one(tmp_path):
     workers = FakeWorkers(held=True)
     async with a_service(tmp_path, workers) as service:
         await submit(service, submission("a", 2))
@@ -128,11 +128,11 @@ async def test_a_cancelled_run_gives_its_result_and_one_that_is_just_starting_ne
         await service.cancel_task("a")
         task = await ended(service, "a")
         assert task["state"] == "cancelled"
-        rows = await service.views.sessions(task["seq"])
+        rows = await service.queries.sessions(task["seq"])
         assert {row["state"] for row in rows} == {"CANCELLED"}
 
 
-async def test_groups_are_held_back_by_version_lag_and_go_on_with_the_next_version(tmp_path):
+async def test_version_lag_holds_back_groups_until_the_next_version(tmp_path):
     workers = FakeWorkers(capacity=9)
     async with a_service(tmp_path, workers, max_version_lag=1, groups_per_version=1) as service:
         await submit(service, *(submission(name) for name in "abcd"))
@@ -144,7 +144,7 @@ async def test_groups_are_held_back_by_version_lag_and_go_on_with_the_next_versi
         assert "d.0" not in workers.ran
 
 
-async def test_unacknowledged_groups_hold_new_ones_back(tmp_path):
+async def test_unacknowledged_groups_hold_back_new_ones(tmp_path):
     workers = FakeWorkers(capacity=1)
     async with a_service(tmp_path, workers, max_unacked_groups=1) as service:
         await submit(service, submission("a"), submission("b"))
@@ -155,7 +155,7 @@ async def test_unacknowledged_groups_hold_new_ones_back(tmp_path):
         await ended(service, "b")
 
 
-async def test_so_many_groups_are_in_flight_and_each_gets_all_its_slots(tmp_path):
+async def test_inflight_groups_are_limited_and_complete(tmp_path):
     workers = FakeWorkers(capacity=4, held=True)
     async with a_service(tmp_path, workers, max_inflight_groups=1) as service:
         await submit(service, submission("a", 2), submission("b", 1))
@@ -169,7 +169,7 @@ async def test_so_many_groups_are_in_flight_and_each_gets_all_its_slots(tmp_path
         await ended(service, "b")
 
 
-async def test_a_stopping_server_puts_its_runs_back_and_the_next_one_runs_them(tmp_path):
+async def test_stopping_server_requeues_its_runs(tmp_path):
     held = FakeWorkers(held=True)
     async with a_service(tmp_path, held) as service:
         await submit(service, submission("a", 2))
@@ -184,7 +184,7 @@ async def test_a_stopping_server_puts_its_runs_back_and_the_next_one_runs_them(t
 
 
 async def one_ended(service):
-    return (await service.views.task("a"))["ended"] == 1
+    return (await service.queries.task("a"))["ended"] == 1
 
 
 def version_of(number):
@@ -193,7 +193,7 @@ def version_of(number):
     return SetPolicy(version=number)
 
 
-def test_what_counts_for_a_group():
+def test_usable_sessions():
     assert is_usable(result("r", TASK, 0))
     late = {"status": "TIMEOUT", "cause": "timeout"}
     assert is_usable(result("r", TASK, 0, **late))

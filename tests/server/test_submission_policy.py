@@ -12,8 +12,8 @@ from bridle.evaluators import EVALUATORS
 from bridle.harnesses import CHECKS, HARNESSES
 from bridle.runtimes import RUNTIMES, apptainer, docker, remote
 from bridle.runtimes.bubblewrap import refuse_what_bubblewrap_cannot
-from bridle.server.permits import INSIDE, RULES, SETTINGS, Permits, names_files
-from bridle.server.schemas import Terms
+from bridle.server.schemas import GroupOptions
+from bridle.server.submission_policy import INSIDE, RULES, SETTINGS, SubmissionPolicy, names_files
 
 BASE = {
     "task_id": "t",
@@ -133,18 +133,18 @@ def runtime(**fields):
         ),
     ],
 )
-def test_what_the_operator_does_not_list_is_refused_by_its_fields_name(field, changes):
-    assert field in refused(Permits(), **changes)
+def test_unlisted_values_are_refused_by_the_fields_name(field, changes):
+    assert field in refused(SubmissionPolicy(), **changes)
 
 
 def test_a_plain_task_is_permitted():
-    assert refused(Permits()) == {}
+    assert refused(SubmissionPolicy()) == {}
 
 
-def test_an_open_network_that_is_the_machine_s_own_is_the_operator_s_to_permit():
-    assert refused(Permits(), **runtime(network="open")) == {}, "a container's is its own"
+def test_open_network_of_the_machine_needs_the_operators_permission():
+    assert refused(SubmissionPolicy(), **runtime(network="open")) == {}, "a container's is its own"
     own = runtime(backend="bubblewrap", network="open")
-    assert refused(Permits(host_network=True), **own) == {}
+    assert refused(SubmissionPolicy(host_network=True), **own) == {}
 
 
 def test_listed_imports_pass_and_their_neighbours_do_not():
@@ -156,14 +156,14 @@ def test_listed_imports_pass_and_their_neighbours_do_not():
         ("other.module:Class", True),
         ("other.module:Else", False),
     ):
-        trusted = Permits(trusted=listed)
+        trusted = SubmissionPolicy(trusted=listed)
         assert (refused(trusted, agent={"import_path": name}) == {}) is ok, name
         agent = {"harness": "function", "function": name}
-        assert (refused(Permits(import_paths=listed), agent=agent) == {}) is ok, name
+        assert (refused(SubmissionPolicy(import_paths=listed), agent=agent) == {}) is ok, name
 
 
-def test_what_may_be_copied_into_a_sandbox_may_not_run_beside_the_server():
-    permits = Permits(import_paths=("mine",))
+def test_import_paths_do_not_permit_code_on_the_server():
+    permits = SubmissionPolicy(import_paths=("mine",))
     for change in (
         {"agent": {"import_path": "mine:Harness"}},
         {"evaluator": {"strategy": "mine:Evaluator"}},
@@ -187,7 +187,7 @@ def scored(*functions, sandbox=None):
 
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_a_scoring_function_runs_in_a_sandbox_unless_it_is_trusted(asked):
-    permits = Permits(import_paths=("mine",), trusted=("mine.own:score",))
+    permits = SubmissionPolicy(import_paths=("mine",), trusted=("mine.own:score",))
     functions = ("mine:score", "mine:other", "mine.own:score")
     task = Task.model_validate(BASE | scored(*functions, sandbox=asked))
     assert list(permits.refused(task)) == []
@@ -211,17 +211,17 @@ def test_a_scoring_function_runs_in_a_sandbox_unless_it_is_trusted(asked):
         scored("other:score", "mine:score")["evaluator"],
     ],
 )
-def test_no_variable_reaches_an_evaluator_on_the_server_s_machine(evaluator):
+def test_task_sets_no_variable_of_an_evaluator_on_the_server(evaluator):
     """`PYTHONPATH=.` there, beside the files of the task, was code on the server."""
     env = {"evaluator": evaluator | {"env": {"PYTHONPATH": "."}}}
-    trusting = Permits(trusted=("mine",), import_paths=("other",))
+    trusting = SubmissionPolicy(trusted=("mine",), import_paths=("other",))
     assert list(refused(trusting, **env)) == ["evaluator.env.PYTHONPATH"]
 
 
 def test_variables_of_an_evaluator_that_runs_in_a_sandbox_pass():
     env = {"env": {"PYTHONPATH": "."}}
     command = {"strategy": "command", "config": {"command": "true"}}
-    inside = Permits(import_paths=("mine",))
+    inside = SubmissionPolicy(import_paths=("mine",))
     assert refused(inside, evaluator=command | env) == {}
     assert refused(inside, evaluator=scored("mine:score")["evaluator"] | env) == {}
 
@@ -250,7 +250,7 @@ def test_every_field_of_a_task_is_listed_as_inside_or_has_a_rule():
     """A new field is refused at submission until `INSIDE` or `RULES` of `permits` names it."""
     listed = [*INSIDE, *RULES]
     assert sorted(leaves(Task)) == sorted(listed)
-    assert set(Terms.model_fields) == {
+    assert set(GroupOptions.model_fields) == {
         *("dispatch_priority", "callback_url", "early_stop_min_usable_sessions", "max_refills"),
         *("min_completed_fraction", "max_attempts", "retry_backoff_s"),
     }, "of these only callback_url leaves the server: `addresses` judges it"
@@ -294,11 +294,11 @@ def test_every_kwarg_of_a_runtime_is_listed():
     assert set(re.findall(r"'(\w+)' \(a", str(refusal.value))) == kwargs["bubblewrap"]
 
 
-def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):
+def test_paths_are_resolved_before_they_are_compared_with_listed_folders(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
-    permits = Permits(host_paths=(tmp_path / "in",))
+    permits = SubmissionPolicy(host_paths=(tmp_path / "in",))
     for given, ok in ((".", True), ("deep/er", True), ("..", False), ("link/x", False)):
         task = {
             "task_dir": str(tmp_path / "in"),
@@ -307,17 +307,17 @@ def test_paths_lie_in_listed_folders_also_by_way_of_links_and_dots(tmp_path):
         assert (refused(permits, **task) == {}) is ok, given
 
 
-def test_a_module_is_no_file_because_its_name_holds_py(tmp_path):
+def test_module_with_py_in_its_name_is_not_a_file(tmp_path):
     """`runs.py:b./x:go` was judged as a file in a listed folder, and copied the package `runs`."""
-    permits = Permits(host_paths=(tmp_path,))
+    permits = SubmissionPolicy(host_paths=(tmp_path,))
     for given, ok in (("a.py:go", True), ("runs.py:b./x:go", False), ("a.py:b:go", False)):
         task = {"task_dir": str(tmp_path), "agent": {"harness": "function", "function": given}}
         assert (refused(permits, **task) == {}) is ok, given
 
 
-def test_a_remote_host_is_as_the_operator_lists_it():
+def test_remote_host_must_match_the_operators_list():
     listed = {"deployment": {"type": "modal", "image": "*"}, "gateway": "http://us:1"}
-    permits = Permits(remotes=(listed,))
+    permits = SubmissionPolicy(remotes=(listed,))
     for change, ok in (
         ({"image": "python:3.12"}, True),
         ({"image": "x", "type": "docker"}, False),
@@ -330,25 +330,27 @@ def test_a_remote_host_is_as_the_operator_lists_it():
     assert "runtime.kwargs" in refused(permits, **runtime(backend="remote"))
 
 
-def test_local_runs_only_where_the_operator_wants_it():
+def test_local_runtime_needs_the_operators_permission():
     local = runtime(backend="local")
-    assert refused(Permits(local=True), **local) == {}
-    assert refused(Permits(runtimes=("local",)), **local) == {}
-    message = refused(Permits(runtimes=("docker",), local=True), **local)["runtime.backend"]
+    assert refused(SubmissionPolicy(local=True), **local) == {}
+    assert refused(SubmissionPolicy(runtimes=("local",)), **local) == {}
+    message = refused(SubmissionPolicy(runtimes=("docker",), local=True), **local)[
+        "runtime.backend"
+    ]
     assert message == "runtime 'local' is not permitted; permitted: docker"
 
 
-def test_a_task_that_names_no_runtime_is_judged_by_the_one_it_gets():
+def test_task_without_a_runtime_is_checked_with_the_default_one():
     from bridle.runtimes import default_backend
 
     backend, _ = default_backend()
     auto = {"runtime": {"backend": "auto"}}
-    assert refused(Permits(runtimes=(backend,)), **auto) == {}
-    assert "runtime.backend" in refused(Permits(runtimes=("podman",)), **auto)
+    assert refused(SubmissionPolicy(runtimes=(backend,)), **auto) == {}
+    assert "runtime.backend" in refused(SubmissionPolicy(runtimes=("podman",)), **auto)
 
 
-def test_an_unknown_runtime_is_left_to_whoever_knows_them():
-    assert refused(Permits(), **runtime(backend="nope")) == {}
+def test_unknown_runtime_passes_to_the_runtimes_own_error():
+    assert refused(SubmissionPolicy(), **runtime(backend="nope")) == {}
 
 
 def test_a_task_folder_matters_only_to_tasks_that_name_files():
@@ -362,7 +364,7 @@ def test_a_task_folder_matters_only_to_tasks_that_name_files():
 @pytest.mark.parametrize(
     ("bind", "is_taken"), [(":/inside", True), ("", True), (":inside", False), (":/a:rw", False)]
 )
-def test_a_bind_may_stand_elsewhere_inside(tmp_path, bind, is_taken):
-    permits = Permits(host_paths=(tmp_path,))
+def test_bind_may_have_another_path_in_the_sandbox(tmp_path, bind, is_taken):
+    permits = SubmissionPolicy(host_paths=(tmp_path,))
     found = refused(permits, **runtime(kwargs={"binds": [f"{tmp_path}{bind}"]}))
     assert list(found) == ([] if is_taken else ["runtime.kwargs.binds"])

@@ -3,7 +3,7 @@ from ipaddress import ip_address
 import pytest
 from aiohttp.abc import AbstractResolver
 
-from bridle.server.addresses import Addresses, ForbiddenAddressError, JudgingResolver
+from bridle.server.callbacks import CallbackAddresses, CheckedResolver, ForbiddenAddressError
 
 INSIDE = [
     *("127.0.0.1", "127.1", "0x7f000001", "2130706433", "0.0.0.0", "10.0.0.1", "172.16.3.4"),
@@ -20,9 +20,9 @@ INSIDE = [
 
 
 @pytest.mark.parametrize("host", INSIDE)
-def test_no_address_of_the_inside_is_reached_unless_it_is_listed(host):
+def test_internal_addresses_are_refused_unless_listed(host):
     with pytest.raises(ForbiddenAddressError, match="not permitted"):
-        Addresses([]).check_url(f"http://{host}:8000/x")
+        CallbackAddresses([]).check_url(f"http://{host}:8000/x")
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_no_address_of_the_inside_is_reached_unless_it_is_listed(host):
         "http://h:0/",
     ],
 )
-def test_only_plain_urls_are_taken(url):
+def test_only_plain_urls_are_permitted(url):
     with pytest.raises(ForbiddenAddressError, match="is not a plain"):
-        Addresses([]).check_url(url)
+        CallbackAddresses([]).check_url(url)
 
 
 @pytest.mark.parametrize(
@@ -49,34 +49,34 @@ def test_only_plain_urls_are_taken(url):
     ],
 )
 @pytest.mark.parametrize("listed", [(), ("0.0.0.0/0", "::/0")])
-def test_no_list_permits_where_clouds_keep_credentials(host, listed):
+def test_no_list_permits_cloud_metadata_services(host, listed):
     with pytest.raises(ForbiddenAddressError, match=r"credentials"):
-        Addresses(listed).check_url(f"http://{host}/latest")
+        CallbackAddresses(listed).check_url(f"http://{host}/latest")
     bare = host.strip("[]")
     if ":" in bare:
         with pytest.raises(ForbiddenAddressError, match="credentials"):
-            Addresses(["trainer"]).check("trainer", ip_address(bare))
+            CallbackAddresses(["trainer"]).check("trainer", ip_address(bare))
 
 
 @pytest.mark.parametrize("url", ["http://\u2161\ud800/", "http://h:99999/", "http://a\\@b/"])
-def test_what_the_client_cannot_read_is_no_url(url):
-    with pytest.raises(ForbiddenAddressError, match="is no URL"):
-        Addresses([]).check_url(url)
+def test_urls_that_the_client_cannot_parse_are_refused(url):
+    with pytest.raises(ForbiddenAddressError, match="is not a URL"):
+        CallbackAddresses([]).check_url(url)
 
 
-def test_site_local_addresses_are_of_the_inside():
+def test_site_local_addresses_are_internal():
     with pytest.raises(ForbiddenAddressError, match="not permitted"):
-        Addresses([]).check_url("http://[fec0::1]/x")
-    Addresses(["::1"]).check_url("http://[::1]/x")
+        CallbackAddresses([]).check_url("http://[fec0::1]/x")
+    CallbackAddresses(["::1"]).check_url("http://[::1]/x")
 
 
 def test_an_empty_list_means_every_public_address():
-    Addresses([]).check_url("https://example.com/x")
-    Addresses([]).check("example.com", ip_address("93.184.215.14"))
+    CallbackAddresses([]).check_url("https://example.com/x")
+    CallbackAddresses([]).check("example.com", ip_address("93.184.215.14"))
 
 
-def test_a_listed_network_opens_the_inside_and_closes_the_rest():
-    addresses = Addresses(["10.1.0.0/16"])
+def test_listed_network_permits_internal_addresses_and_forbids_all_others():
+    addresses = CallbackAddresses(["10.1.0.0/16"])
     addresses.check_url("http://10.1.2.3/x")
     addresses.check("trainer", ip_address("10.1.2.3"))
     addresses.check("trainer", ip_address("::ffff:10.1.2.3"))
@@ -85,8 +85,8 @@ def test_a_listed_network_opens_the_inside_and_closes_the_rest():
             addresses.check_url(f"http://{outside}/x")
 
 
-def test_a_listed_name_may_stand_for_any_address():
-    addresses = Addresses(["trainer", "*.lab.example"])
+def test_listed_name_may_have_any_address():
+    addresses = CallbackAddresses(["trainer", "*.lab.example"])
     addresses.check_url("http://trainer:9/x")
     addresses.check("TRAINER.", ip_address("10.0.0.1"))
     addresses.check("a.lab.example", ip_address("10.0.0.1"))
@@ -112,15 +112,15 @@ class Resolver(AbstractResolver):
         self.closed = True
 
 
-async def test_a_name_that_resolves_to_the_inside_reaches_nothing():
-    resolver = JudgingResolver(Addresses([]), Resolver("127.0.0.1", "fe80::1%eth0"))
-    with pytest.raises(ForbiddenAddressError, match="of the inside"):
+async def test_name_that_resolves_to_an_internal_address_is_not_connected():
+    resolver = CheckedResolver(CallbackAddresses([]), Resolver("127.0.0.1", "fe80::1%eth0"))
+    with pytest.raises(ForbiddenAddressError, match="the internal address"):
         await resolver.resolve("innocent.example", 80)
 
 
 async def test_only_permitted_addresses_of_a_name_are_connected_to():
     inner = Resolver("10.0.0.1", "93.184.215.14")
-    resolver = JudgingResolver(Addresses([]), inner)
+    resolver = CheckedResolver(CallbackAddresses([]), inner)
     found = await resolver.resolve("example.com", 80)
     assert [one["host"] for one in found] == ["93.184.215.14"]
     await resolver.close()

@@ -1,8 +1,8 @@
-"""The fields of a submitted task that cross into the server's machine: each one is listed here.
+"""The submission policy: an allow-list of the fields of submitted tasks.
 
-A field that is not listed is refused with its name. A field of `INSIDE` reaches the sandbox, the
-gateway and the result, and no process, file or import of the machine. Every other field names
-something there: its rule says what the operator must have listed for it.
+A field that is not listed is refused. A field of `INSIDE` reaches only the sandbox, the gateway and
+the result. Every other field names something on the server's machine (a process, a file, an
+import), and has a rule that compares it with the operator's lists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 NOT_LISTED = "is not in a folder that the operator lists (permits.host_paths)"
 PULLED: Final = ("docker://", "oras://", "library://", "shub://")
-"""What an image of Apptainer's may begin with that is no path of the machine."""
+"""Beginnings of an Apptainer image that is not a path of the machine."""
 
 SHARES_NETWORK: Final = ("apptainer", "bubblewrap")
 """Runtimes whose network `open` is the machine's, loopback included."""
@@ -68,7 +68,7 @@ INSIDE: Final = _names("""
     artifacts.keep artifacts.paths artifacts.patch artifacts.max_mb
     fork.session fork.at branching.samples branching.max_depth branching.budget_tokens
     """) | {f"{place}.{name}" for place in ("sampling", "agent.sampling") for name in SAMPLING}
-"""Fields without a rule; `[]` stands for each entry of a list."""
+"""Fields without a rule; `[]` is each entry of a list."""
 
 SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "agent.settings": {
@@ -113,56 +113,55 @@ SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "remote": "deployment gateway python",
     },
 }
-"""The fields of each harness's, evaluator's and runtime's own, with a rule's name after a colon."""
+"""Allowed settings of each harness, evaluator and runtime, with a rule's name after a colon."""
 
 DEFAULTS: Final = {"harbor": {"tests": "tests"}}
-"""Paths that an evaluator reads where its config names none."""
+"""Paths that an evaluator reads if its config has none."""
 
 Refused: TypeAlias = Iterator[tuple[str, str]]
 
 
-class Permits(Settings):
-    """Names, paths and addresses that tasks submitted over HTTP may use."""
+class SubmissionPolicy(Settings):
+    """Names, paths and addresses that tasks submitted over HTTP may use: `[server.permits]`."""
 
     runtimes: tuple[str, ...] | None = None
-    """Runtimes by name; `None` = every one that comes with Bridle, `local` only for admins and
-    where the server listens on loopback."""
+    """Runtimes by name; `None` = all of Bridle's, but `local` only for admins of a server that
+    listens on loopback."""
     import_paths: tuple[str, ...] = ()
     """`package.module:function` or `package.module` prefixes of agents (`agent.function`, with its
     `modules`) and scoring functions; their code is copied into sandboxes."""
     trusted: tuple[str, ...] = ()
-    """The same for what runs on the server's machine, with the server's rights: scoring functions,
-    and classes of runtimes, harnesses, builders and evaluators."""
+    """The same for code that runs on the server's machine with the server's rights: scoring
+    functions, and classes of runtimes, harnesses, builders and evaluators."""
     host_paths: tuple[Path, ...] = ()
-    """Folders of the server's machine that tasks may name files and folders in."""
+    """Folders of the server's machine in which tasks may name files and folders."""
     remotes: tuple[JSON, ...] = ()
-    """What runtime `remote` may be told in `kwargs`, each a table as a task would give it; `"*"` in
-    the place of a value permits any. Such a host is reached with the server's own rights, so none
-    is permitted that is not listed."""
+    """Allowed `kwargs` of runtime `remote`, each a table as a task would have it; `"*"` permits any
+    value. Remote hosts are used with the server's own rights, so only listed ones are permitted."""
     host_network: bool = False
-    """Whether the machine's own network is given: Polar's `network: host`, which is `open`, and
-    `open` in runtimes that have no other."""
+    """Whether tasks may use the machine's network: Polar's `network: host`, and `open` in runtimes
+    that share it."""
     callbacks: tuple[str, ...] = ()
-    """Addresses that callbacks may go to: host names, `*.example.org`, IP networks. Private,
-    loopback and link-local ones only if their network (`127.0.0.0/8`) or name is listed; an empty
-    list means every public address."""
+    """Allowed callback addresses: host names, `*.example.org`, IP networks. Private, loopback and
+    link-local addresses must be listed by network (`127.0.0.0/8`) or name; an empty list allows
+    every public address."""
     local: bool = Field(default=False, exclude=True)
-    """Whether `local` is among the default runtimes; set by who knows where the server listens."""
+    """Whether `local` is a default runtime; set from the listening address."""
 
     def refused(self, task: Task) -> Refused:
-        """Every field of a task that is not permitted, with the reason."""
-        judge = _Judge(self, task)
+        """Yield every field of a task that is not permitted, with the reason."""
+        policy_check = _PolicyCheck(self, task)
         for pattern, field, value in _fields(task, "", ""):
             if pattern in INSIDE or value is None:
                 continue
             rule = RULES.get(pattern)
             if rule is None:
-                yield field, "is not among the fields that a submitted task may have"
+                yield field, "a submitted task may not have this field"
             else:
-                yield from rule(judge, field, value)
+                yield from rule(policy_check, field, value)
 
     def crossed(self, task: TaskT) -> TaskT:
-        """The task as it runs: scoring functions that are not trusted get a sandbox."""
+        """Return the task as it runs: scoring functions that are not trusted run in a sandbox."""
         spec = task.evaluator
         config = self._confined(spec.strategy, spec.config)
         return task.model_copy(update={"evaluator": spec.model_copy(update={"config": config})})
@@ -182,42 +181,47 @@ class Permits(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """The rules, for one task; each gives the fields that it refuses."""
+class _PolicyCheck:
+    """The rules for one task; each yields the fields that it refuses."""
 
-    permits: Permits
+    policy: SubmissionPolicy
     task: Task
 
+    @property
+    def runtime(self) -> str:
+        """The task's runtime, by its short name if it is one of Bridle's."""
+        return _short(chosen(self.task.runtime).backend, RUNTIMES)
+
     def backend(self, field: str, _: str) -> Refused:
-        given = chosen(self.task.runtime).backend
-        if _short(given, RUNTIMES) not in RUNTIMES:
+        given, listed = self.runtime, self.policy.runtimes
+        if given not in RUNTIMES:
             yield from self.trusted(field, given, "runtime")
             return
-        given, listed = _short(given, RUNTIMES), self.permits.runtimes
         known = sorted(RUNTIMES if listed is None else listed)
-        if listed is None and not self.permits.local:
+        if listed is None and not self.policy.local:
             known.remove("local")
         if given not in known:
             yield field, f"runtime {given!r} is not permitted; permitted: {', '.join(known)}"
 
     def image(self, field: str, given: str) -> Refused:
-        backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
-        if backend == "docker" and given.startswith("-"):
-            yield field, f"{given!r} is no name of an image"
-        if backend == "bubblewrap" or (backend == "apptainer" and not given.startswith(PULLED)):
+        runtime = self.runtime
+        if runtime == "docker" and given.startswith("-"):
+            yield field, f"{given!r} is not the name of an image"
+        if runtime == "bubblewrap" or (runtime == "apptainer" and not given.startswith(PULLED)):
             yield from self.host_path(field, given)
 
     def network(self, field: str, given: str) -> Refused:
-        backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
-        if given == "open" and backend in SHARES_NETWORK and not self.permits.host_network:
-            why = f"'open' is the machine's own network in {backend!r}"
+        if given == "open" and self.runtime in SHARES_NETWORK and not self.policy.host_network:
+            why = f"'open' is the machine's own network in {self.runtime!r}"
             yield field, f"{why}; the operator can permit it (permits.host_network)"
 
     def kwargs(self, field: str, given: JSON) -> Refused:
-        backend = _short(chosen(self.task.runtime).backend, RUNTIMES)
-        if backend == "remote" and not any(_fits(given, one) for one in self.permits.remotes):
-            yield field, "is no host of runtime 'remote' that the operator lists (permits.remotes)"
-        yield from self.own(field, "runtime.kwargs", backend, given)
+        if self.runtime == "remote" and not any(_fits(given, one) for one in self.policy.remotes):
+            yield (
+                field,
+                "the operator does not list this host for runtime 'remote' (permits.remotes)",
+            )
+        yield from self.own(field, "runtime.kwargs", self.runtime, given)
 
     def settings(self, field: str, given: JSON) -> Refused:
         agent = self.task.agent
@@ -233,14 +237,14 @@ class _Judge:
         yield from self.own(field, "evaluator.config", name, whole)
 
     def own(self, field: str, kind: str, name: str, given: JSON) -> Refused:
-        """The fields of one harness, evaluator or runtime; code of the operator's has its own."""
+        """Check the settings of one of Bridle's harnesses, evaluators or runtimes."""
         if name not in SETTINGS[kind]:
             return
         known = dict(word.partition(":")[::2] for word in SETTINGS[kind][name].split())
         for key, value in given.items():
             if key not in known:
                 shown = ", ".join(sorted(known)) or "none"
-                yield f"{field}.{key}", f"{name!r} takes no such field; it takes: {shown}"
+                yield f"{field}.{key}", f"{name!r} has no such field; it has: {shown}"
             elif known[key] and value is not None:
                 yield from getattr(self, known[key])(f"{field}.{key}", value)
 
@@ -256,16 +260,16 @@ class _Judge:
         evaluator = self.task.evaluator
         host = next(self.on_host(evaluator.strategy, evaluator.config), None)
         if given and host is not None:
-            why = f"{host!r} runs on the server's machine, where a task sets no variable"
+            why = f"{host!r} runs on the server's machine, where a task may not set variables"
             yield f"{field}.{min(given)}", why
 
     def on_host(self, strategy: str, config: JSON) -> Iterator[str]:
-        """The evaluators that run outside of every sandbox."""
+        """Yield the evaluators that run outside every sandbox."""
         name = _short(strategy, EVALUATORS)
         function = str(config.get("function", ""))
         if name not in EVALUATORS:
             yield strategy
-        elif name == "function" and _is_listed(function, self.permits.trusted):
+        elif name == "function" and _is_listed(function, self.policy.trusted):
             yield function
         elif name == "composite":
             parts = config.get("parts")
@@ -289,12 +293,12 @@ class _Judge:
 
     def trusted(self, field: str, given: str, what: str) -> Refused:
         named = ":" in given or given in installed(what)
-        if named and not _is_listed(given, self.permits.trusted):
-            shown = ", ".join(self.permits.trusted) or "none"
+        if named and not _is_listed(given, self.policy.trusted):
+            shown = ", ".join(self.policy.trusted) or "none"
             yield field, f"{given!r} may not run on this machine; permits.trusted: {shown}"
 
     def copied(self, field: str, given: object) -> Refused:
-        listed = (*self.permits.import_paths, *self.permits.trusted)
+        listed = (*self.policy.import_paths, *self.policy.trusted)
         if not _is_listed(str(given), listed):
             shown = ", ".join(listed) or "none"
             yield field, f"{given!r} may not be imported; permits.import_paths: {shown}"
@@ -311,19 +315,19 @@ class _Judge:
             yield from self.copied(f"{field}[{place}]", name)
 
     def branching(self, field: str, _: object) -> Refused:
-        yield field, "grows no trees here: fork sessions by POST /v1/sessions/{session_id}/fork"
+        yield field, "is not served here: fork sessions by POST /v1/sessions/{session_id}/fork"
 
     def owner(self, field: str, _: object) -> Refused:
-        yield field, "is set by the server: the owner of the token"
+        yield field, "is set by the server to the token's owner"
 
     def task_path(self, field: str, given: object) -> Refused:
-        """A path that may be relative to the task's folder."""
+        """Check a path, which may be relative to the task's folder."""
         path = Path(self.task.task_dir or ".", str(given)).resolve()
-        if not any(path.is_relative_to(folder.resolve()) for folder in self.permits.host_paths):
+        if not any(path.is_relative_to(folder.resolve()) for folder in self.policy.host_paths):
             yield field, f"{given!r} {NOT_LISTED}"
 
     def host_path(self, field: str, given: object) -> Refused:
-        """A path that a program of the machine gets as it is."""
+        """Check a path that is passed to a program of the machine as it is."""
         path = str(given)
         if not path.startswith("/") or {":", ","} & set(path):
             yield field, f"{path!r} must be an absolute path, without ':' and ','"
@@ -331,7 +335,7 @@ class _Judge:
             yield from self.task_path(field, path)
 
     def host_paths(self, field: str, given: object) -> Refused:
-        """Paths, each alone or as `HOST:INSIDE`."""
+        """Check paths, each alone or as `HOST:INSIDE`."""
         for path in given if isinstance(given, list | tuple) else [given]:
             source, colon, inside = str(path).partition(":")
             if colon and (not inside.startswith("/") or {":", ","} & set(inside)):
@@ -339,32 +343,32 @@ class _Judge:
             yield from self.host_path(field, source)
 
 
-RULES: Final[Mapping[str, Callable[[_Judge, str, Any], Refused]]] = {
-    "runtime.backend": _Judge.backend,
-    "runtime.image": _Judge.image,
-    "runtime.prepare[].source": _Judge.task_path,
-    "runtime.eval_prepare[].source": _Judge.task_path,
-    "runtime.network": _Judge.network,
-    "runtime.kwargs": _Judge.kwargs,
-    "agent.harness": _Judge.harness,
-    "agent.import_path": _Judge.harness,
-    "agent.function": _Judge.function,
-    "agent.settings": _Judge.settings,
-    "agent.skills_path": _Judge.task_path,
-    "builder.strategy": _Judge.builder,
-    "evaluator.strategy": _Judge.strategy,
-    "evaluator.config": _Judge.config,
-    "evaluator.env": _Judge.scorer_env,
-    "fork.capture": _Judge.task_path,
-    "branching.at": _Judge.branching,
-    "owner": _Judge.owner,
-    "task_dir": _Judge.task_path,
+RULES: Final[Mapping[str, Callable[[_PolicyCheck, str, Any], Refused]]] = {
+    "runtime.backend": _PolicyCheck.backend,
+    "runtime.image": _PolicyCheck.image,
+    "runtime.prepare[].source": _PolicyCheck.task_path,
+    "runtime.eval_prepare[].source": _PolicyCheck.task_path,
+    "runtime.network": _PolicyCheck.network,
+    "runtime.kwargs": _PolicyCheck.kwargs,
+    "agent.harness": _PolicyCheck.harness,
+    "agent.import_path": _PolicyCheck.harness,
+    "agent.function": _PolicyCheck.function,
+    "agent.settings": _PolicyCheck.settings,
+    "agent.skills_path": _PolicyCheck.task_path,
+    "builder.strategy": _PolicyCheck.builder,
+    "evaluator.strategy": _PolicyCheck.strategy,
+    "evaluator.config": _PolicyCheck.config,
+    "evaluator.env": _PolicyCheck.scorer_env,
+    "fork.capture": _PolicyCheck.task_path,
+    "branching.at": _PolicyCheck.branching,
+    "owner": _PolicyCheck.owner,
+    "task_dir": _PolicyCheck.task_path,
 }
-"""Fields that name something of the server's machine."""
+"""The rule of each field that names something on the server's machine."""
 
 
 def _fields(model: BaseModel, pattern: str, field: str) -> Iterator[tuple[str, str, Any]]:
-    """Every field that holds a value and no further model: its pattern, its name and its value."""
+    """Yield the pattern, name and value of every field that is not a model itself."""
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
@@ -377,7 +381,7 @@ def _fields(model: BaseModel, pattern: str, field: str) -> Iterator[tuple[str, s
 
 
 def _short(name: str, table: Mapping[str, str]) -> str:
-    """The short name of what comes with Bridle, also where it is given as a path."""
+    """Return the short name of one of Bridle's own classes, also if it is given as a path."""
     return next((short for short, path in table.items() if path == name), name)
 
 
@@ -404,4 +408,4 @@ def _fits(given: object, listed: object) -> bool:
 def names_files(task: Task) -> bool:
     """Return whether a task names files or folders relative to its `task_dir`."""
     without = task.model_copy(update={"task_dir": None})
-    return any(reason.endswith(NOT_LISTED) for _, reason in Permits().refused(without))
+    return any(reason.endswith(NOT_LISTED) for _, reason in SubmissionPolicy().refused(without))

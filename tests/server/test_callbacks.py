@@ -13,9 +13,20 @@ from tests.server.house import FakeWorkers, a_service, ended, failure, submissio
 
 from bridle.aio import Nursery
 from bridle.errors import ConfigError
-from bridle.server import delivery
-from bridle.server.addresses import Addresses
-from bridle.server.delivery import LEAST_TRIES, Deliverer, callback_secret, signature
+from bridle.server.callbacks import (
+    AT_ONCE,
+    DOUBTFUL,
+    EACH,
+    LEAST_TRIES,
+    REMEMBERED,
+    SECRET_ENV,
+    SLOW_S,
+    CallbackAddresses,
+    CallbackSender,
+    Receivers,
+    callback_secret,
+    signature,
+)
 
 SECRET = b"a secret"
 
@@ -78,16 +89,16 @@ class Clock:
 @asynccontextmanager
 async def delivering(service, listed=("127.0.0.0/8",), **more):
     """Tries follow one another at once."""
-    async with Nursery(service.lost) as nursery:
+    async with Nursery(service.failed) as nursery:
         more = {"first_wait_s": 0.0, **more}
-        deliverer = Deliverer(service, Addresses(listed), SECRET, **more)
+        deliverer = CallbackSender(service, CallbackAddresses(listed), SECRET, **more)
         nursery.start(deliverer.run(), name="deliverer")
         yield
-    assert service.broken is None
+    assert service.failure is None
 
 
 async def callbacks(service, state=None):
-    return await service.views.callbacks(after=0, limit=99, state=state)
+    return await service.queries.callbacks(after=0, limit=99, state=state)
 
 
 async def has(service, count, state):
@@ -96,7 +107,7 @@ async def has(service, count, state):
     return sum(row["state"] == state for row in rows) == count
 
 
-async def test_each_session_and_then_the_task_is_told_and_signed(tmp_path):
+async def test_signed_callbacks_for_each_session_and_then_the_task(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path, FakeWorkers(answers={"a.1": failure("harness_crash")})) as service,
@@ -115,7 +126,7 @@ async def test_each_session_and_then_the_task_is_told_and_signed(tmp_path):
         assert (task["status"], len(task["results"])) == ("completed", 2)
 
 
-async def test_callbacks_of_an_owner_with_a_secret_of_its_own_are_signed_with_that(tmp_path):
+async def test_callbacks_are_signed_with_the_owners_secret(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path, FakeWorkers()) as service,
@@ -141,10 +152,10 @@ def signer(headers, content):
 
 
 async def is_acked(service, task_id):
-    return (await service.views.task(task_id))["acked_at"] is not None
+    return (await service.queries.task(task_id))["acked_at"] is not None
 
 
-async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(tmp_path):
+async def test_failed_callback_is_retried_with_the_same_id(tmp_path):
     async with (
         Receiver(500, 302, 404).up() as receiver,
         a_service(tmp_path) as service,
@@ -162,7 +173,7 @@ async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(tmp_path):
             assert line in told
 
 
-async def test_what_was_not_delivered_is_delivered_by_the_next_server(tmp_path):
+async def test_undelivered_callbacks_are_sent_after_a_restart(tmp_path):
     async with Receiver().up() as receiver:
         async with a_service(tmp_path) as service:
             await service.submit([submission("a", callback_url=receiver.url)], owner="o")
@@ -173,7 +184,7 @@ async def test_what_was_not_delivered_is_delivered_by_the_next_server(tmp_path):
         assert len(receiver.got) == 2
 
 
-async def test_a_name_that_means_the_inside_is_dead_at_once_and_can_be_replayed(tmp_path):
+async def test_callback_to_an_internal_address_is_dead_at_once_and_can_be_replayed(tmp_path):
     async with (
         Receiver().up() as receiver,
         a_service(tmp_path) as service,
@@ -183,24 +194,24 @@ async def test_a_name_that_means_the_inside_is_dead_at_once_and_can_be_replayed(
             await service.submit([submission("a", callback_url=url)], owner="o")
             await until(lambda: has(service, 2, "dead"))
         rows = await callbacks(service)
-        assert all("forbidden: 'localhost' is the address" in row["error"] for row in rows)
+        assert all("forbidden: 'localhost' is the internal address" in row["error"] for row in rows)
         assert receiver.got == []
         async with delivering(service, listed=("localhost",)):
             assert await service.replay(None) == 2
             await until(lambda: has(service, 2, "delivered"))
 
 
-async def test_an_unreachable_receiver_is_given_up_after_its_time(tmp_path):
+async def test_callbacks_to_an_unreachable_receiver_are_dead_after_the_limit(tmp_path):
     async with a_service(tmp_path, callback_give_up_s=0.05) as service, delivering(service):
         task = submission("a", callback_url="http://127.0.0.1:1/x")
         await service.submit([task], owner="o")
         await until(lambda: has(service, 2, "dead"))
         rows = await callbacks(service)
         assert all("Cannot connect" in row["error"] for row in rows)
-        assert (await service.views.task("a"))["acked_at"] is None
+        assert (await service.queries.task("a"))["acked_at"] is None
 
 
-async def test_a_slow_receiver_holds_no_other_up(tmp_path):
+async def test_slow_receiver_delays_no_other(tmp_path):
     release = asyncio.Event()
     async with (
         Slow(release).up() as slow,
@@ -225,7 +236,7 @@ async def next_tries(service, clock):
     """Let the time pass until the next try is due; how long that was."""
     due = await until(lambda: pause_of(service))
     waited, clock.now = due - clock.now, due
-    service.ended.beat()
+    service.callback_due.notify_all()
     return waited
 
 
@@ -237,7 +248,7 @@ async def pause_of(service):
     return min(row["next_at"] for row in rows)
 
 
-async def test_a_receiver_that_answers_500_for_an_hour_gets_all_of_it_then(tmp_path):
+async def test_receiver_that_answers_500_for_an_hour_gets_all_callbacks_afterwards(tmp_path):
     clock = Clock()
     began = clock.now
 
@@ -254,7 +265,7 @@ async def test_a_receiver_that_answers_500_for_an_hour_gets_all_of_it_then(tmp_p
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
         clock.now = max(clock.now, time.time() + 1)
-        service.ended.beat()
+        service.callback_due.notify_all()
         await until(lambda: has_tried(service, 1))
         tries = {headers["x-bridle-delivery"]: [] for headers, _ in receiver.got}
         while clock.now < began + 3600:
@@ -275,19 +286,19 @@ async def has_tried(service, times):
 
 
 async def has_no_due(service, clock):
-    return not await service.views.due_callbacks(now=clock.now, limit=1) and all(
+    return not await service.queries.due_callbacks(now=clock.now, limit=1) and all(
         not row["sent_by"] for row in await callbacks(service, "pending")
     )
 
 
-async def test_the_pauses_double_up_to_five_minutes(tmp_path):
+async def test_backoff_doubles_up_to_five_minutes(tmp_path):
     clock = Clock()
     async with Receiver(*[500] * 11).up() as receiver, a_service(tmp_path) as service:
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
         clock.now = time.time() + 1
         only = (await callbacks(service))[0]["delivery_id"]
-        await service.state.note_callback(
+        await service.store.record_attempt(
             only, tries=1, fault=None, dead=False, now=clock.now, next_at=clock.now
         )
         async with delivering(service, first_wait_s=1.0, clock=clock):
@@ -299,7 +310,7 @@ async def test_the_pauses_double_up_to_five_minutes(tmp_path):
         assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
-async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(tmp_path):
+async def test_dead_callback_is_listed_and_delivered_after_a_replay(tmp_path):
     clock = Clock()
     async with (
         Receiver(*[500] * 10).up() as receiver,
@@ -309,7 +320,7 @@ async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
         clock.now = time.time() + 3600  # a clock that jumps gives nothing up by itself
-        service.ended.beat()
+        service.callback_due.notify_all()
         await until(lambda: has_no_due(service, clock))
         while not await has(service, 2, "dead"):
             await next_tries(service, clock)
@@ -321,7 +332,7 @@ async def test_one_that_is_given_up_is_listed_and_delivered_when_it_is_replayed(
         await until(lambda: has(service, 2, "delivered"))
 
 
-async def test_a_clock_that_jumps_back_leaves_no_callback_behind(tmp_path):
+async def test_clock_jump_backwards_delays_no_callback(tmp_path):
     clock = Clock()
     clock.now += 1e6
     async with (
@@ -332,15 +343,15 @@ async def test_a_clock_that_jumps_back_leaves_no_callback_behind(tmp_path):
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await until(lambda: has(service, 1, "delivered"))
         clock.now -= 1e6
-        service.ended.beat()
+        service.callback_due.notify_all()
         await until(lambda: has(service, 2, "delivered"))
 
 
 async def has_delivered(service, count):
-    return (await service.views.counts()).callbacks == {"delivered": count}
+    return (await service.queries.counts()).callbacks == {"delivered": count}
 
 
-async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
+async def test_slow_receivers_use_only_their_share_of_connections(tmp_path):
     release = asyncio.Event()
     async with (
         AsyncExitStack() as stack,
@@ -364,7 +375,7 @@ async def test_slow_receivers_fill_no_places_but_their_own(tmp_path):
         await until(lambda: has_delivered(service, 16 * 2 * 2 + 6))
 
 
-async def test_a_retry_does_not_wait_for_another_receivers_answer(tmp_path):
+async def test_retry_does_not_wait_for_another_receiver(tmp_path):
     release = asyncio.Event()
     async with (
         Slow(release).up() as slow,
@@ -393,32 +404,32 @@ async def test_two_servers_send_each_callback_once(tmp_path):
         await one.submit(tasks, owner="o")
         while not await has(one, 24, "delivered"):
             for service in (one, other):
-                service.ended.beat()
+                service.callback_due.notify_all()
             await asyncio.sleep(0.005)
         ids = [headers["x-bridle-delivery"] for headers, _ in receiver.got]
         assert len(ids) == len(set(ids)) == 24
 
 
-async def test_what_an_earlier_life_was_sending_is_sent_at_once(tmp_path):
+async def test_callbacks_of_an_earlier_process_are_sent_at_once(tmp_path):
     async with Receiver().up() as receiver, a_service(tmp_path, owner="me") as service:
         await service.submit([submission("a", callback_url=receiver.url)], owner="o")
         await ended(service, "a")
         now = time.time()
         ids = [row["delivery_id"] for row in await callbacks(service)]
-        taken = await service.state.take_callbacks(ids, owner="me", now=now + 1, until=now + 900)
+        taken = await service.store.claim_callbacks(ids, owner="me", now=now + 1, until=now + 900)
         assert taken == set(ids)
         async with delivering(service):
             await until(lambda: is_acked(service, "a"))
 
 
 def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
-    monkeypatch.delenv(delivery.SECRET_ENV, raising=False)
+    monkeypatch.delenv(SECRET_ENV, raising=False)
     secret = callback_secret(tmp_path)
     assert callback_secret(tmp_path) == secret
     assert (tmp_path / "callback.secret").stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv(delivery.SECRET_ENV, "given")
+    monkeypatch.setenv(SECRET_ENV, "given")
     assert callback_secret(tmp_path) == b"given"
-    monkeypatch.delenv(delivery.SECRET_ENV)
+    monkeypatch.delenv(SECRET_ENV)
     with pytest.raises(ConfigError, match=r"callback\.secret"):
         callback_secret(tmp_path / "callback.secret")
 
@@ -426,3 +437,67 @@ def test_the_secret_is_kept_and_for_its_owner_only(tmp_path, monkeypatch):
 def test_a_signature_covers_time_and_body():
     assert signature(b"k", b"{}", at=5) != signature(b"k", b"{}", at=6)
     assert signature(b"k", b"{}", at=5).startswith("t=5,v1=")
+
+
+def fill(receivers, name):
+    """Begin as many as the receiver may have; how many."""
+    count = 0
+    while receivers.room and receivers.has_room(name):
+        receivers.begin(name)
+        count += 1
+    return count
+
+
+def known(receivers, name, *, taken=True, seconds=0.0):
+    receivers.begin(name)
+    receivers.end(name, taken=taken, seconds=seconds)
+
+
+def test_receiver_gets_one_callback_until_it_acknowledged_one():
+    receivers = Receivers()
+    assert fill(receivers, "a") == 1
+    receivers.end("a", taken=True, seconds=0.1)
+    assert fill(receivers, "a") == EACH
+    assert receivers.full() == ["a"]
+    assert receivers.room == AT_ONCE - EACH
+
+
+def test_failing_or_slow_receiver_gets_one_callback_at_a_time():
+    for failing in ({"taken": False}, {"seconds": SLOW_S + 1}):
+        receivers = Receivers()
+        known(receivers, "a")
+        known(receivers, "a", **failing)
+        assert fill(receivers, "a") == 1
+        receivers.end("a", taken=True, seconds=0.0)
+        assert fill(receivers, "a") == EACH
+
+
+def test_sixteen_slow_receivers_leave_connections_to_healthy_ones():
+    receivers = Receivers()
+    slow = [f"slow{number}" for number in range(16)]
+    for name in slow:
+        known(receivers, name, taken=False)
+    known(receivers, "well")
+    assert sum(fill(receivers, name) for name in slow) == DOUBTFUL
+    assert fill(receivers, "well") == EACH
+    assert fill(receivers, "stranger") == 1
+    strangers = Receivers()
+    assert sum(fill(strangers, name) for name in slow) == 16  # nobody knows yet
+    assert fill(strangers, "well") == 1
+
+
+def test_callbacks_in_flight_are_limited_and_released():
+    receivers = Receivers()
+    names = [f"r{number}" for number in range(AT_ONCE + 5)]
+    assert sum(fill(receivers, name) for name in names) == AT_ONCE
+    assert receivers.room == 0
+    receivers.end(names[0], taken=True, seconds=0.0)
+    assert receivers.room == 1
+
+
+def test_old_receivers_are_forgotten():
+    receivers = Receivers()
+    for number in range(REMEMBERED + 1):
+        known(receivers, f"r{number}", taken=False)
+    assert receivers.full() == []
+    assert fill(receivers, "r0") == 1

@@ -1,9 +1,9 @@
 from tests.server.house import submission
-from tests.server.test_closing import failed
-from tests.server.test_state import NOW, a_state, claim, done, submit
+from tests.server.test_finalize import failed
+from tests.server.test_store import NOW, a_state, claim, done, submit
 
-from bridle.server.states import DeliveryState, TaskState
-from bridle.server.views import is_final
+from bridle.server.queries import is_final
+from bridle.server.tables import CallbackState, TaskState
 
 
 async def end(state, *names):
@@ -14,10 +14,12 @@ async def end(state, *names):
 
 
 async def names(state, **query):
-    return [row["task_id"] for row in await state.views.groups(**{"after": 0, "limit": 9, **query})]
+    return [
+        row["task_id"] for row in await state.queries.groups(**{"after": 0, "limit": 9, **query})
+    ]
 
 
-async def test_groups_come_as_they_end_as_submitted_or_by_priority(tmp_path):
+async def test_groups_are_ordered_by_end_submission_or_priority(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(
             state,
@@ -34,7 +36,7 @@ async def test_groups_come_as_they_end_as_submitted_or_by_priority(tmp_path):
         assert await names(state, limit=1) == ["c"]
 
 
-async def test_in_the_order_of_submission_none_comes_before_those_ahead_of_it(tmp_path):
+async def test_submission_order_waits_for_earlier_groups(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, *(submission(name) for name in "abc"))
         await end(state, "a", "c")
@@ -50,54 +52,54 @@ async def test_acknowledged_groups_come_only_when_asked_for(tmp_path):
         assert await names(state, acked=True) == ["a", "b"]
 
 
-async def test_pages_go_on_where_the_last_one_ended(tmp_path):
+async def test_next_page_begins_after_the_cursor(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, *(submission(name, 3) for name in "abc"))
-        first = await state.views.tasks(after=0, limit=2)
-        rest = await state.views.tasks(after=first[-1]["seq"], limit=2)
+        first = await state.queries.tasks(after=0, limit=2)
+        rest = await state.queries.tasks(after=first[-1]["seq"], limit=2)
         assert [row["task_id"] for row in [*first, *rest]] == ["a", "b", "c"]
         await claim(state, 3)
-        sessions = await state.views.sessions(first[0]["seq"], after=0, limit=1)
+        sessions = await state.queries.sessions(first[0]["seq"], after=0, limit=1)
         assert [row["session_id"] for row in sessions] == ["a.1"]
-        assert await state.views.sessions(first[0]["seq"], final=True) == []
-        queued = await state.views.tasks(after=0, limit=9, state=TaskState.QUEUED)
+        assert await state.queries.sessions(first[0]["seq"], final=True) == []
+        queued = await state.queries.tasks(after=0, limit=9, state=TaskState.QUEUED)
         assert [row["task_id"] for row in queued] == ["b", "c"]
 
 
-async def test_counts_and_paces(tmp_path):
+async def test_counts_pause_and_resume(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", callback_url="http://h/x"), submission("b", 2))
         one, two = await claim(state, 2)
         await state.finish(failed(one), owner="me", now=NOW)
-        counts = await state.views.counts()
+        counts = await state.queries.counts()
         assert counts.tasks == {"failed": 1, "running": 1}
         assert counts.sessions == {"ERROR": 1, "RUNNING": 1}
         assert (counts.waiting, counts.unacked) == (1, 1)
         assert counts.callbacks == {"pending": 2}
-        assert await state.views.inflight_groups() == {"o": 1}
-        assert await state.views.unacked_groups() == {"o": 1}
-        assert await state.views.started_groups() == 2
-        running = await state.views.running_since(1)
+        assert await state.queries.inflight_groups() == {"o": 1}
+        assert await state.queries.unacked_groups() == {"o": 1}
+        assert await state.queries.started_groups() == 2
+        running = await state.queries.running_since(1)
         assert [row["session_id"] for row in running] == [two.session_id]
-        assert is_final(await state.views.task("a"))
-        assert not is_final(await state.views.task("b"))
-        assert await state.views.file_bytes() == 0
+        assert is_final(await state.queries.task("a"))
+        assert not is_final(await state.queries.task("b"))
+        assert await state.queries.file_bytes() == 0
 
 
 async def test_callbacks_are_due_in_their_order(tmp_path):
     async with a_state(tmp_path) as state:
         await submit(state, submission("a", callback_url="http://h/x"))
-        assert await state.views.next_callback() is None
+        assert await state.queries.next_callback() is None
         await end(state, "a")
-        first, last = await state.views.due_callbacks(now=NOW, limit=9)
+        first, last = await state.queries.due_callbacks(now=NOW, limit=9)
         assert (first["session_id"], last["session_id"]) == ("a.0", None)
         later = {"tries": 1, "fault": "500", "dead": False, "now": NOW, "next_at": NOW + 5}
-        await state.note_callback(first["delivery_id"], **later)
-        due = await state.views.due_callbacks(now=NOW, limit=9)
+        await state.record_attempt(first["delivery_id"], **later)
+        due = await state.queries.due_callbacks(now=NOW, limit=9)
         assert [row["session_id"] for row in due] == [None]
-        assert await state.views.next_callback() == NOW
-        await state.note_callback(last["delivery_id"], **(later | {"dead": True}))
-        dead = await state.views.callbacks(after=0, limit=9, state=DeliveryState.DEAD)
+        assert await state.queries.next_callback() == NOW
+        await state.record_attempt(last["delivery_id"], **(later | {"dead": True}))
+        dead = await state.queries.callbacks(after=0, limit=9, state=CallbackState.DEAD)
         assert [row["error"] for row in dead] == ["500"]
         assert await state.replay(None, now=NOW) == 1
         assert await state.replay(first["delivery_id"], now=NOW) == 0

@@ -1,11 +1,11 @@
-"""Reads of the state: every page is bounded, and costs what is in it."""
+"""Reads of the server's database. Each page is bounded and costs as much as its rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
@@ -24,17 +24,21 @@ from sqlalchemy import (
 
 from bridle.server import tables as t
 from bridle.server.database import Database
-from bridle.server.states import FINAL_TASKS, DeliveryState, Kept, SessionState, TaskState, run_id
+from bridle.server.schemas import GroupOrder
+from bridle.server.tables import (
+    FINAL_TASKS,
+    CallbackState,
+    RetentionLevel,
+    SessionState,
+    TaskState,
+    run_id,
+)
 
 FARTHEST_S: Final = 1200.0
-"""No callback waits longer than this for its next try."""
+"""No callback waits longer than this for its next attempt."""
 
 LAST_SAMPLE: Final = 2**31 - 1
-"""The most that PostgreSQL can compare a sample's index with."""
-
-Order = Literal["done", "submitted", "priority"]
-"""How groups are handed out: as they end; as they were submitted, each after all before it; those
-of the highest priority first."""
+"""The largest integer that PostgreSQL compares a sample's index with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +46,29 @@ class Counts:
     """Counts by state."""
 
     tasks: dict[str, int]
-    """By state."""
     sessions: dict[str, int]
-    """By state; only those that were started."""
+    """Only those that have started."""
     waiting: int
-    """Sessions that are still to be started."""
+    """Sessions that have not started."""
     unacked: int
-    """Groups that have ended and wait for their ack."""
+    """Groups that have ended and are not acknowledged."""
     callbacks: dict[str, int]
-    """By state."""
 
 
-class Views:
-    """Reads. Every method raises `StateError` if the database cannot be used.
+class Queries:
+    """Reads; each method raises `StateError` if the database cannot be used.
 
-    Those of `of(owner)` read that owner's rows alone, and `task_id` is what the owner calls a task;
-    in the others it is the task's key (`rows.task_key`). Every row of a task has its `key`.
+    Those of `of(owner)` read only that owner's rows, and `task_id` is a task's id as the owner
+    knows it; otherwise it is the task's key (`tables.task_key`). Every row of a task has its `key`.
     """
 
     def __init__(self, database: Database, owner: str | None = None) -> None:
         self._database = database
         self._owner = owner
 
-    def of(self, owner: str | None) -> Views:
-        """Return the views of one owner; `None` = of all."""
-        return self if owner == self._owner else Views(self._database, owner)
+    def of(self, owner: str | None) -> Queries:
+        """Return the queries of one owner; `None` = of all."""
+        return self if owner == self._owner else Queries(self._database, owner)
 
     @property
     def _task_id(self) -> Label[str]:
@@ -75,13 +77,13 @@ class Views:
 
     @property
     def _tasks(self) -> Select[*tuple[Any, ...]]:
-        """Whole tasks, as far as they are seen."""
+        """Select the owner's tasks."""
         rest = (column for column in t.tasks.c if column is not t.tasks.c.task_id)
         query = select(*rest, self._task_id, t.tasks.c.task_id.label("key"))
         return query if self._owner is None else query.where(t.tasks.c.owner == self._owner)
 
     def _with_task(self, table: Table) -> Select[*tuple[Any, ...]]:
-        """Rows of sessions or callbacks with their task's ids and ack, as far as they are seen."""
+        """Select the owner's sessions or callbacks with their task's ids and acknowledgement."""
         tasks = t.tasks.c
         more = self._task_id, tasks.task_id.label("key"), tasks.name, tasks.acked_at
         query = select(table, *more).join(t.tasks)
@@ -94,7 +96,7 @@ class Views:
     async def tasks(
         self, *, after: int, limit: int, state: TaskState | None = None
     ) -> Sequence[RowMapping]:
-        """Tasks in the order of their acceptance, behind number `after`."""
+        """Return tasks in the order of submission, after number `after`."""
         query = self._tasks.where(t.tasks.c.seq > after)
         if state is not None:
             query = query.where(t.tasks.c.state == state)
@@ -103,7 +105,7 @@ class Views:
     async def sessions(
         self, task_seq: int, *, after: int = -1, limit: int | None = None, final: bool = False
     ) -> Sequence[RowMapping]:
-        """A task's sessions behind sample `after`, in the order of their samples."""
+        """Return a task's sessions in the order of their samples, after sample `after`."""
         s = t.sessions.c
         after = min(after, LAST_SAMPLE)
         query = select(t.sessions).where(s.task_seq == task_seq, s.sample_index > after)
@@ -114,7 +116,7 @@ class Views:
     async def newest(
         self, *, limit: int, offset: int = 0, state: SessionState | None = None
     ) -> Sequence[RowMapping]:
-        """Sessions that were started, those of the newest task first, with its `task_id`."""
+        """Return sessions that have started, those of the newest task first, with its `task_id`."""
         s = t.sessions.c
         query = self._with_task(t.sessions)
         if state is not None:
@@ -123,14 +125,14 @@ class Views:
         return await self._all(query.limit(limit).offset(offset))
 
     async def session(self, session_id: str) -> RowMapping | None:
-        """A session's row, with its task's `task_id`, `key` and `name`."""
+        """Return a session's row, with its task's `task_id`, `key` and `name`."""
         query = self._with_task(t.sessions)
         return await self._first(query.where(t.sessions.c.session_id == session_id))
 
     async def groups(
-        self, *, after: int, limit: int, order: Order = "done", acked: bool = False
+        self, *, after: int, limit: int, order: GroupOrder = "done", acked: bool = False
     ) -> Sequence[RowMapping]:
-        """Tasks that are final; those acknowledged only if asked for.
+        """Return final tasks, without acknowledged ones unless `acked`.
 
         `after` is a `done_seq`, or, in the order of submission, a `seq`.
         """
@@ -158,7 +160,7 @@ class Views:
         waits = func.sum(case((tasks.open == 1, tasks.target - tasks.expanded), else_=0))
         is_unacked = tasks.acked_at.is_(None) & tasks.done_seq.is_not(None)
         unacked = func.sum(case((is_unacked, 1), else_=0))
-        # One query, because each is a way to the database and back.
+        # One query, because each is a round trip.
         parts = [
             select(literal("tasks"), tasks.state, func.count(), waits, unacked),
             select(literal("sessions"), t.sessions.c.state, func.count(), nothing, nothing),
@@ -179,7 +181,7 @@ class Views:
         return Counts(found["tasks"], found["sessions"], totals[0], totals[1], found["callbacks"])
 
     async def owners(self) -> dict[str, dict[str, int]]:
-        """By owner: samples that are `waiting` to be started, and sessions that are `running`."""
+        """Return by owner: samples that are `waiting` to be started, and `running` sessions."""
         tasks, s = t.tasks.c, t.sessions.c
         waits = func.sum(tasks.target - tasks.expanded)
         query = union_all(
@@ -197,12 +199,12 @@ class Views:
         return found
 
     async def inflight_groups(self) -> Counter[str]:
-        """Groups of each owner that are started and have not ended."""
+        """Return how many groups of each owner have started and not ended."""
         states = (TaskState.RUNNING, TaskState.ENDING)
         return await self._by_owner(t.tasks.c.state.in_(states))
 
     async def unacked_groups(self) -> Counter[str]:
-        """Groups of each owner that have ended and wait for their ack."""
+        """Return how many groups of each owner have ended and are not acknowledged."""
         tasks = t.tasks.c
         return await self._by_owner(tasks.acked_at.is_(None) & tasks.done_seq.is_not(None))
 
@@ -211,7 +213,7 @@ class Views:
         return await self._number(query) or 0
 
     async def leases(self) -> dict[str, float]:
-        """Until when each server's latest lease of a running session goes."""
+        """Return the end of each server's latest lease of a running session."""
         s = t.sessions.c
         query = select(s.leased_by, func.max(s.leased_until)).group_by(s.leased_by)
         async with self._database.read() as connection:
@@ -219,7 +221,7 @@ class Views:
             return {owner: until for owner, until in rows if owner is not None}
 
     async def held_by(self, owner: str) -> dict[str, bool]:
-        """The runs that `owner` holds, and whether each is to go on."""
+        """Return the runs that the server `owner` holds, and whether each may continue."""
         s = t.sessions.c
         stopped = func.coalesce(s.stopped, t.tasks.c.stopped)
         query = select(s.session_id, s.attempt, stopped).join(t.tasks)
@@ -229,7 +231,7 @@ class Views:
         return {run_id(session, attempt): reason is None for session, attempt, reason in rows}
 
     async def running_since(self, version: int) -> Sequence[RowMapping]:
-        """Running sessions whose run began under a policy older than `version`."""
+        """Return running sessions whose run started under a policy older than `version`."""
         s = t.sessions.c
         query = select(t.sessions).where(
             s.state == SessionState.RUNNING, s.version_started < version
@@ -241,29 +243,26 @@ class Views:
     async def due_callbacks(
         self, *, now: float, limit: int, without: Sequence[str] = ()
     ) -> Sequence[RowMapping]:
-        """Callbacks to be tried now, oldest first; none to the receivers `without`."""
+        """Return due callbacks, oldest first; none to the receivers `without`."""
         c = t.callbacks.c
         query = self._with_task(t.callbacks)
         query = query.where(is_due(now), c.receiver.not_in(without))
         return await self._all(query.order_by(c.next_at, c.seq).limit(limit))
 
     async def next_callback(self, *, without: Sequence[str] = ()) -> float | None:
-        """When the next callback is to be tried; `None` = none waits.
-
-        Those to the receivers `without` are left aside.
-        """
+        """Return when the next callback is due, but to the receivers `without`; `None` = never."""
         c = t.callbacks.c
         query = select(func.min(c.next_at)).where(
-            c.state == DeliveryState.PENDING, c.receiver.not_in(without)
+            c.state == CallbackState.PENDING, c.receiver.not_in(without)
         )
         async with self._database.read() as connection:
             due: float | None = (await connection.execute(query)).scalar_one()
         return due
 
     async def callbacks(
-        self, *, after: int, limit: int, state: DeliveryState | None = None
+        self, *, after: int, limit: int, state: CallbackState | None = None
     ) -> Sequence[RowMapping]:
-        """Callbacks in the order in which they were made, behind number `after`."""
+        """Return callbacks in the order of their creation, after number `after`."""
         query = self._with_task(t.callbacks).where(t.callbacks.c.seq > after)
         if state is not None:
             query = query.where(t.callbacks.c.state == state)
@@ -272,13 +271,15 @@ class Views:
     # ---- retention
 
     async def removable(
-        self, kept: Kept, *, before: float | None, limit: int
+        self, kept: RetentionLevel, *, before: float | None, limit: int
     ) -> Sequence[RowMapping]:
-        """Acknowledged groups of which so much is kept, oldest first, with no callback to be tried;
-        acknowledged before `before`, `None` = whenever.
+        """Return groups of a retention level, the first acknowledged first, without pending
+        callbacks.
+
+        They were acknowledged before `before`; `None` = at any time.
         """
         tasks, c = t.tasks.c, t.callbacks.c
-        pending = select(c.seq).where(c.task_seq == tasks.seq, c.state == DeliveryState.PENDING)
+        pending = select(c.seq).where(c.task_seq == tasks.seq, c.state == CallbackState.PENDING)
         query = select(tasks.seq, tasks.task_id).where(
             tasks.kept == kept, tasks.acked_at.is_not(None), ~pending.exists()
         )
@@ -287,17 +288,19 @@ class Views:
         return await self._all(query.order_by(tasks.acked_at, tasks.seq).limit(limit))
 
     async def kept_groups(self) -> int:
-        """Groups that have ended and whose files are kept."""
+        """Return how many ended groups have files."""
         tasks = t.tasks.c
-        query = select(func.count()).where(tasks.kept == Kept.ALL, tasks.ended_at.is_not(None))
+        query = select(func.count()).where(
+            tasks.kept == RetentionLevel.ALL, tasks.ended_at.is_not(None)
+        )
         return await self._number(query) or 0
 
     async def file_bytes(self) -> int:
-        """Size of all trajectories that are kept."""
+        """Return the bytes of all kept trajectories."""
         query = select(func.sum(t.sessions.c.file_bytes)).where(t.sessions.c.file.is_not(None))
         return await self._number(query) or 0
 
-    # ---- small things
+    # ---- helpers
 
     async def _by_owner(self, condition: ColumnElement[bool]) -> Counter[str]:
         owner = t.tasks.c.owner
@@ -321,12 +324,10 @@ class Views:
 
 
 def is_due(now: float) -> ColumnElement[bool]:
-    """Return whether a callback is due, also where its time is so far ahead that a clock was set
-    back.
-    """
+    """Return the condition that a callback is due, or so far ahead that a clock was set back."""
     c = t.callbacks.c
     return and_(
-        c.state == DeliveryState.PENDING, or_(c.next_at <= now, c.next_at > now + FARTHEST_S)
+        c.state == CallbackState.PENDING, or_(c.next_at <= now, c.next_at > now + FARTHEST_S)
     )
 
 

@@ -17,7 +17,7 @@ async def submit(http, *bodies):
     return await http.post("/v1/tasks", json={"tasks": [*bodies]})
 
 
-async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
+async def test_batch_is_accepted_as_a_whole_or_not_at_all(tmp_path):
     async with an_app(tmp_path) as http:
         told = await submit(http, body("a"), body("b"))
         assert told.json() == {
@@ -36,7 +36,7 @@ async def test_a_batch_is_accepted_whole_or_not_at_all(tmp_path):
 async def test_our_default_builder_is_prefix_merging(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
-        spec = (await http.service.views.task("a"))["spec"]
+        spec = (await http.service.queries.task("a"))["spec"]
         assert '"strategy":"prefix_merging"' in spec
 
 
@@ -52,7 +52,7 @@ async def test_tasks_are_listed_by_state_and_shown(tmp_path):
         assert (told["state"], told["priority"], told["usable_sessions"]) == ("completed", 3, 1)
 
 
-async def test_waiting_for_a_task_ends_with_it(tmp_path):
+async def test_long_poll_of_a_task_ends_with_it(tmp_path):
     workers = FakeWorkers(held=True)
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a"))
@@ -104,7 +104,7 @@ async def test_sessions_of_all_tasks_are_listed_newest_first(tmp_path):
     assert wrong.status_code == 422
 
 
-async def test_a_trajectory_comes_as_json_msgpack_or_arrow(tmp_path):
+async def test_trajectory_is_served_as_json_msgpack_or_arrow(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
@@ -150,7 +150,7 @@ class WatchedTraces:
         "/rollout/task/a?include=results",
     ],
 )
-async def test_a_trajectory_is_turned_into_an_answer_off_the_event_loop(tmp_path, path):
+async def test_trajectory_is_encoded_off_the_event_loop(tmp_path, path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
@@ -161,7 +161,7 @@ async def test_a_trajectory_is_turned_into_an_answer_off_the_event_loop(tmp_path
     assert threading.get_ident() not in Watched.threads
 
 
-async def test_what_has_no_trajectory_says_so(tmp_path):
+async def test_session_without_a_trajectory_gives_404(tmp_path):
     workers = FakeWorkers(held=True)
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a"))
@@ -178,7 +178,7 @@ async def reward(http, session_id, value, **more):
     return await http.post(f"/v1/sessions/{session_id}/reward", json={"reward": value, **more})
 
 
-async def test_rewards_of_a_session_are_bounded_and_the_last_one_that_was_taken_counts(tmp_path):
+async def test_rewards_of_a_session_are_bounded_and_the_last_accepted_one_counts(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
@@ -192,7 +192,7 @@ async def test_rewards_of_a_session_are_bounded_and_the_last_one_that_was_taken_
         assert (await http.get("/v1/sessions/a.0")).json()["reward"] == given - 1 > 5
 
 
-async def test_a_reward_given_later_is_what_the_untaken_group_trains_on(tmp_path):
+async def test_later_reward_is_in_an_unacknowledged_group(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a"))
         await ended(http.service, "a")
@@ -227,7 +227,7 @@ async def test_a_reward_completes_a_session_whose_evaluator_failed_and_its_task(
         assert (await http.get("/v1/tasks/a")).json()["usable_sessions"] == 1
 
 
-async def test_a_reward_is_refused_for_what_runs_or_has_nothing_to_score(tmp_path):
+async def test_reward_is_refused_for_a_running_or_unscorable_session(tmp_path):
     workers = FakeWorkers(held=True)
     async with an_app(tmp_path, workers) as http:
         await submit(http, body("a"))
@@ -263,7 +263,7 @@ async def test_artifacts_are_files_of_the_run_and_nothing_else(tmp_path):
         assert (await http.get("/v1/sessions/a.0/artifacts/none")).status_code == 404
 
 
-async def test_groups_come_again_until_they_are_acknowledged(tmp_path):
+async def test_groups_are_listed_until_they_are_acknowledged(tmp_path):
     async with an_app(tmp_path) as http:
         await submit(http, body("a", 2), body("b"))
         for name in "ab":
@@ -283,7 +283,7 @@ async def test_groups_come_again_until_they_are_acknowledged(tmp_path):
         assert told == {"groups": [], "cursor": rest["cursor"]}
 
 
-async def test_a_reader_of_groups_waits_for_the_next_one(tmp_path):
+async def test_long_poll_waits_for_the_next_group(tmp_path):
     async with an_app(tmp_path) as http:
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(http.get("/v1/groups?wait_s=60"))
@@ -311,7 +311,7 @@ async def test_dead_callbacks_are_listed_and_replayed(tmp_path):
         (first, last) = (await http.get("/v1/callbacks")).json()["callbacks"]
         assert (await http.post(f"/v1/callbacks/{first['delivery_id']}/replay")).status_code == 404
         for one in (first, last):
-            await http.service.state.note_callback(
+            await http.service.store.record_attempt(
                 one["delivery_id"], tries=1, fault="500", dead=True, now=1.0, next_at=1.0
             )
         dead = (await http.get("/v1/callbacks?state=dead")).json()["callbacks"]
@@ -321,7 +321,7 @@ async def test_dead_callbacks_are_listed_and_replayed(tmp_path):
         assert (await http.post("/v1/callbacks/replay")).json() == {"replayed": 1}
 
 
-async def test_pace_and_policy_are_steered(tmp_path):
+async def test_pause_and_policy_are_changed(tmp_path):
     workers = FakeWorkers()
     async with an_app(tmp_path, workers) as http:
         assert (await http.post("/v1/pause")).json()["paused"] is True
@@ -337,8 +337,34 @@ async def test_pace_and_policy_are_steered(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"version": "x"}, {"hold": "maybe"}, {"weights": "/w"}, {"a": 1}]
 )
-async def test_a_wrong_policy_changes_nothing(tmp_path, wrong):
+async def test_failed_policy_update_changes_nothing(tmp_path, wrong):
     workers = FakeWorkers()
     async with an_app(tmp_path, workers) as http:
         assert (await http.post("/policy", json=wrong)).status_code == 422
         assert workers.asked == []
+
+
+REPLICA = "http://127.0.0.1:9"
+
+
+async def test_nodes_are_shown_and_drained_by_name(tmp_path):
+    async with an_app(tmp_path, FakeWorkers()) as http:
+        assert (await http.get("/v1/nodes")).json() == {
+            "nodes": [{"name": "fake", "state": "live", "slots": 4, "free": 4}]
+        }
+        drained = await http.post("/v1/nodes/fake/drain")
+        assert drained.json()["nodes"][0]["state"] == "draining"
+        refused = await http.post("/v1/nodes/other/drain")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "name")
+
+
+async def test_replicas_join_and_leave_all_nodes(tmp_path):
+    workers = FakeWorkers()
+    async with an_app(tmp_path, workers) as http:
+        assert (await http.post("/v1/replicas", json={"engine": REPLICA})).status_code == 200
+        assert workers.replicas == [REPLICA]
+        assert (await http.post("/v1/replicas", json={"engine": "scripted:x"})).status_code == 422
+        gone = await http.delete("/v1/replicas", params={"name": REPLICA, "drain_s": "3"})
+        assert (gone.status_code, workers.replicas) == (200, [])
+        assert (await http.delete("/v1/replicas", params={"name": REPLICA})).status_code == 404
+        assert (await http.delete("/v1/replicas")).status_code == 422

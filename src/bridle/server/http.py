@@ -1,0 +1,340 @@
+"""Request handling that all routes share: authentication, limits, and errors as JSON.
+
+An error is `{"error": {"code", "message", "param"}, "detail"}`; Polar's clients read `detail`. A
+database that cannot be used gives 503 with `Retry-After`; only a bug gives 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import msgspec
+import orjson
+import structlog
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from bridle.config import explain, first_fault
+from bridle.dialects.limits import check_depth, check_json, check_values
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    EngineError,
+    RequestError,
+    StateError,
+    StoreError,
+)
+from bridle.gateway.attempts import TOO_MANY, WrongTokens
+from bridle.gateway.faults import trace_of
+from bridle.gateway.listener import most_connections
+from bridle.server.auth import Auth, Caller, TokenRole, sent_tokens
+from bridle.server.callbacks import CallbackAddresses
+from bridle.server.finalize import ConflictError
+from bridle.server.queries import Queries
+from bridle.server.service import Service
+from bridle.server.store import QuotaError
+from bridle.server.submission_policy import SubmissionPolicy
+from bridle.trajectory.result import encode
+from bridle.types import JSON
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_BODY: Final = 64 << 20
+"""Bytes of the largest body: a thousand tasks of 64 KB."""
+
+MOST_VALUES: Final = 1_000_000
+"""Members and items of all objects and arrays of a body: a thousand tasks of a thousand."""
+
+LONG_BYTES: Final = 1 << 18
+"""Bytes from which a body is decoded in a thread."""
+
+BODY_S: Final = 120.0
+"""Seconds that a request's body may take to arrive."""
+
+OWNERS: Final = 4
+"""One owner's requests in progress take at most this fraction (1/4) of all connections."""
+
+KNOWN: Final = "bridle_known"
+"""Key in the state of a request whose token is valid."""
+
+JSON_TYPE: Final = "application/json"
+MSGPACK_TYPE: Final = "application/msgpack"
+ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+
+UNKNOWN: Final = (
+    "a valid token is needed: --token, BRIDLE_SERVER_TOKEN, or http://x:TOKEN@host; "
+    "the server's own is in server.token of its data folder"
+)
+
+log = structlog.get_logger(__name__)
+
+
+def error_json(code: str, message: str, *, param: str | None = None, **more: object) -> JSON:
+    """Return the body of an error response."""
+    return {"error": {"code": code, "message": message, "param": param, **more}, "detail": message}
+
+
+class ApiError(Exception):
+    """An error response with a status."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        wait_s: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.wait_s = wait_s
+        self.body = error_json(code, message, param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """Objects that routes need; `app.state.context` of the application."""
+
+    service: Service
+    policy: SubmissionPolicy
+    auth: Auth
+    addresses: CallbackAddresses
+    in_progress: Counter[str] = field(default_factory=Counter)
+    """Requests in progress, by owner."""
+    wrong: WrongTokens = field(default_factory=WrongTokens)
+
+    @contextmanager
+    def counted(self, owner: str) -> Iterator[None]:
+        """Count an owner's request inside. `QuotaError` beyond its part of all connections."""
+        most = most_connections() // OWNERS
+        if self.in_progress[owner] >= most:
+            raise QuotaError(f"owner {owner!r} has {most} requests in progress, its limit")
+        self.in_progress[owner] += 1
+        try:
+            yield
+        finally:
+            self.in_progress[owner] -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """An authenticated request."""
+
+    request: Request
+    caller: Caller
+    context: ServerContext
+
+    @property
+    def service(self) -> Service:
+        return self.context.service
+
+    @property
+    def queries(self) -> Queries:
+        """Return the queries that the caller may make."""
+        return self.service.queries.of(self.caller.tenant)
+
+    def path(self, name: str) -> str:
+        """Return a part of the path. Raises `ApiError` 404 for a name that nothing can have."""
+        value: str = self.request.path_params[name]
+        if "\x00" in value:  # PostgreSQL accepts no NUL
+            raise ApiError(404, "not_found", f"no {name} contains a NUL", param=name)
+        return value
+
+    def query(self, model: type[Model]) -> Model:
+        """Return the query parameters; of a repeated one the last. Raises `ApiError` 422."""
+        try:
+            return model.model_validate(dict(self.request.query_params))
+        except ValidationError as error:
+            raise invalid(error, "the query") from None
+
+    async def body(self, model: type[Model]) -> Model:
+        """Return the request's JSON.
+
+        Raises `ApiError`: 400 if it is not JSON, 413 if it is too large, 422 with the field's name
+        if a field is wrong.
+        """
+        given = await self._bytes() or b"{}"
+        try:
+            if len(given) > LONG_BYTES:
+                return await asyncio.to_thread(_read, given, model)
+            return _read(given, model)
+        except RequestError as error:
+            if error.status == 413:
+                raise ApiError(413, "too_large", str(error)) from None
+            param = (error.param or "").replace("[", ".").replace("]", "")
+            raise ApiError(422, "invalid", str(error), param=param or None) from None
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, "malformed", f"the body is not JSON: {error}") from None
+        except ValidationError as error:
+            raise invalid(error, "the body") from None
+
+    async def _bytes(self) -> bytes:
+        parts, size = [], 0
+        announced = self.request.headers.get("content-length", "0")
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > MAX_BODY or (announced.isdigit() and int(announced) > MAX_BODY):
+                        raise ApiError(413, "too_large", f"a body has at most {MAX_BODY} bytes")
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, "too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+        return b"".join(parts)
+
+
+def _read(given: bytes, model: type[Model]) -> Model:
+    return model.model_validate(_decoded(given))
+
+
+def _decoded(given: bytes) -> Any:  # noqa: ANN401 - JSON
+    check_values(given, MOST_VALUES)
+    try:
+        value = orjson.loads(given)
+        check_depth(given, value, "")
+    except (orjson.JSONDecodeError, RequestError):
+        check_json(given)
+        raise
+    return value
+
+
+Handler = Callable[[ApiRequest], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A route's ASGI application, and its part of the OpenAPI description."""
+
+    handler: Handler
+    path: str
+    role: TokenRole | None
+    """Role that a token needs; `None` = the route is open to all."""
+    body: type[BaseModel] | None
+    query: type[BaseModel] | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context: ServerContext = scope["app"].state.context
+        request = Request(scope, receive, send)
+        with ExitStack() as stack:
+            try:
+                caller = self._caller(scope, context)
+                if self.role is not None:
+                    stack.enter_context(context.counted(caller.name))
+                response = await self.handler(ApiRequest(request, caller, context))
+            except ClientDisconnect:
+                return
+            except Exception as error:  # noqa: BLE001 - the top of a served request
+                response = error_response(error)
+            context.service.metrics.answered(request.method, self.path, response.status_code)
+            await response(scope, receive, send)
+
+    def _caller(self, scope: Scope, context: ServerContext) -> Caller:
+        headers = scope["headers"]
+        caller = context.auth.caller(headers)
+        if caller is None:
+            if self.role is None:
+                return Caller(name="anyone", roles=frozenset())
+            peer = scope["client"]
+            if any(sent_tokens(headers)) and (
+                wait_s := context.wrong.wait_s(None if peer is None else peer[0])
+            ):
+                raise ApiError(429, "too_many_attempts", TOO_MANY, wait_s=wait_s)
+            raise ApiError(401, "unauthenticated", UNKNOWN)
+        if self.role is not None and not caller.may(self.role):
+            message = f"token {caller.name!r} lacks the role {self.role.value!r}"
+            raise ApiError(403, "forbidden", message)
+        scope.setdefault("state", {})[KNOWN] = True
+        return caller
+
+
+class RouteTable(list[Route]):
+    """The routes of one file, each registered by a decorator on its handler."""
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        role: TokenRole | None,
+        *,
+        body: type[BaseModel] | None = None,
+        query: type[BaseModel] | None = None,
+    ) -> Callable[[Handler], Handler]:
+        """Return the decorator. `body` and `query` describe what the handler reads itself."""
+
+        def register(handler: Handler) -> Handler:
+            self.append(Route(path, Endpoint(handler, path, role, body, query), methods=[method]))
+            return handler
+
+        return register
+
+
+def reply(value: object, status: int = 200) -> Response:
+    return Response(encode(value), status, media_type=JSON_TYPE)
+
+
+def packed_reply(value: object) -> Response:
+    return Response(msgspec.msgpack.encode(value), media_type=MSGPACK_TYPE)
+
+
+def invalid(error: ValidationError, where: str) -> ApiError:
+    """Return a 422 that names the first wrong field."""
+    first = first_fault(error)
+    param = None if first is None else ".".join(str(part) for part in first["loc"])
+    return ApiError(422, "invalid", str(explain(error, where)), param=param)
+
+
+FAILURES: Final[tuple[tuple[type[BridleError], int, str], ...]] = (
+    (ConflictError, 409, "conflict"),
+    (QuotaError, 429, "quota"),
+    (StateError, 503, "store_error"),
+    (StoreError, 503, "store_error"),
+    (EngineError, 502, "engine_error"),
+    (ConfigError, 422, "invalid"),
+    (BridleError, 503, "failed"),
+)
+"""Error -> status and code; the first that fits."""
+
+
+RETRY_AFTER_S: Final = {429: "5", 503: "1"}
+"""`Retry-After` of errors that are temporary."""
+
+
+def error_response(error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        response = reply(error.body, error.status)
+        if error.wait_s:
+            response.headers["retry-after"] = str(error.wait_s)
+        return response
+    for kind, status, code in FAILURES:
+        if isinstance(error, kind):
+            response = reply(error_json(code, str(error)), status)
+            if status in RETRY_AFTER_S:
+                response.headers["retry-after"] = RETRY_AFTER_S[status]
+            return response
+    reference = secrets.token_hex(4)
+    log.error("request_failed", trace=trace_of(error), reference=reference)
+    message = f"internal error of the server; reference {reference}"
+    return reply(error_json("internal", message), 500)
+
+
+def accepted(request: ApiRequest, known: tuple[str, ...]) -> str:
+    """Return the first of the `known` media types that the caller accepts. `ApiError` 406."""
+    wanted: str = request.request.headers.get("accept", "*/*")
+    for part in wanted.split(","):
+        kind: Any = part.partition(";")[0].strip().lower()
+        if kind in known:
+            return str(kind)
+        if kind in ("*/*", "application/*", ""):
+            return known[0]
+    message = f"accept: {wanted[:80]!r}; available: {', '.join(known)}"
+    raise ApiError(406, "not_acceptable", message)

@@ -1,0 +1,367 @@
+"""Scheduler: starts sessions on the workers as slots become free, and stores their results.
+
+It is event-driven: a submission, an end or a new policy version wakes it; the only timer is for
+sessions that wait to be run again. One asyncio task owns a run from its lease to its final row; it
+keeps the result while the database cannot be used.
+
+Limits hold back new groups, never the rest of a group that has started: `max_inflight_groups` and
+`max_unacked_groups` for each owner, `max_version_lag` for all (`ServiceSettings`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import orjson
+import structlog
+
+from bridle.aio import Nursery, run_shielded
+from bridle.config import Task
+from bridle.errors import (
+    BridleError,
+    ConfigError,
+    NodeLostError,
+    StoreError,
+    boundary,
+    root_cause,
+)
+from bridle.gateway.faults import trace_of
+from bridle.lifecycle.results import SessionResult
+from bridle.server.database import until_done
+from bridle.server.files import TrajectoryFiles, UnwritableError
+from bridle.server.finalize import empty_result
+from bridle.server.metrics import ServerMetrics
+from bridle.server.pubsub import Condition
+from bridle.server.queries import Queries
+from bridle.server.settings import ServiceSettings
+from bridle.server.store import ClaimLimits, TaskStore
+from bridle.server.tables import Claim, EndedRun, FinalizeResult
+from bridle.server.workers import Workers
+from bridle.trajectory.sample import Trajectory
+from bridle.types import Cause, SessionStatus
+
+UNSTORED: Final = 2
+"""Runs per slot that may run or wait to be stored; beyond, slots stay empty."""
+
+PUT_BACK_S: Final = 30.0
+"""How long a stopping server tries to requeue its runs; the next one finds them in any case."""
+
+log = structlog.get_logger(__name__)
+
+
+class Scheduler:
+    """Runs claimed sessions while `run` runs; `cancel_runs` may be called at any time."""
+
+    def __init__(
+        self,
+        *,
+        store: TaskStore,
+        queries: Queries,
+        files: TrajectoryFiles,
+        workers: Workers,
+        settings: ServiceSettings,
+        owner: str,
+        on_finalized: Callable[[FinalizeResult], None],
+        metrics: ServerMetrics,
+    ) -> None:
+        self._store = store
+        self._queries = queries
+        self._files = files
+        self._workers = workers
+        self._settings = settings
+        self._owner = owner
+        self._on_finalized = on_finalized
+        self._metrics = metrics
+        self._running: dict[str, Claim] = {}
+        """Runs whose results are not stored yet, by id."""
+        self._computing: set[str] = set()
+        """Those of them that have not ended; each has a slot."""
+        self._cancelled_early: set[str] = set()
+        """Runs that were cancelled before they were given to the workers."""
+        self._adopted: list[Claim] = []
+        self._closing = asyncio.Event()
+        self.wake = Condition()
+        self.idle = Condition()
+        """A run was stored or requeued."""
+        self.draining = False
+        """Whether this process starts no further session."""
+
+    @property
+    def running(self) -> tuple[Claim, ...]:
+        """The runs whose results are not stored yet."""
+        return tuple(self._running.values())
+
+    def claim_of(self, run_id: str) -> Claim | None:
+        """Return the claim of a run in progress; `None` = no such run."""
+        return self._running.get(run_id)
+
+    # ---- starting
+
+    async def run(self) -> None:
+        """Start sessions until cancelled; then cancel the runs in progress and requeue them.
+
+        Runs that have ended and are not stored yet stay leased: the next server recalls them.
+        """
+        async with Nursery(_log_failure) as nursery:
+            try:
+                await self._start_sessions(nursery)
+            finally:
+                self._closing.set()
+
+    async def _start_sessions(self, nursery: Nursery) -> None:
+        while True:
+            ticket = self.wake.ticket()
+            adopted, self._adopted = self._adopted, []
+            self._start(adopted, nursery)
+            slots = self._slots()
+            wait_s = None
+            if slots > 0 and not self.draining:
+                claims = await until_done(lambda: self._claim(slots), "claiming sessions")  # noqa: B023 - awaited here
+                self._start(claims, nursery)
+                wait_s = await until_done(self._until_due, "reading when the next session is due")
+            await Condition.wait(ticket, wait_s)
+
+    def _slots(self) -> int:
+        """Return how many runs may start: the free slots, or fewer while results pile up."""
+        capacity = self._workers.capacity
+        unstored = UNSTORED * capacity - len(self._running)
+        return min(capacity - len(self._computing), unstored)
+
+    def _start(self, claims: Sequence[Claim], nursery: Nursery) -> None:
+        for claim in claims:
+            self._running[claim.run_id] = claim
+            self._computing.add(claim.run_id)
+            nursery.start(self._own(claim), name=claim.run_id)
+
+    async def _claim(self, slots: int) -> list[Claim]:
+        await self._files.check()  # no session starts while its result could not be written
+        limits = await self._limits(slots)
+        now = time.time()
+        return await self._store.claim(
+            limits, owner=self._owner, now=now, lease_s=self._settings.lease_s
+        )
+
+    async def _until_due(self) -> float | None:
+        due = await self._store.next_due()
+        return None if due is None else max(0.05, due - time.time())
+
+    async def _limits(self, slots: int) -> ClaimLimits:
+        """Return the limits for so many slots: how many new groups the settings allow now."""
+        settings, groups = self._settings, None
+        limits = list[tuple[int, Counter[str]]]()
+        if settings.max_inflight_groups is not None:
+            limits.append((settings.max_inflight_groups, await self._queries.inflight_groups()))
+        if settings.max_unacked_groups is not None:
+            unstored = (one for one in self.running if one.run_id not in self._computing)
+            ending = {(one.owner, one.task_id) for one in unstored}  # they may have ended
+            unacked = await self._queries.unacked_groups() + Counter(owner for owner, _ in ending)
+            limits.append((settings.max_unacked_groups, unacked))
+        if settings.max_version_lag is not None and settings.groups_per_version is not None:
+            version = await self._store.number("policy_version")
+            ever = settings.groups_per_version * (version + 1 + settings.max_version_lag)
+            groups = max(0, ever - await self._queries.started_groups())
+        return ClaimLimits(slots, groups, limits)
+
+    # ---- ending
+
+    def cancel_runs(self, run_ids: tuple[str, ...]) -> None:
+        """Cancel runs; their results will be CANCELLED."""
+        for one in run_ids:
+            if one in self._running and not self._workers.cancel(one):
+                self._cancelled_early.add(one)
+
+    async def drained(self, timeout_s: float) -> int:
+        """Wait until nothing runs, at most `timeout_s`; return how many runs are left."""
+        deadline = time.monotonic() + timeout_s
+        while self._running and (left_s := deadline - time.monotonic()) > 0:
+            await Condition.wait(self.idle.ticket(), left_s)
+        return len(self._running)
+
+    # ---- one run
+
+    async def _own(self, claim: Claim) -> None:
+        try:
+            if claim.run_id in self._cancelled_early:
+                outcome = await self._finish(_not_run(claim, "cancelled", Cause.CANCELLED))
+            else:
+                outcome = await self._run(claim)
+        except asyncio.CancelledError:
+            # A run that has ended is recalled by the next server, not run again.
+            if claim.run_id in self._computing and not self._workers.outlive:
+                await run_shielded(self._requeue(claim), timeout_s=PUT_BACK_S)
+            raise
+        finally:
+            self._workers.release(claim.run_id)
+            self._computing.discard(claim.run_id)
+            self._running.pop(claim.run_id, None)
+            self._cancelled_early.discard(claim.run_id)
+            self.idle.notify_all()
+            self.wake.notify_all()
+        self._on_finalized(outcome)
+
+    def adopt(self, claims: Sequence[Claim]) -> None:
+        """Join runs of an earlier process that continue; their leases are ours already."""
+        self._adopted += claims
+        self.wake.notify_all()
+
+    async def _run(self, claim: Claim) -> FinalizeResult:
+        task = Task.model_validate_json(claim.spec).model_copy(update={"owner": claim.owner})
+        try:
+            with boundary(StoreError, f"running {claim.run_id}"):
+                result = await self._workers.run(
+                    task, claim.sample_index, claim.run_id, claim.avoid
+                )
+        except ConfigError as error:
+            # Something that existed at submission does not exist any more; a retry would fail too.
+            return await self._finish(_not_run(claim, str(error), None))
+        except NodeLostError as error:
+            return await self._requeue_lost(claim, str(error))
+        except BridleError as error:
+            return await self._finish(_not_run(claim, str(error), Cause.INFRASTRUCTURE))
+        self._computing.discard(claim.run_id)
+        self.wake.notify_all()  # its slot is free before its result is stored
+        return await self.store_result(claim, result)
+
+    async def store_result(self, claim: Claim, result: SessionResult) -> FinalizeResult:
+        """Store a result: the trajectory's file first, then the row."""
+        trajectory = replace(
+            result.trajectory,
+            session_id=claim.session_id,
+            metadata=result.trajectory.metadata
+            | {"attempt": claim.attempt, "run_id": claim.run_id},
+        )
+        name = self._files.name(claim.run_id)
+        try:
+            size = await self._written(name, trajectory)
+        except StoreError as error:
+            if self._closing.is_set() and not isinstance(error, UnwritableError):
+                raise
+            log.error("a trajectory could not be written", run_id=claim.run_id, error=str(error))  # noqa: TRY400 - its text says all
+            failure = f"store_error: the trajectory could not be written: {root_cause(error)}"
+            return await self._finish(_not_run(claim, failure, Cause.INFRASTRUCTURE))
+        low, high = versions_of(trajectory)
+        head = result.json()
+        del head["trajectory"]
+        ended = EndedRun(
+            session_id=claim.session_id,
+            attempt=claim.attempt,
+            status=result.status,
+            cause=result.cause,
+            usable=is_usable(result),
+            result=head | {"session_id": claim.session_id, "run_id": claim.run_id},
+            file=name,
+            file_bytes=size,
+            version_min=low,
+            version_max=high,
+        )
+        outcome = await self._finish(ended)
+        if outcome.what == "final":
+            self._metrics.kept(trajectory)
+        if outcome.what == "again" or (
+            outcome.what == "lost" and not await self._names(name, claim)
+        ):
+            await self._files.remove(name)
+        return outcome
+
+    async def _names(self, name: str, claim: Claim) -> bool:
+        """Return whether the session's row names this file: then only the reply was lost."""
+        row = await until_done(
+            lambda: self._queries.session(claim.session_id),
+            "reading a session",
+            closing=self._closing,
+        )
+        return row is not None and row["file"] == name
+
+    async def _written(self, name: str, trajectory: Trajectory) -> int:
+        """Write a trajectory, with retries for `store_patience_s`; return its size in bytes.
+
+        Raises `StoreError` if it was not written.
+        """
+        wait_s, until = 0.1, time.monotonic() + self._settings.store_patience_s
+        while True:
+            try:
+                return await self._files.write(name, trajectory)
+            except UnwritableError:
+                raise
+            except StoreError as error:
+                if self._closing.is_set() or time.monotonic() + wait_s > until:
+                    raise
+                log.warning("a trajectory cannot be written; trying again", error=str(error))
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 5.0)
+
+    async def _finish(self, ended: EndedRun) -> FinalizeResult:
+        outcome = await until_done(
+            lambda: self._store.finish(ended, owner=self._owner, now=time.time()),
+            f"storing {ended.session_id}",
+            closing=self._closing,
+        )
+        self._metrics.run_ended(ended, outcome.what)
+        return outcome
+
+    async def _requeue_lost(self, claim: Claim, why: str) -> FinalizeResult:
+        """Queue a session again whose node was lost, without backoff."""
+        log.warning("a run was lost with its node", run_id=claim.run_id, why=why)
+        outcome = await until_done(
+            lambda: self._store.put_back(
+                claim.session_id,
+                claim.attempt,
+                owner=self._owner,
+                why="interrupted",
+                now=time.time(),
+            ),
+            f"requeueing {claim.session_id}",
+            closing=self._closing,
+        )
+        self._metrics.run_lost(outcome.what)
+        return outcome
+
+    async def _requeue(self, claim: Claim) -> None:
+        """Queue a session again because this server stops."""
+        try:
+            await self._store.put_back(
+                claim.session_id, claim.attempt, owner=self._owner, why="stopped", now=time.time()
+            )
+        except BridleError as error:
+            log.warning("a session was not requeued", session=claim.session_id, error=str(error))
+
+
+def is_usable(result: SessionResult) -> bool:
+    """Return whether a session is usable: it completed, or has a reward and traces."""
+    if result.status is SessionStatus.COMPLETED:
+        return True
+    return result.reward is not None and bool(result.trajectory.traces)
+
+
+def versions_of(trajectory: Trajectory) -> tuple[int | None, int | None]:
+    """Return the least and the greatest policy version of a trajectory's sampled tokens."""
+    sampled = [trace.versions[trace.versions >= 0] for trace in trajectory.traces]
+    every = np.concatenate(sampled) if sampled else np.empty(0, dtype=np.int32)
+    return (int(every.min()), int(every.max())) if len(every) else (None, None)
+
+
+def _not_run(claim: Claim, error: str, cause: Cause | None) -> EndedRun:
+    """Return the end of a run that could not start or be stored."""
+    status = SessionStatus.CANCELLED if cause is Cause.CANCELLED else SessionStatus.ERROR
+    result = empty_result(
+        session_id=claim.session_id,
+        task_id=orjson.loads(claim.spec)["task_id"],
+        sample_index=claim.sample_index,
+        status=status,
+        cause=cause or Cause.INFRASTRUCTURE,
+        error=error,
+    )
+    result["run_id"] = claim.run_id
+    return EndedRun(
+        claim.session_id, claim.attempt, str(status), cause, usable=False, result=result
+    )
+
+
+def _log_failure(error: BaseException) -> None:
+    log.error("a run was lost", trace=trace_of(error))
