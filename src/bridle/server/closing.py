@@ -17,7 +17,7 @@ from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError
-from bridle.lifecycle.ending import Blame, blame, is_scored
+from bridle.node.ending import Fault, blame, is_scored
 from bridle.server import tables as t
 from bridle.server.addresses import receiver_of
 from bridle.server.schemas import Reward, Terms
@@ -70,7 +70,7 @@ async def finish(connection: AsyncConnection, ended: Ended, *, owner: str, now: 
     failed = sum(one["why"] == "failed" for one in earlier)
     may_again = _stopped(session, task) is None and failed + 1 < terms.max_attempts
     blamed = blame(SessionStatus(ended.status), ended.cause)
-    if blamed is Blame.INFRASTRUCTURE and may_again:
+    if blamed is Fault.INFRASTRUCTURE and may_again:
         wait_s = terms.retry_backoff_s * 2**failed
         node = ended.result.get("node_id")
         await _again(

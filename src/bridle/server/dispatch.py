@@ -32,7 +32,8 @@ from bridle.errors import (
     root_cause,
 )
 from bridle.gateway.faults import trace_of
-from bridle.lifecycle.results import SessionResult
+from bridle.node.base import SessionRunner
+from bridle.node.results import SessionResult
 from bridle.server.claiming import Room
 from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles, UnwritableError
@@ -42,7 +43,6 @@ from bridle.server.state import State
 from bridle.server.states import Claim, Closed, Ended, run_id
 from bridle.server.telling import Pulse
 from bridle.server.views import Views
-from bridle.server.workers import Workers
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 
@@ -64,7 +64,7 @@ class Dispatcher:
         state: State,
         views: Views,
         files: TrajectoryFiles,
-        workers: Workers,
+        workers: SessionRunner,
         settings: ServiceSettings,
         owner: str,
         on_closed: Callable[[Closed], None],

@@ -34,8 +34,9 @@ from bridle.config import Task
 from bridle.errors import BridleError, ConfigError
 from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Event, RoomChanged, SessionChanged
-from bridle.lifecycle.manager import plan
+from bridle.node.base import SessionRunner
+from bridle.node.events import Event, RoomChanged, SessionChanged
+from bridle.node.local import plan
 from bridle.server.claiming import Shares
 from bridle.server.database import Database, until_done
 from bridle.server.dispatch import Dispatcher
@@ -47,7 +48,6 @@ from bridle.server.states import Closed, Kept, run_id, task_key
 from bridle.server.telling import Broadcast, Pulse
 from bridle.server.views import Views
 from bridle.server.wire import Row
-from bridle.server.workers import Workers
 from bridle.types import JSON
 
 LONGEST_FAULT: Final = 2000
@@ -67,7 +67,7 @@ class Service:
         *,
         database: Database,
         files: TrajectoryFiles,
-        workers: Workers,
+        workers: SessionRunner,
         settings: ServiceSettings | None = None,
         owner: str = "server",
     ) -> None:
@@ -111,7 +111,7 @@ class Service:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.workers.listening(self._hear))
+            stack.enter_context(self.workers.events.listening(self._hear))
             await self._agree_on_version()
             await self.neighbours.take_over([self.owner])
             nursery = await stack.enter_async_context(Nursery(self.lost))
@@ -435,7 +435,7 @@ class Retention:
         state: State,
         views: Views,
         files: TrajectoryFiles,
-        workers: Workers,
+        workers: SessionRunner,
         settings: ServiceSettings,
     ) -> None:
         self._state = state

@@ -1,7 +1,7 @@
 """States of tasks, sessions and deliveries, their transitions, and small values made of their rows.
 
 These are the rows' states in the database. The stages of a RUNNING session are those of
-`bridle.lifecycle.session`: they are reported, not stored.
+`bridle.node.session`: they are reported, not stored.
 """
 
 from __future__ import annotations

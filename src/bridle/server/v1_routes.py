@@ -14,7 +14,7 @@ from starlette.routing import Route
 from bridle.config import ForkSpec
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.opening import read_replay
+from bridle.node.session import read_replay
 from bridle.server import wire
 from bridle.server.answering import (
     ARROW_TYPE,
