@@ -13,7 +13,7 @@ from bridle.node.events import Event, SessionChanged
 from bridle.node.local import LocalNode, NodeSettings
 from bridle.node.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer
-from bridle.runtimes.proc import Leaders, members
+from bridle.runtimes.process import Leaders, members
 from bridle.testing import scripted_engine
 
 AGENT = f"{sys.executable} -S {Path(__file__).with_name('agent.py')}"

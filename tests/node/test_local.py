@@ -14,7 +14,7 @@ from bridle.harnesses import open_harness
 from bridle.harnesses.command import CommandHarness
 from bridle.node.events import Installing, SessionChanged
 from bridle.node.local import OWNER, NodeSettings, Scratch, check, reap
-from bridle.runtimes.owner import started_at
+from bridle.runtimes.process import started_at
 from bridle.types import Cause
 
 

@@ -13,7 +13,7 @@ from tests.sandbox.images import bring_image
 from bridle.config import RuntimeSpec
 from bridle.node.ending import Fault, blame
 from bridle.runtimes.docker import docker
-from bridle.runtimes.proc import living
+from bridle.runtimes.process import living
 from bridle.types import Cause
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]

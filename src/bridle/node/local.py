@@ -50,10 +50,10 @@ from bridle.node.results import SessionResult, result_from
 from bridle.node.run_folder import CAPTURE, SESSIONS, RunFolder
 from bridle.node.session import SessionPlan, SessionRun
 from bridle.runtimes import chosen, make_runtime
-from bridle.runtimes.cgroups import available_cores, remove_empty
 from bridle.runtimes.docker import remove_left_behind
-from bridle.runtimes.owner import remove_folders, started_at
-from bridle.runtimes.proc import SESSION_MARK, Leaders, end_all, members
+from bridle.runtimes.files import remove_folders
+from bridle.runtimes.limits import available_cores, remove_empty
+from bridle.runtimes.process import SESSION_MARK, Leaders, end_all, members, started_at
 from bridle.trajectory import rebuild
 from bridle.types import JSON, Cause, SessionStatus
 

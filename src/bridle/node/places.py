@@ -1,6 +1,6 @@
 """Places of evaluation: apart from the agent, or in its own place if the task trusts it.
 
-What an agent left crosses as a copy that `bridle.runtimes.snapshot` made. Files that a program
+What an agent left crosses as a copy that `bridle.runtimes.files` made. Files that a program
 obeys without being asked never cross; nor does anything in the place of what the checker brings.
 """
 
@@ -16,10 +16,8 @@ from typing import Final
 
 from bridle.errors import RuntimeFailure
 from bridle.evaluators.base import OBEYED, CheckerFailure, Unscorable
-from bridle.runtimes.archive import Keep
 from bridle.runtimes.base import Runtime
-from bridle.runtimes.owner import remove_folders
-from bridle.runtimes.snapshot import TooMuch
+from bridle.runtimes.files import Keep, TooMuch, remove_folders
 from bridle.types import JSON
 
 GIT_OBEYS: Final = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})

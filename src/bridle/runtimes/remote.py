@@ -29,10 +29,8 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
 from bridle.runtimes.base import ExecResult, Mount, Runtime
-from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
-from bridle.runtimes.place import END, Archived
-from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
-from bridle.runtimes.process import Command
+from bridle.runtimes.base_runtime import END, Archived
+from bridle.runtimes.process import EXEC_MARK, LOG_LIMIT, SESSION_MARK, Command, LogFile, joined
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -353,23 +351,20 @@ def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
         raise explain(error, "runtime 'remote': kwargs") from None
     limits = ("cpus", "memory_mb", "storage_mb", "max_processes", "gpus", "image")
     if asked := [name for name in limits if getattr(spec, name) is not None]:
-        message = (
+        raise ConfigError(
             f"runtime 'remote' cannot give {', '.join(asked)}: say it to the deployment, as "
             "SWE-ReX names it (kwargs.deployment)"
         )
-        raise ConfigError(message)
     kind = settings.deployment.get("type")
     if spec.network == "none" or (spec.network == "gateway_only" and kind not in SHARED):
-        message = (
+        raise ConfigError(
             f"runtime 'remote' cannot keep network = {spec.network!r}: the host's network is the "
             "host's; say network = 'open'"
         )
-        raise ConfigError(message)
     if kind not in SHARED and settings.gateway is None:
-        message = (
+        raise ConfigError(
             f"runtime 'remote': a host of {kind!r} needs kwargs.gateway, an address of ours there"
         )
-        raise ConfigError(message)
     workdir = PurePosixPath(spec.workdir or ".")
     if workdir.is_absolute() or ".." in workdir.parts:
         message = f"runtime 'remote': workdir {spec.workdir!r} must be relative, without '..'"
@@ -445,17 +440,15 @@ class RexHost:
 def _open(deployment: JSON) -> AbstractDeployment:
     kind, fields = deployment.get("type"), {k: v for k, v in deployment.items() if k != "type"}
     if kind not in KINDS:
-        message = f"runtime 'remote': kwargs.deployment.type: one of {KINDS}, not {kind!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"runtime 'remote': kwargs.deployment.type: one of {KINDS}, not {kind!r}")
     # Its loggers would print every call.
     os.environ.setdefault("SWE_REX_LOG_STREAM_LEVEL", "100")
     try:
         from swerex.deployment import config
     except ImportError as error:
-        message = (
+        raise ConfigError(
             f"runtime 'remote' needs the package swe-rex ({error}): run {install_extra('remote')}"
-        )
-        raise ConfigError(message) from None
+        ) from None
     try:
         made = getattr(config, f"{kind.capitalize()}DeploymentConfig")(**fields)
     except ValidationError as error:

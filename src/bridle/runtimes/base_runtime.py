@@ -1,9 +1,8 @@
 """Base classes of runtimes: running a command, copying files in and out, reaching the gateway.
 
-`Place` is one session's runtime, less what its kind does. `Archived` is one whose paths are not the
-machine's: files go in and out as archives that a `tar` inside makes or takes, so no link that a
-harness planted is ever followed by us. `Contained` also has limits and one address inside that is
-carried to the gateway.
+`BaseRuntime` has what all kinds share. Files of an `Archived` runtime go in and out as archives
+that a `tar` inside writes or reads, so this process never follows a link that a harness planted. A
+`Contained` runtime also has limits, and one address inside that is forwarded to the gateway.
 """
 
 from __future__ import annotations
@@ -13,30 +12,33 @@ import secrets
 import socket
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, Final, Generic, Literal, Self, TypeVar
+from typing import ClassVar, Final, Generic, Literal, Self, TypeVar, Unpack
 from urllib.parse import urlsplit, urlunsplit
 
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import Keep, Owner, pack, pack_bytes, size_of, unpack
-from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.owner import beside
-from bridle.runtimes.proc import EXEC_MARK, PLACE_MARK, SESSION_MARK
-from bridle.runtimes.process import Command
-from bridle.runtimes.snapshot import (
-    Bounds,
+from bridle.runtimes.base import ExecOptions, ExecResult, Mount
+from bridle.runtimes.files import (
+    CopyLimits,
+    Keep,
+    Owner,
     TooMuch,
+    beside,
     check_archive,
     copy_tree,
-    put_by_archive,
+    pack,
+    pack_bytes,
     replace_tree,
+    size_of,
     take_out,
+    unpack,
 )
+from bridle.runtimes.process import EXEC_MARK, PLACE_MARK, SESSION_MARK, Command
 
 PACK = """
 ulimit -f "$3" || exit
@@ -55,6 +57,14 @@ while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); d
 true
 """
 """Ends all processes with a mark in their environment, with a grace of two seconds."""
+EMPTY = """
+shopt -s dotglob nullglob
+all=(*)
+for ((at = 0; at < ${#all[@]}; at += 500)); do rm -rf -- "${all[@]:at:500}" || exit; done
+"""
+"""Empties the folder that it is run in."""
+ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
+"""Bash code that runs a command in a folder, which is made if it is missing."""
 CHANGED = 1
 """Exit code of a `tar` that saw files change while it read them."""
 GATEWAY_PORT = 4000
@@ -68,8 +78,8 @@ FRAME_BYTES: Final = 1 << 20
 """Headers of an archive beside its contents; what needs more is cut."""
 
 
-class Place(ABC):
-    """One session's runtime; kinds implement what is missing of `base.Runtime`."""
+class BaseRuntime(ABC):
+    """One session's runtime; each kind adds what is missing of `base.Runtime`."""
 
     contains: bool
     workdir: str
@@ -84,7 +94,7 @@ class Place(ABC):
         self._mounts = tuple(mounts)
         self._execs = 0
         self._own_marks = {SESSION_MARK: session_id, PLACE_MARK: secrets.token_hex(8)}
-        """Those of everything that runs here, and of nothing in another place of the session."""
+        """Marks of all processes here, and of none in another runtime of the session."""
         self._usable = False
         """Between `start` and `stop`."""
 
@@ -94,34 +104,18 @@ class Place(ABC):
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-        output_limit: int = 1 << 20,
-        log: Path | None = None,
-        error_log: Path | None = None,
+        **options: Unpack[ExecOptions],
     ) -> ExecResult:
-        """Run a command (`base.Runtime.exec`); a workdir that the harness deleted is recreated."""
+        """Implement `Runtime.exec`. A workdir that the harness deleted is made again."""
         argv = ("bash", "-o", "pipefail", "-c", command) if isinstance(command, str) else command
-        return await self._run(
-            Command(
-                argv=argv,
-                env=env or {},
-                cwd=str(PurePosixPath(self.workdir, cwd or "")),
-                stdin=stdin,
-                timeout_s=timeout_s,
-                output_limit=output_limit,
-                log=log,
-                error_log=error_log,
-            )
-        )
+        path = str(PurePosixPath(self.workdir, cwd or ""))
+        return await self._run(Command(argv, path, env or {}, **options))
 
     @abstractmethod
-    async def start(self) -> None:
-        """Make it."""
+    async def start(self) -> None: ...
 
     @abstractmethod
-    async def kill(self) -> None:
-        """End every process inside."""
+    async def kill(self) -> None: ...
 
     @abstractmethod
     async def _run(self, inside: Command) -> ExecResult:
@@ -136,11 +130,15 @@ class Place(ABC):
         self._execs += 1
         return {**self._own_marks, EXEC_MARK: f"{self._session_id}/{self._execs}"}
 
+    def _marked(self, command: Command, marks: Mapping[str, str]) -> Command:
+        """Return the command with `marks` in its environment, by which its processes are found."""
+        entries = tuple(f"{name}={value}".encode() for name, value in marks.items())
+        return replace(command, env={**command.env, **marks}, marks=entries)
+
     def _check_mounts(self) -> None:
         for mount in self._mounts:
             if not mount.source.exists():
-                message = f"what must be mounted does not exist: {mount.source}"
-                raise RuntimeFailure(message)
+                raise RuntimeFailure(f"what must be mounted does not exist: {mount.source}")
 
     def _must_be_usable(self) -> None:
         if not self._usable:
@@ -148,8 +146,8 @@ class Place(ABC):
             raise RuntimeFailure(message)
 
 
-class OnThisMachine(Place):
-    """A place whose files lie in the session's scratch folder."""
+class OnThisMachine(BaseRuntime):
+    """A runtime whose files lie in the session's scratch folder."""
 
     folders: tuple[str, ...] = ("work", "home", "tmp")
     """Folders of the session below its scratch folder, which it may write to."""
@@ -178,8 +176,8 @@ class OnThisMachine(Place):
             return await asyncio.to_thread(replace_tree, folder, self._work_folder, keep=keep)
 
 
-class Archived(Place):
-    """A place whose files go in and out as archives of `tar`, which runs inside."""
+class Archived(BaseRuntime):
+    """A runtime whose files go in and out as archives of `tar`, which runs inside."""
 
     def __init__(
         self, spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
@@ -224,7 +222,7 @@ class Archived(Place):
             try:
                 here = self._here(path)
                 if here is None:
-                    size = await self._unpacked(path, target, room)
+                    size = await self._fetch(path, target, CopyLimits(bytes=room))
                 else:
                     size, left = await asyncio.to_thread(
                         take_out, here, target, self._scratch, room
@@ -239,18 +237,28 @@ class Archived(Place):
         del path
         return None
 
-    async def _unpacked(self, path: PurePosixPath, target: Path, room: int) -> int:
-        """Take a file or folder out of an archive of at most `room` bytes; how many it has."""
+    async def _fetch(
+        self,
+        path: PurePosixPath,
+        target: Path,
+        limits: CopyLimits,
+        *,
+        any_link: bool = False,
+        only: Keep | None = None,
+    ) -> int:
+        """Copy a file or folder out in an archive (`files.unpack`); returns its size in bytes."""
         with self._aside() as aside:
             archive = Path(aside, "out.tar")
             try:
-                await self._get(path, archive, room)
+                await self._get(path, archive, limits.bytes)
             except RuntimeFailure as error:
-                if size_of(archive) >= room:
-                    raise TooMuch(str(error)) from error
+                if size_of(archive) >= limits.bytes:
+                    raise TooMuch(f"there are more than {limits.bytes >> 20} MiB") from error
                 raise
-            size = await asyncio.to_thread(check_archive, archive, Bounds(bytes=room))
-            await asyncio.to_thread(unpack, archive, path.name, target)
+            size = await asyncio.to_thread(check_archive, archive, limits)
+            await asyncio.to_thread(
+                unpack, archive, path.name, target, any_link=any_link, only=only
+            )
             return size
 
     async def snapshot(self, folder: Path) -> tuple[str, ...]:
@@ -261,21 +269,23 @@ class Archived(Place):
         (`None` = all).
         """
         path = PurePosixPath(self.workdir)
-        with boundary(RuntimeFailure, "cannot copy the work folder"), self._aside() as aside:
-            archive, most = Path(aside, "out.tar"), Bounds().bytes
-            try:
-                await self._get(path, archive, most)
-            except RuntimeFailure as error:
-                if size_of(archive) >= most:
-                    raise TooMuch(f"there are more than {most >> 20} MiB") from error
-                raise
-            await asyncio.to_thread(check_archive, archive, Bounds())
-            await asyncio.to_thread(unpack, archive, path.name, folder, any_link=True, only=keep)
+        with boundary(RuntimeFailure, "cannot copy the work folder"):
+            await self._fetch(path, folder, CopyLimits(), any_link=True, only=keep)
         return ()
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
-        with boundary(RuntimeFailure, "cannot fill the work folder"):
-            return await put_by_archive(self, folder, keep)
+        with (
+            boundary(RuntimeFailure, "cannot fill the work folder"),
+            tempfile.TemporaryDirectory(prefix="bridle-work-", dir=folder.parent) as aside,
+        ):
+            whole = Path(aside, "work")
+            await self.copy_kept(whole, keep)
+            left = await asyncio.to_thread(replace_tree, folder, whole, keep=keep, link=True)
+            emptied = await self.exec(EMPTY)
+            if not emptied.ok:
+                raise RuntimeFailure(emptied.stderr.decode(errors="replace").strip())
+            await self.upload(whole, ".")
+        return left
 
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
         """Take an archive out in a folder inside, which is made."""
@@ -308,25 +318,25 @@ class Archived(Place):
 
 
 @dataclass(slots=True)
-class Up:
-    """The running processes of a contained place, from one start to its end."""
+class RunningSandbox:
+    """The processes of a contained runtime, from one start to their end."""
 
     resources: AsyncExitStack = field(default_factory=AsyncExitStack, kw_only=True)
     reached: str | None = field(default=None, kw_only=True)
     """The limit that ended it."""
     let_go: bool = field(default=False, kw_only=True)
-    """Whether we end it, or ended it."""
+    """Whether we kill it, or have killed it."""
 
 
-UpT = TypeVar("UpT", bound=Up)
+RunningT = TypeVar("RunningT", bound=RunningSandbox)
 
 
-class Contained(Archived, Generic[UpT]):
-    """A place whose paths and network are its own."""
+class Contained(Archived, Generic[RunningT]):
+    """A runtime whose paths and network are its own."""
 
     contains = True
     kind: ClassVar[str]
-    """What it is, for messages."""
+    """Its name in messages."""
     start_s: ClassVar[float]
     stop_s: ClassVar[float]
 
@@ -340,23 +350,23 @@ class Contained(Archived, Generic[UpT]):
         self.workdir = str(PurePosixPath("/work", spec.workdir or ""))
         self._lock = asyncio.Lock()
         self._address = ("127.0.0.1", GATEWAY_PORT)
-        """Where the gateway is, as seen inside."""
+        """The gateway's address inside."""
         self._target: tuple[str, int] | None = None
-        """Where it is, as seen here."""
+        """The gateway's address on this machine."""
         self._forwarder: Forwarder | None = None
-        self._up: UpT | None = None
+        self._up: RunningT | None = None
 
     # ---- start and end
 
-    async def _running(self) -> UpT:
-        """Return what runs, started now if nothing does."""
+    async def _running(self) -> RunningT:
+        """Return the running processes, started now if there are none."""
         async with self._lock:
             self._must_be_usable()
             if self._up is not None and not self._lives(self._up):
                 await self._let_go(self._up)
                 self._up = None
             if self._up is None:
-                # Not to be cancelled: what was started would have no owner.
+                # Not to be cancelled: the processes would have no owner.
                 await run_shielded(self._start_up(), timeout_s=2 * self.start_s)
             assert self._up is not None
             return self._up
@@ -365,8 +375,8 @@ class Contained(Archived, Generic[UpT]):
         with boundary(RuntimeFailure, f"cannot start the {self.kind} of {self._session_id}"):
             up = await self._begin()
             try:
-                if self._is_carried():
-                    await self._carry(await self._listen(up), up.resources)
+                if self._forwards():
+                    await self._forward(await self._listen(up), up.resources)
                 nursery = await up.resources.enter_async_context(Nursery(_ignored))
                 nursery.start(self._watch(up), name=f"{self.kind}-watch")
             except BaseException:
@@ -375,29 +385,29 @@ class Contained(Archived, Generic[UpT]):
             self._up = up
 
     @abstractmethod
-    async def _begin(self) -> UpT:
+    async def _begin(self) -> RunningT:
         """Start the first process."""
 
     @abstractmethod
-    async def _listen(self, up: UpT) -> socket.socket:
+    async def _listen(self, up: RunningT) -> socket.socket:
         """Return a listener at `_address` inside."""
 
     @abstractmethod
-    async def _watch(self, up: UpT) -> None:
-        """End it when it is over a limit that the kernel does not enforce."""
+    async def _watch(self, up: RunningT) -> None:
+        """Kill it when it exceeds a limit that the kernel does not enforce."""
 
-    def _lives(self, up: UpT) -> bool:
+    def _lives(self, up: RunningT) -> bool:
         """Return whether the first process still runs, as far as that is known here."""
         del up
         return True
 
     @abstractmethod
-    async def _let_go(self, up: UpT) -> None:
-        """End it with all its processes, and close its resources."""
+    async def _let_go(self, up: RunningT) -> None:
+        """Kill all its processes and close its resources."""
 
     @abstractmethod
     async def _remove(self) -> None:
-        """Delete everything but the empty scratch folder; nothing runs any more."""
+        """Delete everything but the empty scratch folder; all processes are dead."""
 
     async def kill(self) -> None:
         await run_shielded(self._kill(), timeout_s=self.stop_s)
@@ -424,8 +434,8 @@ class Contained(Archived, Generic[UpT]):
         return "kernel"
 
     def gateway_url(self, url: str) -> str:
-        """The URL's way in: an address inside, carried to that one address."""
-        if not self._is_carried():
+        """Return the URL with an address inside, which is forwarded to the gateway."""
+        if not self._forwards():
             return url
         parts = urlsplit(url)
         target = (parts.hostname or "127.0.0.1", parts.port or 80)
@@ -437,18 +447,18 @@ class Contained(Archived, Generic[UpT]):
             self._forwarder.target = target
         return urlunsplit(parts._replace(netloc=f"{self._address[0]}:{self._address[1]}"))
 
-    def _is_carried(self) -> bool:
+    def _forwards(self) -> bool:
         """Return whether this process forwards connections from the sandbox to the gateway."""
         return self._spec.network == "gateway_only"
 
-    async def _carry(self, listener: socket.socket, resources: AsyncExitStack) -> None:
-        """Carry what arrives at `listener` to the gateway, until `resources` are closed."""
+    async def _forward(self, listener: socket.socket, resources: AsyncExitStack) -> None:
+        """Forward connections of `listener` to the gateway, until `resources` are closed."""
         self._forwarder = await resources.enter_async_context(Forwarder(listener))
         self._forwarder.target = self._target
 
 
-class Sandbox(OnThisMachine, Contained[UpT]):
-    """A contained place over folders of this machine."""
+class Sandbox(OnThisMachine, Contained[RunningT]):
+    """A contained runtime over folders of this machine."""
 
     home = "/home/agent"
 
@@ -465,15 +475,18 @@ class Sandbox(OnThisMachine, Contained[UpT]):
         return beside(path, {self._top: self._scratch / "work", self.home: self._scratch / "home"})
 
 
-def refuse_workdir(spec: RuntimeSpec, backend: str) -> None:
-    """Raise `ConfigError` for a workdir that leads upwards."""
+def check_spec(spec: RuntimeSpec, backend: str, kwargs: Collection[str]) -> None:
+    """Raise `ConfigError` for a workdir that leads upwards and for unknown kwargs."""
     if ".." in PurePosixPath(spec.workdir or "").parts:
-        message = f"runtime {backend!r}: workdir {spec.workdir!r} must not contain '..'"
-        raise ConfigError(message)
+        raise ConfigError(f"runtime {backend!r}: workdir {spec.workdir!r} must not contain '..'")
+    if unknown := sorted(set(spec.kwargs) - set(kwargs)):
+        raise ConfigError(
+            f"runtime {backend!r} takes the kwargs {sorted(kwargs)}; given: {unknown}"
+        )
 
 
 def with_signal(result: ExecResult) -> ExecResult:
-    """A shell's code for a command that a signal ended (129 to 159), told as that signal."""
+    """Return a result in which a shell's exit code of a signal (129 to 159) is that signal."""
     code = result.exit_code
     if code is None or not 128 < code < 160:
         return result
@@ -565,18 +578,18 @@ async def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _ignored(_error: BaseException) -> None:
-    """A connection that failed is the business of its two ends; a watch begins with each start."""
+    """Ignore the failure of a connection, which its two ends see, or of a watch."""
 
 
-PREFIX = "BRIDLE_IN_"
+ENV_PREFIX = "BRIDLE_IN_"
 
-TAKE = (
-    f'for BRIDLE_ in "${{!{PREFIX}@}}"; do export "${{BRIDLE_#{PREFIX}}}=${{!BRIDLE_}}"; '
+RESTORE_ENV = (
+    f'for BRIDLE_ in "${{!{ENV_PREFIX}@}}"; do export "${{BRIDLE_#{ENV_PREFIX}}}=${{!BRIDLE_}}"; '
     'unset "$BRIDLE_"; done; unset BRIDLE_; '
 )
-"""The bash that gives the variables their names; it stands before a command."""
+"""Bash code before a command that gives the variables of `prefixed` their own names."""
 
 
-def handed(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` under names that mean nothing to a program outside."""
-    return {f"{PREFIX}{name}": value for name, value in env.items()}
+def prefixed(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` under names that have no effect on nsenter, docker or a shell on the host."""
+    return {f"{ENV_PREFIX}{name}": value for name, value in env.items()}

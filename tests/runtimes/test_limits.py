@@ -1,11 +1,25 @@
-"""Control groups of both versions, on a tree of plain files in the kernel's shape."""
+import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
-from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup, available_cores, remove_empty
-from bridle.runtimes.owner import owner_mark
+from bridle.runtimes.limits import (
+    PREFIX,
+    Cgroup,
+    ResourceLimits,
+    Watched,
+    available_cores,
+    disk_use,
+    first_reached,
+    members_of,
+    pid_namespace,
+    remove_empty,
+)
+from bridle.runtimes.process import owner_mark
 
-BOUNDS = Bounds(cpus=1.5, memory_bytes=1 << 20, processes=7)
+BOUNDS = ResourceLimits(cpus=1.5, memory_bytes=1 << 20, processes=7)
 
 
 @pytest.fixture
@@ -42,7 +56,7 @@ def test_version_2_has_one_folder_below_our_own(unified):
         "cpu.max": "150000 100000",
     }
     assert (unified / "ours" / "cgroup.subtree_control").read_text() == "+cpu +pids"
-    assert group.doors == [str(unified / "ours" / "s1" / "cgroup.procs")]
+    assert group.procs_files == [str(unified / "ours" / "s1" / "cgroup.procs")]
 
 
 def test_version_1_has_a_folder_for_each_controller(version_1):
@@ -53,12 +67,12 @@ def test_version_1_has_a_folder_for_each_controller(version_1):
         "cpu.cfs_period_us": "100000",
         "cpu.cfs_quota_us": "150000",
     }
-    assert len(group.doors) == 3
+    assert len(group.procs_files) == 3
 
 
 def test_what_is_not_bounded_needs_no_controller(version_1):
-    group = made(version_1, Bounds(processes=3))
-    assert group.doors == [str(version_1 / "pids" / "ours" / "s1" / "cgroup.procs")]
+    group = made(version_1, ResourceLimits(processes=3))
+    assert group.procs_files == [str(version_1 / "pids" / "ours" / "s1" / "cgroup.procs")]
 
 
 def test_where_groups_cannot_be_made_there_is_none(tmp_path, version_1):
@@ -151,3 +165,69 @@ def test_version_1_limits_cores_in_two_files(version_1):
 
 def test_without_control_groups_all_cores_may_be_used(tmp_path):
     assert available_cores(mount=tmp_path, own=tmp_path / "none") >= 1
+
+
+NOTHING = ResourceLimits()
+
+
+def watched(*, members=(), folders=(), bounds=NOTHING, storage=None):
+    return Watched(lambda: members, tuple(folders), bounds, storage)
+
+
+@pytest.fixture
+def child():
+    """A process with 60 MB of memory and 5 threads."""
+    code = (
+        "import threading, sys; kept = bytearray(60_000_000); stop = threading.Event()\n"
+        "[threading.Thread(target=stop.wait, daemon=True).start() for _ in range(4)]\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        yield process.pid
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "named"),
+    [(ResourceLimits(memory_bytes=50 << 20), "memory"), (ResourceLimits(processes=4), "processes")],
+)
+async def test_too_much_memory_or_too_many_threads_are_found(child, bounds, named):
+    async with asyncio.timeout(15):
+        assert await first_reached(watched(members=[child], bounds=bounds)) == named
+
+
+async def test_within_its_limits_nothing_is_found(child, tmp_path):
+    within = ResourceLimits(memory_bytes=4 << 30, processes=100)
+    looked = watched(members=[child, 2**22], folders=[tmp_path], bounds=within, storage=1 << 30)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await first_reached(looked)
+
+
+async def test_too_much_on_disk_is_found(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "big").write_bytes(b"x" * (1 << 20))
+    async with asyncio.timeout(15):
+        assert await first_reached(watched(folders=[tmp_path], storage=1 << 19)) == "storage"
+
+
+def test_a_file_with_two_names_takes_its_room_once_and_holes_take_none(tmp_path):
+    (tmp_path / "one").write_bytes(os.urandom(1 << 20))
+    os.link(tmp_path / "one", tmp_path / "two")
+    (tmp_path / "link").symlink_to("/usr")
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(1 << 30)
+    assert 1 << 20 <= disk_use([tmp_path]) < 3 << 19
+
+
+def test_processes_of_one_number_space_are_found():
+    ours = pid_namespace(os.getpid())
+    assert ours is not None
+    assert os.getpid() in members_of(ours)
+    assert members_of("pid:[0]") == []
+    assert pid_namespace(2**22 + 1) is None

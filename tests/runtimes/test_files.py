@@ -1,25 +1,31 @@
 import asyncio
+import io
 import os
 import subprocess
 import tarfile
 import tempfile
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.archive import pack, unpack
-from bridle.runtimes.snapshot import (
-    EMPTY,
-    Bounds,
+from bridle.runtimes.base_runtime import EMPTY, Archived
+from bridle.runtimes.files import (
+    CopyLimits,
     TooMuch,
+    beside,
     check_archive,
     copy_out,
     copy_tree,
-    put_by_archive,
+    pack,
+    pack_bytes,
+    remove_folders,
     replace_tree,
     take_out,
+    unpack,
 )
 
 
@@ -69,14 +75,14 @@ def test_what_is_kept_is_the_target_s_own(source, tmp_path):
 @pytest.mark.parametrize(
     ("bounds", "why"),
     [
-        (Bounds(entries=3), "more than 3 files"),
-        (Bounds(depth=1), "a is deeper than 1 folders"),
-        (Bounds(bytes=1), "more than 0 MiB"),
+        (CopyLimits(entries=3), "more than 3 files"),
+        (CopyLimits(depth=1), "a is deeper than 1 folders"),
+        (CopyLimits(bytes=1), "more than 0 MiB"),
     ],
 )
 def test_a_copy_is_bounded(source, tmp_path, bounds, why):
     with pytest.raises(TooMuch, match=why):
-        replace_tree(source, tmp_path / "target", bounds=bounds)
+        replace_tree(source, tmp_path / "target", limits=bounds)
 
 
 def test_a_copy_from_another_file_system_is_whole(tmp_path):
@@ -95,7 +101,7 @@ def test_holes_stay_holes(tmp_path):
         file.write(b"end")
         file.truncate(3 << 30)
     with pytest.raises(TooMuch, match="more than 3071 MiB"):
-        replace_tree(source, tmp_path / "target", bounds=Bounds(bytes=(3 << 30) - 1))
+        replace_tree(source, tmp_path / "target", limits=CopyLimits(bytes=(3 << 30) - 1))
     replace_tree(source, tmp_path / "target")
     copy = tmp_path / "target" / "sparse"
     assert copy.stat().st_size == 3 << 30
@@ -211,15 +217,15 @@ def archived(path, *entries):
 )
 def test_an_archive_that_is_a_bomb_is_refused_before_it_is_taken_out(tmp_path, entries, why):
     with pytest.raises(TooMuch, match=why):
-        check_archive(archived(tmp_path / "x.tar", *entries), Bounds(entries=20))
+        check_archive(archived(tmp_path / "x.tar", *entries), CopyLimits(entries=20))
 
 
 def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
     archive = archived(tmp_path / "x.tar", ("out/a", 7), ("out/b", 5))
-    assert check_archive(archive, Bounds(bytes=12)) == 12
+    assert check_archive(archive, CopyLimits(bytes=12)) == 12
     archive.write_bytes(b"no archive" * 100)
     with pytest.raises(RuntimeFailure, match="no whole archive"):
-        check_archive(archive, Bounds())
+        check_archive(archive, CopyLimits())
 
 
 def test_a_work_folder_of_1200_files_is_emptied_by_three_calls_of_rm(tmp_path):
@@ -241,7 +247,9 @@ def test_a_work_folder_of_1200_files_is_emptied_by_three_calls_of_rm(tmp_path):
 
 
 class OnlyArchives:
-    """A place whose work folder is reached by commands and archives alone."""
+    """A runtime whose work folder is reached by commands and archives alone."""
+
+    put_work = Archived.put_work
 
     def __init__(self, work):
         self.work = work
@@ -270,12 +278,225 @@ async def test_a_fresh_work_folder_gets_what_was_left_and_keeps_its_own(source, 
     (work / "a" / "own" / "tool").write_text("ours")
     (work / "a" / "gone").touch()
     (source / "a" / "own").write_text("theirs")
-    place = OnlyArchives(work)
+    runtime: Any = OnlyArchives(work)
 
-    stayed = await put_by_archive(place, source, lambda path, *, is_folder: path.name == "own")
+    stayed = await runtime.put_work(source, lambda path, *, is_folder: path.name == "own")
 
     assert stayed == ("a/own: the checker's own is used",)
     names = {str(path.relative_to(work)) for path in work.rglob("*")}
     assert names == {"a", "a/b", "a/b/file", "a/link", "a/own", "a/own/tool"}
     assert (work / "a/own/tool").read_text() == "ours"
-    assert "file" in place.shared
+    assert "file" in runtime.shared
+
+
+@pytest.fixture
+def stage(tmp_path):
+    (tmp_path / "stage").mkdir()
+    return tmp_path / "stage" / "x.tar"
+
+
+def packed(path, *entries):
+    """An archive of hostile entries: (name, type, link name or content)."""
+    with tarfile.open(path, "w") as tar:
+        for name, kind, value in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type = kind
+            if kind == tarfile.REGTYPE:
+                entry.size = len(value)
+                tar.addfile(entry, io.BytesIO(value))
+            else:
+                entry.linkname = value
+                tar.addfile(entry)
+
+
+def test_a_folder_is_packed_for_its_target_with_modes_and_links(tmp_path, stage):
+    source = tmp_path / "tree"
+    source.mkdir()
+    (source / "tool").write_text("run")
+    (source / "tool").chmod(0o755)
+    (source / "link").symlink_to("tool")
+
+    folder = pack(source, tmp_path / "there" / "tree", stage)
+
+    assert folder == tmp_path / "there" / "tree"
+    with tarfile.open(stage) as tar:
+        found = {entry.name: entry for entry in tar}
+    assert found["./tool"].mode & 0o777 == 0o755
+    assert found["./link"].issym()
+    assert {entry.uid for entry in found.values()} == {0}
+
+
+def test_a_file_is_packed_under_the_name_of_its_target(tmp_path, stage):
+    (tmp_path / "a").write_text("text")
+
+    assert pack(tmp_path / "a", tmp_path / "there" / "b", stage) == tmp_path / "there"
+    unpack(stage, "b", tmp_path / "out" / "c")
+
+    assert (tmp_path / "out" / "c").read_text() == "text"
+
+
+def test_bytes_are_packed_as_one_file_with_its_mode():
+    with tarfile.open(fileobj=io.BytesIO(pack_bytes(b"x\0y", "name", 0o600))) as tar:
+        (entry,) = tar.getmembers()
+        content = tar.extractfile(entry)
+        assert (entry.name, entry.mode, content and content.read()) == ("name", 0o600, b"x\0y")
+
+
+def test_what_leads_elsewhere_stays_behind(tmp_path, stage):
+    (tmp_path / "secret").write_text("ours")
+    packed(
+        stage,
+        ("out/fine", tarfile.REGTYPE, b"1"),
+        ("out/near", tarfile.SYMTYPE, "fine"),
+        ("out/far", tarfile.SYMTYPE, str(tmp_path / "secret")),
+        ("out/up", tarfile.SYMTYPE, "../../../secret"),
+        ("out/beside", tarfile.SYMTYPE, "../taken-by-another"),
+        ("out/hard", tarfile.LNKTYPE, "../../secret"),
+        ("out/pipe", tarfile.FIFOTYPE, ""),
+        ("../outside", tarfile.REGTYPE, b"evil"),
+        ("/absolute", tarfile.REGTYPE, b"evil"),
+    )
+
+    unpack(stage, "out", tmp_path / "taken")
+
+    assert sorted(path.name for path in (tmp_path / "taken").iterdir()) == ["fine", "near"]
+    assert not (tmp_path / "outside").exists()
+    assert not (tmp_path / "stage" / "outside").exists()
+
+
+def chain_of_links(into):
+    """Entries whose last one is written to `victim`, two folders above the folder `into` that they
+    are taken out as, where paths of more than 4096 bytes are not looked through."""
+    above = len(str(into))
+    long, steps = "d" * ((4080 - above) // 16 - 1), "abcdefghijklmnop"
+    folder = into.name
+    entries: list[tuple[str, bytes, str | bytes]] = [(folder, tarfile.DIRTYPE, "")]
+    for step in steps:
+        entries += [(f"{folder}/{long}", tarfile.DIRTYPE, "")]
+        entries += [(f"{folder}/{step}", tarfile.SYMTYPE, long)]
+        folder += f"/{long}"
+    chain = f"{'/'.join(steps)}/{'l' * 254}"
+    entries += [(f"{into.name}/{chain}", tarfile.SYMTYPE, "../" * len(steps))]
+    entries += [(f"{into.name}/escape", tarfile.SYMTYPE, f"{chain}/../../../victim")]
+    entries += [(f"{into.name}/escape/owned", tarfile.REGTYPE, b"evil")]
+    return entries
+
+
+@pytest.mark.parametrize("any_link", [False, True])
+def test_no_chain_of_links_beyond_4096_bytes_leads_elsewhere(tmp_path, stage, any_link):
+    packed(stage, *chain_of_links(stage.resolve().parent / "unpacked" / "out"))
+    (tmp_path / "victim").mkdir()
+
+    with suppress(OSError):  # of paths that are too long to copy
+        unpack(stage, "out", tmp_path / "taken", any_link=any_link)
+
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_a_file_is_not_written_through_a_link_of_its_name(tmp_path, stage):
+    entries = [("out/a", tarfile.SYMTYPE, "b"), ("out/a", tarfile.REGTYPE, b"1")]
+    packed(stage, *entries, ("out/c", tarfile.LNKTYPE, "out/a"), ("out/d", tarfile.REGTYPE, b"1"))
+
+    unpack(stage, "out", tmp_path / "taken")
+
+    assert sorted(path.name for path in (tmp_path / "taken").iterdir()) == ["a", "d"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+def test_something_else_than_a_file_or_folder_is_refused(tmp_path, stage, kind):
+    packed(stage, ("out", kind, "/etc/hostname"))
+
+    with pytest.raises(RuntimeFailure, match="out is not there, or is no regular file"):
+        unpack(stage, "out", tmp_path / "taken")
+
+
+def test_half_an_archive_is_refused(tmp_path, stage):
+    packed(stage, ("out", tarfile.REGTYPE, os.urandom(50_000)))
+    stage.write_bytes(stage.read_bytes()[:20_000])
+
+    with pytest.raises(RuntimeFailure, match="no whole archive"):
+        unpack(stage, "out", tmp_path / "taken")
+
+
+def test_only_what_is_kept_comes_out_with_all_folders(tmp_path, stage):
+    packed(
+        stage,
+        ("out/a/mine/below", tarfile.REGTYPE, b"1"),
+        ("out/a/theirs", tarfile.REGTYPE, b"2"),
+        ("out/empty", tarfile.DIRTYPE, ""),
+        ("out/a/link", tarfile.SYMTYPE, "theirs"),
+        ("out/first", tarfile.REGTYPE, b"3"),
+        ("out/b/mine", tarfile.LNKTYPE, "out/first"),
+    )
+
+    unpack(stage, "out", tmp_path / "taken", only=lambda path, *, is_folder: path.name == "mine")
+
+    found = {str(path.relative_to(tmp_path / "taken")) for path in (tmp_path / "taken").rglob("*")}
+    assert found == {"a", "a/mine", "a/mine/below", "b", "b/mine", "empty", "first"}
+    assert (tmp_path / "taken/b/mine").read_bytes() == b"3"
+
+
+def test_a_folder_comes_out_without_a_second_copy(tmp_path, stage):
+    packed(stage, ("x/a", tarfile.REGTYPE, b"text"))
+    unpack(stage, "x", tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_text() == "text"
+    assert not list(tmp_path.glob("stage/**/a"))
+
+
+def test_a_folder_is_merged_into_one_that_is_there(tmp_path, stage):
+    packed(stage, ("out/new", tarfile.REGTYPE, b"1"))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "old").touch()
+
+    unpack(stage, "out", tmp_path / "taken")
+
+    assert sorted(path.name for path in (tmp_path / "taken").iterdir()) == ["new", "old"]
+
+
+def test_folders_without_permissions_go_too(tmp_path):
+    locked = tmp_path / "a" / "locked" / "deep"
+    locked.mkdir(parents=True)
+    (locked / "file").touch()
+    locked.chmod(0o000)
+    locked.parent.chmod(0o000)
+
+    remove_folders([tmp_path / "a", tmp_path / "missing"])
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_link_leads_to_stays(tmp_path):
+    (tmp_path / "kept").mkdir(mode=0o755)
+    (tmp_path / "kept" / "file").touch()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "kept")
+
+    remove_folders([tmp_path / "a"])
+
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def test_a_link_in_a_folders_place_goes_and_what_it_names_stays_as_it_is(tmp_path):
+    other = tmp_path / "other"
+    (other / "inner").mkdir(parents=True)
+    (other / "inner").chmod(0o500)
+    (tmp_path / "work").symlink_to(other)
+    (tmp_path / "home").write_text("a file")
+    os.mkfifo(tmp_path / "tmp")
+    remove_folders([tmp_path / "work", tmp_path / "home", tmp_path / "tmp"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+    assert (other / "inner").stat().st_mode & 0o777 == 0o500
+
+
+@pytest.mark.parametrize(
+    ("inside", "here"),
+    [
+        ("/work/a/b", Path("/s/work/a/b")),
+        ("/home/u", Path("/s/home")),
+        ("/workshop", None),
+        ("/home/u/../x", None),
+    ],
+)
+def test_a_path_inside_is_found_in_the_folders_that_are_shared(inside, here):
+    folders = {"/work": Path("/s/work"), "/home/u": Path("/s/home")}
+    assert beside(PurePosixPath(inside), folders) == here

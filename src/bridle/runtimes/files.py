@@ -1,26 +1,185 @@
-"""Copies of what a session left, made by this process: entry by entry, links never followed.
+"""A session's files on their way in and out: tar archives, copies, removal.
 
-No program of the session's place takes part, so nothing that an agent left there has a say in what
-is copied. The session must have no process: a tree that changes meanwhile is copied as found.
+Inside a containing runtime, paths are resolved by the runtime itself, so a link that a harness
+planted leads nowhere but where the harness could go anyway. An archive that comes out is not
+trusted: regular files, folders and links that stay inside it are extracted; devices, sockets, links
+and names that lead elsewhere are left behind.
+
+Copies are made by this process, entry by entry, and follow no links. No program of the session
+takes part, so nothing that an agent left has a say in what is copied. The session must have no
+process: a tree that changes during the copy is copied as found.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
+import io
 import os
 import shutil
 import stat
 import tarfile
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.archive import Keep, stays
+
+
+class Keep(Protocol):
+    """Says which paths of a folder stay in it."""
+
+    def __call__(self, path: PurePosixPath, *, is_folder: bool) -> bool:
+        """Return whether to keep `path` (relative to the top) and everything below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Numbers of the user and the group that own what is put inside."""
+
+    user: int = 0
+    group: int = 0
+
+    def taking(self, entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        """Make `entry` the owner's; returns it."""
+        entry.uid, entry.gid = self.user, self.group
+        entry.uname = entry.gname = ""
+        return entry
+
+
+ROOT = Owner()
+
+
+def pack(source: Path, target: PurePosixPath, archive: Path, owner: Owner = ROOT) -> PurePosixPath:
+    """Write `source`, a file or a folder, to `archive`; returns the folder to take it out in.
+
+    Taken out there, it stands at `target`; a folder is merged into one that is there. Modes and
+    symbolic links are kept; everything is the owner's. `OSError` escapes.
+    """
+    whole = source.is_dir()
+    with tarfile.open(archive, "w") as tar:
+        tar.add(source, arcname="." if whole else target.name, filter=owner.taking)
+    return target if whole else target.parent
+
+
+def pack_folder(path: PurePosixPath, mode: int, owner: Owner) -> bytes:
+    """Make an archive of an empty folder, to be taken out in `/`."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        entry = owner.taking(tarfile.TarInfo(str(path.relative_to("/"))))
+        entry.type, entry.mode = tarfile.DIRTYPE, mode
+        tar.addfile(entry)
+    return made.getvalue()
+
+
+def pack_bytes(content: bytes, name: str, mode: int, owner: Owner = ROOT) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        entry = owner.taking(tarfile.TarInfo(name))
+        entry.size, entry.mode = len(content), mode
+        tar.addfile(entry, io.BytesIO(content))
+    return made.getvalue()
+
+
+def size_of(archive: Path) -> int:
+    """Bytes of the archive itself; 0 if there is none."""
+    return archive.stat().st_size if archive.exists() else 0
+
+
+def unpack(
+    archive: Path, name: str, target: Path, *, any_link: bool = False, only: Keep | None = None
+) -> None:
+    """Take the entry `name` of `archive` out as `target`; a folder is merged into an existing one.
+
+    With `only`, all folders come out, but only the files and links that it keeps.
+
+    With `any_link`, symbolic links come out wherever they point to: for a copy that goes into
+    another sandbox and that nobody here reads by following links. The folder that `archive` lies in
+    is used on the way. Raises `RuntimeFailure` when `name` is not there or may not leave; `OSError`
+    escapes.
+    """
+    aside = archive.parent / "unpacked"
+    aside.mkdir()
+    try:
+        with tarfile.open(archive, "r:") as tar:
+            entries = None if only is None else _kept(tar.getmembers(), only)
+            tar.extractall(aside, entries, filter=_any_link if any_link else harmless)  # noqa: S202 - the filters leave out what leads elsewhere
+    except tarfile.TarError as error:
+        raise RuntimeFailure(f"what came out is no whole archive: {error}") from error
+    found = aside / name
+    if found.is_symlink() or not found.exists():
+        raise RuntimeFailure(f"{name} is not there, or is no regular file or folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if found.is_dir() and target.exists():
+        shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.move(found, target)
+
+
+def _kept(entries: list[tarfile.TarInfo], keep: Keep) -> list[tarfile.TarInfo]:
+    """The folders, what `keep` names, and the files that this is a hard link to."""
+
+    def is_kept(entry: tarfile.TarInfo) -> bool:
+        path = PurePosixPath(*PurePosixPath(entry.name).parts[1:])
+        above = (keep(folder, is_folder=True) for folder in path.parents[:-1])
+        return keep(path, is_folder=entry.isdir()) or any(above)
+
+    kept = {entry.name: entry for entry in entries if is_kept(entry)}
+    linked = {entry.linkname for entry in kept.values() if entry.islnk()}
+    return [one for one in entries if one.isdir() or one.name in kept or one.name in linked]
+
+
+def harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    """Return the entry as it may be taken out below `folder`; `None` for what leads elsewhere."""
+    if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
+        return None
+    if not _is_direct(entry.name, folder) or (entry.issym() and not _stays(entry)):
+        return None
+    if entry.islnk() and not (
+        _is_direct(entry.linkname, folder) and Path(folder, entry.linkname).is_file()
+    ):
+        return None
+    try:
+        return tarfile.data_filter(entry, folder)
+    except tarfile.FilterError:
+        return None
+
+
+def _any_link(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    if not entry.issym():
+        return harmless(entry, folder)
+    return entry.replace(deep=False) if _is_direct(entry.name, folder) else None
+
+
+def _is_direct(name: str, folder: str) -> bool:
+    """Return whether `name` lies below `folder` and no parent folder on the way is a symbolic link.
+
+    Python's own filter resolves links, and before 3.11.13 and 3.12.11 gives up on paths of more
+    than 4096 bytes, which then lead anywhere (CVE-2025-4517).
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return False
+    steps = [path, *path.parents]
+    return not any(Path(folder, step).is_symlink() for step in steps[:-1])
+
+
+def stays(link: str, above: int) -> bool:
+    """Return whether a link's target stays inside a tree: `..` occurs only at its beginning, fewer
+    than `above` times.
+
+    As the folders above a link are no links, and other links stay inside too, so does this one.
+    """
+    to = PurePosixPath(link)
+    ups = to.parts.count("..")
+    return not to.is_absolute() and ups < above and ".." not in to.parts[ups:]
+
+
+def _stays(entry: tarfile.TarInfo) -> bool:
+    """Return whether a link stays inside the archive's one top entry, which may be renamed."""
+    return stays(entry.linkname, len(PurePosixPath(entry.name).parent.parts))
+
 
 OF_THE_ENTRY = frozenset(
     {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}
@@ -32,16 +191,8 @@ NOT_BETWEEN = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 """Errors of `copy_file_range` between file systems that it does not serve."""
 
 
-EMPTY = """
-shopt -s dotglob nullglob
-all=(*)
-for ((at = 0; at < ${#all[@]}; at += 500)); do rm -rf -- "${all[@]:at:500}" || exit; done
-"""
-"""Empties the folder that it is run in."""
-
-
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CopyLimits:
     """Limits of one copy."""
 
     entries: int = 200_000
@@ -51,10 +202,10 @@ class Bounds:
 
 
 class TooMuch(RuntimeFailure):
-    """A tree is over the bounds of a copy; the text says which."""
+    """A tree is over the limits of a copy; the text says which."""
 
 
-def check_archive(archive: Path, bounds: Bounds) -> int:
+def check_archive(archive: Path, limits: CopyLimits) -> int:
     """Bytes of all files of an archive with their holes, read before anything of it is taken out.
 
     Raises `TooMuch`, and `RuntimeFailure` if it is no whole archive.
@@ -64,16 +215,15 @@ def check_archive(archive: Path, bounds: Bounds) -> int:
         with tarfile.open(archive, "r:") as tar:
             for count, entry in enumerate(tar, 1):
                 size += entry.size
-                if count > bounds.entries:
-                    raise TooMuch(f"there are more than {bounds.entries} files")
-                if size > bounds.bytes:
-                    raise TooMuch(f"there are more than {bounds.bytes >> 20} MiB")
-                if len(PurePosixPath(entry.name).parts) > bounds.depth + 2:
+                if count > limits.entries:
+                    raise TooMuch(f"there are more than {limits.entries} files")
+                if size > limits.bytes:
+                    raise TooMuch(f"there are more than {limits.bytes >> 20} MiB")
+                if len(PurePosixPath(entry.name).parts) > limits.depth + 2:
                     top = entry.name.partition("/")[0]
-                    raise TooMuch(f"{top} is deeper than {bounds.depth} folders")
+                    raise TooMuch(f"{top} is deeper than {limits.depth} folders")
     except tarfile.TarError as error:
-        message = f"what comes out is no whole archive: {error}"
-        raise RuntimeFailure(message) from error
+        raise RuntimeFailure(f"what comes out is no whole archive: {error}") from error
     return size
 
 
@@ -82,7 +232,7 @@ def replace_tree(
     target: Path,
     *,
     keep: Keep | None = None,
-    bounds: Bounds | None = None,
+    limits: CopyLimits | None = None,
     link: bool = False,
 ) -> tuple[str, ...]:
     """Make the folder `target` hold what the folder `source` holds, and nothing else.
@@ -93,7 +243,7 @@ def replace_tree(
     their modes: both must be ours, and on one file system. Returns the paths that stayed behind,
     each with its reason. Raises `TooMuch`; `OSError` of the machine (a full disk) escapes.
     """
-    copier = _Copier(keep or _nothing, bounds or Bounds(), link=link)
+    copier = _Copier(keep or _nothing, limits or CopyLimits(), link=link)
     target.mkdir(parents=True, exist_ok=True)
     copier.clear(target, PurePosixPath())
     copier.copy(source, target, PurePosixPath())
@@ -124,37 +274,6 @@ def _nothing(path: PurePosixPath, *, is_folder: bool) -> bool:
     return False
 
 
-class _Ended(Protocol):
-    @property
-    def ok(self) -> bool: ...
-
-    @property
-    def stderr(self) -> bytes: ...
-
-
-class _Filled(Protocol):
-    """Methods of a runtime that `put_by_archive` calls."""
-
-    async def exec(self, command: str) -> _Ended: ...
-
-    async def copy_kept(self, folder: Path, keep: Keep) -> tuple[str, ...]: ...
-
-    async def upload(self, source: Path, target: str) -> None: ...
-
-
-async def put_by_archive(runtime: _Filled, folder: Path, keep: Keep) -> tuple[str, ...]:
-    """Do what `Runtime.put_work` says where the work folder is no folder of this machine."""
-    with tempfile.TemporaryDirectory(prefix="bridle-work-", dir=folder.parent) as aside:
-        whole = Path(aside, "work")
-        await runtime.copy_kept(whole, keep)
-        left = await asyncio.to_thread(replace_tree, folder, whole, keep=keep, link=True)
-        emptied = await runtime.exec(EMPTY)
-        if not emptied.ok:
-            raise RuntimeFailure(emptied.stderr.decode(errors="replace").strip())
-        await runtime.upload(whole, ".")
-    return left
-
-
 def copy_out(source: Path, target: Path, allowed: Path) -> None:
     """Copy a file or folder of the folder `allowed`; links to files that lie there become files.
 
@@ -164,21 +283,22 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
     allowed = allowed.resolve()
     real = source.resolve(strict=True)
     if not real.is_relative_to(allowed):
-        message = f"{source} lies outside the session's own folder"
-        raise RuntimeFailure(message)
+        raise RuntimeFailure(f"{source} lies outside the session's own folder")
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def strange(folder: str, names: list[str]) -> set[str]:
         paths = {name: Path(folder, name) for name in names}
         return {name for name, path in paths.items() if not _may_leave(path, allowed)}
 
-    room = Bounds().bytes
+    room = CopyLimits().bytes
 
     def copied(given: str, made: str) -> str:
         nonlocal room
         room -= Path(given).stat().st_size
         if room < 0:
-            raise TooMuch(f"there are more than {Bounds().bytes >> 20} MiB, with those of links")
+            raise TooMuch(
+                f"there are more than {CopyLimits().bytes >> 20} MiB, with those of links"
+            )
         return str(shutil.copy2(given, made))
 
     if real.is_dir():
@@ -186,8 +306,7 @@ def copy_out(source: Path, target: Path, allowed: Path) -> None:
     elif _may_leave(real, allowed):
         _copy_file(str(real), target, real.stat())
     else:
-        message = f"{source} is not a regular file"
-        raise RuntimeFailure(message)
+        raise RuntimeFailure(f"{source} is not a regular file")
 
 
 def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tuple[str, ...]]:
@@ -198,9 +317,8 @@ def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tup
     nothing is at `target`. `OSError` of the machine escapes.
     """
     if not source.is_relative_to(top) or ".." in source.relative_to(top).parts:
-        message = f"{source} lies outside the session's own folder"
-        raise RuntimeFailure(message)
-    copier = _Copier(_nothing, Bounds(bytes=most), inner_links=True)
+        raise RuntimeFailure(f"{source} lies outside the session's own folder")
+    copier = _Copier(_nothing, CopyLimits(bytes=most), inner_links=True)
     try:
         above = [source.parent, *source.parent.parents]
         for folder in reversed(above[: len(source.relative_to(top).parts)]):
@@ -213,11 +331,9 @@ def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tup
         elif stat.S_ISREG(facts.st_mode):
             copier.copy_file(source, target, facts)
         else:
-            message = f"{source.name} is not a regular file or folder"
-            raise RuntimeFailure(message)
+            raise RuntimeFailure(f"{source.name} is not a regular file or folder")
     except FileNotFoundError:
-        message = f"{source.name} is not there"
-        raise RuntimeFailure(message) from None
+        raise RuntimeFailure(f"{source.name} is not there") from None
     except NotADirectoryError as error:
         raise RuntimeFailure(f"{source.name}: {error}") from error
     except TooMuch:
@@ -237,12 +353,12 @@ def _may_leave(path: Path, allowed: Path) -> bool:
 
 class _Copier:
     def __init__(
-        self, keep: Keep, bounds: Bounds, *, inner_links: bool = False, link: bool = False
+        self, keep: Keep, limits: CopyLimits, *, inner_links: bool = False, link: bool = False
     ) -> None:
         self.left: list[str] = []
         self.bytes = 0
         self._keep = keep
-        self._bounds = bounds
+        self._limits = limits
         self._inner_links = inner_links
         self._link = link
         self._entries = 0
@@ -262,14 +378,14 @@ class _Copier:
 
     def copy(self, source: Path, target: Path, at: PurePosixPath) -> None:
         """Copy a folder's entries, those of folders below it too."""
-        if len(at.parts) > self._bounds.depth:
-            raise TooMuch(f"{at.parts[0]} is deeper than {self._bounds.depth} folders")
+        if len(at.parts) > self._limits.depth:
+            raise TooMuch(f"{at.parts[0]} is deeper than {self._limits.depth} folders")
         with os.scandir(_readable(source)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
             self._entries += 1
-            if self._entries > self._bounds.entries:
-                raise TooMuch(f"there are more than {self._bounds.entries} files")
+            if self._entries > self._limits.entries:
+                raise TooMuch(f"there are more than {self._limits.entries} files")
             path = at / entry.name
             try:
                 self._copy_one(entry, target / entry.name, path)
@@ -300,8 +416,8 @@ class _Copier:
 
     def copy_file(self, source: Path, target: Path, facts: os.stat_result) -> None:
         self.bytes += facts.st_size
-        if self.bytes > self._bounds.bytes:
-            raise TooMuch(f"there are more than {self._bounds.bytes >> 20} MiB")
+        if self.bytes > self._limits.bytes:
+            raise TooMuch(f"there are more than {self._limits.bytes >> 20} MiB")
         if self._link:
             os.link(source, target)
             return
@@ -372,3 +488,35 @@ def _next_data(file: int, start: int) -> int | None:
         if error.errno == errno.ENXIO:  # nothing but a hole is left
             return None
         raise
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Remove folders, also where the harness took its own permissions away.
+
+    Raises `RuntimeFailure` naming one that stays.
+    """
+    for folder in folders:
+        if folder.is_symlink() or not folder.is_dir():  # a harness put it there, if it is there
+            folder.unlink(missing_ok=True)
+            continue
+        with suppress(OSError):
+            folder.chmod(0o700)
+        for parent, names, _ in os.walk(folder):
+            for name in names:
+                path = Path(parent, name)
+                if not path.is_symlink():
+                    with suppress(OSError):
+                        path.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            raise RuntimeFailure(f"cannot remove {folder}")
+
+
+def beside(path: PurePosixPath, folders: Mapping[str, Path]) -> Path | None:
+    """The path on this machine of one inside a runtime, by the folders that it shares; `None` = it
+    lies in none of them.
+    """
+    for top, folder in folders.items():
+        if path.is_relative_to(top) and ".." not in path.parts:
+            return folder / path.relative_to(top)
+    return None
