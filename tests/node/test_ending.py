@@ -1,9 +1,10 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridle.gateway.registry import SessionFacts
 from bridle.node.ending import (
     COMPLETED,
     ENGINE_CODES,
@@ -19,16 +20,21 @@ from bridle.runtimes.base import ExecResult
 from bridle.types import Cause, SessionStatus
 
 
-@dataclass(frozen=True)
-class Known:
-    """Facts of a session that went well, unless told otherwise."""
-
-    calls: int = 2
-    delivered: int = 2
-    failed_last: bool = False
-    limit: str | None = None
-    last_error: str | None = None
-    last_error_code: str | None = None
+def known(**changes):
+    """Return the facts of a session that went well, with `changes`."""
+    well = SessionFacts(
+        session_id="s",
+        calls=2,
+        turns=2,
+        delivered=2,
+        failed_last=False,
+        limit=None,
+        tokens=9,
+        last_error=None,
+        last_error_code=None,
+        sealed=True,
+    )
+    return replace(well, **changes)
 
 
 def ended(exit_code=0, signal=None, stdout=b"", stderr=b""):
@@ -44,23 +50,23 @@ def ended(exit_code=0, signal=None, stdout=b"", stderr=b""):
 
 
 def heard(code, *, last=True):
-    return Known(failed_last=last, last_error="some error", last_error_code=code)
+    return known(failed_last=last, last_error="some error", last_error_code=code)
 
 
 OVERFLOW = heard("context_length_exceeded")
 BROKEN = heard("engine_error")
 CRASH = Cause.HARNESS_CRASH
-SPENT = Known(limit="tokens", failed_last=True)
+SPENT = known(limit="tokens", failed_last=True)
 
 
 @pytest.mark.parametrize(
     ("result", "facts", "harness_cause", "status", "cause"),
     [
-        (ended(), Known(), None, "COMPLETED", None),
-        (ended(), Known(delivered=0, calls=0), None, "ERROR", Cause.HARNESS_NO_CALL),
-        (ended(), Known(delivered=0), None, "ERROR", Cause.HARNESS_NO_CALL),
-        (ended(1), Known(), CRASH, "ERROR", CRASH),
-        (ended(None, 9), Known(), CRASH, "ERROR", CRASH),
+        (ended(), known(), None, "COMPLETED", None),
+        (ended(), known(delivered=0, calls=0), None, "ERROR", Cause.HARNESS_NO_CALL),
+        (ended(), known(delivered=0), None, "ERROR", Cause.HARNESS_NO_CALL),
+        (ended(1), known(), CRASH, "ERROR", CRASH),
+        (ended(None, 9), known(), CRASH, "ERROR", CRASH),
         (ended(), OVERFLOW, None, "ERROR", Cause.HARNESS_MODEL_ERROR),
         (ended(1), OVERFLOW, CRASH, "ERROR", CRASH),
         (ended(), BROKEN, None, "ERROR", Cause.INFRASTRUCTURE),
@@ -68,7 +74,7 @@ SPENT = Known(limit="tokens", failed_last=True)
         (ended(), heard("rate_limit"), None, "ERROR", Cause.INFRASTRUCTURE),
         (ended(None, 9), heard("session_busy"), CRASH, "ERROR", CRASH),
         (ended(), heard("engine_error", last=False), None, "COMPLETED", None),
-        (ended(), Known(limit="turns"), None, "TIMEOUT", Cause.LIMIT),
+        (ended(), known(limit="turns"), None, "TIMEOUT", Cause.LIMIT),
         (ended(1), SPENT, Cause.HARNESS_CRASH, "TIMEOUT", "limit"),
     ],
 )  # fmt: skip
@@ -78,13 +84,13 @@ def test_each_way_of_ending_has_its_cause(result, facts, harness_cause, status, 
 
 
 def test_a_harness_without_a_model_needs_a_true_exit_alone():
-    silent = Known(delivered=0, calls=0)
+    silent = known(delivered=0, calls=0)
     assert without_a_model(judge(ended(), silent, None)) == COMPLETED
     assert without_a_model(judge(ended(1), silent, CRASH)).cause is CRASH
 
 
-known = st.builds(
-    Known,
+any_facts = st.builds(
+    known,
     calls=st.integers(0, 3),
     delivered=st.integers(0, 3),
     failed_last=st.booleans(),
@@ -94,7 +100,7 @@ known = st.builds(
 )
 
 
-@given(known, st.sampled_from([None, *Cause]), st.sampled_from([0, 1, None]))
+@given(any_facts, st.sampled_from([None, *Cause]), st.sampled_from([0, 1, None]))
 def test_completed_needs_a_true_exit_a_delivered_turn_and_no_failed_last_word(facts, cause, code):
     ending = judge(ended(code, None if code is not None else 15), facts, cause)
     good = cause is None and facts.delivered > 0 and not facts.failed_last and facts.limit is None
@@ -104,13 +110,13 @@ def test_completed_needs_a_true_exit_a_delivered_turn_and_no_failed_last_word(fa
 
 def test_a_limit_of_the_runtime_is_named_unless_the_harness_lived_with_it():
     over = judge(
-        replace(ended(signal=9, exit_code=None), limit="memory"), Known(), Cause.HARNESS_CRASH
+        replace(ended(signal=9, exit_code=None), limit="memory"), known(), Cause.HARNESS_CRASH
     )
     assert (over.status, over.cause) == (SessionStatus.ERROR, Cause.LIMIT)
     assert (
         over.error == "the runtime's limit of memory was reached: the harness was ended by signal 9"
     )
-    assert judge(replace(ended(), limit="processes"), Known(), None) == COMPLETED
+    assert judge(replace(ended(), limit="processes"), known(), None) == COMPLETED
 
 
 @pytest.mark.parametrize(
@@ -123,16 +129,16 @@ def test_a_limit_of_the_runtime_is_named_unless_the_harness_lived_with_it():
     ],
 )
 def test_a_crash_is_told_with_the_last_thing_that_was_said(result, said):
-    error = str(judge(result, Known(), Cause.HARNESS_CRASH).error)
+    error = str(judge(result, known(), Cause.HARNESS_CRASH).error)
     assert said in error
     assert len(error) < 400
 
 
 def test_a_timeout_says_whether_the_model_was_called():
-    assert out_of_time(0.5, Known(calls=0)).error == (
+    assert out_of_time(0.5, known(calls=0)).error == (
         "the agent's budget of 0.5 s ran out, without one model call"
     )
-    assert str(out_of_time(600, Known()).error).endswith("600 s ran out, after 2 model calls")
+    assert str(out_of_time(600, known()).error).endswith("600 s ran out, after 2 model calls")
 
 
 def test_only_completed_has_no_cause():

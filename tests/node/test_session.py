@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.node.house import AGENT, BEAT, WORK, a_node, checked, nothing_lives, statuses, task
-from tests.node.test_ending import Known
+from tests.node.test_ending import known
 
 from bridle.capture.store import MemoryStore
 from bridle.config import Action, Limits, RuntimeSpec
@@ -231,7 +231,7 @@ async def test_a_failed_call_as_the_last_word_is_never_completed(tmp_path):
         result = await node.run(task(f"{AGENT} --lenient", evaluator=checked("true")))
     assert (result.status, result.reward, result.exit_code) == ("ERROR", 1.0, 0)
     assert result.cause is Cause.HARNESS_MODEL_ERROR
-    assert "last word from the model was an error: prompt is too long" in result.error
+    assert "last model call failed: prompt is too long" in result.error
     assert len(result.trajectory.traces) == 1
 
 
@@ -425,7 +425,7 @@ async def test_a_fresh_runtime_that_nobody_needs_is_ended(tmp_path):
 
 
 async def test_a_limit_is_outstayed_when_its_grace_is_over():
-    facts = [Known(), Known(), Known(limit="tokens")]
+    facts = [known(), known(), known(limit="tokens")]
     kept = session.POLL_S
     session.POLL_S = 0.01
     try:

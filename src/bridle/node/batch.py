@@ -82,7 +82,7 @@ class _Batch:
             yield result
 
     async def feed(self, samples: Iterator[tuple[Task, int]]) -> None:
-        """Start sessions as there is room; ends all of them when it is cancelled."""
+        """Start sessions as there is room; a cancellation ends all of them."""
         async with asyncio.TaskGroup() as sessions:
             for task, sample_index in samples:
                 await self._room.acquire()
@@ -99,7 +99,7 @@ class _Batch:
                 sessions.create_task(self._one(fork, sample_index, depth + 1))
 
     async def _forks(self, task: Task, result: SessionResult, depth: int) -> list[Task]:
-        """The forks of a session that has ended, each a task of one session."""
+        """Return the forks of a session that has ended, each a task of one session."""
         spec, store = task.branching, self._node.store
         if spec is None or not isinstance(store, SqliteStore):
             return []
@@ -131,7 +131,7 @@ def _samples(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: what a caller can handle; the others stay as its cause."""
+    """Return the first error of a group, which a caller can handle; the group is its cause."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

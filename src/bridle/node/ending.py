@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Final
 
+from bridle.gateway.registry import SessionFacts
 from bridle.runtimes.base import ExecResult
 from bridle.types import Cause, SessionStatus
 
@@ -22,33 +23,6 @@ ENGINE_CODES = frozenset(
     | {"replay_differs"}
 )
 """Kinds of refusal (`RequestError.code`) that say nothing about the harness or the policy."""
-
-
-class GatewayFacts(Protocol):
-    """The gateway's facts about a session (`bridle.gateway.registry.SessionFacts`)."""
-
-    @property
-    def calls(self) -> int:
-        """Generation requests answered or refused."""
-
-    @property
-    def delivered(self) -> int:
-        """Exchanges whose reply the harness received."""
-
-    @property
-    def failed_last(self) -> bool:
-        """Return whether the last model call of the harness failed."""
-
-    @property
-    def limit(self) -> str | None:
-        """The session limit that a call was refused for."""
-
-    @property
-    def last_error(self) -> str | None:
-        """Text of the last error that the harness was told."""
-
-    @property
-    def last_error_code(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +35,7 @@ class Ending:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        """Only COMPLETED has no cause."""
+        """Raise `ValueError` unless exactly COMPLETED has no cause."""
         if (self.cause is None) != (self.status is SessionStatus.COMPLETED):
             message = f"{self.status} with cause {self.cause}"
             raise ValueError(message)
@@ -74,22 +48,22 @@ def failed(cause: Cause, error: str) -> Ending:
     return Ending(SessionStatus.ERROR, cause, error)
 
 
-def out_of_time(budget_s: float, facts: GatewayFacts) -> Ending:
-    """The agent's budget of seconds ran out."""
+def out_of_time(budget_s: float, facts: SessionFacts) -> Ending:
+    """Return the ending of an agent whose budget of seconds ran out."""
     calls = "without one model call" if facts.calls == 0 else f"after {facts.calls} model calls"
     error = f"the agent's budget of {budget_s:g} s ran out, {calls}"
     return Ending(SessionStatus.TIMEOUT, Cause.TIMEOUT, error)
 
 
-def judge(result: ExecResult, facts: GatewayFacts, harness_cause: Cause | None) -> Ending:
-    """Return the ending of a harness that was not ended by its time.
+def judge(result: ExecResult, facts: SessionFacts, harness_cause: Cause | None) -> Ending:
+    """Return the ending of a harness that was not stopped at its budget.
 
     `harness_cause` is what its own file reads from its exit (`Harness.exit_cause`).
     """
     if facts.limit is not None:
         error = f"the session's limit of {facts.limit} was reached"
         return Ending(SessionStatus.TIMEOUT, Cause.LIMIT, error)
-    heard = f"its last word from the model was an error: {facts.last_error}"
+    heard = f"its last model call failed: {facts.last_error}"
     if facts.failed_last and facts.last_error_code in ENGINE_CODES:
         return failed(Cause.INFRASTRUCTURE, f"the harness {_how(result)}; {heard}")
     if result.limit is not None and not result.ok:
@@ -107,7 +81,7 @@ def judge(result: ExecResult, facts: GatewayFacts, harness_cause: Cause | None) 
 
 
 def without_a_model(ending: Ending) -> Ending:
-    """The ending of a harness that calls no model: one that lacks only a turn is COMPLETED."""
+    """Return the ending of a harness that calls no model, which may lack a turn."""
     return COMPLETED if ending.cause is Cause.HARNESS_NO_CALL else ending
 
 
@@ -118,7 +92,7 @@ def _how(result: ExecResult) -> str:
 
 
 def _said(result: ExecResult) -> str:
-    """The last line of what it said, for people."""
+    """Return the last line of the output, for people."""
     lines = (result.stderr.strip() or result.stdout.strip()).decode(errors="replace").splitlines()
     return f": {lines[-1].strip()[:300]}" if lines else ""
 

@@ -51,7 +51,7 @@ class Installing:
 
 @dataclass(frozen=True, slots=True)
 class RoomChanged:
-    """There is room for another number of sessions: nodes joined, left, or have other ones."""
+    """The number of sessions that fit has changed: nodes joined, left, or changed their slots."""
 
     slots: int
     """How many sessions may be handed in at once."""
@@ -69,7 +69,7 @@ class Events:
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Tell `listener` everything that happens inside."""
+        """Call `listener` with every event until the block ends."""
         self._listeners.append(listener)
         try:
             yield

@@ -70,7 +70,7 @@ _NOTHING = SessionCapture(SessionRecord("check", 0.0), (), {}, {}, None)
 
 
 def _share(of: float) -> Any:  # noqa: ANN401 - pydantic's type of a default that reads others
-    """A default: this share of the run slots, and at least 2."""
+    """Return a default: this share of the run slots, and at least 2."""
     return lambda given: max(2, math.ceil(of * given.get("run_slots", 1)))
 
 
@@ -110,7 +110,7 @@ class Pools:
 
 @contextmanager
 def naming(task: Task) -> Iterator[None]:
-    """Say in every `ConfigError` which task it is about."""
+    """Add the task's id to the text of every `ConfigError`."""
     try:
         yield
     except ConfigError as error:
@@ -118,7 +118,7 @@ def naming(task: Task) -> Iterator[None]:
 
 
 def _located(task: Task) -> AgentSpec:
-    """The task's agent, with its skills and its function where they are for this process."""
+    """Return the task's agent, its paths relative to this process."""
     agent, base = task.agent, Path(task.task_dir or "")
     changes = {}
     if agent.skills_path is not None:
@@ -137,7 +137,7 @@ def check(tasks: Sequence[Task]) -> None:
 
 
 def plan(task: Task) -> SessionPlan:
-    """The task with all that it names found; `ConfigError` names the task and the field."""
+    """Resolve everything that a task names. `ConfigError` has the task and the field."""
     with naming(task):
         task = task.model_copy(update={"runtime": chosen(task.runtime)})
         make_runtime(task.runtime, "check", Path("check"))
@@ -385,7 +385,7 @@ class LocalNode:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Size of all files below a folder; links are not followed, files that vanish count as 0."""
+    """Return the size of all files below a folder, without following links."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -407,7 +407,7 @@ class Scratch:
 
     @classmethod
     def make(cls, base: Path | None = None) -> Scratch:
-        """A new one in `base` (the system's temp folder). `RuntimeFailure` if it can't be made."""
+        """Make one in `base` (the system's temp folder). `RuntimeFailure` if it cannot be made."""
         try:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
             owner = {"pid": os.getpid(), "started": started_at(os.getpid())}
@@ -418,7 +418,7 @@ class Scratch:
         return cls(folder)
 
     def session(self, session_id: str) -> Path:
-        """A new folder for a session; its name is short, because the model sees it."""
+        """Make a folder for a session; its name is short, because the model sees it."""
         with (self.folder / SESSIONS).open("a") as file:
             file.write(f"{session_id}\n")
         folder = self.folder / secrets.token_hex(4)

@@ -129,7 +129,7 @@ class SessionPlaces:
             )
 
     def facts(self) -> JSON:
-        """Return its entries in the result: `place`, and `stayed`, the paths that did not cross."""
+        """Return the result's entries: `place`, and `stayed`, the paths that were not copied."""
         facts: JSON = {"place": max(self.used)} if self.used else {}
         if self.stayed:
             facts["stayed"] = self.stayed[:NAMED]
@@ -147,13 +147,13 @@ class SessionPlaces:
             yield await (self.make(stack) if ready is None else ready())
 
     def _note(self, stayed: Sequence[str]) -> None:
-        """Note what did not cross, but for git's own files, of which every repository has some."""
+        """Record the paths that were not copied, except for git's own files."""
         self.stayed += [path for path in stayed if "/.git/" not in f"/{path}"]
 
 
 @contextmanager
 def _checking() -> Iterator[None]:
-    """Lay a runtime's failure to the checker, once something of the agent's is in the runtime."""
+    """Attribute a runtime's failure to the checker, once it holds files of the agent."""
     try:
         yield
     except RuntimeFailure as error:

@@ -252,7 +252,7 @@ class RayCluster:
                 log.warning("the cluster cannot be asked for its machines", error=_short(error))
 
     async def _follow(self, source: str) -> None:
-        """Have every node use the engines that `source` lists, for ever."""
+        """Have every node use the engines that `source` lists, until it is cancelled."""
         while True:
             try:
                 lister = await asyncio.to_thread(engine_source, source)

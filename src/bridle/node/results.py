@@ -67,7 +67,7 @@ class SessionResult:
         )
 
     def summary(self) -> JSON:
-        """One line about it: who, how it ended, what it was worth, and its law numbers."""
+        """Return one line about the session: ids, ending, reward, and its law numbers."""
         stats = self.trajectory.metadata.get("stats", {})
         numbers = (
             *("exchanges", "roots", "branches", "traces", "tokens_captured", "tokens_trained"),
@@ -95,7 +95,7 @@ class SessionResult:
 def result_of(
     session: SessionRecord, outcome: Outcome | None, trajectory: Trajectory
 ) -> SessionResult:
-    """The result of a session from its records; `trajectory` has its outcome already."""
+    """Make the result of a session from its records; `trajectory` has its outcome already."""
     kept = session.metadata
     ended = outcome.metadata if outcome is not None else {}
     ours = ("evaluation", "scores", "left_out", "limits", "fork")
@@ -120,7 +120,7 @@ def result_of(
 
 
 def unrecorded(task: Task, sample_index: int, harness: Harness, outcome: Outcome) -> SessionResult:
-    """The result of a session that capture does not hold: it failed before, or with, its store."""
+    """Make the result of a session that could not be captured."""
     record = SessionRecord(
         outcome.session_id,
         outcome.ended_at,
@@ -136,10 +136,10 @@ def unrecorded(task: Task, sample_index: int, harness: Harness, outcome: Outcome
 
 
 def result_from(capture: SessionCapture) -> SessionResult:
-    """The result of a captured session, its trajectory rebuilt."""
+    """Make the result of a captured session; its trajectory is rebuilt."""
     return result_of(capture.session, capture.outcome, trajectory_of(capture))
 
 
 def trajectory_of(capture: SessionCapture, builder: BuilderSpec | None = None) -> Trajectory:
-    """`rebuild`, with the texts of its breaks where the session's tokenizer is still there."""
+    """Rebuild a trajectory, with the texts of its breaks if the tokenizer still exists."""
     return rebuild(capture, builder=builder, decode=decoder_of(capture.session.metadata))

@@ -45,7 +45,7 @@ class Captures(Protocol):
     """The part of `bridle.capture.store.Store` that `finish` reads."""
 
     def sessions(self) -> Sequence[SessionRecord]:
-        """All sessions in the order they were opened."""
+        """Return all sessions in the order they were opened."""
 
     def read(self, session_id: str) -> SessionCapture: ...
 
@@ -54,7 +54,7 @@ class RunFolder:
     """One run's folder, held by one process while it is open. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Own the folder until `close`. `ConfigError` names another owner."""
+        """Lock the folder until `close`. `ConfigError` names the process that holds it."""
         self.path = path
         self._lock = FolderLock(path)
         self._lines: dict[str, tuple[int, int]] = {}
@@ -94,12 +94,10 @@ class RunFolder:
 
     @property
     def trajectories(self) -> Path:
-        """Path of the trajectories, one a line."""
         return self.path / TRAJECTORIES
 
     @property
     def trajectories_parquet(self) -> Path:
-        """Path of the trajectories as Parquet."""
         return self.path / TRAJECTORIES_PARQUET
 
     @property
@@ -107,7 +105,7 @@ class RunFolder:
         return self.path / SUMMARY
 
     def session_folder(self, session_id: str) -> Path:
-        """A session's folder for logs and kept files; it may not exist."""
+        """Return a session's folder for logs and kept files; it may not exist."""
         return self.path / SESSIONS / session_id
 
     def append(self, result: SessionResult) -> None:
@@ -195,7 +193,7 @@ class ServerFolder(RunFolder):
 
 
 def summarise(sessions: list[JSON]) -> JSON:
-    """`{"sessions": [...], "totals": {...}}` of `SessionResult.summary` entries."""
+    """Return `{"sessions": [...], "totals": {...}}` of `SessionResult.summary` entries."""
     rewards = [entry["reward"] for entry in sessions if entry["reward"] is not None]
     excluded: Counter[str] = Counter()
     for entry in sessions:

@@ -70,7 +70,7 @@ class NodeSlots:
 
     @property
     def free(self) -> int:
-        """Slots that are free now, as far as is known: what is on its way counts as taken."""
+        """Return the slots that are free, as far as is known: runs on their way count as taken."""
         return max(0, self.reported_free - (self.placed - self.reported_placed)) if self.open else 0
 
     def has(self, needs: Mapping[str, float]) -> bool:

@@ -38,12 +38,12 @@ from bridle.evaluators.base import (
     Unscorable,
     controlled,
 )
+from bridle.gateway.registry import SessionFacts
 from bridle.gateway.replay import Replay, replay_of
 from bridle.harnesses.base import Harness, Launch, LaunchContext, needs_model
 from bridle.node.ending import (
     COMPLETED,
     Ending,
-    GatewayFacts,
     failed,
     is_scored,
     judge,
@@ -127,7 +127,7 @@ class SessionRun:
         self._evaluator = plan.evaluator
         self._sample_index = sample_index
         self._node = node
-        self._facts: GatewayFacts | None = None
+        self._facts: SessionFacts | None = None
         """The gateway's facts, once the session is sealed."""
         self._exit: ExecResult | None = None
         """The harness's own end."""
@@ -535,7 +535,7 @@ class SessionRun:
         self._ending, self._outcome = ending, outcome
         self._go(ending.status)
 
-    async def _seal(self) -> GatewayFacts | None:
+    async def _seal(self) -> SessionFacts | None:
         """Revoke the key and await the last commits; idempotent. `None` = it was never opened."""
         with suppress(KeyError):
             self._facts = await self._node.gateway.seal(self.session_id)
@@ -595,12 +595,12 @@ class SessionRun:
 
     @property
     def _folder(self) -> Path:
-        """The folder of the session's logs; it may not exist."""
+        """Return the folder of the session's logs; it may not exist."""
         return self._node.folder.session_folder(self.session_id)
 
     @property
     def _base(self) -> Path:
-        """The folder that relative paths of the task begin at."""
+        """Return the folder that relative paths of the task begin at."""
         return Path(self.task.task_dir or ".").absolute()
 
     def _log(self, name: str) -> Path:
@@ -651,7 +651,7 @@ class SessionRun:
         )
 
 
-async def limit_outstayed(facts: Callable[[], GatewayFacts], *, grace_s: float) -> str:
+async def limit_outstayed(facts: Callable[[], SessionFacts], *, grace_s: float) -> str:
     """Return the reached limit's name `grace_s` after it is reached; until then never return."""
     while (limit := facts().limit) is None:  # noqa: ASYNC110 - the gateway reports it only on request
         await asyncio.sleep(POLL_S)

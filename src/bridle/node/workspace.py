@@ -70,7 +70,7 @@ async def _perform(runtime: Runtime, action: Action, base: Path, log: Path) -> N
 
 
 async def put_harness_files(runtime: Runtime, launch: Launch) -> None:
-    """Put the harness's own files and folders into the runtime; files only it can read."""
+    """Put the harness's own files and folders into the runtime, readable by its user alone."""
     for path, content in launch.files.items():
         await runtime.write(path, content, mode=0o600)
     for path, folder in launch.folders.items():
@@ -78,7 +78,7 @@ async def put_harness_files(runtime: Runtime, launch: Launch) -> None:
 
 
 class Prewarmed:
-    """A runtime that is made ready in the background, and waited for when it is needed.
+    """A runtime that is made ready in the background.
 
     `make` pushes what it opens on the stack that it is given; the stack is unwound by `aclose`.
     """
@@ -99,7 +99,7 @@ class Prewarmed:
             return error
 
     async def get(self) -> Runtime:
-        """The runtime, when it is ready. Raises what went wrong with it."""
+        """Return the runtime when it is ready. Raises the error of its start."""
         await asyncio.wait({self._making})
         made = self._making.result()
         if isinstance(made, BridleError):

@@ -50,7 +50,7 @@ def runtime_class(backend: str) -> RuntimeFactory:
 def make_runtime(
     spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
 ) -> Runtime:
-    """A runtime that is not started yet; its owner calls `start`, later `stop`.
+    """Make a runtime that is not started yet; its owner calls `start`, later `stop`.
 
     Raises `ConfigError` where the backend is unknown or cannot give what `spec` asks for.
     """

@@ -112,7 +112,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
         return started_at(up.pid) is not None
 
     def options(self) -> list[str]:
-        """The options of `apptainer instance start`."""
+        """Return the options of `apptainer instance start`."""
         own, spec = self._scratch, self._spec
         words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
         words += ["--home", f"{own / 'home'}:{self.home}", "--bind", f"{own / 'work'}:{self._top}"]
@@ -130,7 +130,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
         return "watched"
 
     async def _watch(self, up: _Instance) -> None:
-        """End the instance when it is over a limit."""
+        """Kill the instance when it exceeds a limit."""
         up.reached = await first_reached(
             Watched(
                 members=lambda: _members(up.pid),
@@ -142,7 +142,7 @@ class ApptainerRuntime(Sandbox[_Instance]):
         _end(up.pid)
 
     async def _let_go(self, up: _Instance) -> None:
-        """End the instance and all in it; apptainer forgets it."""
+        """Kill all processes of the instance; apptainer forgets it."""
         up.let_go = True
         _end(up.pid)
         await up.resources.aclose()
@@ -179,13 +179,13 @@ class ApptainerRuntime(Sandbox[_Instance]):
 
 
 def _members(pid: int) -> list[int]:
-    """Processes of an instance; none where it shares the machine's process numbers."""
+    """Return an instance's processes; none where it shares the machine's process numbers."""
     space = pid_namespace(pid)
     return [] if space in {None, pid_namespace(os.getpid())} else members_of(str(space))
 
 
 def program() -> str:
-    """Path of the command. `RuntimeFailure` says what to do where there is none."""
+    """Return the path of the command. `RuntimeFailure` says what to install if there is none."""
     found = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if found is None:
         message = "the apptainer runtime needs the command apptainer (1.1 or later) on PATH"
@@ -221,7 +221,6 @@ async def _call(
 
 
 async def _first_process(name: str) -> int:
-    """The first process of an instance."""
     said = await _call(["instance", "list", "--json", name])
     try:
         found = {each["instance"]: int(each["pid"]) for each in json.loads(said)["instances"]}

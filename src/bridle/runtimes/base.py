@@ -48,7 +48,7 @@ class Mount:
 
 
 def binds(spec: RuntimeSpec) -> Iterator[Mount]:
-    """Mounts of `kwargs.binds`: each `HOST` at its own path, or `HOST:INSIDE`, both absolute."""
+    """Return the mounts of `kwargs.binds`: each `HOST`, or `HOST:INSIDE`, both absolute."""
     for each in spec.kwargs.get("binds", ()):
         source, _, target = str(each).partition(":")
         yield Mount(Path(source), target or source)

@@ -126,7 +126,7 @@ class BaseRuntime(ABC):
         return f"{SESSION_MARK}={self._session_id}".encode()
 
     def _marks(self) -> dict[str, str]:
-        """The variables that mark what the next command starts."""
+        """Return the variables that mark the processes of the next command."""
         self._execs += 1
         return {**self._own_marks, EXEC_MARK: f"{self._session_id}/{self._execs}"}
 
@@ -155,7 +155,7 @@ class OnThisMachine(BaseRuntime):
     @property
     @abstractmethod
     def _work_folder(self) -> Path:
-        """The work folder, as this machine has it."""
+        """Return the work folder's path on this machine."""
 
     async def copied(self, scratch: Path) -> Self:
         await self.kill()
@@ -233,7 +233,7 @@ class Archived(BaseRuntime):
         return left
 
     def _here(self, path: PurePosixPath) -> Path | None:
-        """The folder of this machine that `path` inside is; `None` = it comes as an archive."""
+        """Return the path on this machine of `path` inside; `None` = it comes as an archive."""
         del path
         return None
 
@@ -288,7 +288,7 @@ class Archived(BaseRuntime):
         return left
 
     async def _put(self, archive: bytes | Path, folder: PurePosixPath) -> None:
-        """Take an archive out in a folder inside, which is made."""
+        """Extract an archive in a folder inside, which is made."""
         argv = ["bash", "-c", EXTRACT, "bash", str(folder)]
         result = await self._run(Command(argv=argv, env={}, cwd="/", stdin=archive))
         if not result.ok:
@@ -419,7 +419,7 @@ class Contained(Archived, Generic[RunningT]):
                 await self._let_go(up)
 
     async def stop(self) -> None:
-        """End all processes and delete the files; the empty scratch folder remains."""
+        """Kill all processes and delete the files; the empty scratch folder remains."""
         self._usable = False
         try:
             await self.kill()

@@ -143,7 +143,7 @@ def bwrap_options(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top
 
 
 def _bound(root: Path, names: Iterable[str]) -> list[str]:
-    """Entries at the top of a root folder, read-only; links stay links."""
+    """Return options that show entries at the top of a root folder, read-only; links stay links."""
     words: list[str] = []
     for name in names:
         entry = root / name
@@ -155,7 +155,7 @@ def _bound(root: Path, names: Iterable[str]) -> list[str]:
 
 
 def _etc(own: Path, *, open_: bool) -> list[str]:
-    """The machine's harmless files of `/etc`, and ours."""
+    """Return options that show the machine's harmless files of `/etc`, and ours."""
     names = (*ETC, "resolv.conf") if open_ else ETC
     words = ["--symlink", "/proc/self/mounts", "/etc/mtab"]
     for name in names:
@@ -268,7 +268,7 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
         return [] if self._cgroup is None else self._cgroup.procs_files
 
     async def _watch(self, up: _Namespaces) -> None:
-        """End the sandbox when it is over a limit that only we see."""
+        """Kill the sandbox when it exceeds a limit that the kernel does not enforce."""
         watched = Watched(
             members=lambda: members_of(pid_namespace(up.pid) or "none"),
             folders=tuple(self._scratch / name for name in OWN),
@@ -279,7 +279,7 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
         _kill(up)
 
     async def _let_go(self, up: _Namespaces) -> None:
-        """End the namespaces and all in them."""
+        """Kill the namespaces and all processes in them."""
         up.let_go = True
         _kill(up)
         with suppress(subprocess.TimeoutExpired):
@@ -301,7 +301,6 @@ class BubblewrapRuntime(Sandbox[_Namespaces]):
     # ---- commands
 
     async def _run(self, inside: Command) -> ExecResult:
-        """Run a command whose folder and program are those of the sandbox."""
         held = await self._running()
         limits = f"-c 0 -n {FILES} -f {self._storage_bytes >> 10}"
         if self._cgroup is None:
@@ -346,7 +345,7 @@ def what_is_missing() -> str | None:
 
 
 def _in_memory(content: bytes) -> int:
-    """Give a descriptor of a file in memory, at its beginning."""
+    """Return a descriptor of a file in memory, at its beginning."""
     descriptor = os.memfd_create("bridle-bwrap")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -367,7 +366,7 @@ def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
 
 
 def _kill(held: _Namespaces) -> None:
-    """End process 1, and with it all of the sandbox; its number is ours while `bwrap` lives."""
+    """Kill process 1, and with it the whole sandbox; its number is ours while `bwrap` lives."""
     if held.process.poll() is None:
         with suppress(ProcessLookupError):
             os.kill(held.pid, signal.SIGKILL)

@@ -68,7 +68,7 @@ def expect(truth: object, seen: object) -> None:
 async def bench(
     factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
 ) -> AsyncIterator[Fixtures]:
-    """A started runtime and its surroundings; all of it is stopped at the end."""
+    """Start a runtime and what a check needs around it; all of it is stopped at the end."""
     mount = Mount(folder / "bundle", "/opt/bundle")
     mount.source.mkdir(parents=True)
     spec = spec or RuntimeSpec()
@@ -93,7 +93,7 @@ async def bench(
 async def run_check(
     check: Check, factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
 ) -> None:
-    """Hold one check against a fresh runtime that `factory` makes from `spec` (its defaults).
+    """Run one check against a fresh runtime that `factory` makes from `spec` (its defaults).
 
     `folder` is an empty host folder of its own. Raises `Nonconformity` if the check does not
     hold, `BridleError` if the runtime fails altogether.
@@ -417,7 +417,7 @@ async def _fails(work: Awaitable[object]) -> None:
 
 
 async def _timed_out(runtime: Runtime, command: str) -> ExecResult:
-    """The result of a command that writes to `beat`, at a timeout by which it had begun to."""
+    """Return the result of a command that had begun to write to `beat` when it timed out."""
     for timeout_s in BEGUN_S:
         result = await runtime.exec(command, timeout_s=timeout_s)
         if (await runtime.exec("test -s beat")).ok:
@@ -431,7 +431,7 @@ async def _until(runtime: Runtime, condition: str) -> None:
 
 
 async def _has_stopped(runtime: Runtime, beat: str) -> None:
-    """The process that writes to `beat` wrote once, and does not any more."""
+    """Expect that the process that wrote to `beat` writes no more."""
     count = f"sleep 0.1; wc -c < {beat}; sleep 0.2; wc -c < {beat}"
     result = await runtime.exec(count)
     first, second = result.stdout.split()

@@ -100,7 +100,7 @@ async def docker(
 
 
 def program() -> str:
-    """Path of the `docker` command. `RuntimeFailure` says what to do where there is none."""
+    """Return the path of the `docker` command. `RuntimeFailure` if there is none."""
     found = shutil.which("docker")
     if found is None:
         raise RuntimeFailure(
@@ -144,7 +144,7 @@ async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]
 
 
 async def _pull(image: str) -> None:
-    """Pull an image; the log is told how far it is."""
+    """Pull an image and log the progress."""
     with tempfile.TemporaryDirectory(prefix="bridle-pull-") as folder:
         said = Path(folder, "said")
         async with Nursery(_raise_nothing) as nursery:
@@ -303,7 +303,7 @@ class DockerRuntime(Contained[RunningSandbox]):
         return words
 
     async def _network(self) -> str:
-        """The network to be in, made if it is not there; decides where the gateway is reached."""
+        """Return the network to join, made if it is missing; sets the gateway's `_address`."""
         if self._spec.network == "none" or (self._spec.network == "gateway_only" and _enters()):
             return "none"
         if self._spec.network == "open" and _enters():
@@ -347,7 +347,7 @@ class DockerRuntime(Contained[RunningSandbox]):
             raise RuntimeFailure(message) from None
 
     async def _watch(self, up: RunningSandbox) -> None:
-        """End the container when what it wrote takes too much room."""
+        """Kill the container when its files take too much room."""
         words = ["inspect", "--size", "--format", "{{.SizeRw}}", self._id]
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -377,7 +377,6 @@ class DockerRuntime(Contained[RunningSandbox]):
     # ---- commands
 
     async def _run(self, inside: Command) -> ExecResult:
-        """Run a command whose folder and program are those of the container."""
         up = await self._running()
         marks = self._marks()
         execution = f"{EXEC_MARK}={marks[EXEC_MARK]}"
@@ -403,13 +402,13 @@ class DockerRuntime(Contained[RunningSandbox]):
         return await self._judged(with_signal(result), up)
 
     async def _end(self, execution: str) -> None:
-        """End what one command started and what still carries its mark."""
+        """Kill the processes of one command, by its mark."""
         if self._up is not None and self._container is not None:
             with suppress(RuntimeFailure):
                 await docker(["exec", self._id, "/bin/bash", "-c", END, "bash", execution])
 
     async def _judged(self, result: ExecResult, up: RunningSandbox) -> ExecResult:
-        """The result with the limit that ended it; `RuntimeFailure` if the container ended."""
+        """Add the limit that ended a command; `RuntimeFailure` if the container ended."""
         if result.ok or up.let_go:
             return result
         if up.reached is None and (result.signal == signal.SIGKILL or result.exit_code == 1):

@@ -42,7 +42,7 @@ class Owner:
     group: int = 0
 
     def taking(self, entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        """Make `entry` the owner's; returns it."""
+        """Make `entry` this owner's; returns it."""
         entry.uid, entry.gid = self.user, self.group
         entry.uname = entry.gname = ""
         return entry
@@ -83,14 +83,14 @@ def pack_bytes(content: bytes, name: str, mode: int, owner: Owner = ROOT) -> byt
 
 
 def size_of(archive: Path) -> int:
-    """Bytes of the archive itself; 0 if there is none."""
+    """Return the size of the archive itself; 0 if there is none."""
     return archive.stat().st_size if archive.exists() else 0
 
 
 def unpack(
     archive: Path, name: str, target: Path, *, any_link: bool = False, only: Keep | None = None
 ) -> None:
-    """Take the entry `name` of `archive` out as `target`; a folder is merged into an existing one.
+    """Extract the entry `name` of `archive` as `target`; a folder is merged into an existing one.
 
     With `only`, all folders come out, but only the files and links that it keeps.
 
@@ -118,7 +118,7 @@ def unpack(
 
 
 def _kept(entries: list[tarfile.TarInfo], keep: Keep) -> list[tarfile.TarInfo]:
-    """The folders, what `keep` names, and the files that this is a hard link to."""
+    """Return the folders, what `keep` names, and the files that a kept hard link links to."""
 
     def is_kept(entry: tarfile.TarInfo) -> bool:
         path = PurePosixPath(*PurePosixPath(entry.name).parts[1:])
@@ -343,7 +343,7 @@ def take_out(source: Path, target: Path, top: Path, most: int) -> tuple[int, tup
 
 
 def _may_leave(path: Path, allowed: Path) -> bool:
-    """A regular file or folder; a link only to a regular file of the same session."""
+    """Return whether it is a regular file or folder, or a link to a file of the same session."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         real = path.resolve()
@@ -426,7 +426,7 @@ class _Copier:
 
 
 def _readable(folder: Path) -> Path:
-    """The folder, with its owner's right to read it."""
+    """Return the folder, after giving its owner the right to read it."""
     mode = folder.lstat().st_mode
     if not stat.S_ISDIR(mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder))

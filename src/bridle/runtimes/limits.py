@@ -50,7 +50,7 @@ class Cgroup:
     def make(
         cls, name: str, bounds: ResourceLimits, *, mount: Path = MOUNT, own: Path = OWN
     ) -> Cgroup | None:
-        """A new group with these bounds; `None` where this process may not make one."""
+        """Make a group with these limits; `None` where this process may not make one."""
         wanted = _settings(bounds)
         unified = (mount / "cgroup.controllers").exists()
         try:
@@ -81,11 +81,11 @@ class Cgroup:
 
     @property
     def procs_files(self) -> list[str]:
-        """Files into which a process writes its number to be in the group."""
+        """Return the files into which a process writes its number to join the group."""
         return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
 
     def reached(self) -> str | None:
-        """The bound that was reached since the last look: `memory` or `processes`."""
+        """Return the limit that was reached since the last call: `memory` or `processes`."""
         counts = {
             "memory": self._count("memory", ("memory.events", "memory.oom_control"), "oom_kill"),
             "processes": self._count("pids", ("pids.events",), "max"),
@@ -139,7 +139,7 @@ def remove_empty(*, mount: Path = MOUNT, own: Path = OWN) -> int:
 
 
 def _settings(bounds: ResourceLimits) -> dict[str, dict[int, dict[str, str]]]:
-    """Controller -> version -> file -> content."""
+    """Return controller -> version -> file -> content."""
     found: dict[str, dict[int, dict[str, str]]] = {}
     if bounds.memory_bytes is not None:
         limit = str(bounds.memory_bytes)
@@ -156,7 +156,7 @@ def _settings(bounds: ResourceLimits) -> dict[str, dict[int, dict[str, str]]]:
 
 
 def _own_groups(own: Path) -> dict[str, str]:
-    """Controller (empty for version 2) -> path of our own group."""
+    """Return controller (empty for version 2) -> path of our own group."""
     groups: dict[str, str] = {}
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -165,7 +165,7 @@ def _own_groups(own: Path) -> dict[str, str]:
 
 
 def _enable(parent: Path, wanted: Mapping[str, object]) -> None:
-    """Let children of `parent` have these controllers. `OSError` if that can't be."""
+    """Enable these controllers for children of `parent`. `OSError` if that is not possible."""
     switch = parent / "cgroup.subtree_control"
     missing = set(wanted) - set(switch.read_text().split())
     if missing:
@@ -193,7 +193,7 @@ def available_cores(*, mount: Path = MOUNT, own: Path = OWN) -> int:
 
 
 def _limit(folder: Path) -> float | None:
-    """The cores that a group may use at most; `None` = any number, or there is no such group."""
+    """Return the most cores that a group may use; `None` = any number, or no such group."""
     with suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -238,7 +238,7 @@ async def first_reached(watched: Watched) -> str:
 
 
 def pid_namespace(pid: int) -> str | None:
-    """Name of the process-number space of a process; `None` if it has ended or is not ours."""
+    """Return the name of a process's PID namespace; `None` if it has ended or is not ours."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115 - a name, no path
     except OSError:
@@ -246,7 +246,7 @@ def pid_namespace(pid: int) -> str | None:
 
 
 def members_of(namespace: str) -> list[int]:
-    """Living processes in a process-number space, by the machine's numbers."""
+    """Return the living processes of a PID namespace, by the machine's numbers."""
     return [each.pid for each in living() if pid_namespace(each.pid) == namespace]
 
 

@@ -107,15 +107,13 @@ class LocalRuntime(OnThisMachine):
         return Path(self.workdir)
 
     def inside(self, path: Path) -> str:
-        """The path itself: nothing is hidden here."""
         return str(path)
 
     def gateway_url(self, url: str) -> str:
-        """The URL itself: the network is the machine's."""
         return url
 
     async def kill(self) -> None:
-        """End all processes of the session, including daemons that left their process group."""
+        """Kill all processes of the session, including daemons that left their process group."""
         marks = [f"{name}={value}".encode() for name, value in self._own_marks.items()]
         await run_shielded(
             end_all(lambda: members(marks, self._leaders), grace_s=KILL_GRACE_S),
@@ -123,7 +121,7 @@ class LocalRuntime(OnThisMachine):
         )
 
     async def stop(self) -> None:
-        """End all processes and delete the session's folders; the empty scratch folder remains."""
+        """Kill all processes and delete the session's folders; the empty scratch folder remains."""
         self._usable = False
         try:
             await self.kill()

@@ -148,7 +148,7 @@ _X86_64: Final = {
 
 
 def refused(machine: str) -> dict[str, int]:
-    """Names and numbers of the system calls that are refused whatever their arguments."""
+    """Return names and numbers of the system calls that are refused whatever their arguments."""
     own = _X86_64 if machine == "x86_64" else {}
     column = 0 if machine == "x86_64" else 1
     return {**{name: pair[column] for name, pair in _BOTH.items()}, **own, **_ANY}
@@ -172,7 +172,7 @@ _Step = tuple[int, int, int, int]
 
 @cache
 def filter_program(machine: str | None = None) -> bytes:
-    """The filter of an architecture (`uname -m`; `None` = this machine's), for `--seccomp`.
+    """Return the filter of an architecture (`uname -m`; `None` = this machine's), for `--seccomp`.
 
     Programs of another architecture are killed. `KeyError` for one that is not in `MACHINES`.
     """
@@ -196,12 +196,12 @@ _DENY: _Step = (_RETURN, 0, 0, _REFUSE)
 
 
 def _for(number: int, steps: list[_Step]) -> list[_Step]:
-    """Steps for one system call; all others jump over them."""
+    """Return steps for one system call; all others jump over them."""
     return [(_EQUAL, 0, len(steps), number), *steps]
 
 
 def _one_of(values: Iterable[int], found: _Step, other: _Step) -> list[_Step]:
-    """Steps that compare the first argument with values."""
+    """Return steps that compare the first argument with values."""
     compared = [step for value in values for step in _for(value, [found])]
     return [_FIRST, *compared, other]
 

@@ -73,7 +73,7 @@ class BoundedOutput:
         return self._size > self._head_limit + self._tail_limit
 
     def value(self) -> bytes:
-        """Head and tail; between them, if bytes are missing, a line that says how many."""
+        """Return head and tail; a line between them says how many bytes are missing."""
         tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
         return joined(bytes(self._head), bytes(tail), self._size)
 
@@ -99,7 +99,7 @@ class LogFile:
         """Whether the limit is reached, so that nothing more is written."""
 
     def feed(self, data: bytes) -> None:
-        """Append; past the limit nothing but one note is written."""
+        """Append; past the limit only one note is written."""
         if self.full:
             return
         part = data[: self._left]
@@ -120,7 +120,7 @@ MACHINE = Path("/etc/machine-id")
 
 
 def owner_mark() -> str:
-    """This process: its number, when it was started, and where."""
+    """Return this process's mark: its number, its start, and its machine."""
     return f"{os.getpid()}.{started_at(os.getpid())}.{_machine()}"
 
 
@@ -134,7 +134,7 @@ def is_dead(mark: str) -> bool:
 
 
 def started_at(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; `None` if it does not live."""
+    """Return the start of a process in clock ticks since boot; `None` if it does not live."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -144,7 +144,7 @@ def started_at(pid: int) -> str | None:
 
 @cache
 def _machine() -> str:
-    """This machine, and the processes of it that are seen here."""
+    """Return a name of this machine and this process namespace."""
     machine = socket.gethostname()
     with suppress(OSError):
         machine += MACHINE.read_text().strip()
@@ -187,7 +187,7 @@ class Leaders:
         self.running.add(pid)
 
     def collected(self, pid: int) -> None:
-        """A leader has ended and its number is free, unless its group lives on."""
+        """Record that a leader has ended and its number is free, unless its group lives on."""
         self.running.discard(pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, 0)
@@ -203,7 +203,7 @@ class Leaders:
 
 
 def living() -> list[Found]:
-    """Every process of this machine that is not a zombie; empty without `/proc`."""
+    """Return every process of this machine that is not a zombie; none without `/proc`."""
     found = []
     try:
         names = os.listdir(PROC)  # noqa: PTH208 - thousands of names, and only their text is needed
@@ -271,7 +271,7 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
-    """End all processes that `find` gives: TERM, `grace_s` of patience, then KILL to the last.
+    """Kill all processes that `find` gives: TERM, `grace_s` of patience, then KILL to the last.
 
     Returns how many were found at first. Raises `RuntimeFailure` naming the processes that outlive
     SIGKILL by ten seconds. `find` runs in a thread.
@@ -456,7 +456,7 @@ async def _ended(child: subprocess.Popen[bytes], streams: _Streams) -> None:
 
 
 async def _end_for_certain(child: subprocess.Popen[bytes], command: Command) -> None:
-    """`_end`, even if the caller is cancelled, within bounds."""
+    """Call `_end`, even if the caller is cancelled, within a time limit."""
     try:
         await run_shielded(_end(child, command), timeout_s=command.grace_s + 2 * KILL_S)
     except TimeoutError:
@@ -465,7 +465,7 @@ async def _end_for_certain(child: subprocess.Popen[bytes], command: Command) -> 
 
 
 async def _end(child: subprocess.Popen[bytes], command: Command) -> None:
-    """End the process, its group, and whatever carries its marks; collect it."""
+    """Kill the process, its group, and whatever carries its marks; collect it."""
 
     def find() -> set[int]:
         return members(command.marks, Leaders({child.pid}))

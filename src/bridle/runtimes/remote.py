@@ -295,7 +295,7 @@ class RemoteRuntime(Archived):
         await super()._get(path, archive, most)
 
     async def copied(self, scratch: Path) -> Runtime:
-        """Raises `RuntimeFailure`: such a host makes no copies of itself."""
+        """Raise `RuntimeFailure`: such a host makes no copies of itself."""
         del scratch
         message = "runtime 'remote' cannot be copied: evaluator.trusted = true scores in it"
         raise RuntimeFailure(message)
@@ -308,7 +308,7 @@ class RemoteRuntime(Archived):
         return mount.target if self.contains else f"{self._root}/mounts/{mount.target}"
 
     def gateway_url(self, url: str) -> str:
-        """The URL as `kwargs.gateway` says, or as it is."""
+        """Return the URL as `kwargs.gateway` says, or unchanged."""
         if self._settings.gateway is None:
             return url
         at, path = urlsplit(self._settings.gateway), urlsplit(url).path
@@ -344,7 +344,7 @@ class RemoteRuntime(Archived):
 
 
 def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
-    """The kwargs of a spec that a host can keep; `ConfigError` names what it cannot."""
+    """Return the kwargs of a spec that a host can keep; `ConfigError` names what it cannot."""
     try:
         settings = RemoteSettings.model_validate(spec.kwargs)
     except ValidationError as error:
