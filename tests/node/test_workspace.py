@@ -247,7 +247,7 @@ async def test_a_patch_has_all_that_changed_and_leaves_the_repository_as_it_is(t
 @pytest.mark.parametrize(
     ("prepare", "command", "said"),
     [
-        ((), "true", "was no git repository"),
+        ((), "true", "was not a git repository"),
         ((A_REPOSITORY,), "rm -rf .git", "git made no patch"),
         ((A_REPOSITORY,), "head -c 3000000 /dev/urandom > new", "more than 1 MiB"),
     ],

@@ -224,7 +224,7 @@ def test_the_size_of_an_archive_is_that_of_its_files(tmp_path):
     archive = archived(tmp_path / "x.tar", ("out/a", 7), ("out/b", 5))
     assert check_archive(archive, CopyLimits(bytes=12)) == 12
     archive.write_bytes(b"no archive" * 100)
-    with pytest.raises(RuntimeFailure, match="no whole archive"):
+    with pytest.raises(RuntimeFailure, match="the archive is incomplete"):
         check_archive(archive, CopyLimits())
 
 
@@ -414,7 +414,7 @@ def test_half_an_archive_is_refused(tmp_path, stage):
     packed(stage, ("out", tarfile.REGTYPE, os.urandom(50_000)))
     stage.write_bytes(stage.read_bytes()[:20_000])
 
-    with pytest.raises(RuntimeFailure, match="no whole archive"):
+    with pytest.raises(RuntimeFailure, match="the archive is incomplete"):
         unpack(stage, "out", tmp_path / "taken")
 
 

@@ -261,7 +261,7 @@ async def test_what_sigkill_does_not_end_is_named():
     kept = process.KILL_S
     process.KILL_S = 0.05
     try:
-        with pytest.raises(RuntimeFailure, match=r"SIGKILL does not end: \[4194999\]"):
+        with pytest.raises(RuntimeFailure, match=r"still alive after SIGKILL: \[4194999\]"):
             await end_all(lambda: {4194999}, grace_s=0)
     finally:
         process.KILL_S = kept

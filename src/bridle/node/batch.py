@@ -48,7 +48,7 @@ class LocalExecutor:
     async def run(self, tasks: Sequence[Task]) -> AsyncIterator[AsyncIterator[SessionResult]]:
         check(tasks)
         if any(task.branching for task in tasks) and not isinstance(self._node.store, SqliteStore):
-            raise ConfigError("branching: needs a node that captures in a file")
+            raise ConfigError("branching: the node must capture into a file")
         batch = _Batch(self._node, sum(task.num_samples for task in tasks))
         try:
             async with asyncio.TaskGroup() as group:
@@ -67,11 +67,11 @@ class _Batch:
     def __init__(self, node: LocalNode, total: int) -> None:
         self._node = node
         self._total = total
-        """Sessions that have ended or will."""
+        """Sessions of the batch, forks that are known included."""
         self._ended: asyncio.Queue[SessionResult] = asyncio.Queue()
         self._room = asyncio.Semaphore(node.capacity)
         self._sampled: Counter[str] = Counter()
-        """Tokens by task."""
+        """Sampled tokens by task."""
 
     async def results(self) -> AsyncIterator[SessionResult]:
         taken = 0

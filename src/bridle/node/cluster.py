@@ -153,7 +153,7 @@ class ClusterRunner(Fleet):
             except BridleError as error:
                 member.error = str(error)
                 member.tried.set()
-                log.warning("a node does not come up", node=member.slots.name, error=str(error))
+                log.warning("a node cannot be opened", node=member.slots.name, error=str(error))
                 await asyncio.sleep(self._timeouts.lost_after_s)
             await asyncio.sleep(self._timeouts.again_s)
 

@@ -104,13 +104,13 @@ class Fault(StrEnum):
     """The machine, a runtime, the engine, the store, or a stage of ours that took too long: it says
     nothing about the policy, and another run may well do better."""
     EVALUATOR = "evaluator"
-    """The session is whole and its worth unknown: what fails to score it may fail again."""
+    """The session is complete but not scored: the evaluator may fail again."""
     HARNESS = "harness"
     """The harness crashed, called nothing, ended on an error, or broke a limit of its runtime."""
     TIMEOUT = "timeout"
-    """The agent used up its seconds, or a limit of its session: a result."""
+    """The agent reached its time budget or a limit of its session, which is a result."""
     CANCELLED = "cancelled"
-    """Somebody asked for the end."""
+    """A caller cancelled the session."""
 
 
 _BLAMES: Final[Mapping[Cause, Fault]] = {

@@ -1,7 +1,7 @@
-"""Events of a node about its sessions while they run: for progress bars, logs and dashboards.
+"""Events of a node about its sessions: for progress bars, logs and dashboards.
 
-Listeners are plain functions, called at once on the event loop; they must be quick. One that raises
-is a bug of its own and ends the session that it was told about.
+Listeners are plain functions that run on the event loop, so they must be quick. One that raises has
+a bug, which ends the session that the event is about.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RoomChanged:
     """The number of sessions that fit has changed: nodes joined, left, or changed their slots."""
 
     slots: int
-    """How many sessions may be handed in at once."""
+    """Sessions that may be in progress at once."""
 
 
 Event: TypeAlias = SessionChanged | SessionEnded | Installing | RoomChanged

@@ -66,7 +66,7 @@ KILLED: Final = "its process was killed"
 """Error of a run whose process died before it ended."""
 
 _NOTHING = SessionCapture(SessionRecord("check", 0.0), (), {}, {}, None)
-"""A session without a call: building it shows whether its builder is known and well configured."""
+"""A session without a call, which is built to check a task's builder."""
 
 
 def _share(of: float) -> Any:  # noqa: ANN401 - pydantic's type of a default that reads others
@@ -84,13 +84,13 @@ class NodeSettings(Settings):
     """Runtimes being made ready at once; half the run slots by default."""
     ready_buffer: int = Field(default_factory=_share(0.5), ge=0)
     """Sessions being made ready, or ready and waiting for a run slot; half the run
-    slots by default. 0 = nothing is made ahead: a session is made ready in its run slot."""
+    slots by default. 0 = no buffer: a session is made ready in its run slot."""
     post_slots: int = Field(default_factory=_share(0.5), ge=1)
     """Sessions being built, evaluated and torn down at once; half the run slots by default."""
     reap_s: float = Field(default=300, gt=0)
-    """Seconds between looks for what killed processes left on this machine."""
+    """Seconds between two searches for what killed processes left on this machine."""
     limit_grace_s: float = Field(default=15, ge=0)
-    """How long a harness may go on after its session's limit is reached."""
+    """Seconds that a harness may go on after its session's limit is reached."""
     keep_logs: Literal["always", "failed", "never"] = "always"
     """Which sessions' logs and files stay in the run folder."""
     bundles: Path | None = None

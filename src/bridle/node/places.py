@@ -1,7 +1,7 @@
-"""Places of evaluation: apart from the agent, or in its own place if the task trusts it.
+"""The runtimes of an evaluator: fresh ones, or the agent's own if the task trusts it.
 
-What an agent left crosses as a copy that `bridle.runtimes.files` made. Files that a program
-obeys without being asked never cross; nor does anything in the place of what the checker brings.
+The agent's files come as a copy that `bridle.runtimes.files` makes. Files that programs obey
+unasked (hooks, configuration) are never copied, and no file replaces one of the checker's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GIT_OBEYS: Final = frozenset({"config", "config.worktree", "hooks", "info", "com
 """Entries of a `.git` folder that make git run programs, or look for these entries elsewhere."""
 
 NAMED: Final = 50
-"""Paths that a result names."""
+"""Number of uncopied paths that a result names."""
 
 Make = Callable[[AsyncExitStack], Awaitable[Runtime]]
 
@@ -34,27 +34,27 @@ class SessionPlaces:
     """Implements `evaluators.base.Places` for one session; `resources` own what it opens."""
 
     agents: Runtime
-    """The agent's own."""
+    """The agent's runtime."""
     make: Make
     """Starts a fresh runtime, with the task's prepare steps done."""
     prepare: Callable[[Runtime], Awaitable[None]]
     """Does the steps of `eval_prepare`."""
     stop: Callable[[Runtime], Awaitable[None]]
     folder: Path
-    """Host folder for the copy of what the agent left."""
+    """Host folder for the copy of the agent's files."""
     resources: AsyncExitStack
     targets: Sequence[str] = ()
-    """What `eval_prepare` brings, relative to the work folder."""
+    """Targets of `eval_prepare`, relative to the work folder."""
     trusted: bool = False
     """Whether to score in `agents` itself."""
     shared: bool = False
     """Whether processes of the agent may live there."""
     prewarmed: Callable[[], Awaitable[Runtime]] | None = None
-    """Gives a fresh runtime that was made ahead."""
+    """Returns a fresh runtime that was made ready in advance."""
     stayed: list[str] = field(default_factory=list)
-    """Paths of the agent's that did not cross, each with its reason."""
+    """Paths of the agent that were not copied, each with its reason."""
     used: set[str] = field(default_factory=set)
-    """`apart`, `trusted` and `shared`, as far as they were asked for."""
+    """Those of `apart`, `trusted` and `shared` that were used."""
     _left: Path | None = None
 
     async def left(self) -> Path:

@@ -121,7 +121,9 @@ class NodeActor:
             if ready.done():
                 raise
             ready.set_exception(
-                error if isinstance(error, BridleError) else ConfigError(f"opening it: {error!r}")
+                error
+                if isinstance(error, BridleError)
+                else ConfigError(f"cannot open the node: {error!r}")
             )
 
 
@@ -193,10 +195,12 @@ class RayCluster:
         self._opens = opens
         self._folder = (settings.folder or folder).absolute()
         self._made: dict[str, float] = {}
-        """Ray's node id -> when its actor was last made, on the loop's clock."""
+        """Ray's node id -> the time at which its actor was last started."""
         self._left = set[str]()
-        """Machines whose nodes were drained; they get none again."""
-        self._nursery = Nursery(lambda error: log.error("no machine is watched", error=repr(error)))
+        """Machines whose nodes were drained; no node is started there again."""
+        self._nursery = Nursery(
+            lambda error: log.error("the watch of machines has failed", error=repr(error))
+        )
         self._connected = False
 
     async def __aenter__(self) -> Self:
@@ -249,7 +253,7 @@ class RayCluster:
             try:
                 await self._look()
             except (RayError, NodeLostError) as error:
-                log.warning("the cluster cannot be asked for its machines", error=_short(error))
+                log.warning("the machines of the cluster cannot be listed", error=_short(error))
 
     async def _follow(self, source: str) -> None:
         """Have every node use the engines that `source` lists, until it is cancelled."""

@@ -31,7 +31,7 @@ class SessionResult:
     error: str | None
     trajectory: Trajectory
     reward: float | None
-    """`None` = not known."""
+    """`None` = not scored."""
     timing: dict[str, float]
     """Seconds per stage: `queue`, `init`, `ready`, `run`, `build`, `evaluate`."""
     harness: str
@@ -41,11 +41,11 @@ class SessionResult:
     logs: dict[str, str]
     """Name -> path relative to the run folder."""
     metadata: JSON
-    """The task's own metadata; under `evaluation` the evaluator's, under `scores` the rewards that
-    were given later, under `left_out` the files that were not kept, with the reason, under `limits`
-    who kept the runtime's limits, under `fork` how much of a captured session was given again."""
+    """The task's own metadata; under `evaluation` the evaluator's, under `scores` the rewards of
+    later scorings, under `left_out` the files that were not kept, with the reason, under `limits`
+    what enforced the runtime's limits, under `fork` how much of a captured session was replayed."""
     node_id: str | None = None
-    """Which node computed it; `None` = the only one there is."""
+    """The node that ran it; `None` = there is only one."""
 
     def json(self) -> JSON:
         """Return the rollout API's form (Polar's `SessionResult` and our additions)."""

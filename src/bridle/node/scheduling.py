@@ -52,15 +52,15 @@ class NodeSlots:
     name: str
     """Unique among the nodes."""
     offers: Mapping[str, float] = field(default_factory=dict)
-    """How much it has of each resource."""
+    """The amount of each resource that it has."""
     node_id: str = ""
-    """What results call it; known once it has answered."""
+    """Its name in results; known after its first answer."""
     capacity: int = 0
-    """Sessions that it takes in all."""
+    """Sessions that it runs at once."""
     open: bool = False
     """Whether it takes new sessions."""
     used: dict[str, float] = field(default_factory=dict)
-    """Of each resource, by the sessions that were placed here."""
+    """The amount of each resource that its sessions use."""
     placed: int = 0
     """Sessions that were ever placed here."""
     reported_free: int = 0
@@ -121,7 +121,7 @@ class NodeTimeouts(Settings):
     lost_after_s: float = Field(default=5, gt=0)
     """A node that does not answer for so long is lost, and its sessions are run again.
 
-    A pause in which the server's own event loop stands still counts as a fifth of it at most.
+    A pause of the server's own event loop counts as a fifth of it at most.
     """
     tell_s: float = Field(default=1, gt=0)
     """Longest wait of a poll without events."""
@@ -161,7 +161,7 @@ class ExecutorSettings(Settings):
     kind: Literal["local", "ray"] = "local"
     """`local`: in the server's process; `ray`: on the machines of a Ray cluster."""
     node: NodeSettings = NodeSettings()
-    """How much each node does at once; what is not given follows the machine that it is on."""
+    """Settings of each node; the defaults depend on its machine."""
     ray: RaySettings = RaySettings()
     """Used where `kind` is `ray`."""
 

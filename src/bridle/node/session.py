@@ -185,24 +185,20 @@ class SessionRun:
 
     async def _until_slot(self, stack: AsyncExitStack) -> ReadySession | Ending:
         """Return a session ready to run, holding a run slot; or its early end, holding none."""
-        pools = self._node.pools
-        began = time.monotonic()
-        if pools.ahead is None:
-            return await self._in_its_slot(began, stack)
-        async with pools.ahead:
+        pools, began = self._node.pools, time.monotonic()
+        async with AsyncExitStack() as held:
+            if pools.ahead is None:
+                await pools.run.acquire()
+                held.callback(pools.run.release)
+            else:
+                await held.enter_async_context(pools.ahead)
             ready = await self._made_ready(began, stack)
-            if not isinstance(ready, Ending):
+            if isinstance(ready, Ending):
+                return ready
+            if pools.ahead is None:
+                held.pop_all()
+            else:
                 await self._timed("ready", pools.run.acquire())
-        return ready
-
-    async def _in_its_slot(self, began: float, stack: AsyncExitStack) -> ReadySession | Ending:
-        run = self._node.pools.run
-        async with AsyncExitStack() as slot:
-            await run.acquire()
-            slot.callback(run.release)
-            ready = await self._made_ready(began, stack)
-            if not isinstance(ready, Ending):
-                slot.pop_all()
         return ready
 
     async def _made_ready(self, began: float, stack: AsyncExitStack) -> ReadySession | Ending:

@@ -114,10 +114,10 @@ class Prewarmed:
 
 
 FILE_S: Final = 60.0
-"""How long taking one file or folder may last."""
+"""Time limit for one file or folder."""
 PATCH: Final = "patch.diff"
 NAMED: Final = 50
-"""Paths of one folder that are named as left out."""
+"""Number of paths of one folder that are reported as left out."""
 GIT: Final = "git -c safe.directory='*' -c core.quotePath=false -c core.fsmonitor="
 BEGAN: Final = f"{GIT} rev-parse HEAD"
 TAKE: Final = f"""
@@ -128,7 +128,7 @@ export GIT_INDEX_FILE=$aside
 {GIT} add --all :/ || exit
 {GIT} diff --cached --binary --no-renames --no-ext-diff --no-textconv --no-color "$1" -- :/
 """
-"""Prints all that differs from a commit, new files too; the repository's own index is not used."""
+"""Prints all differences from a commit, new files too; the repository's own index is not used."""
 
 
 async def base_commit(runtime: Runtime, repo: str | None) -> str | None:
@@ -199,7 +199,9 @@ async def _keep_patch(
     runtime: Runtime, repo: str, commit: str | None, target: Path, most: int
 ) -> None:
     if commit is None:
-        raise RuntimeFailure(f"{repo} was no git repository with a commit when the session began")
+        raise RuntimeFailure(
+            f"{repo} was not a git repository with a commit when the session began"
+        )
     result = await runtime.exec(["bash", "-c", TAKE, "bash", commit], cwd=repo, output_limit=most)
     if result.truncated:
         raise RuntimeFailure(f"the patch has more than {most >> 20} MiB")

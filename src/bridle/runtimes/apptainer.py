@@ -61,7 +61,7 @@ START_S = 1800.0
 STOP_S = 60.0
 LAST_S = 0.5
 CLIENT = ("HOME", "PATH", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR")
-"""What the command itself needs of our environment, beside its own variables."""
+"""Variables of our environment that the command itself needs."""
 KWARGS = frozenset({"binds"})
 
 

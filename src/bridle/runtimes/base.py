@@ -30,7 +30,7 @@ class ExecResult:
     """Whether output beyond the limit was dropped (the middle; head and tail are kept)."""
     duration_s: float
     limit: str | None = None
-    """Which of the runtime's limits was reached meanwhile: `memory`, `processes` or `storage`."""
+    """The limit of the runtime that was reached: `memory`, `processes` or `storage`."""
 
     @property
     def ok(self) -> bool:
@@ -74,7 +74,7 @@ class Runtime(Protocol):
     """The sandbox of one session. All failures of its own are `RuntimeFailure`."""
 
     contains: bool
-    """Whether what runs inside is kept from the rest of the machine."""
+    """Whether programs inside are isolated from the rest of the machine."""
     workdir: str
     """Absolute path of the working folder, as seen inside."""
     home: str

@@ -56,7 +56,7 @@ for i in {1..40}; do sleep 0.05; found=$(marked "$1"); [ -z "$found" ] && exit; 
 while [ -n "$found" ]; do kill -KILL $found; sleep 0.02; found=$(marked "$1"); done
 true
 """
-"""Ends all processes with a mark in their environment, with a grace of two seconds."""
+"""Kills all processes with a mark in their environment, after two seconds of grace."""
 EMPTY = """
 shopt -s dotglob nullglob
 all=(*)
@@ -70,10 +70,10 @@ CHANGED = 1
 GATEWAY_PORT = 4000
 
 LIMITS: Final = {"memory_mb": 4 << 10, "storage_mb": 10 << 10, "max_processes": 512}
-"""Fields of a `RuntimeSpec` where the task does not say."""
+"""Default limits of a `RuntimeSpec`."""
 DOWNLOAD_BYTES: Final = 256 << 20
-"""Size of all files that a session may hand out, kept files and evaluators' files together."""
-TOO_MUCH: Final = f"a session may hand out {DOWNLOAD_BYTES >> 20} MiB of files"
+"""Bytes that may be copied out of a session, for artifacts and evaluators together."""
+TOO_MUCH: Final = f"at most {DOWNLOAD_BYTES >> 20} MiB of files may be copied out of a session"
 FRAME_BYTES: Final = 1 << 20
 """Headers of an archive beside its contents; what needs more is cut."""
 
@@ -138,7 +138,7 @@ class BaseRuntime(ABC):
     def _check_mounts(self) -> None:
         for mount in self._mounts:
             if not mount.source.exists():
-                raise RuntimeFailure(f"what must be mounted does not exist: {mount.source}")
+                raise RuntimeFailure(f"the folder to mount does not exist: {mount.source}")
 
     def _must_be_usable(self) -> None:
         if not self._usable:
@@ -498,10 +498,10 @@ MAX_CONNECTIONS = 1024
 """Open connections of one sandbox; more wait to be accepted."""
 
 LINGER_S = 5.0
-"""How long a client may still send after the gateway has closed its side."""
+"""Time in which a client may still send after the gateway has closed its side."""
 
 FULL_S = 0.1
-"""Wait before another look when no descriptor is free to accept a connection."""
+"""Wait before the next attempt when no descriptor is free to accept a connection."""
 
 
 class Forwarder:

@@ -69,14 +69,14 @@ ETC = (
     *("ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "ca-certificates.conf", "terminfo"),
     *("fonts", "java-17-openjdk", "perl", "python3", "python3.11", "python3.12", "python3.13"),
 )
-"""What of the machine's `/etc` is seen inside: nothing that is secret or names the machine."""
+"""Entries of the machine's `/etc` that are visible inside; none is secret or names the machine."""
 MASKED = (
     *("interrupts", "kcore", "key-users", "keys", "latency_stats", "sched_debug"),
     *("timer_list", "timer_stats"),
 )
-"""Files of `/proc` that tell of the whole machine; Docker masks most of them."""
+"""Files of `/proc` about the whole machine; Docker masks most of them."""
 NOT_FROM_IMAGE = frozenset({"proc", "dev", "sys", "run", "tmp", "work", "home", "root", "mnt"})
-"""Folders at the top of an image that a sandbox has of its own, or does not get."""
+"""Top folders of an image that are replaced by the sandbox's own, or absent."""
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -167,10 +167,10 @@ def _etc(own: Path, *, open_: bool) -> list[str]:
 
 
 HOLD = "echo ready; exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
-"""Process 1: it collects what others leave, and nothing inside can end it."""
+"""Process 1: it reaps orphans, and nothing inside can kill it."""
 
 ENTER = 'ulimit {limits} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
-"""How a command begins inside: its limits, its folder."""
+"""Bash code that runs a command under limits in a folder."""
 
 START_S = 30.0
 STOP_S = 30.0

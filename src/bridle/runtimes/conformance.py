@@ -22,11 +22,11 @@ from bridle.errors import RuntimeFailure
 from bridle.runtimes.base import ExecResult, Mount, Runtime, RuntimeFactory
 
 BEAT = "while true; do echo x >> {file}; sleep 0.02; done"
-"""A process that shows in a file that it lives."""
+"""A command that appends to a file as long as it lives."""
 
 
 BEGUN_S = (1.5, 6.0, 24.0)
-"""After which a command has begun to write to `beat`; tried in this order."""
+"""Timeouts by which a command has begun to write to `beat`, tried in this order."""
 
 
 class Nonconformity(AssertionError):
@@ -42,7 +42,7 @@ class Fixtures:
     another: Callable[[], Awaitable[Runtime]]
     """Start a second runtime of the same kind, for another session."""
     folder: Path
-    """Host folder for what the check wants to look at."""
+    """Host folder for files of the check."""
     mount: Mount
     """A host folder with the file `given` (text `mounted`), mounted in `runtime`."""
 
@@ -50,7 +50,7 @@ class Fixtures:
 Check = Callable[[Fixtures], Awaitable[None]]
 
 CHECKS: list[Check] = []
-"""All checks, in order; the name of each is its truth."""
+"""All checks, in order; each name states what must hold."""
 
 
 def _check(function: Check) -> Check:

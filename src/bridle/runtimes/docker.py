@@ -64,9 +64,8 @@ from bridle.types import JSON
 OWNER_LABEL = "bridle.owner"
 SESSION_LABEL = "bridle.session"
 CALL_S = 120.0
-"""How long one call of the daemon may take; pulling an image may take as long as it takes."""
+"""Time limit for a call of the daemon, except for pulling and building an image."""
 OUTPUT = 16 << 20
-"""Between looks at how far a pull is."""
 DONE = ("Pull complete", "Already exists")
 CLIENT = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
 
@@ -200,7 +199,7 @@ async def remove_left_behind() -> int:
 
 
 HOLD = "exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
-"""Process 1: it collects what others leave, and nothing inside can end it."""
+"""Process 1: it reaps orphans, and nothing inside can kill it."""
 
 FOLDERS = 'mkdir -p -- "$1" "$2"; chmod 700 -- "$2"'
 ABOUT = 'id -u; id -g; if [ -d "$1" ]; then echo there; fi'

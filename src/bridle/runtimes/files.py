@@ -106,7 +106,7 @@ def unpack(
             entries = None if only is None else _kept(tar.getmembers(), only)
             tar.extractall(aside, entries, filter=_any_link if any_link else harmless)  # noqa: S202 - the filters leave out what leads elsewhere
     except tarfile.TarError as error:
-        raise RuntimeFailure(f"what came out is no whole archive: {error}") from error
+        raise RuntimeFailure(f"the archive is incomplete: {error}") from error
     found = aside / name
     if found.is_symlink() or not found.exists():
         raise RuntimeFailure(f"{name} is not there, or is no regular file or folder")
@@ -208,7 +208,7 @@ class TooMuch(RuntimeFailure):
 def check_archive(archive: Path, limits: CopyLimits) -> int:
     """Bytes of all files of an archive with their holes, read before anything of it is taken out.
 
-    Raises `TooMuch`, and `RuntimeFailure` if it is no whole archive.
+    Raises `TooMuch`, and `RuntimeFailure` if the archive is incomplete.
     """
     size = 0
     try:
@@ -223,7 +223,7 @@ def check_archive(archive: Path, limits: CopyLimits) -> int:
                     top = entry.name.partition("/")[0]
                     raise TooMuch(f"{top} is deeper than {limits.depth} folders")
     except tarfile.TarError as error:
-        raise RuntimeFailure(f"what comes out is no whole archive: {error}") from error
+        raise RuntimeFailure(f"the archive is incomplete: {error}") from error
     return size
 
 

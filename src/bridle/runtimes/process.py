@@ -291,7 +291,7 @@ async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
     while empty < 2:
         send(left, signal.SIGKILL)
         if left and loop.time() > patience:
-            raise RuntimeFailure(f"processes that SIGKILL does not end: {sorted(left)}")
+            raise RuntimeFailure(f"processes still alive after SIGKILL: {sorted(left)}")
         await asyncio.sleep(POLL_S if left else 0)
         left = await asyncio.to_thread(find)
         empty = 0 if left else empty + 1
@@ -302,7 +302,7 @@ READ_BYTES = 1 << 18
 TERM_GRACE_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 DRAIN_S = 0.25
-"""How long output is still read after the end, if a process left behind holds the pipe open."""
+"""Time in which output is still read after the end, while another process holds the pipe open."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 """Exit codes that a shell gives for these; we give the same."""
@@ -328,10 +328,10 @@ class Command:
     """Gets stdout, and stderr too unless `error_log` is given."""
     error_log: Path | None = None
     marks: tuple[bytes, ...] = ()
-    """`NAME=value` entries of `env` that name what this process starts (see `proc`)."""
+    """`NAME=value` entries of `env` by which the processes are found again."""
     grace_s: float = TERM_GRACE_S
     leaders: Leaders = field(default_factory=Leaders)
-    """Told of the process, which leads its own group and session; whoever runs many keeps it."""
+    """Records the process as leader of its own group and session."""
 
 
 async def output_of(command: Command, name: str) -> str:
@@ -520,7 +520,7 @@ class _Streams:
         self.stdout = BoundedOutput(command.output_limit)
         self.stderr = BoundedOutput(command.output_limit)
         self.over = asyncio.Event()
-        """Set when the process has ended, or when going on makes no sense."""
+        """Set when the process has ended, or its log cannot be written."""
         self.failure: OSError | None = None
         self._open: dict[int, IO[bytes]] = {}
         self._all_closed = asyncio.Event()

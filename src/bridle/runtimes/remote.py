@@ -73,7 +73,7 @@ with open("ended.part", "w") as file:
     json.dump({"code": code, "failed": failed}, file)
 os.rename("ended.part", "ended")
 """
-"""Runs the command of the file `request` in the folder it is given; `ended` tells its end."""
+"""Runs the command in the file `request` of a folder; the file `ended` has its exit code."""
 START = 'setsid "$1" -c "$2" "$3" </dev/null >/dev/null 2>&1 &'
 LOOK = """cd -- "$1" || exit
 ended=$(cat ended 2>/dev/null)
@@ -108,10 +108,10 @@ class RemoteSettings(Settings):
     """`RuntimeSpec.kwargs` of runtime `remote`; all of it is the operator's to set."""
 
     deployment: JSON = Field(default_factory=lambda: {"type": "local"})
-    """SWE-ReX's own: its `type` and that deployment's fields."""
+    """SWE-ReX's configuration: a `type` and that deployment's fields."""
     gateway: str | None = None
-    """Where the gateway is reached from there; `None` = at its own address, on a host that shares
-    this machine's loopback."""
+    """The gateway's address on the host; `None` = its own, on a host that shares this machine's
+    loopback."""
     python: str = "python3"
 
 
