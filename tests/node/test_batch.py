@@ -32,7 +32,7 @@ async def test_real_work_is_done_in_parallel_sessions_that_do_not_meet(tmp_path)
     assert {result.trajectory.metadata["stats"]["merge_ratio"] for result in ended} == {1.0}
 
 
-async def test_a_task_that_cannot_be_run_is_told_before_the_first_session(tmp_path):
+async def test_a_task_that_cannot_run_raises_before_the_first_session(tmp_path):
     bad = task(task_id="bad", evaluator={"strategy": "luck"})
     async with a_node(tmp_path) as node:
         with pytest.raises(ConfigError, match="task 'bad': unknown evaluator"):
@@ -41,7 +41,7 @@ async def test_a_task_that_cannot_be_run_is_told_before_the_first_session(tmp_pa
         assert node.seen == []
 
 
-async def test_leaving_the_block_ends_what_still_runs(tmp_path):
+async def test_leaving_the_block_cancels_running_sessions(tmp_path):
     tasks = [task("exit 1"), task("sleep 60", num_samples=8)]
     async with a_node(tmp_path, settings=SMALL) as node:
         async with LocalExecutor(node).run(tasks) as results:
@@ -72,7 +72,7 @@ async def test_a_cancelled_batch_ends_its_sessions(tmp_path):
         assert node.session_ids() == ()
 
 
-async def test_an_error_in_the_block_is_itself_and_ends_what_runs(tmp_path):
+async def test_an_error_in_the_block_is_raised_unchanged_and_cancels_sessions(tmp_path):
     async with a_node(tmp_path) as node:
 
         async def batch():
@@ -86,7 +86,7 @@ async def test_an_error_in_the_block_is_itself_and_ends_what_runs(tmp_path):
         assert node.session_ids() == ()
 
 
-async def test_a_result_that_cannot_be_written_ends_the_batch_with_its_own_error(tmp_path):
+async def test_an_unwritable_result_ends_the_batch_with_a_store_error(tmp_path):
     async with a_node(tmp_path) as node:
         node.folder.trajectories.mkdir()
 

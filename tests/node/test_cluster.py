@@ -81,7 +81,7 @@ async def test_a_node_that_says_it_is_full_is_believed():
         assert remotes[0].calls.count("start") == 2
 
 
-async def test_what_was_wrong_with_a_run_is_raised_as_it_is():
+async def test_the_error_of_a_run_is_raised_unchanged():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             run = group.create_task(trying(runner.run(task(), run_id="s0")))
@@ -118,7 +118,7 @@ async def test_runs_of_a_node_that_does_not_answer_are_given_up(failure):
         await until(lambda: runner.free == 4)
 
 
-async def test_a_node_that_was_silent_ends_what_nobody_waits_for_any_more_and_takes_part_again():
+async def test_a_node_that_answers_again_cancels_orphaned_runs_and_rejoins():
     async with remote_nodes("a") as remotes, a_runner(*remotes, timeouts=HASTY) as runner:
         async with asyncio.TaskGroup() as group:
             run = group.create_task(trying(runner.run(task(), run_id="s0")))
@@ -146,7 +146,7 @@ async def test_a_short_silence_costs_no_session():
         assert run.result().status == "COMPLETED"
 
 
-async def test_a_stall_of_the_runner_s_own_loop_costs_no_session():
+async def test_a_stalled_event_loop_loses_no_session():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes, timeouts=HASTY) as runner:
         async with asyncio.TaskGroup() as group:
             runs = [group.create_task(runner.run(task(), run_id=f"s{k}")) for k in range(2)]
@@ -162,7 +162,7 @@ async def test_a_stall_of_the_runner_s_own_loop_costs_no_session():
         assert {run.result().status for run in runs} == {"COMPLETED"}
 
 
-async def test_what_had_ended_when_its_process_died_counts_and_the_rest_is_given_up():
+async def test_after_a_node_restart_ended_runs_count_and_the_others_are_lost():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             done = group.create_task(runner.run(task(), run_id="done"))
@@ -178,7 +178,7 @@ async def test_what_had_ended_when_its_process_died_counts_and_the_rest_is_given
         assert "restarted" in str(lost.result())
 
 
-async def test_a_disk_that_comes_back_ends_the_second_run_of_what_had_ended_there():
+async def test_a_result_on_a_returned_disk_cancels_the_second_run():
     async with remote_nodes("a", "late") as remotes, a_runner(remotes[0]) as runner:
         first, late = remotes
         async with asyncio.TaskGroup() as group:
@@ -224,7 +224,7 @@ async def test_a_cancelled_caller_leaves_nothing_on_a_node():
 # ---- lives of who asks
 
 
-async def test_what_outlives_its_caller_is_taken_up_by_its_next_life_and_never_run_twice():
+async def test_a_run_that_outlives_its_caller_is_joined_by_the_next_process_and_not_repeated():
     async with remote_nodes("a", "b") as remotes:
         async with a_runner(*remotes, outlive=True) as runner, asyncio.TaskGroup() as group:
             runs = [group.create_task(runner.run(task(), run_id=f"s{k}")) for k in (0, 1)]
@@ -246,7 +246,7 @@ async def test_what_outlives_its_caller_is_taken_up_by_its_next_life_and_never_r
         assert sorted(remotes[0].node.ran + remotes[1].node.ran) == ["s0", "s1"]
 
 
-async def test_what_the_next_life_does_not_want_is_ended():
+async def test_runs_that_the_next_process_does_not_expect_are_cancelled():
     async with remote_nodes("a") as remotes:
         async with a_runner(*remotes, outlive=True) as runner, asyncio.TaskGroup() as group:
             runs = [group.create_task(runner.run(task(), run_id=f"s{k}")) for k in (0, 1)]
@@ -275,7 +275,7 @@ async def test_two_owners_share_nodes_and_do_not_see_each_others_runs():
         await ended(yours, remotes, "y")
 
 
-async def test_a_result_is_held_by_its_node_until_it_is_let_go():
+async def test_a_node_keeps_a_result_until_it_is_released():
     async with remote_nodes("a") as remotes, a_runner(*remotes) as runner:
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run(task(), run_id="s0"))
@@ -287,7 +287,7 @@ async def test_a_result_is_held_by_its_node_until_it_is_let_go():
         assert remotes[0].gateway.forgotten == ["s0"]
 
 
-async def test_an_end_of_an_earlier_life_is_recalled_from_whichever_node_has_it():
+async def test_a_result_of_an_earlier_process_is_recalled_from_any_node():
     async with remote_nodes("a", "b") as remotes, a_runner(*remotes) as runner:
         remotes[1].disk["s"] = result_of("s")
         assert (await runner.recall("s")).session_id == "s"
@@ -298,7 +298,7 @@ async def test_an_end_of_an_earlier_life_is_recalled_from_whichever_node_has_it(
 # ---- nodes come and go
 
 
-async def test_room_is_told_as_nodes_join_drain_and_leave():
+async def test_capacity_events_follow_nodes_that_join_drain_and_leave():
     slots = []
     async with remote_nodes("a", "b") as remotes, a_runner(remotes[0]) as runner:
 
@@ -325,14 +325,14 @@ async def test_room_is_told_as_nodes_join_drain_and_leave():
             await runner.drain_node("a")
 
 
-async def test_nodes_that_none_of_which_comes_up_are_a_mistake_that_is_told():
+async def test_if_no_node_opens_the_error_names_one():
     async with remote_nodes("a", opening=EngineError("no logprobs")) as remotes:
         with pytest.raises(ConfigError, match=r"no node came up; a: no logprobs"):
             async with a_runner(*remotes):
                 raise AssertionError
 
 
-async def test_one_that_does_not_come_up_is_greeted_again():
+async def test_a_node_that_fails_to_open_is_tried_again():
     async with remote_nodes("a", "b") as remotes:
         remotes[1].opening = EngineError("its engine is loading")
         async with a_runner(*remotes, timeouts=HASTY) as runner:

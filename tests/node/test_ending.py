@@ -101,7 +101,7 @@ any_facts = st.builds(
 
 
 @given(any_facts, st.sampled_from([None, *Cause]), st.sampled_from([0, 1, None]))
-def test_completed_needs_a_true_exit_a_delivered_turn_and_no_failed_last_word(facts, cause, code):
+def test_completed_needs_exit_0_a_delivered_turn_and_no_failed_last_call(facts, cause, code):
     ending = judge(ended(code, None if code is not None else 15), facts, cause)
     good = cause is None and facts.delivered > 0 and not facts.failed_last and facts.limit is None
     assert (ending == COMPLETED) == good
@@ -128,7 +128,7 @@ def test_a_limit_of_the_runtime_is_named_unless_the_harness_lived_with_it():
         (ended(None, 11, stderr=b"\xff" + b"x" * 1000), "was ended by signal 11: "),
     ],
 )
-def test_a_crash_is_told_with_the_last_thing_that_was_said(result, said):
+def test_a_crash_is_reported_with_the_last_line_of_output(result, said):
     error = str(judge(result, known(), Cause.HARNESS_CRASH).error)
     assert said in error
     assert len(error) < 400
@@ -157,7 +157,7 @@ def test_every_ending_is_laid_to_somebody():
     assert blame(SessionStatus.COMPLETED, None) is None
 
 
-def test_a_stage_of_ours_that_took_too_long_is_not_the_agents_timeout():
+def test_a_slow_stage_of_bridle_is_not_the_agents_timeout():
     error, timeout = SessionStatus.ERROR, SessionStatus.TIMEOUT
     assert blame(timeout, Cause.TIMEOUT) == blame(timeout, Cause.LIMIT) == Fault.TIMEOUT
     assert blame(error, Cause.TIMEOUT) == Fault.INFRASTRUCTURE

@@ -7,7 +7,7 @@ from bridle.node.fleet import all_of
 A, B = "http://a", "http://b"
 
 
-async def test_what_is_told_joins_all_nodes_and_leaves_when_it_is_told_no_more():
+async def test_listed_engines_join_all_nodes_and_unlisted_ones_leave():
     async with remote_nodes("x", "y") as remotes, a_runner(*remotes) as runner:
         await runner.add_replica("http://by-hand")
         await runner.follow_engines([A, B, "no URL"], drain_s=0)
@@ -18,7 +18,7 @@ async def test_what_is_told_joins_all_nodes_and_leaves_when_it_is_told_no_more()
         assert [remote.gateway.replicas for remote in remotes] == [wanted, wanted]
 
 
-async def test_one_that_cannot_join_is_tried_again():
+async def test_an_engine_that_cannot_join_is_tried_again():
     async with remote_nodes("x") as remotes, a_runner(*remotes) as runner:
         remotes[0].gateway.refuses = "it is loading"
         await runner.follow_engines([A], drain_s=0)
@@ -33,7 +33,7 @@ async def test_one_that_cannot_join_is_tried_again():
         assert remotes[0].gateway.replicas == ["http://engine"]
 
 
-async def test_a_node_comes_up_without_an_engine_that_is_gone_and_gets_it_when_it_is_back():
+async def test_a_node_opens_without_a_dead_engine_and_gets_it_when_it_is_back():
     async with remote_nodes("x", "late") as remotes, a_runner(remotes[0]) as runner:
         await runner.follow_engines([A], drain_s=0)
         late = remotes[1]
@@ -48,7 +48,7 @@ async def test_a_node_comes_up_without_an_engine_that_is_gone_and_gets_it_when_i
         assert remotes[0].gateway.replicas == ["http://engine", A]
 
 
-async def test_all_that_failed_is_named():
+async def test_every_failed_call_is_named():
     async def fails():
         raise EngineError("no")
 

@@ -39,7 +39,7 @@ async def began(node, *run_ids):
     await until(lambda: node.living.keys() >= set(run_ids))
 
 
-async def test_runs_are_taken_in_while_there_is_room_and_once_each():
+async def test_runs_start_while_slots_are_free_and_once_each():
     node, host = a_host()
     async with host:
         assert host.start("me", [start("a"), start("b"), start("c")]) == [None, None, "full"]
@@ -53,7 +53,7 @@ async def test_runs_are_taken_in_while_there_is_room_and_once_each():
     assert node.living == {}
 
 
-async def test_news_come_when_there_are_some_and_are_told_again_until_they_were_heard():
+async def test_poll_waits_for_events_and_repeats_them_until_the_cursor_moves():
     node, host = a_host()
     async with host, asyncio.timeout(10):
         assert (await poll(host, "me", 0, 0.01)).events == ()
@@ -75,7 +75,7 @@ async def test_news_come_when_there_are_some_and_are_told_again_until_they_were_
         assert (await poll(host, "me", second.at, 0)).ended == ()
 
 
-async def test_a_free_slot_is_news_for_every_owner():
+async def test_a_free_slot_wakes_the_poll_of_every_owner():
     node, host = a_host()
     async with host, asyncio.timeout(10):
         host.start("me", [start("a")])
@@ -86,7 +86,7 @@ async def test_a_free_slot_is_news_for_every_owner():
         assert (batch.events, batch.ended, batch.room.free) == ((), (), 2)
 
 
-async def test_an_end_is_held_until_its_owner_lets_go():
+async def test_an_ended_run_is_kept_until_its_owner_acknowledges_it():
     node, host = a_host()
     async with host:
         host.start("me", [start("a")])
@@ -105,7 +105,7 @@ async def test_an_end_is_held_until_its_owner_lets_go():
         assert host.connect("me").ended == ()
 
 
-async def test_the_error_of_a_run_that_could_not_be_run_is_its_end():
+async def test_a_run_that_cannot_start_ends_with_its_error():
     node, host = a_host()
     async with host:
         host.start("me", [start("bad"), RunRequest("worse", "{}", 0)])
@@ -116,7 +116,7 @@ async def test_the_error_of_a_run_that_could_not_be_run_is_its_end():
         assert "running worse" in str(host.result("worse"))
 
 
-async def test_a_draining_node_takes_no_run_and_says_so():
+async def test_a_draining_node_refuses_runs():
     node, host = a_host()
     async with host:
         host.start("me", [start("a")])
@@ -132,7 +132,7 @@ async def test_a_draining_node_takes_no_run_and_says_so():
         assert host.result("a").status == "CANCELLED"
 
 
-async def test_who_does_not_listen_does_not_fill_memory():
+async def test_events_of_an_owner_that_does_not_poll_are_bounded():
     node, host = a_host()
     async with host:
         host.start("me", [start("a")])
@@ -149,7 +149,7 @@ async def test_the_policy_is_the_gateways():
         assert host.connect("me").policy["version"] == 4
 
 
-async def test_all_that_is_said_can_be_carried_between_processes():
+async def test_handshakes_events_and_results_can_be_pickled():
     node, host = a_host()
     async with host:
         host.start("me", [start("a")])
@@ -195,7 +195,7 @@ async def test_a_run_without_an_end_is_closed_when_it_is_asked_for(tmp_path):
         assert await node.recall("s") is None
 
 
-def test_a_node_is_called_the_same_in_every_life_of_its_folder(tmp_path):
+def test_the_node_id_of_a_folder_is_the_same_in_every_process(tmp_path):
     assert node_name(tmp_path / "a") == node_name(tmp_path / "a") != node_name(tmp_path / "b")
 
 

@@ -35,7 +35,7 @@ def most_at_once(node, status, until):
 ENDS = ("COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
 
 
-async def test_what_a_dead_node_leaves_is_removed_while_another_one_runs(tmp_path):
+async def test_a_running_node_removes_the_remains_of_a_dead_one(tmp_path):
     async with a_node(tmp_path, settings={"reap_s": 0.02}):
         left = Scratch.make(tmp_path / "scratch")
         dead = {"pid": 2**22 + 1, "started": "5"}
@@ -95,7 +95,7 @@ async def test_without_a_buffer_a_session_is_made_ready_in_its_run_slot(tmp_path
         assert most_at_once(node, "INITIALIZING", ("BUILDING", *ENDS)) == 1
 
 
-async def test_a_node_says_what_it_does_and_what_fits(tmp_path):
+async def test_a_node_reports_its_stages_and_free_slots(tmp_path):
     settings = {"run_slots": 1, "ready_buffer": 1, "post_slots": 1}
     async with a_node(tmp_path, settings=settings) as node:
         assert (node.capacity, node.free, node.stages()) == (4, 4, {})
@@ -150,9 +150,7 @@ async def test_results_are_appended_to_the_run_folder_as_sessions_end(tmp_path):
         ({"builder": BuilderSpec(config={"max": 1})}, "builder prefix_merging: config: max"),
     ],
 )
-async def test_what_a_task_names_and_is_not_there_is_told_before_anything_runs(
-    tmp_path, changes, said
-):
+async def test_unknown_names_in_a_task_raise_before_anything_runs(tmp_path, changes, said):
     async with a_node(tmp_path) as node:
         with pytest.raises(ConfigError, match=rf"task 't-1': .*{said}"):
             check([task(), task(**changes)])
@@ -186,7 +184,7 @@ def counted(command):
     return task().model_copy(update={"agent": agent})
 
 
-async def test_a_harness_is_installed_once_and_told(tmp_path):
+async def test_a_harness_is_installed_once_and_reported(tmp_path):
     Counted.installed = 0
     settings = {"bundles": tmp_path / "bundles"}
     async with a_node(tmp_path, settings=settings) as node:
@@ -284,7 +282,7 @@ def test_sessions_get_folders_of_their_own(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scratch_folder_that_cannot_be_made_is_told(tmp_path):
+def test_an_impossible_scratch_folder_is_a_runtime_failure(tmp_path):
     with pytest.raises(RuntimeFailure, match=r"cannot make a scratch folder in .*/none"):
         Scratch.make(tmp_path / "none")
 
@@ -295,7 +293,7 @@ async def test_a_living_nodes_folder_is_left_alone(tmp_path):
     assert scratch.folder.exists()
 
 
-async def test_what_a_dead_node_left_is_removed_with_its_processes(tmp_path, dead):
+async def test_the_reaper_removes_a_dead_nodes_folder_and_processes(tmp_path, dead):
     scratch = Scratch.make(tmp_path)
     scratch.session(LEFT)
     disown(scratch, dead)

@@ -24,7 +24,7 @@ from bridle.node.places import kept
         ("sub/.git", False),
     ],
 )
-def test_the_checker_s_paths_and_what_programs_obey_are_not_the_agent_s(path, is_folder):
+def test_the_checkers_paths_and_files_that_programs_obey_are_not_copied(path, is_folder):
     assert kept(["check", "deep/check.sh", "/absolute", "."])(
         PurePosixPath(path), is_folder=is_folder
     )
@@ -34,11 +34,11 @@ def test_the_checker_s_paths_and_what_programs_obey_are_not_the_agent_s(path, is
     ("path", "is_folder"),
     [("deep", True), ("checks", False), (".git", True), (".git/refs/heads/config", False)],
 )
-def test_all_else_is_the_agent_s(path, is_folder):
+def test_all_other_files_are_copied_from_the_agent(path, is_folder):
     assert not kept(["check", "deep/check.sh"])(PurePosixPath(path), is_folder=is_folder)
 
 
-def test_where_files_are_named_nothing_else_is_the_agent_s():
+def test_with_named_files_no_other_is_copied_from_the_agent():
     keep = kept([], ["out/answer.txt"])
     taken = [("out", True), ("out/answer.txt", False), ("out/answer.txt/x", False)]
     assert not any(keep(PurePosixPath(path), is_folder=flag) for path, flag in taken)
@@ -46,7 +46,7 @@ def test_where_files_are_named_nothing_else_is_the_agent_s():
     assert all(keep(PurePosixPath(path), is_folder=flag) for path, flag in left)
 
 
-async def test_each_use_is_a_place_of_its_own(tmp_path):
+async def test_each_use_gets_a_fresh_runtime(tmp_path):
     async with evaluation(tmp_path) as context:
         assert (await context.places.agents.exec("echo work > file")).ok
         for _ in range(2):

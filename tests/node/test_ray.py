@@ -9,7 +9,7 @@ from bridle.errors import ConfigError, NodeLostError
 pytestmark = pytest.mark.ray
 
 
-def test_each_process_takes_a_folder_of_its_own_and_the_next_one_takes_a_dead_ones(tmp_path):
+def test_each_process_locks_a_folder_and_the_next_one_reuses_a_dead_ones(tmp_path):
     from bridle.node.ray import take_folder
 
     first, lock = take_folder(tmp_path)
@@ -22,7 +22,7 @@ def test_each_process_takes_a_folder_of_its_own_and_the_next_one_takes_a_dead_on
     other.close()
 
 
-async def test_what_an_actor_answers_is_given_and_its_errors_are_raised():
+async def test_an_actors_value_is_returned_and_its_error_raised():
     from ray.exceptions import ActorUnavailableError, ObjectLostError
 
     from bridle.node.ray import ActorResult, unwrapped

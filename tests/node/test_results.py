@@ -71,7 +71,7 @@ def test_a_session_that_capture_does_not_hold_has_a_result_too():
     assert result.harness == "command"
 
 
-def test_a_break_is_told_with_both_texts_by_the_sessions_own_tokenizer():
+def test_a_break_has_both_texts_decoded_by_the_sessions_tokenizer():
     encode = load_renderer("builtin").tokenizer.encode
     made = MadeSession(metadata={**KEPT, "tokenizer": tokenizer_record("builtin")}, texts=False)
     made.call(new=encode("Count the red files."), output=encode(" Two."))
@@ -84,7 +84,7 @@ def test_a_break_is_told_with_both_texts_by_the_sessions_own_tokenizer():
     assert found["texts"] == [" red files. Two.", " green files."]
 
 
-def test_only_listeners_are_told_and_only_while_they_listen():
+def test_listeners_get_events_only_inside_their_block():
     events, one, two = Events(), [], []
     line = Installing("pi", "ready")
     events.tell(line)
@@ -102,7 +102,7 @@ def rebuilt(store):
     return b"".join(trajectory_bytes(rebuild(capture)) + b"\n" for capture in captures)
 
 
-async def test_a_run_folder_says_what_the_run_was(tmp_path):
+async def test_a_run_folder_records_the_configuration(tmp_path):
     with RunFolder.create(tmp_path / "runs" / "one", config={"engine": "x"}) as folder:
         facts = json.loads((folder.path / "run.json").read_text())
     assert facts["config"] == {"engine": "x"}
@@ -136,7 +136,7 @@ async def test_a_finished_run_is_byte_for_byte_what_capture_gives(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
-async def test_what_a_failed_write_left_of_a_line_does_not_stay(tmp_path):
+async def test_a_partial_line_of_a_failed_write_is_removed(tmp_path):
     store = await captured("a")
     with RunFolder.create(tmp_path / "run", config={}) as folder:
         folder.trajectories.write_bytes(b'{"torn')
@@ -144,7 +144,7 @@ async def test_what_a_failed_write_left_of_a_line_does_not_stay(tmp_path):
         assert folder.trajectories.read_bytes() == rebuilt(store)
 
 
-async def test_a_file_that_cannot_be_written_is_told(tmp_path):
+async def test_an_unwritable_file_is_a_store_error(tmp_path):
     store = await captured("a")
     with RunFolder.create(tmp_path / "run", config={}) as folder:
         folder.trajectories.mkdir()
@@ -169,7 +169,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     RunFolder.create(tmp_path, config={}).close()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_an_impossible_folder_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used as a run folder"):
         RunFolder.create(tmp_path / "file" / "run", config={})

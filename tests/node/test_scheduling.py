@@ -45,7 +45,7 @@ def test_a_session_needs_what_its_runtime_names():
     assert needs_of(RuntimeSpec()) == {}
 
 
-def test_what_no_node_offers_counts_only_where_it_was_asked_for_by_name():
+def test_a_resource_that_no_node_offers_counts_only_if_the_task_names_it():
     spec = RuntimeSpec(backend="docker", cpus=2, gpus=1, resources={"licence": 1})
     assert relevant(spec, {"CPU"}) == {"CPU": 2, "GPU": 1.0, "licence": 1}
     assert relevant(spec, {"docker"}) == {"docker": 1.0, "GPU": 1.0, "licence": 1}
@@ -56,7 +56,7 @@ def test_the_node_with_the_greatest_share_of_free_slots_is_chosen():
     assert choose({}, frozenset(), places) is places[1]
 
 
-def test_one_that_does_not_have_what_is_needed_or_is_closed_is_not_chosen():
+def test_a_node_without_the_resources_or_closed_is_not_chosen():
     gpu, closed, other = place("gpu", GPU=1.0), place("closed", GPU=1.0), place("other")
     closed.open = False
     assert choose({"GPU": 1.0}, frozenset(), [gpu, closed, other]) is gpu
@@ -66,7 +66,7 @@ def test_one_that_does_not_have_what_is_needed_or_is_closed_is_not_chosen():
     assert choose({"GPU": 1.0}, frozenset(), [gpu]) is gpu
 
 
-def test_nodes_to_avoid_are_taken_only_where_no_other_could_ever_do_it():
+def test_a_node_to_avoid_is_chosen_only_if_no_other_has_the_resources():
     bad, busy = place("bad"), place("busy", free=0)
     assert choose({}, frozenset({"id-bad"}), [bad, busy]) is None
     assert choose({"x": 1}, frozenset({"id-bad"}), [place("bad", x=1), busy]).name == "bad"
@@ -74,7 +74,7 @@ def test_nodes_to_avoid_are_taken_only_where_no_other_could_ever_do_it():
     assert choose({}, frozenset({"id-bad"}), [bad, busy]) is bad
 
 
-def test_what_is_on_its_way_to_a_node_is_not_free():
+def test_slots_of_runs_on_their_way_are_not_free():
     one = place("a", free=2)
     one.placed = 2
     assert one.free == 0
@@ -111,7 +111,7 @@ def test_shares_that_add_up_to_all_of_it_fit(much):
     assert not one.fits({"x": much})
 
 
-async def test_a_link_is_whatever_carries_the_words_of_a_host():
+async def test_a_member_reports_its_node_as_json():
     remote: RemoteNode = FakeRemote("a")
     member = Member(remote, NodeSlots(remote.name))
     facts = member.json()
@@ -128,7 +128,7 @@ async def test_a_run_ends_once():
         await done
 
 
-def test_sessions_are_computed_here_unless_one_word_says_otherwise():
+def test_the_default_executor_is_local():
     assert ExecutorSettings().kind == "local"
     changed = ExecutorSettings.model_validate({"kind": "ray", "node": {"run_slots": 3}})
     assert (changed.kind, changed.node.run_slots) == ("ray", 3)
@@ -136,7 +136,7 @@ def test_sessions_are_computed_here_unless_one_word_says_otherwise():
         ExecutorSettings.model_validate({"kind": "slurm"})
 
 
-def test_what_is_said_of_nodes_is_what_they_are_given():
+def test_node_settings_are_passed_to_the_nodes():
     given = ExecutorSettings.model_validate({"node": {"run_slots": 3}}).node
     assert given.model_dump(exclude_unset=True) == {"run_slots": 3}
 

@@ -93,7 +93,7 @@ async def test_a_cancelled_session_ends_at_any_stage_with_a_result(tmp_path, sta
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_cancelled_caller_leaves_a_recorded_end_and_nothing_else(tmp_path, stage):
+async def test_a_cancelled_caller_leaves_only_a_recorded_outcome(tmp_path, stage):
     async with a_node(tmp_path) as node:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run(task(**STAGES[stage])))
@@ -168,7 +168,7 @@ async def test_a_store_that_fails_is_infrastructure(tmp_path, at, said):
     assert said in result.error
 
 
-async def test_the_harness_gets_its_own_session_and_nothing_else_of_ours(tmp_path):
+async def test_the_harness_environment_has_its_session_and_no_secret_of_the_host(tmp_path):
     os.environ["BRIDLE_CONTROL_TOKEN"] = "control"
     try:
         async with a_node(tmp_path) as node:
@@ -225,7 +225,7 @@ async def test_a_harness_that_fails_by_itself_has_its_own_cause(tmp_path, comman
     assert re.search(said, result.error)
 
 
-async def test_a_failed_call_as_the_last_word_is_never_completed(tmp_path):
+async def test_a_session_whose_last_call_failed_is_not_completed(tmp_path):
     turns: list[JSON] = [{"shell": ["seq 5000"]}, {"content": "never"}]
     async with a_node(tmp_path, engine=scripted_engine(turns, context_length=2000)) as node:
         result = await node.run(task(f"{AGENT} --lenient", evaluator=checked("true")))
@@ -293,7 +293,7 @@ async def test_seconds_are_a_limit_that_the_next_call_is_refused_for(tmp_path):
     assert result.trajectory.metadata["stats"]["exchanges"] == 1
 
 
-async def test_a_harness_that_goes_on_after_its_limit_is_ended(tmp_path):
+async def test_a_harness_that_ignores_its_limit_is_killed(tmp_path):
     async with a_node(tmp_path, {"shell": ["true"]}) as node:
         result = await node.run(task(f"{AGENT}; sleep 60", limits=Limits(max_turns=1)))
     assert (result.status, result.cause, result.signal) == ("TIMEOUT", Cause.LIMIT, 15)
@@ -358,7 +358,7 @@ async def test_a_live_service_is_scored_where_the_evaluation_is_shared(
     assert nothing_lives(result.session_id)
 
 
-async def test_what_an_agent_left_unreadable_is_reward_0_and_not_no_reward(tmp_path):
+async def test_unreadable_files_of_an_agent_give_reward_0(tmp_path):
     left = "mkdir -p out; echo 1 > out/z; chmod 000 out/z; mkfifo pipe"
     async with a_node(tmp_path) as node:
         result = await node.run(task(f"{AGENT}; {left}", evaluator=checked("grep -q no out/*")))
@@ -424,7 +424,7 @@ async def test_a_fresh_runtime_that_nobody_needs_is_ended(tmp_path):
     assert result.cause is Cause.HARNESS_CRASH
 
 
-async def test_a_limit_is_outstayed_when_its_grace_is_over():
+async def test_a_limit_is_exceeded_when_its_grace_is_over():
     facts = [known(), known(), known(limit="tokens")]
     kept = session.POLL_S
     session.POLL_S = 0.01
@@ -538,7 +538,7 @@ class Unreadable(MemoryStore):
         ("slow", 0.1, Cause.TIMEOUT, "build: its budget of 0.1 s ran out"),
     ],
 )
-async def test_a_trajectory_that_cannot_be_built_is_told_and_built_later(
+async def test_a_trajectory_that_cannot_be_built_is_an_error_and_can_be_built_later(
     tmp_path, failure, budget_s, cause, said
 ):
     async with a_node(tmp_path, store=Unreadable(failure)) as node:
@@ -560,7 +560,7 @@ def judging(answer):
     return scripted_engine(WORK, conversations=[of_judge])
 
 
-async def test_a_judge_is_asked_in_a_session_of_its_own_that_never_trains(tmp_path):
+async def test_a_judge_has_its_own_session_which_is_not_trained(tmp_path):
     engine = judging('{"score": 0.5}')
     async with a_node(tmp_path, engine=engine) as node:
         result = await node.run(task(evaluator=JUDGE))

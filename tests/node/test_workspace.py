@@ -77,7 +77,7 @@ async def test_the_step_that_failed_is_named(runtime, tmp_path, action, said):
         await prepared(runtime, tmp_path, action)
 
 
-async def test_a_harness_gets_its_files_and_folders_and_nobody_else_reads_them(runtime, tmp_path):
+async def test_harness_files_and_folders_are_private(runtime, tmp_path):
     (tmp_path / "skills" / "x").mkdir(parents=True)
     (tmp_path / "skills" / "x" / "SKILL.md").write_text("skill")
     home = runtime.home
@@ -108,7 +108,7 @@ class Room:
         self.closed += 1
 
 
-async def test_what_was_made_ready_is_there_when_it_is_needed_and_closed_at_the_end():
+async def test_a_prewarmed_runtime_is_ready_and_closed_at_the_end():
     room = Room()
     async with asyncio.TaskGroup() as group:
         fresh = Prewarmed(group, room.make)
@@ -120,7 +120,7 @@ async def test_what_was_made_ready_is_there_when_it_is_needed_and_closed_at_the_
     assert room.closed == 1
 
 
-async def test_what_is_not_ready_is_closed_too():
+async def test_a_prewarmed_runtime_that_is_not_ready_is_closed():
     room = Room()
     async with asyncio.TaskGroup() as group:
         fresh = Prewarmed(group, room.make)
@@ -129,7 +129,7 @@ async def test_what_is_not_ready_is_closed_too():
     assert room.closed == 1
 
 
-async def test_what_failed_says_so_when_it_is_needed_and_not_before():
+async def test_a_failed_prewarm_raises_only_when_it_is_used():
     async def fails(stack):
         raise OSError(28, "no space")
 
@@ -157,7 +157,7 @@ class Keeping(CommandHarness):
         return replace(super().launch(context), logs=tuple(f"{home}/{name}" for name in files))
 
 
-async def test_what_a_harness_names_is_kept_if_it_is_there_and_not_too_large(tmp_path):
+async def test_a_harness_s_own_files_are_kept_if_they_exist_and_fit(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the host's own")
     command = (
@@ -252,7 +252,7 @@ async def test_a_patch_has_all_that_changed_and_leaves_the_repository_as_it_is(t
         ((A_REPOSITORY,), "head -c 3000000 /dev/urandom > new", "more than 1 MiB"),
     ],
 )
-async def test_a_patch_that_cannot_be_made_is_told(tmp_path, prepare, command, said):
+async def test_an_impossible_patch_is_reported_as_left_out(tmp_path, prepare, command, said):
     spec = ArtifactsSpec(patch=".", max_mb=1)
     runtime = LOCAL.model_copy(update={"prepare": prepare})
     async with a_node(tmp_path) as node:
@@ -265,7 +265,7 @@ async def test_a_patch_that_cannot_be_made_is_told(tmp_path, prepare, command, s
     ("keep", "command", "kept"),
     [("failed", AGENT, False), ("failed", "exit 1", True), ("never", "exit 1", False)],
 )
-async def test_a_task_has_its_own_policy(tmp_path, keep, command, kept):
+async def test_a_task_overrides_which_logs_are_kept(tmp_path, keep, command, kept):
     spec = ArtifactsSpec(keep=keep, paths=("file",))
     async with a_node(tmp_path) as node:
         line = f"echo x > file; {command}"
@@ -372,7 +372,7 @@ git worktree add -q ../repo
         (LINKED, "is a linked worktree"),
     ],
 )
-async def test_what_cannot_be_scrubbed_fails_the_step_with_its_reason(
+async def test_an_unscrubbable_repository_fails_the_step_with_its_reason(
     runtime, tmp_path, make, reason
 ):
     assert (await runtime.exec(make)).ok

@@ -69,7 +69,7 @@ async def test_a_line_is_bash_s_and_a_folder_is_the_workdir_s(place):
     assert (place.asked.cwd, place.asked.argv) == ("/elsewhere", ["true"])
 
 
-async def test_every_command_has_a_mark_of_its_own(place):
+async def test_every_command_has_a_unique_mark(place):
     first = await place.exec("echo $BRIDLE_SESSION $BRIDLE_EXEC")
     second = await place.exec("echo $BRIDLE_SESSION $BRIDLE_EXEC")
     assert [first.stdout, second.stdout] == [b"s s/1\n", b"s s/2\n"]
@@ -91,7 +91,7 @@ async def test_files_go_in_and_out_as_archives(place, tmp_path):
         await place.write("deep/other/x", b"")
 
 
-async def test_before_its_start_nothing_goes_in_or_out(tmp_path):
+async def test_before_its_start_a_runtime_refuses_commands_and_files(tmp_path):
     place = Folder(RuntimeSpec(), "s", tmp_path)
     for work in (place.exec("true"), place.upload(tmp_path, "x"), place.download("x", tmp_path)):
         with pytest.raises(RuntimeFailure, match="session s is not started, or was stopped"):
@@ -106,7 +106,7 @@ def test_a_mounted_path_is_seen_at_its_target(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONTAINING)
-async def test_what_must_be_mounted_and_is_not_there_is_named(kind, tmp_path):
+async def test_a_missing_mount_is_named(kind, tmp_path):
     gone = Mount(tmp_path / "gone", "/opt/b")
     with pytest.raises(RuntimeFailure, match=f"does not exist: {tmp_path}/gone|needs bwrap"):
         await kind(RuntimeSpec(image="/"), "s", tmp_path, [gone]).start()
@@ -128,14 +128,14 @@ def test_a_workdir_that_leads_upwards_is_refused():
         check_spec(RuntimeSpec(workdir="/a/../b"), "x", ())
 
 
-def test_outside_no_variable_has_its_own_name():
+def test_variables_are_prefixed_outside():
     assert prefixed({"LD_PRELOAD": "x", "PATH": "y"}) == {
         "BRIDLE_IN_LD_PRELOAD": "x",
         "BRIDLE_IN_PATH": "y",
     }
 
 
-def test_inside_they_have_their_names_and_values_again():
+def test_variables_have_their_own_names_inside():
     given = {"PATH": "/usr/bin:/bin", "A": "a b\nc 'd' $HOME", "EMPTY": ""}
     done = subprocess.run(
         ["/bin/bash", "-c", f"{RESTORE_ENV} exec env -0"],
@@ -180,7 +180,7 @@ async def echo(reader, writer):
     writer.close()
 
 
-async def test_bytes_go_both_ways_and_ends_are_told():
+async def test_bytes_and_half_closes_are_forwarded_both_ways():
     async with a_forwarder(echo) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         sent = bytes(range(256)) * 4000
@@ -245,7 +245,7 @@ async def test_where_nobody_answers_the_connection_ends(target):
         writer.close()
 
 
-async def test_after_its_end_nobody_listens():
+async def test_a_closed_forwarder_accepts_no_connection():
     async with a_forwarder(echo) as (_, port):
         pass
     with pytest.raises(ConnectionRefusedError):

@@ -27,12 +27,12 @@ from bridle.runtimes.conformance import CHECKS, run_check
         ({"kwargs": {"folders": ["/a/../b"]}}, "folder '/a/../b' must be an absolute path"),
     ],
 )
-def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+def test_unsupported_options_are_refused(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         BubblewrapRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
 
-def test_a_machine_without_it_is_told_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_program_is_named_with_its_packages(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = what_is_missing()
     assert missing is not None

@@ -28,7 +28,7 @@ from bridle.runtimes.process import owner_mark
         ({"image": "x", "kwargs": {"privileged": True}}, r"kwargs .* given: \['privileged'\]"),
     ],
 )
-def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+def test_unsupported_options_are_refused(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
@@ -53,7 +53,7 @@ async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path):
         assert option in words, option
 
 
-async def test_before_its_start_it_runs_nothing(tmp_path):
+async def test_a_container_that_is_not_started_runs_nothing(tmp_path):
     with pytest.raises(RuntimeFailure, match="is not started"):
         await DockerRuntime(RuntimeSpec(image="x"), "s", tmp_path).exec("true")
 
@@ -131,7 +131,7 @@ def fake(tmp_path, monkeypatch):
     return make
 
 
-async def test_what_the_daemon_refuses_is_told_in_its_words(fake):
+async def test_the_daemons_message_is_in_the_error(fake):
     fake("echo no such thing >&2; exit 1")
     with pytest.raises(RuntimeFailure, match="docker inspect: no such thing"):
         await docker(["inspect", "x"])
@@ -143,7 +143,7 @@ async def test_a_daemon_that_hangs_is_given_up(fake):
         await docker(["ps"], timeout_s=0.1)
 
 
-async def test_without_the_command_it_says_what_is_missing(tmp_path, monkeypatch):
+async def test_a_missing_docker_command_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeFailure, match="needs the command docker on PATH"):
         await docker(["ps"])
@@ -163,7 +163,7 @@ async def test_an_image_that_cannot_be_pulled_is_named(fake):
     assert calls.read_text().splitlines() == ["image inspect gone:1", "pull gone:1"]
 
 
-def test_how_far_a_pull_is_is_read_from_what_it_says():
+def test_pull_progress_is_read_from_the_output():
     said = (
         "3.12: Pulling from library/python\n0123456789ab: Pulling fs layer\n"
         "ba9876543210: Pulling fs layer\nba9876543210: Verifying Checksum\n"
@@ -207,7 +207,7 @@ async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(
     assert calls.read_text().splitlines()[-1] == "rm --force --volumes c2 c3"
 
 
-async def test_without_a_daemon_nothing_was_left_behind(fake):
+async def test_without_a_daemon_no_container_is_removed(fake):
     fake("exit 1")
     assert await remove_left_behind() == 0
 

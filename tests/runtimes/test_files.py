@@ -51,7 +51,7 @@ def test_a_copy_has_the_same_files_modes_times_and_links_and_nothing_else(source
     assert [entry.name for entry in target.iterdir()] == ["a"]
 
 
-def test_what_is_shut_is_copied_and_what_is_no_file_stays_behind(source, tmp_path):
+def test_unreadable_entries_are_copied_and_special_files_are_not(source, tmp_path):
     os.mkfifo(source / "a" / "pipe")
     (source / "a" / "b" / "file").chmod(0)
     (source / "a" / "b").chmod(0)
@@ -60,7 +60,7 @@ def test_what_is_shut_is_copied_and_what_is_no_file_stays_behind(source, tmp_pat
     assert (tmp_path / "target" / "a" / "b" / "file").read_text() == "text"
 
 
-def test_what_is_kept_is_the_target_s_own(source, tmp_path):
+def test_kept_paths_stay_as_the_target_has_them(source, tmp_path):
     target = tmp_path / "target"
     (target / "a").mkdir(parents=True)
     (target / "a" / "mine").write_text("mine")
@@ -144,7 +144,7 @@ def test_links_to_one_large_file_are_no_way_to_fill_the_disk(tmp_path):
         copy_out(folder, tmp_path / "target", tmp_path / "source")
 
 
-def test_what_is_taken_out_loses_only_what_cannot_leave_and_names_it(source, tmp_path):
+def test_a_copied_folder_lacks_only_entries_that_may_not_leave_and_names_them(source, tmp_path):
     out = source / "a"
     os.mkfifo(out / "pipe")
     (out / "b" / "up").symlink_to("../near")
@@ -162,7 +162,7 @@ def test_what_is_taken_out_loses_only_what_cannot_leave_and_names_it(source, tmp
     assert (tmp_path / "taken" / "b" / "up").read_text() == "text"
 
 
-def test_a_file_is_taken_out_of_a_shut_folder_with_its_holes(source, tmp_path):
+def test_a_sparse_file_is_copied_out_of_an_unreadable_folder(source, tmp_path):
     file = source / "a" / "b" / "file"
     os.truncate(file, 1 << 30)
     (source / "a").chmod(0)
@@ -181,14 +181,14 @@ def test_a_file_is_taken_out_of_a_shut_folder_with_its_holes(source, tmp_path):
         ("a/b/file", "more than 0 MiB"),
     ],
 )
-def test_what_cannot_be_taken_out_leaves_nothing(source, tmp_path, name, why):
+def test_a_failed_copy_leaves_nothing(source, tmp_path, name, why):
     (source / "door").symlink_to("a")
     with pytest.raises(RuntimeFailure, match=why):
         take_out(source / name, tmp_path / "taken", source, 1)
     assert not (tmp_path / "taken").exists()
 
 
-def test_nothing_is_taken_out_of_another_folder(source, tmp_path):
+def test_paths_outside_the_session_are_refused(source, tmp_path):
     with pytest.raises(RuntimeFailure, match="lies outside the session's own folder"):
         take_out(source / ".." / "x", tmp_path / "taken", source, 1)
 
@@ -272,7 +272,7 @@ class OnlyArchives:
         copy_tree(source, self.work / target)
 
 
-async def test_a_fresh_work_folder_gets_what_was_left_and_keeps_its_own(source, tmp_path):
+async def test_put_work_replaces_files_and_keeps_the_checkers_own(source, tmp_path):
     work = tmp_path / "work"
     (work / "a" / "own").mkdir(parents=True)
     (work / "a" / "own" / "tool").write_text("ours")
@@ -342,7 +342,7 @@ def test_bytes_are_packed_as_one_file_with_its_mode():
         assert (entry.name, entry.mode, content and content.read()) == ("name", 0o600, b"x\0y")
 
 
-def test_what_leads_elsewhere_stays_behind(tmp_path, stage):
+def test_entries_that_lead_elsewhere_are_not_extracted(tmp_path, stage):
     (tmp_path / "secret").write_text("ours")
     packed(
         stage,
@@ -465,7 +465,7 @@ def test_folders_without_permissions_go_too(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_link_leads_to_stays(tmp_path):
+def test_the_target_of_a_link_is_not_removed(tmp_path):
     (tmp_path / "kept").mkdir(mode=0o755)
     (tmp_path / "kept" / "file").touch()
     (tmp_path / "a").mkdir()
@@ -476,7 +476,7 @@ def test_what_a_link_leads_to_stays(tmp_path):
     assert (tmp_path / "kept" / "file").exists()
 
 
-def test_a_link_in_a_folders_place_goes_and_what_it_names_stays_as_it_is(tmp_path):
+def test_a_link_instead_of_a_folder_is_removed_without_its_target(tmp_path):
     other = tmp_path / "other"
     (other / "inner").mkdir(parents=True)
     (other / "inner").chmod(0o500)

@@ -24,7 +24,7 @@ def test_every_name_in_the_table_loads():
     assert [loaded[name] for name in names] == [*kinds]
 
 
-def test_a_runtime_of_ones_own_is_found_by_its_path(tmp_path):
+def test_a_custom_runtime_is_loaded_by_its_path(tmp_path):
     spec = RuntimeSpec(backend="bridle.runtimes.local:LocalRuntime")
     assert isinstance(make_runtime(spec, "s", tmp_path), LocalRuntime)
 
@@ -92,7 +92,7 @@ def test_an_operator_names_another_one(monkeypatch):
     assert default_backend() == ("my.place:Place", "$BRIDLE_RUNTIME names it")
 
 
-def test_what_a_task_names_stays(machine):
+def test_a_named_backend_is_not_replaced(machine):
     machine("true")
     for spec in (RuntimeSpec(backend="local"), RuntimeSpec(backend="docker", image="x")):
         assert chosen(spec) is spec

@@ -70,7 +70,7 @@ def test_version_1_has_a_folder_for_each_controller(version_1):
     assert len(group.procs_files) == 3
 
 
-def test_what_is_not_bounded_needs_no_controller(version_1):
+def test_a_missing_limit_needs_no_controller(version_1):
     group = made(version_1, ResourceLimits(processes=3))
     assert group.procs_files == [str(version_1 / "pids" / "ours" / "s1" / "cgroup.procs")]
 
@@ -92,7 +92,7 @@ def test_where_groups_cannot_be_made_there_is_none(tmp_path, version_1):
         ("pids.events", "max 0\n", "max 2\n", "processes"),
     ],
 )
-def test_a_bound_that_was_reached_is_told_once(unified, file, before, after, named):
+def test_a_reached_limit_is_reported_once(unified, file, before, after, named):
     group = made(unified)
     path = unified / "ours" / "s1" / file
     path.write_text(before)

@@ -47,7 +47,7 @@ async def test_a_file_that_is_no_program_is_exit_code_126(tmp_path):
     assert log.read_bytes() == result.stderr
 
 
-async def test_an_unknown_program_is_told_without_a_log(tmp_path):
+async def test_an_unknown_program_needs_no_log(tmp_path):
     result = await run_process(Command(["no-such"], str(tmp_path), ENV))
     assert (result.exit_code, result.stderr) == (127, b"bridle: no-such: not found\n")
 
@@ -72,7 +72,7 @@ async def test_a_log_that_cannot_be_opened_is_named(tmp_path):
         )
 
 
-async def test_a_full_disk_ends_the_process_and_is_told(tmp_path):
+async def test_a_full_disk_kills_the_process_and_raises(tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeFailure, match=r"cannot write a log: .*No space left"):
         await run_process(command("echo hello; sleep 60", tmp_path, log=Path("/dev/full")))
@@ -118,7 +118,7 @@ async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
     assert (tmp_path / "out").stat().st_size == 3_000_000
 
 
-async def test_what_outlives_its_leader_has_the_rest_of_the_grace(tmp_path):
+async def test_children_of_a_dead_leader_get_the_rest_of_the_grace(tmp_path):
     late = "trap 'sleep 0.2; echo done > late; exit' TERM; touch up; while :; do sleep 0.02; done"
     leader = f"({late}) & until [ -e up ]; do sleep 0.02; done; sleep 60"
     result = await run_process(command(leader, tmp_path, timeout_s=4))
@@ -192,7 +192,7 @@ def test_a_mark_is_the_whole_entry(sleeper):
     assert not is_marked(sleeper.pid, (MINE, b"OTHER=1"))
 
 
-def test_a_process_that_has_gone_is_not_marked():
+def test_a_dead_process_is_not_marked():
     assert not is_marked(2**22 + 1, (MINE,))
 
 
@@ -228,7 +228,7 @@ def test_a_group_that_has_ended_is_forgotten():
     assert leaders.ours(()) == set()
 
 
-def test_a_number_that_lives_again_belongs_to_a_stranger(sleeper):
+def test_a_reused_pid_is_not_ours(sleeper):
     leaders = Leaders(ended={sleeper.pid})
     assert members((), leaders) == set()
     assert leaders.ended == set()
@@ -257,7 +257,7 @@ async def test_end_all_kills_what_ignores_sigterm():
     process.stdout.close()
 
 
-async def test_what_sigkill_does_not_end_is_named():
+async def test_a_process_that_survives_sigkill_is_named():
     kept = process.KILL_S
     process.KILL_S = 0.05
     try:
@@ -277,12 +277,12 @@ def test_without_proc_nobody_is_found(tmp_path):
         process.PROC = kept
 
 
-def test_this_process_lives():
+def test_our_own_mark_is_not_dead():
     assert not is_dead(owner_mark())
     assert owner_mark().startswith(f"{os.getpid()}.{started_at(os.getpid())}.")
 
 
-def test_one_that_has_ended_is_dead_also_while_it_is_not_collected():
+def test_a_zombie_owner_is_dead():
     place = owner_mark().split(".", 2)[2]
     with subprocess.Popen(["true"]) as process:
         mark = f"{process.pid}.{started_at(process.pid)}.{place}"
@@ -291,7 +291,7 @@ def test_one_that_has_ended_is_dead_also_while_it_is_not_collected():
     assert is_dead(mark)
 
 
-def test_another_process_with_its_number_is_not_it():
+def test_a_reused_pid_is_a_dead_owner():
     pid, _, place = owner_mark().split(".", 2)
     assert is_dead(f"{pid}.1.{place}")
 
@@ -304,7 +304,7 @@ def test_of_another_place_nobody_knows():
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(0, 60))
-def test_what_is_kept_is_the_head_and_the_tail(pieces, limit):
+def test_bounded_output_keeps_head_and_tail(pieces, limit):
     kept = BoundedOutput(limit)
     for piece in pieces:
         kept.feed(piece)

@@ -89,7 +89,7 @@ async def test_a_session_on_a_host_leaves_nothing_there(tmp_path):
     assert runtime._host.stopped == 1
 
 
-async def test_a_log_that_cannot_be_written_is_told(tmp_path):
+async def test_an_unwritable_log_is_a_runtime_failure(tmp_path):
     runtime = Remote(RuntimeSpec(), "s-1", tmp_path)
     await runtime.start()
     with pytest.raises(RuntimeFailure, match="running a command"):
@@ -109,7 +109,7 @@ async def test_a_log_that_cannot_be_written_is_told(tmp_path):
         ({"kwargs": {"deployment": {"type": "moon"}, "gateway": "http://x"}}, "say network"),
     ],
 )
-def test_what_a_host_cannot_give_is_refused(spec, said, tmp_path):
+def test_unsupported_options_of_a_host_are_refused(spec, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         make_runtime(RuntimeSpec(backend="remote", **spec), "s-1", tmp_path)
 
