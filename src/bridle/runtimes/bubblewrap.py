@@ -78,6 +78,8 @@ MASKED = (
 NOT_FROM_IMAGE = frozenset({"proc", "dev", "sys", "run", "tmp", "work", "home", "root", "mnt"})
 """Top folders of an image that are replaced by the sandbox's own, or absent."""
 
+KWARGS = frozenset({"binds", "folders"})
+
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": HOME,
@@ -359,7 +361,12 @@ def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
     if spec.image is not None and not Path(spec.image, "bin").exists():
         message = f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
         raise ConfigError(message)
-    check_spec(spec, "bubblewrap", ("binds", "folders"))
+    if unknown := sorted(set(spec.kwargs) - KWARGS):
+        raise ConfigError(
+            "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and 'folders' (a "
+            f"list of paths inside); given: {unknown}"
+        )
+    check_spec(spec, "bubblewrap", KWARGS)
     for folder in spec.kwargs.get("folders", ()):
         if not (isinstance(folder, str) and folder.startswith("/")) or ".." in folder.split("/"):
             raise ConfigError(f"runtime 'bubblewrap': folder {folder!r} must be an absolute path")
