@@ -22,7 +22,7 @@ from pathlib import Path
 from bridle.cli.config import FileConfig, load_config
 from bridle.cli.server import workers_of
 from bridle.config import AgentSpec, RuntimeSpec, Task
-from bridle.server.workers import Workers
+from bridle.node.base import SessionRunner
 
 STORE_BYTES = 80 << 20
 AGENT = f"{sys.executable} -S {Path(__file__).with_name('light_agent.py')}"
@@ -33,7 +33,7 @@ def machines(count: int) -> Iterator[str]:
     """A head that computes nothing, and `count` machines."""
     from ray.cluster_utils import Cluster
 
-    from bridle.executors.ray import HEALTH
+    from bridle.node.ray import HEALTH
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH}
@@ -61,7 +61,7 @@ def task(command: str) -> Task:
     )
 
 
-async def one(workers: Workers, command: str, name: str) -> float:
+async def one(workers: SessionRunner, command: str, name: str) -> float:
     """Return the seconds from a session's submission to its result."""
     began = time.perf_counter()
     result = await workers.run(task(command), 0, name, frozenset())

@@ -1,6 +1,6 @@
 """Toward 10,000 sessions at once: a discrete-event simulation of many nodes under one server.
 
-Nodes have the pools of `lifecycle.manager` at their defaults: init workers and a buffer of ready
+Nodes have the pools of `node.local` at their defaults: init workers and a buffer of ready
 sessions of half the run slots each, and a capacity of two and a half times the slots. One server
 starts and ends sessions, one after the other on one core. Machines die at random; what they had in
 hand is run again elsewhere once the server knows, and they come back empty. Run times are

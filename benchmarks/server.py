@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from bridle.bridges import parquet
 from bridle.client import AsyncClient
 from bridle.config import Task
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Event
-from bridle.lifecycle.results import SessionResult
+from bridle.node.events import Events
+from bridle.node.results import SessionResult
 from bridle.server.app import serving
 from bridle.server.auth import ApiToken, Auth, TokenRole
 from bridle.server.callbacks import CallbackAddresses
@@ -61,6 +61,7 @@ class InstantWorkers:
 
     def __init__(self, capacity: int, tokens: int, run_s: float) -> None:
         self.capacity = capacity
+        self.events = Events()
         self._run_s = run_s
         self._freed: deque[float] = deque()
         self.empty_s: list[float] = []
@@ -120,7 +121,7 @@ class InstantWorkers:
         """No run outlives its server."""
         return False
 
-    def settle(self) -> None:
+    async def settle(self) -> None:
         """Nothing is held."""
 
     def release(self, _: str) -> None:
@@ -133,8 +134,9 @@ class InstantWorkers:
         """None."""
         return 0
 
-    async def set_policy(self, wanted: SetPolicy) -> None:
+    async def set_policy(self, _: SetPolicy) -> JSON:
         """No engine."""
+        return self.policy()
 
     def policy(self) -> JSON:
         """No engine."""
@@ -147,16 +149,13 @@ class InstantWorkers:
     async def drain_node(self, _: str) -> None:
         """No node."""
 
-    async def add_replica(self, _: str) -> None:
+    async def add_replica(self, _: str) -> JSON:
         """No engine."""
+        return self.policy()
 
-    async def remove_replica(self, _: str, __: float) -> None:
+    async def remove_replica(self, _: str, __: float) -> JSON:
         """No engine."""
-
-    @contextmanager
-    def listening(self, _: Callable[[Event], None]) -> Iterator[None]:
-        """Nothing is told."""
-        yield
+        return self.policy()
 
     async def artifact(self, run_id: str, name: str) -> Path | bytes | None:
         """None is kept."""

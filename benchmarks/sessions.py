@@ -1,6 +1,6 @@
 """Sessions on one node: how busy run slots are with and without a READY buffer, and what 200 cost.
 
-`slots`: sessions that only take time (`tests/lifecycle/simulated.py`): run times are log-normal
+`slots`: sessions that only take time (`tests/node/simulated.py`): run times are log-normal
 with sigma 1, making a runtime ready takes a fifth of the mean run, log-normal with sigma 0.5. The
 node is the real one; its clock jumps, so hours take seconds and the machine's load means nothing.
 
@@ -29,13 +29,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.lifecycle.house import AGENT, a_node, checked, task
-from tests.lifecycle.simulated import Busy, simulate
+from tests.node.house import AGENT, a_node, checked, task
+from tests.node.simulated import Busy, simulate
 
 from bridle.aio import Nursery
 from bridle.capture.sqlite import SqliteStore
 from bridle.config import RuntimeSpec
-from bridle.executors.local import LocalExecutor
+from bridle.node.batch import LocalExecutor
 from bridle.types import SessionStatus
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.harnesses.base import SCRIPTS
-from bridle.lifecycle.results import result_from
+from bridle.node.results import result_from
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -42,9 +42,9 @@ from bridle.gateway import app
 from bridle.gateway.replay import replay_of
 from bridle.harnesses import HARNESSES
 from bridle.harnesses.function import import_path
-from bridle.lifecycle.events import SessionEnded
-from bridle.lifecycle.results import result_from, trajectory_of
-from bridle.lifecycle.run_folder import RunFolder
+from bridle.node.events import SessionEnded
+from bridle.node.results import result_from, trajectory_of
+from bridle.node.run_folder import RunFolder
 from bridle.trajectory.sample import Trajectory
 from bridle.types import JSON, Cause, SessionStatus
 

@@ -119,7 +119,7 @@ class Action(Settings):
 
     type: Literal["upload_file", "upload_dir", "exec", "scrub_git"]
     """`scrub_git` removes from the repository at `target` what `HEAD` does not reach
-    (`bridle.lifecycle.preparing`)."""
+    (`bridle.node.workspace`)."""
     source: str | None = None
     """Path on our side, relative to the task file."""
     target: str | None = None

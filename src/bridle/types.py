@@ -97,7 +97,7 @@ class DeliveryState(StrEnum):
 
 
 class SessionStatus(StrEnum):
-    """Status of a session; `bridle.lifecycle.session` has the transitions."""
+    """Status of a session; `bridle.node.session` has the transitions."""
 
     REGISTERED = "REGISTERED"
     INITIALIZING = "INITIALIZING"

@@ -11,7 +11,7 @@ from bridle.bridges.local import LocalSessions
 from bridle.bridges.trl import EveryTrace, TrlRollouts, session_reward
 from bridle.config import Task
 from bridle.errors import ConfigError, TrainingError
-from bridle.lifecycle.manager import NodeSettings
+from bridle.node.local import NodeSettings
 
 
 class Player:

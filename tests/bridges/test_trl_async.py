@@ -16,7 +16,7 @@ from bridle.bridges.local import LocalSessions
 from bridle.bridges.trl import GIVE_UP, AsyncRow, TrlAsyncRollouts, async_rows
 from bridle.config import Task
 from bridle.errors import ConfigError, EngineError, TrainingError
-from bridle.lifecycle.manager import NodeSettings
+from bridle.node.local import NodeSettings
 
 TASKS = [Task(task_id=name, instruction="go") for name in "abc"]
 

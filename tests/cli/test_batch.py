@@ -7,7 +7,7 @@ from rich.progress import Progress, TextColumn
 from bridle.bridges.parquet import read_trajectories
 from bridle.cli.batch import Batch, Board
 from bridle.config import AgentSpec, Task
-from bridle.lifecycle.events import Installing, SessionChanged
+from bridle.node.events import Installing, SessionChanged
 from bridle.types import SessionStatus
 
 

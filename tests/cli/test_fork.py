@@ -9,7 +9,7 @@ import pytest
 import bridle
 from bridle.capture.sqlite import SqliteReader
 from bridle.errors import ConfigError
-from bridle.lifecycle.results import result_from, trajectory_of
+from bridle.node.results import result_from, trajectory_of
 from bridle.trajectory.sample import MaskReason
 
 

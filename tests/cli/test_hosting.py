@@ -3,7 +3,7 @@ import pickle
 import sys
 
 import pytest
-from tests.lifecycle.house import AGENT
+from tests.node.house import AGENT
 
 from bridle.cli.config import load_config
 from bridle.cli.server import OpensNode, workers_of
@@ -22,11 +22,11 @@ def config(tmp_path):
 
 async def test_a_node_is_opened_from_a_config_that_travelled(tmp_path, config):
     opens = pickle.loads(pickle.dumps(OpensNode(config)))  # noqa: S301 - our own
-    async with opens(tmp_path / "n", cpus=1.5) as hosted:
-        assert (hosted.node.settings.run_slots, hosted.node.settings.post_slots) == (3, 3)
+    async with opens(tmp_path / "n", cpus=1.5) as node:
+        assert (node.settings.run_slots, node.settings.post_slots) == (3, 3)
         task = Task(task_id="t", instruction="x", agent=AgentSpec(harness="command", command=AGENT))
-        assert (await hosted.node.run(task, session_id="s")).status == "COMPLETED"
-        assert hosted.store.outcome("s") is not None
+        assert (await node.run(task, run_id="s")).status == "COMPLETED"
+        assert node.store.outcome("s") is not None
     assert (tmp_path / "n" / "capture.sqlite").exists()
 
 
@@ -39,7 +39,7 @@ async def test_sessions_are_computed_in_this_process_unless_a_word_says_otherwis
 
 async def test_without_ray_the_extra_is_named(tmp_path, config, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "bridle.executors.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "bridle.node.ray", raising=False)
     on_ray = config.model_copy(
         update={"executor": config.executor.model_copy(update={"kind": "ray"})}
     )

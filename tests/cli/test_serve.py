@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from structlog.testing import capture_logs
-from tests.lifecycle.house import AGENT
+from tests.node.house import AGENT
 from tests.server.house import until
 
 from bridle.cli.config import load_config
@@ -21,7 +21,7 @@ from bridle.cli.serve import executor_flags, server_of
 from bridle.client import AsyncClient, Client
 from bridle.errors import ConfigError, ServerError
 from bridle.folders import FolderLock
-from bridle.server import cluster_workers
+from bridle.server import discovery
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -225,7 +225,7 @@ def test_flags_and_file_make_one_configuration(tmp_path):
 
 
 async def test_a_served_server_follows_its_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster_workers, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(discovery, "READ_EVERY_S", 0.01)
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"conversations": [{"turns": [{"content": "Done."}]}]}))
     source = tmp_path / "engines"

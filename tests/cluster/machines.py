@@ -32,7 +32,7 @@ class Machines:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        from bridle.executors.ray import HEALTH
+        from bridle.node.ray import HEALTH
 
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH}
         self._cluster = Cluster(

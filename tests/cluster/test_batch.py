@@ -23,7 +23,7 @@ CAPACITY = SLOTS + 2 + 2
 SLEEP_S = 2.0
 """How long a session takes beside its model call; slots, not processors, are what is scarce."""
 
-AGENT = Path(__file__).parents[1] / "lifecycle" / "agent.py"
+AGENT = Path(__file__).parents[1] / "node" / "agent.py"
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300 + 2 * SESSIONS)]
 

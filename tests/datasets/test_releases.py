@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 from tests.datasets.packages import add
-from tests.runtimes.test_archive import chain_of_links, packed
+from tests.runtimes.test_files import chain_of_links, packed
 
 from bridle.datasets.environments import Bench, Refused, Wheel, build_system, requirement
 from bridle.datasets.jsonl import load_tasks

@@ -14,7 +14,7 @@ from tests.gateway.house import house
 from tests.gateway.storms import Stormy, weather
 
 from bridle.config import Limits
-from bridle.runtimes.place import Forwarder
+from bridle.runtimes.base_runtime import Forwarder
 from bridle.scripted.server import EngineServer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.harnesses.made import context
-from tests.lifecycle.house import a_node, checked, nothing_lives, task
+from tests.node.house import a_node, checked, nothing_lives, task
 
 from bridle.config import AgentSpec, Task
 from bridle.errors import ConfigError

@@ -5,17 +5,17 @@ import json
 import os
 
 import pytest
-from tests.lifecycle.house import a_node, checked, nothing_lives, task
+from tests.node.house import a_node, checked, nothing_lives, task
 from tests.real_clients.alone import BACKEND
 
 from bridle.config import AgentSpec, Limits, RuntimeSpec
-from bridle.executors.local import LocalExecutor
 from bridle.harnesses import open_harness
 from bridle.harnesses.bundles import Builder, ensure
 from bridle.harnesses.installers import NODE, node_recipe
 from bridle.harnesses.packaged import CHECK_FILE
 from bridle.harnesses.pi import CLI
-from bridle.lifecycle.results import result_from
+from bridle.node.batch import LocalExecutor
+from bridle.node.results import result_from
 from bridle.testing import scripted_engine
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import Cause

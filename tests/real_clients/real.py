@@ -20,8 +20,8 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec, Task
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
-from bridle.lifecycle.manager import Node, NodeSettings
-from bridle.lifecycle.run_folder import RunFolder
+from bridle.node.local import LocalNode, NodeSettings
+from bridle.node.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.testing import scripted_engine
 
@@ -84,7 +84,7 @@ async def a_node(
                     store=store,
                     settings=GatewaySettings(**gateway),
                 ) as open_gateway,
-                Node(
+                LocalNode(
                     gateway=open_gateway,
                     store=store,
                     folder=folder,

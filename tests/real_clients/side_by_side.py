@@ -17,7 +17,7 @@ from tests.real_clients.real import a_node
 from bridle.capture.records import Exchange
 from bridle.config import Action, AgentSpec, Budgets, EvaluatorSpec, RuntimeSpec, Task
 from bridle.engines.base import Engine
-from bridle.lifecycle.results import SessionResult
+from bridle.node.results import SessionResult
 from bridle.types import Kind
 
 ONE_DIALECT = frozenset(

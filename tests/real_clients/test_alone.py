@@ -12,7 +12,7 @@ from tests.real_clients.alone import BACKEND, Alone
 from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
 from bridle.runtimes.conformance import CHECKS, run_check
-from bridle.runtimes.proc import Leaders, members
+from bridle.runtimes.process import Leaders, members
 
 pytestmark = pytest.mark.harnesses
 

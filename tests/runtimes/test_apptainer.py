@@ -77,12 +77,12 @@ def first_process(fake):
         ({"image": "x", "kwargs": {"nv": 1}}, r"kwargs \['binds'\]; given: \['nv'\]"),
     ],
 )
-def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+def test_unsupported_options_are_refused(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         ApptainerRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
 
-async def test_a_machine_without_it_is_told_what_it_needs(tmp_path, monkeypatch):
+async def test_a_missing_program_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeFailure, match="needs the command apptainer"):
         await ApptainerRuntime(RuntimeSpec(image="x"), "s", tmp_path).start()
@@ -134,7 +134,7 @@ async def test_after_a_kill_the_next_command_starts_it_again(started, fake):
     assert len(calls(fake, "instance stop")) == 1
 
 
-async def test_one_that_is_ended_from_outside_is_no_failure_of_the_command(started, fake):
+async def test_an_instance_killed_from_outside_is_a_runtime_failure(started, fake):
     async with asyncio.TaskGroup() as group:
         running = group.create_task(_outcome(started.exec("read line < $FIFO", env=_fifo(fake))))
         while not calls(fake, "exec"):  # noqa: ASYNC110 - no event tells
@@ -157,7 +157,7 @@ async def _outcome(work):
         return str(error)
 
 
-async def test_what_apptainer_says_is_told(fake, tmp_path):
+async def test_apptainers_message_is_in_the_error(fake, tmp_path):
     runtime = ApptainerRuntime(RuntimeSpec(image="x", network="open"), "s", tmp_path)
     (fake / "apptainer").write_text("#!/bin/sh\necho 'FATAL: no such image' >&2; exit 255\n")
     with pytest.raises(RuntimeFailure, match="apptainer instance start: FATAL: no such image"):

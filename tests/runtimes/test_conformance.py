@@ -30,7 +30,7 @@ async def test_a_runtime_that_lies_about_exit_codes_is_found(tmp_path):
     await run_check(conformance.folders_come_out, Lying, tmp_path / "folders")
 
 
-async def test_a_runtime_that_goes_on_after_its_stop_is_found(tmp_path):
+async def test_the_suite_detects_a_runtime_that_survives_its_stop(tmp_path):
     with pytest.raises(Nonconformity, match="no RuntimeFailure but ExecResult"):
         await run_check(conformance.stop_can_be_repeated_and_is_the_end, Lying, tmp_path)
 

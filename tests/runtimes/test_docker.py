@@ -1,5 +1,3 @@
-"""Containers: the contract's suite, and what is their own."""
-
 import os
 from pathlib import Path
 
@@ -10,7 +8,16 @@ from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure
 from bridle.runtimes.base import Mount
 from bridle.runtimes.conformance import CHECKS, run_check
-from bridle.runtimes.docker import DockerRuntime, program
+from bridle.runtimes.docker import (
+    DockerRuntime,
+    client_environment,
+    docker,
+    image_facts,
+    layers,
+    program,
+    remove_left_behind,
+)
+from bridle.runtimes.process import owner_mark
 
 
 @pytest.mark.parametrize(
@@ -21,7 +28,7 @@ from bridle.runtimes.docker import DockerRuntime, program
         ({"image": "x", "kwargs": {"privileged": True}}, r"kwargs .* given: \['privileged'\]"),
     ],
 )
-def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+def test_unsupported_options_are_refused(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         DockerRuntime(RuntimeSpec(**asked), "s", tmp_path)
 
@@ -46,7 +53,7 @@ async def test_what_a_task_asks_for_are_options_of_the_container(tmp_path):
         assert option in words, option
 
 
-async def test_before_its_start_it_runs_nothing(tmp_path):
+async def test_a_container_that_is_not_started_runs_nothing(tmp_path):
     with pytest.raises(RuntimeFailure, match="is not started"):
         await DockerRuntime(RuntimeSpec(image="x"), "s", tmp_path).exec("true")
 
@@ -107,3 +114,108 @@ class TestContainers:
         result = await runtime.exec('echo "$KEY"', env={"KEY": "a b\nc"})
         await runtime.stop()
         assert result.stdout == b"a b\nc\n"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Puts a `docker` on PATH that is a bash script; it may write to `calls`."""
+
+    def make(script):
+        program = tmp_path / "bin" / "docker"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\n{script}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+        return tmp_path / "calls"
+
+    return make
+
+
+async def test_the_daemons_message_is_in_the_error(fake):
+    fake("echo no such thing >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="docker inspect: no such thing"):
+        await docker(["inspect", "x"])
+
+
+async def test_a_daemon_that_hangs_is_given_up(fake):
+    fake("sleep 60")
+    with pytest.raises(RuntimeFailure, match=r"docker ps: did not end within 0.1 s"):
+        await docker(["ps"], timeout_s=0.1)
+
+
+async def test_a_missing_docker_command_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeFailure, match="needs the command docker on PATH"):
+        await docker(["ps"])
+    assert await remove_left_behind() == 0
+
+
+async def test_an_image_that_is_here_is_not_pulled(fake):
+    calls = fake('echo \'[{"Id": "x"}]\'')
+    assert await image_facts("here:1") == {"Id": "x"}
+    assert calls.read_text() == "image inspect here:1\n"
+
+
+async def test_an_image_that_cannot_be_pulled_is_named(fake):
+    calls = fake("echo nowhere >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="image 'gone:1' is not here and cannot be pulled"):
+        await image_facts("gone:1")
+    assert calls.read_text().splitlines() == ["image inspect gone:1", "pull gone:1"]
+
+
+def test_pull_progress_is_read_from_the_output():
+    said = (
+        "3.12: Pulling from library/python\n0123456789ab: Pulling fs layer\n"
+        "ba9876543210: Pulling fs layer\nba9876543210: Verifying Checksum\n"
+        "0123456789ab: Pull complete\nfedcba987654: Already exists\n"
+    )
+    assert layers(said) == (2, 3)
+    assert layers("") == (0, 0)
+    assert layers(said + "ba9876543210: Pull complete\nDigest: sha256:0123456789ab\n") == (3, 3)
+
+
+async def test_a_pulled_image_is_known_afterwards(fake, tmp_path):
+    calls = fake(f"""case "$1" in
+    pull) echo "0123456789ab: Pull complete"; touch {tmp_path}/here;;
+    image) [ -e {tmp_path}/here ] && echo '[{{"Id": "x"}}]';; esac""")
+    assert await image_facts("far:1") == {"Id": "x"}
+    assert calls.read_text().splitlines().count("pull far:1") == 1
+
+
+async def test_an_image_of_a_folder_is_built_once(fake, tmp_path):
+    calls = fake(f"""case "$1" in
+    build) touch {tmp_path}/built;;
+    image) [ -e {tmp_path}/built ] && echo '[{{"Id": "x"}}]';; esac""")
+    for _ in range(2):
+        assert await image_facts("made:1", build="/tasks/environment") == {"Id": "x"}
+    lines = calls.read_text().splitlines()
+    assert lines.count("build --quiet --force-rm --tag made:1 /tasks/environment") == 1
+
+
+async def test_a_folder_that_cannot_be_built_is_named(fake):
+    fake("echo no FROM >&2; exit 1")
+    with pytest.raises(RuntimeFailure, match="cannot be built of /t: docker build: no FROM"):
+        await image_facts("made:1", build="/t")
+
+
+async def test_containers_of_dead_processes_are_removed_and_of_living_ones_kept(fake):
+    place = owner_mark().split(".", 2)[2]
+    owners = (owner_mark(), f"999999999.5.{place}", f"{os.getpid()}.1.{place}", "1.1.elsewhere.1")
+    told = "".join(f"c{number} {owner}\\n" for number, owner in enumerate(owners, 1))
+    calls = fake(f'[ $1 != ps ] || printf "{told}"')
+    assert await remove_left_behind() == 2
+    assert calls.read_text().splitlines()[-1] == "rm --force --volumes c2 c3"
+
+
+async def test_without_a_daemon_no_container_is_removed(fake):
+    fake("exit 1")
+    assert await remove_left_behind() == 0
+
+
+def test_the_command_gets_its_login_and_daemon_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///x")
+    monkeypatch.setenv("SECRET", "x")
+    found = client_environment()
+    assert found["DOCKER_HOST"] == "unix:///x"
+    assert Path(found["DOCKER_CONFIG"]).name == ".docker"
+    assert "SECRET" not in found

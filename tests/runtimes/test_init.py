@@ -1,8 +1,16 @@
 import pytest
 
-from bridle.config import RuntimeSpec
+from bridle.config import AUTO, RuntimeSpec
 from bridle.errors import ConfigError
-from bridle.runtimes import RUNTIMES, make_runtime, runtime_class
+from bridle.runtimes import (
+    RUNTIMES,
+    VARIABLE,
+    _warn_once,
+    chosen,
+    default_backend,
+    make_runtime,
+    runtime_class,
+)
 from bridle.runtimes.apptainer import ApptainerRuntime
 from bridle.runtimes.bubblewrap import BubblewrapRuntime
 from bridle.runtimes.docker import DockerRuntime
@@ -16,7 +24,7 @@ def test_every_name_in_the_table_loads():
     assert [loaded[name] for name in names] == [*kinds]
 
 
-def test_a_runtime_of_ones_own_is_found_by_its_path(tmp_path):
+def test_a_custom_runtime_is_loaded_by_its_path(tmp_path):
     spec = RuntimeSpec(backend="bridle.runtimes.local:LocalRuntime")
     assert isinstance(make_runtime(spec, "s", tmp_path), LocalRuntime)
 
@@ -24,3 +32,67 @@ def test_a_runtime_of_ones_own_is_found_by_its_path(tmp_path):
 def test_an_unknown_runtime_is_named_with_those_that_are_known(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown runtime 'dokcer'; known: .*local"):
         make_runtime(RuntimeSpec(backend="dokcer"), "s", tmp_path)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine whose `bwrap` is this script; `None` = it has none."""
+    monkeypatch.delenv(VARIABLE)
+    _warn_once.cache_clear()
+
+    def make(bwrap):
+        for name in ("bash", "tar", "perl", *(() if bwrap is None else ("bwrap",))):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{bwrap}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    return make
+
+
+def test_a_machine_whose_bwrap_works_contains(machine, tmp_path):
+    machine('for word in "$@"; do :; done; [ "$word" = true ]')
+    assert default_backend() == ("bubblewrap", "bwrap is there and works")
+    assert chosen(RuntimeSpec()).backend == "bubblewrap"
+    assert isinstance(make_runtime(RuntimeSpec(), "s", tmp_path), BubblewrapRuntime)
+    assert runtime_class(AUTO) is BubblewrapRuntime
+
+
+@pytest.mark.parametrize(
+    ("bwrap", "why"),
+    [
+        (None, "needs bwrap: install the packages bubblewrap"),
+        ("echo setting up uid map: Permission denied >&2; exit 1", "uid map: Permission denied"),
+    ],
+)
+def test_one_whose_bwrap_does_not_falls_back_and_says_why(machine, tmp_path, bwrap, why, capsys):
+    machine(bwrap)
+    backend, reason = default_backend()
+    assert backend == "local"
+    assert reason.startswith("NOTHING IS CONTAINED: ")
+    assert why in reason
+    assert isinstance(make_runtime(RuntimeSpec(), "s", tmp_path), LocalRuntime)
+    assert "contains nothing" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("asked", [{"image": "python:3.12"}, {"image": "x", "gpus": 1}])
+def test_an_image_is_a_container_s(machine, tmp_path, asked):
+    machine(None)
+    assert chosen(RuntimeSpec(**asked)).backend == "docker"
+    assert isinstance(make_runtime(RuntimeSpec(**asked), "s", tmp_path), DockerRuntime)
+
+
+def test_a_root_folder_is_bubblewrap_s(machine, tmp_path):
+    machine("true")
+    assert chosen(RuntimeSpec(image=str(tmp_path))).backend == "bubblewrap"
+
+
+def test_an_operator_names_another_one(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "my.place:Place")
+    assert chosen(RuntimeSpec()).backend == "my.place:Place"
+    assert default_backend() == ("my.place:Place", "$BRIDLE_RUNTIME names it")
+
+
+def test_a_named_backend_is_not_replaced(machine):
+    machine("true")
+    for spec in (RuntimeSpec(backend="local"), RuntimeSpec(backend="docker", image="x")):
+        assert chosen(spec) is spec

@@ -34,7 +34,7 @@ async def runtime(tmp_path):
         ({"kwargs": {"x": 1}}, r"takes no kwargs; given: \['x'\]"),
     ],
 )
-def test_what_it_cannot_give_it_refuses(asked, named, tmp_path):
+def test_unsupported_options_are_refused(asked, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         LocalRuntime(RuntimeSpec(**asked), SESSION, tmp_path)
 
@@ -56,7 +56,7 @@ async def test_the_environment_holds_nothing_of_the_callers(runtime):
     }  # fmt: skip
 
 
-async def test_ending_one_place_of_a_session_leaves_its_other_place_alone(runtime, tmp_path):
+async def test_stopping_one_runtime_of_a_session_does_not_stop_another(runtime, tmp_path):
     other = LocalRuntime(RuntimeSpec(), SESSION, tmp_path / "other")
     await other.start()
     async with asyncio.TaskGroup() as group:
@@ -105,13 +105,13 @@ async def test_without_bash_it_does_not_start(tmp_path):
         await runtime.start()
 
 
-async def test_a_scratch_folder_that_cannot_be_written_is_told(tmp_path):
+async def test_an_unwritable_scratch_folder_is_a_runtime_failure(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeFailure, match="cannot make the folders of session s-"):
         await LocalRuntime(RuntimeSpec(), SESSION, tmp_path / "file").start()
 
 
-async def test_an_upload_of_nothing_is_told(runtime, tmp_path):
+async def test_an_upload_of_a_missing_file_fails(runtime, tmp_path):
     with pytest.raises(RuntimeFailure, match=r"cannot upload .*/none to here"):
         await runtime.upload(tmp_path / "none", "here")
 
@@ -124,7 +124,7 @@ async def test_a_socket_is_no_file_to_download(runtime, tmp_path):
     listening.close()
 
 
-async def test_a_folder_that_cannot_be_removed_is_told(tmp_path):
+async def test_a_folder_that_cannot_be_removed_is_named(tmp_path):
     runtime = LocalRuntime(RuntimeSpec(), SESSION, tmp_path)
     await runtime.start()
     runtime._home = Path("/proc/self/fdinfo")

@@ -20,12 +20,12 @@ def test_only_root_with_all_powers_is_privileged():
 
 
 @pytest.mark.parametrize("privileged", [True, False])
-def test_a_sandbox_that_is_gone_cannot_be_listened_in(privileged):
+def test_listening_in_a_dead_sandbox_fails(privileged):
     with pytest.raises(RuntimeFailure, match=r"(?s)sandbox's network: .*No such file"):
         listen_inside(2**22 + 1, 4000, timeout_s=10, privileged=privileged)
 
 
-def test_entering_what_is_gone_fails():
+def test_entering_a_dead_sandbox_fails():
     command = [*enter(2**22 + 1), "/bin/true"]
     assert subprocess.run(command, capture_output=True, check=False).returncode != 0
 
@@ -67,7 +67,7 @@ def keys_of(*command):
 
 
 @pytest.mark.sandbox
-def test_what_is_begun_does_not_possess_our_keys():
+def test_a_started_sandbox_does_not_possess_our_keys():
     assert KEY in keys_of()
     assert KEY not in keys_of(*begin())
 

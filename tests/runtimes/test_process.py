@@ -1,13 +1,35 @@
 import asyncio
+import errno
 import os
+import secrets
+import signal
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.process import Command, run_process
+from bridle.runtimes import process
+from bridle.runtimes.process import (
+    BoundedOutput,
+    Command,
+    Leaders,
+    LogFile,
+    end_all,
+    is_dead,
+    is_marked,
+    living,
+    members,
+    owner_mark,
+    run_process,
+    send,
+    started_at,
+)
 
 ENV = {"PATH": os.environ["PATH"]}
 
@@ -25,7 +47,7 @@ async def test_a_file_that_is_no_program_is_exit_code_126(tmp_path):
     assert log.read_bytes() == result.stderr
 
 
-async def test_an_unknown_program_is_told_without_a_log(tmp_path):
+async def test_an_unknown_program_needs_no_log(tmp_path):
     result = await run_process(Command(["no-such"], str(tmp_path), ENV))
     assert (result.exit_code, result.stderr) == (127, b"bridle: no-such: not found\n")
 
@@ -50,7 +72,7 @@ async def test_a_log_that_cannot_be_opened_is_named(tmp_path):
         )
 
 
-async def test_a_full_disk_ends_the_process_and_is_told(tmp_path):
+async def test_a_full_disk_kills_the_process_and_raises(tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeFailure, match=r"cannot write a log: .*No space left"):
         await run_process(command("echo hello; sleep 60", tmp_path, log=Path("/dev/full")))
@@ -96,7 +118,7 @@ async def test_input_can_be_a_file_and_output_can_go_to_one(tmp_path):
     assert (tmp_path / "out").stat().st_size == 3_000_000
 
 
-async def test_what_outlives_its_leader_has_the_rest_of_the_grace(tmp_path):
+async def test_children_of_a_dead_leader_get_the_rest_of_the_grace(tmp_path):
     late = "trap 'sleep 0.2; echo done > late; exit' TERM; touch up; while :; do sleep 0.02; done"
     leader = f"({late}) & until [ -e up ]; do sleep 0.02; done; sleep 60"
     result = await run_process(command(leader, tmp_path, timeout_s=4))
@@ -128,3 +150,196 @@ async def test_no_descriptor_stays_open(tmp_path):
         await run_process(Command(["nothing"], str(tmp_path), ENV))
     await asyncio.sleep(0)
     assert open_files() <= before
+
+
+MARK = secrets.token_hex(8)
+MINE = f"MARK={MARK}".encode()
+"""Of this run alone: another run of these tests may be under way."""
+
+
+def spawn(command, *, env=None, session=True):
+    return subprocess.Popen(
+        ["bash", "-c", command],
+        env={"PATH": os.environ["PATH"], **(env or {})},
+        start_new_session=session,
+        stdout=subprocess.PIPE,
+    )
+
+
+def end(process):
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture
+def sleeper():
+    process = spawn("sleep 60 & echo up; wait", env={"MARK": MARK})
+    process.stdout.readline()
+    yield process
+    end(process)
+
+
+def test_without_marks_nothing_is_marked_and_nobody_is_a_member():
+    assert not is_marked(os.getpid(), ())
+    assert members((), Leaders()) == set()
+
+
+def test_a_mark_is_the_whole_entry(sleeper):
+    assert is_marked(sleeper.pid, (MINE,))
+    assert not is_marked(sleeper.pid, (MINE[:-1],))
+    assert not is_marked(sleeper.pid, (MINE, b"OTHER=1"))
+
+
+def test_a_dead_process_is_not_marked():
+    assert not is_marked(2**22 + 1, (MINE,))
+
+
+def test_marked_processes_bring_their_descendants(sleeper):
+    found = members((MINE,), Leaders())
+    assert sleeper.pid in found
+    assert len(found) == 2  # bash and sleep
+    assert os.getpid() not in found
+
+
+def test_a_process_without_marks_is_found_by_its_group():
+    process = spawn("env -i /bin/bash -c 'sleep 60 & echo up; wait' & exit", env={"MARK": MARK})
+    process.stdout.readline()
+    leaders = Leaders()
+    leaders.add(process.pid)
+    process.wait()
+    leaders.collected(process.pid)
+    assert leaders.ended == {process.pid}
+    left = members((b"MARK=never",), leaders)
+    assert len(left) == 2
+    send(left, signal.SIGKILL)
+    process.stdout.close()
+
+
+def test_a_group_that_has_ended_is_forgotten():
+    process = spawn("true")
+    leaders = Leaders()
+    leaders.add(process.pid)
+    assert leaders.ours(()) == {process.pid}
+    process.wait()
+    process.stdout.close()
+    leaders.collected(process.pid)
+    assert leaders.ours(()) == set()
+
+
+def test_a_reused_pid_is_not_ours(sleeper):
+    leaders = Leaders(ended={sleeper.pid})
+    assert members((), leaders) == set()
+    assert leaders.ended == set()
+
+
+def test_zombies_are_not_living():
+    process = spawn("exit")
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process.pid not in {each.pid for each in living()}
+    process.wait()
+    process.stdout.close()
+
+
+async def test_end_all_says_how_many_it_found(sleeper):
+    find = lambda: members((MINE,), Leaders())  # noqa: E731
+    assert await end_all(find, grace_s=5) == 2
+    assert await end_all(find, grace_s=5) == 0
+    assert sleeper.wait() in {-signal.SIGTERM, 0}, "0: its child was ended first"
+
+
+async def test_end_all_kills_what_ignores_sigterm():
+    process = spawn("trap '' TERM; echo up; while true; do sleep 0.01; done", env={"MARK": MARK})
+    process.stdout.readline()
+    await end_all(lambda: members((MINE,), Leaders()), grace_s=0.1)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+
+
+async def test_a_process_that_survives_sigkill_is_named():
+    kept = process.KILL_S
+    process.KILL_S = 0.05
+    try:
+        with pytest.raises(RuntimeFailure, match=r"still alive after SIGKILL: \[4194999\]"):
+            await end_all(lambda: {4194999}, grace_s=0)
+    finally:
+        process.KILL_S = kept
+    await asyncio.sleep(0)
+
+
+def test_without_proc_nobody_is_found(tmp_path):
+    kept = process.PROC
+    process.PROC = tmp_path / "none"
+    try:
+        assert living() == []
+    finally:
+        process.PROC = kept
+
+
+def test_our_own_mark_is_not_dead():
+    assert not is_dead(owner_mark())
+    assert owner_mark().startswith(f"{os.getpid()}.{started_at(os.getpid())}.")
+
+
+def test_a_zombie_owner_is_dead():
+    place = owner_mark().split(".", 2)[2]
+    with subprocess.Popen(["true"]) as process:
+        mark = f"{process.pid}.{started_at(process.pid)}.{place}"
+        process.wait()
+    assert started_at(process.pid) is None
+    assert is_dead(mark)
+
+
+def test_a_reused_pid_is_a_dead_owner():
+    pid, _, place = owner_mark().split(".", 2)
+    assert is_dead(f"{pid}.1.{place}")
+
+
+def test_of_another_place_nobody_knows():
+    pid, started, _ = owner_mark().split(".", 2)
+    assert not is_dead(f"{pid}.{started}.0badcafe.1")
+    assert not is_dead("999999999.5")
+    assert not is_dead("of somebody else")
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(0, 60))
+def test_bounded_output_keeps_head_and_tail(pieces, limit):
+    kept = BoundedOutput(limit)
+    for piece in pieces:
+        kept.feed(piece)
+    whole = b"".join(pieces)
+    value = kept.value()
+    assert kept.truncated == (len(whole) > limit)
+    if not kept.truncated:
+        assert value == whole
+        return
+    head, tail = whole[: (limit + 1) // 2], whole[len(whole) - limit // 2 :]
+    note = f"\n[bridle: {len(whole) - limit} bytes left out]\n".encode()
+    assert value == head + note + tail
+
+
+def test_memory_stays_bounded_under_a_flood():
+    kept = BoundedOutput(1000)
+    for _ in range(1000):
+        kept.feed(b"x" * 10_000)
+    assert len(kept._head) + len(kept._tail) <= 1500
+
+
+def test_a_log_stops_at_its_limit_and_says_so(tmp_path):
+    log = LogFile(tmp_path / "deep" / "log", limit=10)
+    log.feed(b"12345")
+    log.feed(b"67890abc")
+    log.feed(b"more")
+    log.close()
+    log.close()
+    text = (tmp_path / "deep" / "log").read_text()
+    assert text == "1234567890\n[bridle: the log's size limit is reached]\n"
+
+
+def test_a_log_on_a_full_disk_fails_aloud():
+    log = LogFile(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left") as failure:
+        log.feed(b"text")
+    log.close()
+    assert failure.value.errno == errno.ENOSPC

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridle.runtimes.seccomp import MACHINES, filter_program, refused
+from bridle.runtimes.namespaces import MACHINES, filter_program, refused
 
 ALLOWED, EPERM, ENOSYS, KILLED = "allowed", errno.EPERM, errno.ENOSYS, "killed"
 I386, ARM = 0x40000003, 0x40000028

@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.lifecycle.house import a_node, statuses, task
+from tests.node.house import a_node, statuses, task
 from tests.sandbox.images import bring_image
 
 from bridle.config import RuntimeSpec
-from bridle.lifecycle.ending import Blame, blame
+from bridle.node.ending import Fault, blame
 from bridle.runtimes.docker import docker
-from bridle.runtimes.proc import living
+from bridle.runtimes.process import living
 from bridle.types import Cause
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
@@ -99,5 +99,5 @@ async def test_a_daemon_that_is_killed_is_no_crash_of_the_harness(daemon, tmp_pa
         async with asyncio.timeout(40):
             result = await running
     assert (result.status, result.cause) == ("ERROR", Cause.INFRASTRUCTURE), result.error
-    assert blame(result.status, result.cause) is Blame.INFRASTRUCTURE
+    assert blame(result.status, result.cause) is Fault.INFRASTRUCTURE
     assert "run: " in result.error

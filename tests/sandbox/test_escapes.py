@@ -19,8 +19,8 @@ import pytest
 from tests.sandbox.images import spec_of
 
 from bridle.errors import RuntimeFailure
-from bridle.runtimes.cgroups import MOUNT, PREFIX, remove_empty
 from bridle.runtimes.docker import remove_left_behind
+from bridle.runtimes.limits import MOUNT, PREFIX, remove_empty
 
 SPARSE = "dd bs=1M count=0 status=none of="
 """Makes a file that is nothing but a hole of `seek` MiB."""
@@ -136,7 +136,7 @@ async def test_a_sparse_file_is_not_copied_out_and_costs_no_room(place, tmp_path
     runtime = await place()
     await runtime.exec(f"{SPARSE}sparse seek=3072; echo 42 > answer.txt")
     taken = tmp_path / "taken"
-    with pytest.raises(RuntimeFailure, match="a session may hand out 256 MiB of files"):
+    with pytest.raises(RuntimeFailure, match="at most 256 MiB of files may be copied out"):
         await runtime.download("sparse", taken)
     assert not taken.exists()
     await runtime.download("answer.txt", taken)
@@ -147,7 +147,7 @@ async def test_a_session_hands_out_so_much_in_all(place, tmp_path):
     runtime = await place()
     await runtime.exec(f"{SPARSE}big seek=200; {SPARSE}small seek=50")
     await runtime.download("big", tmp_path / "big")
-    with pytest.raises(RuntimeFailure, match="a session may hand out 256 MiB of files"):
+    with pytest.raises(RuntimeFailure, match="at most 256 MiB of files may be copied out"):
         await runtime.download("big", tmp_path / "again")
     await runtime.download("small", tmp_path / "small")
 

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.lifecycle.house import a_node
+from tests.node.house import a_node
 from tests.sandbox.images import put_image
 
 from bridle.datasets.jsonl import load_tasks
-from bridle.executors.local import LocalExecutor
+from bridle.node.batch import LocalExecutor
 from bridle.runtimes.docker import docker
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(600)]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from tests.harnesses.test_real_runs import turns
-from tests.lifecycle.house import a_node, checked, task
+from tests.node.house import a_node, checked, task
 from tests.sandbox.images import bare_spec_of
 
 from bridle.config import AgentSpec, RuntimeSpec

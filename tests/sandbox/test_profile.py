@@ -10,10 +10,10 @@ from tests.sandbox.ordinary import a_user
 
 from bridle.config import RuntimeSpec
 from bridle.runtimes import make_runtime
-from bridle.runtimes.cgroups import MOUNT, PREFIX
 from bridle.runtimes.docker import docker
-from bridle.runtimes.owner import owner_mark
-from bridle.runtimes.seccomp import refused
+from bridle.runtimes.limits import MOUNT, PREFIX
+from bridle.runtimes.namespaces import refused
+from bridle.runtimes.process import owner_mark
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
 

@@ -1,7 +1,7 @@
 """An agent that looks for the reference patch in a scrubbed repository finds nothing."""
 
 import pytest
-from tests.lifecycle.leaky import MAKE, PROBES, SILENT
+from tests.node.leaky import MAKE, PROBES, SILENT
 from tests.sandbox.images import spec_of
 from tests.sandbox.test_sessions import played
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.lifecycle.house import a_node, checked, nothing_lives, task
+from tests.node.house import a_node, checked, nothing_lives, task
 from tests.sandbox.images import spec_of
 from tests.sandbox.test_escapes import listening
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.lifecycle.house import a_node
+from tests.node.house import a_node
 
 from bridle.datasets.jsonl import load_tasks
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import httpx
 import numpy as np
@@ -11,7 +11,8 @@ from bridle.bridges import parquet
 from bridle.config import AgentSpec, EvaluatorSpec, RuntimeSpec
 from bridle.errors import ConfigError
 from bridle.gateway.metrics import Metrics as GatewayMetrics
-from bridle.lifecycle.results import SessionResult
+from bridle.node.events import Events
+from bridle.node.results import SessionResult
 from bridle.runtimes import RUNTIMES
 from bridle.server.app import make_app
 from bridle.server.auth import ApiToken, Auth, TokenRole
@@ -97,7 +98,7 @@ def failure(cause="infrastructure", error="it broke", status="ERROR"):
 
 
 class FakeWorkers:
-    """Implements `Workers`: each run ends at once, or when its test lets it.
+    """Implements `SessionRunner`: each run ends at once, or when its test lets it.
 
     `answers` maps a run id, or a task id, to the fields of its result, or to an exception.
     """
@@ -117,7 +118,7 @@ class FakeWorkers:
         self.drained = []
         self.replicas = []
         self.asked = []
-        self._listeners = []
+        self.events = Events()
 
     async def run(self, task, sample_index, run_id, avoid=frozenset()):
         self.ran.append(run_id)
@@ -190,16 +191,6 @@ class FakeWorkers:
         if name not in self.replicas:
             raise ConfigError(f"no replica {name!r}")
         self.replicas.remove(name)
-
-    @contextmanager
-    def listening(self, listener):
-        self._listeners.append(listener)
-        yield
-        self._listeners.remove(listener)
-
-    def tell(self, event):
-        for listener in self._listeners:
-            listener(event)
 
     async def artifact(self, run_id, name):
         return self.artifacts.get((run_id, name))

@@ -11,7 +11,7 @@ import time
 from contextlib import AsyncExitStack
 
 import aiohttp
-from tests.lifecycle.house import AGENT, a_node
+from tests.node.house import AGENT, a_node
 from tests.server.house import served, until, with_token
 from tests.server.test_callbacks import Receiver
 
@@ -22,7 +22,6 @@ from bridle.server.callbacks import CallbackAddresses, CallbackSender
 from bridle.server.database import Database
 from bridle.server.files import TrajectoryFiles
 from bridle.server.service import Service
-from bridle.server.workers import NodeWorkers
 
 TOKEN = "control-plane-token-of-theirs"
 
@@ -92,7 +91,7 @@ async def test_an_unmodified_client_of_polar_works(tmp_path):
         node = await enter(a_node(tmp_path))
         database = await enter(await Database.open(tmp_path / "server.sqlite"))
         files = TrajectoryFiles(tmp_path / "trajectories", parquet)
-        workers = NodeWorkers(node, node.gateway, node.store)
+        workers = node
         service = await enter(Service(database=database, files=files, workers=workers))
         nursery = await enter(Nursery(service.failed))
         deliverer = CallbackSender(service, CallbackAddresses(["127.0.0.0/8"]), b"k")

@@ -16,7 +16,7 @@ from tests.server.house import (
 from bridle.config import BuilderSpec, Task
 from bridle.errors import ConfigError
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Installing, SessionChanged
+from bridle.node.events import Installing, SessionChanged
 from bridle.server.database import Database
 from bridle.server.store import ClaimLimits, TaskStore
 from bridle.types import SessionStatus
@@ -154,12 +154,12 @@ async def test_events_report_the_stage_of_runs(tmp_path):
     async with a_service(tmp_path, workers) as service:
         changed = SessionChanged("a.0", "a", 0, "command", SessionStatus.BUILDING, 1.0)
         with service.events.subscribe() as reader:
-            workers.tell(Installing("codex", "a line"))
-            workers.tell(changed)
+            workers.events.tell(Installing("codex", "a line"))
+            workers.events.tell(changed)
             told = await reader.next(1)
         assert (told["run_id"], told["status"]) == ("a.0", "BUILDING")
         assert service.stage("a.0", 1) == "BUILDING"
-        workers.tell(SessionChanged("a.0", "a", 0, "command", SessionStatus.COMPLETED, 2.0))
+        workers.events.tell(SessionChanged("a.0", "a", 0, "command", SessionStatus.COMPLETED, 2.0))
         assert service.stage("a.0", 1) is None
 
 

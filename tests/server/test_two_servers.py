@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from contextlib import ExitStack
 
 import pytest
-from tests.lifecycle.house import AGENT
+from tests.node.house import AGENT
 from tests.server.house import database_of
 from tests.server.test_callbacks import Receiver
 

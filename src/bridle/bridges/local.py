@@ -20,12 +20,12 @@ from bridle.config import Task
 from bridle.engines import open_engine
 from bridle.engines.base import Weights
 from bridle.errors import ConfigError
-from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.manager import Node, NodeSettings
-from bridle.lifecycle.run_folder import RunFolder
+from bridle.node.batch import LocalExecutor
+from bridle.node.local import LocalNode, NodeSettings
+from bridle.node.run_folder import RunFolder
 from bridle.prompting.renderer import load_renderer
 from bridle.trajectory.sample import Trajectory
 
@@ -134,7 +134,7 @@ class LocalSessions:
                 settings=GatewaySettings(),
             )
             await stack.enter_async_context(self._gateway)
-            node = Node(gateway=self._gateway, store=store, folder=folder, settings=self._node)
+            node = LocalNode(gateway=self._gateway, store=store, folder=folder, settings=self._node)
             await stack.enter_async_context(node)
             self._executor = LocalExecutor(node)
             self._ready.set_result(None)

@@ -20,8 +20,8 @@ from bridle.bridges.parquet import Rows, rows_of
 from bridle.capture.sqlite import SqliteReader
 from bridle.config import BuilderSpec
 from bridle.errors import BridleError
-from bridle.lifecycle.results import trajectory_of
-from bridle.runtimes.cgroups import available_cores
+from bridle.node.results import trajectory_of
+from bridle.runtimes.limits import available_cores
 from bridle.trajectory.result import trajectory_bytes
 from bridle.types import JSON
 

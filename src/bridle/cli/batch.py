@@ -31,13 +31,12 @@ from bridle.cli.output import check_folder, notes, progress
 from bridle.cli.serving import long_running
 from bridle.config import AUTO, Task
 from bridle.errors import ConfigError, EngineError, Problems, StoreError, cannot_listen
-from bridle.executors.local import LocalExecutor
 from bridle.folders import check_room
-from bridle.lifecycle.events import Event, Installing, SessionChanged
-from bridle.lifecycle.manager import Node, NodeSettings, check
-from bridle.lifecycle.opening import read_replay
-from bridle.lifecycle.run_folder import CAPTURE, RUN, TRAJECTORIES
-from bridle.lifecycle.session import FINAL
+from bridle.node.batch import LocalExecutor
+from bridle.node.events import Event, Installing, SessionChanged
+from bridle.node.local import LocalNode, NodeSettings, check
+from bridle.node.run_folder import CAPTURE, RUN, TRAJECTORIES
+from bridle.node.session import FINAL, read_replay
 from bridle.runtimes import chosen, default_backend
 from bridle.runtimes.local import PATH
 from bridle.types import JSON, SessionStatus
@@ -93,7 +92,7 @@ async def _run(batch: Batch, board: Board) -> list[JSON]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(served)
         stack.enter_context(long_running())
-        node = Node(
+        node = LocalNode(
             gateway=served.app, store=served.store, folder=served.folder, settings=_settings(batch)
         )
         await stack.enter_async_context(node)

@@ -73,7 +73,7 @@ def config_of(base: Path) -> JSON:
     """Read the config that a run was started with; empty if the folder holds none."""
     import orjson
 
-    from bridle.lifecycle.run_folder import RUN
+    from bridle.node.run_folder import RUN
 
     path = base / RUN
     found: JSON = orjson.loads(path.read_bytes())["config"] if path.exists() else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from bridle.cli.batch import Batch, run_batch
 from bridle.config import AUTO, EvaluatorSpec, ForkSpec, RuntimeSpec, Task
 from bridle.harnesses import ANY_PROGRAM, default_agent, open_harness
-from bridle.lifecycle.run_folder import CAPTURE
+from bridle.node.run_folder import CAPTURE
 from bridle.types import JSON
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

@@ -12,8 +12,8 @@ from bridle.config import ModelSpec, Settings, explain, load_toml
 from bridle.datasets.jsonl import merge
 from bridle.engines.pool_replica import RoutingSettings
 from bridle.errors import ConfigError
-from bridle.executors.members import ExecutorSettings
 from bridle.gateway.settings import GatewaySettings
+from bridle.node.scheduling import ExecutorSettings
 from bridle.server.settings import ServerSettings
 
 

@@ -120,7 +120,7 @@ def machine() -> list[CheckResult]:
 def requests(runs: Path) -> list[CheckResult]:
     """Name what the gateway did not know in the requests of these runs, if anything."""
     from bridle.cli.show import counts_of
-    from bridle.lifecycle.run_folder import SUMMARY
+    from bridle.node.run_folder import SUMMARY
 
     lines: list[JSON] = []
     for path in (runs / SUMMARY, *runs.glob(f"*/{SUMMARY}")):

@@ -37,7 +37,7 @@ def rebuild(
     """
     from bridle.cli.captured import capture_files
     from bridle.config import BuilderSpec
-    from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
+    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
     from bridle.trajectory import BUILDERS
 
     if builder is not None and builder not in BUILDERS and ":" not in builder:
@@ -66,7 +66,7 @@ def _write(
     from bridle.bridges.parquet import TrajectoryWriter
     from bridle.bridges.rebuild import rebuild_all
     from bridle.capture.sqlite import SqliteReader
-    from bridle.lifecycle.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
+    from bridle.node.run_folder import TRAJECTORIES, TRAJECTORIES_PARQUET
 
     names: dict[Path, list[str]] = {}
     for path in paths:

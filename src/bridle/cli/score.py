@@ -73,7 +73,7 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
     """Score the sessions of one capture file and write its run's other files again."""
     from bridle.api import write_results
     from bridle.capture.sqlite import SqliteStore
-    from bridle.lifecycle.run_folder import RUN, RunFolder
+    from bridle.node.run_folder import RUN, RunFolder
 
     rows: list[JSON] = []
     with RunFolder(path.parent) as folder:
@@ -86,7 +86,7 @@ async def _score(path: Path, scorer: Scorer, wanted: set[str], why: str) -> list
 
 def _ended(store: SqliteStore, wanted: set[str]) -> Iterator[SessionCapture]:
     """Sessions that have a reward by their ending, or whose evaluator failed."""
-    from bridle.lifecycle.ending import is_scored
+    from bridle.node.ending import is_scored
     from bridle.types import Cause, DeliveryState, SessionStatus
 
     for session in store.sessions():
@@ -165,7 +165,7 @@ def _function(function: str, base: Path, tasks: dict[str, Task]) -> Scorer:
     """A function, called in this process."""
     from bridle.api import attempt_of, call_scorer
     from bridle.evaluators.function_runner import ScorerError, load_scorer
-    from bridle.lifecycle.results import trajectory_of
+    from bridle.node.results import trajectory_of
 
     try:
         called = load_scorer(function)
@@ -201,7 +201,7 @@ def _evaluator(given: str | None, base: Path, tasks: dict[str, Task]) -> Scorer:
         check_evaluator,
         controlled,
     )
-    from bridle.lifecycle.results import trajectory_of
+    from bridle.node.results import trajectory_of
     from bridle.runtimes.base import ExecResult
     from bridle.types import SessionStatus
 

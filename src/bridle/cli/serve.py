@@ -131,7 +131,7 @@ class ServerSetup:
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
-    from bridle.server.cluster_workers import first_named
+    from bridle.server.discovery import first_named
 
     if config.server.engines_from and not config.engines:
         found = await first_named(config.server.engines_from)
@@ -153,7 +153,7 @@ def _cluster(config: FileConfig) -> str | None:
     """The address of the cluster that a server computes on; `None` = it does so by itself."""
     if config.executor.kind == "local":
         return None
-    from bridle.executors.ray import address
+    from bridle.node.ray import address
 
     return address()
 
@@ -171,8 +171,8 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
     from bridle.server.app import serving
     from bridle.server.auth import TOKEN_FILE, Auth, callback_secrets, load_tokens, own_token
     from bridle.server.callbacks import CallbackAddresses, CallbackSender, callback_secret
-    from bridle.server.cluster_workers import follow
     from bridle.server.database import Database
+    from bridle.server.discovery import follow
     from bridle.server.files import TrajectoryFiles
     from bridle.server.http import ServerContext
     from bridle.server.service import Service

@@ -32,11 +32,11 @@ from bridle.dashboard.folder import Folder
 from bridle.dashboard.guard import Guard
 from bridle.dashboard.served import ServerSource
 from bridle.errors import ConfigError, install_extra
-from bridle.executors.hosting import Hosted
 from bridle.gateway.app import Gateway
-from bridle.lifecycle.manager import Node, NodeSettings
+from bridle.node.base import SessionRunner
+from bridle.node.local import LocalNode, NodeSettings
+from bridle.node.run_folder import ServerFolder
 from bridle.server.auth import Auth, Caller, TokenRole
-from bridle.server.workers import NodeWorkers, ServerFolder, Workers
 
 PATH: Final = "/ui"
 
@@ -82,19 +82,19 @@ def _caller(auth: Auth, token: str) -> Caller | None:
 
 @dataclass(frozen=True, slots=True)
 class OpensNode:
-    """Opens the node of a config on any machine (`bridle.executors.hosting.Opens`)."""
+    """Opens the node of a config on any machine (`bridle.node.base.NodeOpener`)."""
 
     config: FileConfig
 
     def __call__(
         self, folder: Path, cpus: float | None = None
-    ) -> AbstractAsyncContextManager[Hosted]:
+    ) -> AbstractAsyncContextManager[LocalNode]:
         """A node whose run slots follow `cpus` where the config gives none."""
         return _opened(self.config, folder, cpus)
 
 
 @asynccontextmanager
-async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[Hosted]:
+async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[LocalNode]:
     given = config.executor.node.model_dump(exclude_unset=True)
     if cpus is not None:
         given.setdefault("run_slots", max(1, round(2 * cpus)))
@@ -111,42 +111,41 @@ async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> Async
         )
         await stack.enter_async_context(gateway)
         settings = NodeSettings.model_validate(given)
-        node = Node(gateway=gateway, store=store, folder=logs, settings=settings)
+        node = LocalNode(gateway=gateway, store=store, folder=logs, settings=settings)
         await stack.enter_async_context(node)
-        yield Hosted(node, gateway, store)
+        yield node
 
 
 @asynccontextmanager
-async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[Workers]:
+async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[SessionRunner]:
     """Open the workers that run a server's sessions; `owner` is the server's name.
 
     `ConfigError` or `EngineError` if it cannot be had.
     """
     if config.executor.kind == "local":
-        async with OpensNode(config)(data) as hosted:
-            yield NodeWorkers(hosted.node, hosted.gateway, hosted.store)
+        async with OpensNode(config)(data) as node:
+            yield node
         return
-    from bridle.executors.cluster import ClusterRunner
-    from bridle.server.cluster_workers import ClusterWorkers
+    from bridle.node.cluster import ClusterRunner
 
     try:
-        from bridle.executors.ray import RayCluster
+        from bridle.node.ray import RayCluster
     except ModuleNotFoundError as error:
         raise ConfigError(f"executor ray: {error}; run {install_extra('ray')}") from error
     settings = config.executor.ray
     async with (
-        ClusterRunner(owner, outlive=True, patience=settings) as runner,
+        ClusterRunner(owner, outlive=True, timeouts=settings) as runner,
         RayCluster(runner, settings, opens=OpensNode(config), folder=data / "nodes"),
     ):
-        yield ClusterWorkers(runner)
+        yield runner
 
 
 @contextmanager
-def tracked(config: FileConfig, data: Path, workers: Workers) -> Iterator[None]:
+def tracked(config: FileConfig, data: Path, workers: SessionRunner) -> Iterator[None]:
     """Feed what happens to runs inside to the trackers that `config` names."""
     facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
     with (
         telemetry.opened(config.telemetry, data, facts) as trackers,
-        workers.listening(trackers.on_event),
+        workers.events.listening(trackers.on_event),
     ):
         yield

@@ -129,7 +129,7 @@ def _score_row(score: Score, ks: Sequence[int]) -> tuple[object, ...]:
 
 def _show_run(target: Path, *, json: bool) -> None:
     from bridle.cli.captured import sessions
-    from bridle.lifecycle.results import result_from
+    from bridle.node.results import result_from
 
     lines = [result_from(capture).summary() for capture in sessions(target)]
     if json:
@@ -150,7 +150,7 @@ def _print_without_effect(lines: Sequence[JSON]) -> None:
 
 def _show_report(target: Path, *, json: bool) -> None:
     from bridle.cli.captured import sessions
-    from bridle.lifecycle.results import result_from
+    from bridle.node.results import result_from
     from bridle.trajectory.report import report_of
     from bridle.trajectory.scores import from_summaries, scores_of
 
@@ -192,7 +192,7 @@ def _shown(text: str) -> str:
 
 
 def _show_session(capture: SessionCapture, *, json: bool) -> None:
-    from bridle.lifecycle.results import result_from
+    from bridle.node.results import result_from
     from bridle.trajectory.tree import draw
     from bridle.types import Kind
 

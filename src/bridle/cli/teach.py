@@ -41,7 +41,7 @@ def teach(
     from bridle.cli.captured import capture_files, sessions
     from bridle.embedded.model import PlainModel
     from bridle.folders import private_file
-    from bridle.lifecycle.results import trajectory_of
+    from bridle.node.results import trajectory_of
 
     if not teacher.startswith(FORM):
         raise ConfigError(f"--teacher: {teacher!r} is not of the form {FORM}DIR")

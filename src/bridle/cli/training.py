@@ -29,11 +29,11 @@ from bridle.client import AsyncClient
 from bridle.config import AgentSpec, Settings, Task
 from bridle.credentials import split_token
 from bridle.errors import ConfigError
-from bridle.executors.local import LocalExecutor
 from bridle.gateway.app import Gateway
-from bridle.lifecycle.events import Events
-from bridle.lifecycle.manager import Node, NodeSettings, check
-from bridle.lifecycle.run_folder import RunFolder
+from bridle.node.batch import LocalExecutor
+from bridle.node.events import Events
+from bridle.node.local import LocalNode, NodeSettings, check
+from bridle.node.run_folder import RunFolder
 from bridle.training.groups import LABEL, Curriculum
 from bridle.training.settings import GrpoSettings, LoopSettings
 from bridle.types import JSON
@@ -41,7 +41,7 @@ from bridle.types import JSON
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridle.executors.local import Executor
+    from bridle.node.batch import Executor
     from bridle.training.groups import Evaluation, GroupSource, TaskDraws
     from bridle.training.grpo import Learner
     from bridle.training.loop import Course, Tell
@@ -335,7 +335,7 @@ async def local_place(
         stack.enter_context(long_running())
         given = {"run_slots": settings.concurrency} if settings.concurrency else {}
         kept = NodeSettings.model_validate({"keep_logs": "failed", **given})
-        node = Node(gateway=gateway, store=store, folder=folder, settings=kept)
+        node = LocalNode(gateway=gateway, store=store, folder=folder, settings=kept)
         await stack.enter_async_context(node)
         try:
             yield LocalPlace(gateway, LocalExecutor(node), path, embedded, weights, node.events)

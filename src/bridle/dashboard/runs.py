@@ -24,8 +24,8 @@ from bridle.capture.records import Outcome, SessionRecord, Totals
 from bridle.dashboard.lines import Line, Measured, measured_of
 from bridle.dashboard.session import Session
 from bridle.errors import BridleError
-from bridle.lifecycle.results import result_of, trajectory_of
-from bridle.lifecycle.run_folder import CAPTURE, RUN, SESSIONS, SUMMARY
+from bridle.node.results import result_of, trajectory_of
+from bridle.node.run_folder import CAPTURE, RUN, SESSIONS, SUMMARY
 from bridle.types import JSON
 
 COURSE = "course.json"

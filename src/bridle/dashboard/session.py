@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from bridle.capture.records import Delivery, Exchange, SessionCapture
 from bridle.dialects.messages import chat_messages
 from bridle.errors import BridleError, StoreError
-from bridle.lifecycle.results import SessionResult
+from bridle.node.results import SessionResult
 from bridle.prompting.texts import decoder_of
 from bridle.trajectory.graph import Graph, Node, grow
 from bridle.trajectory.masks import Marks, mark

@@ -46,8 +46,8 @@ from bridle.datasets.environments import (
 )
 from bridle.errors import ConfigError
 from bridle.evaluators.test_on_output import DIFF, GIT, PATCH_LIMIT, files_of, from_summary
-from bridle.runtimes.archive import harmless
 from bridle.runtimes.base import ExecResult, Runtime
+from bridle.runtimes.files import harmless
 from bridle.types import JSON
 
 Hint = Literal["none", "tests", "notes"]

@@ -51,8 +51,8 @@ from bridle.evaluators.base import (
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes import make_runtime
 from bridle.runtimes.base import Mount
+from bridle.runtimes.files import copy_out
 from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.snapshot import copy_out
 from bridle.types import JSON
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from bridle.evaluators.base import (
 )
 from bridle.evaluators.command import TAIL_CHARS
 from bridle.runtimes.base import ExecResult, Runtime
-from bridle.runtimes.snapshot import is_folder_in, replace_tree
+from bridle.runtimes.files import is_folder_in, replace_tree
 
 GIT = ("git", "-c", "safe.directory=*", "-c", "core.quotePath=false", "-c", "core.fsmonitor=")
 DIFF = (

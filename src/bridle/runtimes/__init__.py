@@ -1,8 +1,10 @@
 """Runtimes: sandboxes in which harnesses run.
 
-`base` is the interface, `place` the base classes, and each kind is one file. `process` and `proc`
-start and end processes of this machine for any runtime; `conformance` is the suite that each
-runtime passes.
+`base` is the contract, `base_runtime` has the base classes, and each kind is one file: `local`,
+`bubblewrap`, `docker`, `apptainer`, `remote`. They share `process` (starting, finding and killing
+processes of this machine), `files` (copies and archives), `limits` (control groups and polling) and
+`namespaces` (entering a sandbox under its system call filter). `conformance` is the suite that
+every runtime passes.
 
 The backend "auto" is the runtime that isolates, where possible: `docker` for a task with an image
 or a GPU, `bubblewrap` for any other where it works on this machine, else `local`, with a warning.
@@ -48,7 +50,7 @@ def runtime_class(backend: str) -> RuntimeFactory:
 def make_runtime(
     spec: RuntimeSpec, session_id: str, scratch: Path, mounts: Sequence[Mount] = ()
 ) -> Runtime:
-    """A runtime that is not started yet; its owner calls `start`, later `stop`.
+    """Make a runtime that is not started yet; its owner calls `start`, later `stop`.
 
     Raises `ConfigError` where the backend is unknown or cannot give what `spec` asks for.
     """

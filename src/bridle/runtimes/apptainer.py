@@ -31,50 +31,49 @@ from typing import Literal
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount, binds
-from bridle.runtimes.cgroups import Bounds
-from bridle.runtimes.namespaces import listen_inside
-from bridle.runtimes.owner import remove_folders
-from bridle.runtimes.place import (
+from bridle.runtimes.base_runtime import (
+    ENTER,
     GATEWAY_PORT,
-    TAKE,
+    RESTORE_ENV,
+    RunningSandbox,
     Sandbox,
-    Up,
-    handed,
-    refuse_workdir,
+    check_spec,
+    prefixed,
     with_signal,
 )
-from bridle.runtimes.proc import (
+from bridle.runtimes.files import remove_folders
+from bridle.runtimes.limits import ResourceLimits, Watched, first_reached, members_of, pid_namespace
+from bridle.runtimes.namespaces import listen_inside
+from bridle.runtimes.process import (
     KILL_S,
     POLL_S,
     SESSION_MARK,
-    Watched,
-    first_reached,
-    members_of,
-    pid_namespace,
+    Command,
+    output_of,
+    run_process,
+    started_at,
 )
-from bridle.runtimes.process import Command, run_process
 
 PROGRAMS = ("apptainer", "singularity")
-ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
 CALL_S = 120.0
 START_S = 1800.0
 """An image may have to be fetched and unpacked."""
 STOP_S = 60.0
 LAST_S = 0.5
 CLIENT = ("HOME", "PATH", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR")
-"""What the command itself needs of our environment, beside its own variables."""
+"""Variables of our environment that the command itself needs."""
 KWARGS = frozenset({"binds"})
 
 
 @dataclass(slots=True)
-class _Up(Up):
+class _Instance(RunningSandbox):
     """An instance that runs."""
 
     pid: int
     """Its first process, by the machine's numbers."""
 
 
-class ApptainerRuntime(Sandbox[_Up]):
+class ApptainerRuntime(Sandbox[_Instance]):
     """One session's instance; implements `base.Runtime`."""
 
     folders = (*Sandbox.folders, "overlay")
@@ -101,19 +100,19 @@ class ApptainerRuntime(Sandbox[_Up]):
         self._usable = True
         await self._running()
 
-    async def _begin(self) -> _Up:
+    async def _begin(self) -> _Instance:
         words = ["instance", "start", *self.options(), str(self._spec.image), self._name]
         await _call(words, env={SESSION_MARK: self._session_id}, timeout_s=START_S)
-        return _Up(await _first_process(self._name))
+        return _Instance(await _first_process(self._name))
 
-    async def _listen(self, up: _Up) -> socket.socket:
+    async def _listen(self, up: _Instance) -> socket.socket:
         return await asyncio.to_thread(listen_inside, up.pid, GATEWAY_PORT, timeout_s=CALL_S)
 
-    def _lives(self, up: _Up) -> bool:
-        return _lives(up.pid)
+    def _lives(self, up: _Instance) -> bool:
+        return started_at(up.pid) is not None
 
     def options(self) -> list[str]:
-        """The options of `apptainer instance start`."""
+        """Return the options of `apptainer instance start`."""
         own, spec = self._scratch, self._spec
         words = ["--userns", "--containall", "--no-privs", "--overlay", str(own / "overlay")]
         words += ["--home", f"{own / 'home'}:{self.home}", "--bind", f"{own / 'work'}:{self._top}"]
@@ -130,20 +129,20 @@ class ApptainerRuntime(Sandbox[_Up]):
     def limits(self) -> Literal["kernel", "watched"]:
         return "watched"
 
-    async def _watch(self, up: _Up) -> None:
-        """End the instance when it is over a limit."""
+    async def _watch(self, up: _Instance) -> None:
+        """Kill the instance when it exceeds a limit."""
         up.reached = await first_reached(
             Watched(
                 members=lambda: _members(up.pid),
                 folders=tuple(self._scratch / name for name in self.folders),
-                bounds=Bounds(None, self._memory_bytes, self._spec.max_processes),
+                bounds=ResourceLimits(None, self._memory_bytes, self._spec.max_processes),
                 storage_bytes=self._storage_bytes,
             )
         )
         _end(up.pid)
 
-    async def _let_go(self, up: _Up) -> None:
-        """End the instance and all in it; apptainer forgets it."""
+    async def _let_go(self, up: _Instance) -> None:
+        """Kill all processes of the instance; apptainer forgets it."""
         up.let_go = True
         _end(up.pid)
         await up.resources.aclose()
@@ -161,39 +160,32 @@ class ApptainerRuntime(Sandbox[_Up]):
 
     async def _run(self, inside: Command) -> ExecResult:
         up = await self._running()
-        marks = self._marks()
         base = {"HOME": self.home, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}  # noqa: S108 - the instance's own
-        env = handed({**base, **self._spec.env, **inside.env}) | marks
-        begin = [program(), "exec", f"instance://{self._name}"]
-        result = await run_process(
-            replace(
-                inside,
-                argv=[*begin, "/bin/bash", "-c", TAKE + ENTER, "bash", inside.cwd, *inside.argv],
-                cwd="/",
-                env={**client_environment(), **env},
-                marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
-            )
-        )
+        env = client_environment() | prefixed({**base, **self._spec.env, **inside.env})
+        argv = [program(), "exec", f"instance://{self._name}", "/bin/bash", "-c"]
+        argv += [RESTORE_ENV + ENTER, "bash", inside.cwd, *inside.argv]
+        command = replace(inside, argv=argv, cwd="/", env=env)
+        result = await run_process(self._marked(command, self._marks()))
         result = with_signal(result)
         if result.signal == signal.SIGKILL and not result.timed_out:
             # The first process ends last, a moment after the command that its end has ended.
             await _is_gone(up.pid, LAST_S)
         if up.reached is not None:
             return replace(result, limit=up.reached)
-        if not _lives(up.pid) and not up.let_go:
+        if started_at(up.pid) is None and not up.let_go:
             message = f"the instance of session {self._session_id} was ended from outside"
             raise RuntimeFailure(message)
         return result
 
 
 def _members(pid: int) -> list[int]:
-    """Processes of an instance; none where it shares the machine's process numbers."""
+    """Return an instance's processes; none where it shares the machine's process numbers."""
     space = pid_namespace(pid)
     return [] if space in {None, pid_namespace(os.getpid())} else members_of(str(space))
 
 
 def program() -> str:
-    """Path of the command. `RuntimeFailure` says what to do where there is none."""
+    """Return the path of the command. `RuntimeFailure` says what to install if there is none."""
     found = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if found is None:
         message = "the apptainer runtime needs the command apptainer (1.1 or later) on PATH"
@@ -216,28 +208,19 @@ def refuse_what_apptainer_cannot(spec: RuntimeSpec) -> None:
     if spec.cpus is not None:
         message = "runtime 'apptainer' gives no share of processors: the cluster's job has one"
         raise ConfigError(message)
-    refuse_workdir(spec, "apptainer")
-    if unknown := sorted(set(spec.kwargs) - KWARGS):
-        message = f"runtime 'apptainer' takes the kwargs {sorted(KWARGS)}; given: {unknown}"
-        raise ConfigError(message)
+    check_spec(spec, "apptainer", KWARGS)
 
 
 async def _call(
     words: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = CALL_S
 ) -> str:
     """Run `apptainer WORDS` and return its stdout. `RuntimeFailure` carries its stderr."""
-    argv = [program(), *words]
-    its_own = {**client_environment(), **(env or {})}
-    result = await run_process(Command(argv, cwd="/", env=its_own, timeout_s=timeout_s))
-    if result.ok:
-        return result.stdout.decode(errors="replace")
-    said = result.stderr.decode(errors="replace").strip()
-    how = f"did not end within {timeout_s:g} s" if result.timed_out else said[-1000:]
-    raise RuntimeFailure(f"apptainer {' '.join(words[:2])}: {how}")
+    own = {**client_environment(), **(env or {})}
+    command = Command([program(), *words], cwd="/", env=own, timeout_s=timeout_s)
+    return await output_of(command, f"apptainer {' '.join(words[:2])}")
 
 
 async def _first_process(name: str) -> int:
-    """The first process of an instance."""
     said = await _call(["instance", "list", "--json", name])
     try:
         found = {each["instance"]: int(each["pid"]) for each in json.loads(said)["instances"]}
@@ -247,20 +230,12 @@ async def _first_process(name: str) -> int:
         raise RuntimeFailure(message) from error
 
 
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
-
-
 async def _is_gone(pid: int, patience_s: float) -> bool:
     loop = asyncio.get_running_loop()
     until = loop.time() + patience_s
-    while _lives(pid) and loop.time() < until:  # noqa: ASYNC110 - no event tells
+    while started_at(pid) is not None and loop.time() < until:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(POLL_S)
-    return not _lives(pid)
+    return started_at(pid) is None
 
 
 def _end(pid: int) -> None:

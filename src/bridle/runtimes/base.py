@@ -1,7 +1,7 @@
-"""The runtime contract: where an agent lives, and the only door into it.
+"""The contract of runtimes: the sandbox that an agent runs in, and the only access to it.
 
-The lifecycle starts a runtime, prepares it, runs one harness in it, ends everything in it, lets an
-evaluator look at what is left, and stops it. A runtime never talks to the gateway itself.
+A node starts a runtime, prepares it, runs one harness in it, kills everything in it, lets an
+evaluator read what is left, and stops it. A runtime never calls the gateway itself.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 from bridle.config import RuntimeSpec
-from bridle.runtimes.archive import Keep
+from bridle.runtimes.files import Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class ExecResult:
     """Whether output beyond the limit was dropped (the middle; head and tail are kept)."""
     duration_s: float
     limit: str | None = None
-    """Which of the runtime's limits was reached meanwhile: `memory`, `processes` or `storage`."""
+    """The limit of the runtime that was reached: `memory`, `processes` or `storage`."""
 
     @property
     def ok(self) -> bool:
-        """Exit code 0, in time."""
+        """Return whether the exit code is 0, without a timeout."""
         return self.exit_code == 0 and not self.timed_out
 
 
@@ -48,24 +48,40 @@ class Mount:
 
 
 def binds(spec: RuntimeSpec) -> Iterator[Mount]:
-    """Mounts of `kwargs.binds`: each `HOST` at its own path, or `HOST:INSIDE`, both absolute."""
+    """Return the mounts of `kwargs.binds`: each `HOST`, or `HOST:INSIDE`, both absolute."""
     for each in spec.kwargs.get("binds", ()):
         source, _, target = str(each).partition(":")
         yield Mount(Path(source), target or source)
 
 
+class ExecOptions(TypedDict, total=False):
+    """Options of `Runtime.exec`."""
+
+    stdin: bytes | None
+    """`None`, the default: stdin is closed."""
+    timeout_s: float | None
+    """When it expires, or the caller is cancelled, everything that the command started is killed
+    (TERM, then KILL)."""
+    output_limit: int
+    """Bytes of stdout and of stderr that are returned, each; 1 MiB by default."""
+    log: Path | None
+    """Gets the whole output as it is written (up to 64 MiB): stdout, and stderr too unless there is
+    an `error_log`."""
+    error_log: Path | None
+
+
 class Runtime(Protocol):
-    """One place for one session. All failures of its own are `RuntimeFailure`."""
+    """The sandbox of one session. All failures of its own are `RuntimeFailure`."""
 
     contains: bool
-    """Whether what runs inside is kept from the rest of the machine."""
+    """Whether programs inside are isolated from the rest of the machine."""
     workdir: str
     """Absolute path of the working folder, as seen inside."""
     home: str
     """Absolute path of a private, empty home, as seen inside."""
 
     async def start(self) -> None:
-        """Make it; after this, `exec` works."""
+        """Start it; `exec` works afterwards."""
 
     async def exec(
         self,
@@ -73,19 +89,12 @@ class Runtime(Protocol):
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-        output_limit: int = 1 << 20,
-        log: Path | None = None,
-        error_log: Path | None = None,
+        **options: Unpack[ExecOptions],
     ) -> ExecResult:
         """Run a command (a string goes to `bash -o pipefail -c`) in its own process group.
 
-        Closes stdin if `stdin` is `None`. At `timeout_s`, or when the caller is cancelled, all that
-        it started is ended (TERM, then KILL). stdout and stderr are each kept up to
-        `output_limit` bytes; `log` gets both, whole, as they come (up to 64 MiB), unless
-        `error_log` is given, which then gets stderr. `cwd` is relative to `workdir`. A program that
-        does not exist is exit code 127, as in a shell.
+        `cwd` is relative to `workdir`. A program that does not exist is exit code 127, as in a
+        shell.
         """
 
     async def upload(self, source: Path, target: str) -> None:
@@ -107,8 +116,8 @@ class Runtime(Protocol):
         """Copy the work folder to the host folder `folder`, which is made: all regular files,
         folders and links, wherever these point to.
 
-        No program of the place takes part. Returns the paths that stayed behind, each with its
-        reason; raises `snapshot.TooMuch` where there is more than a copy may hold.
+        No program of the runtime takes part. Returns the paths that stayed behind, each with its
+        reason; raises `files.TooMuch` where there is more than a copy may hold.
         """
 
     async def put_work(self, folder: Path, keep: Keep) -> tuple[str, ...]:
@@ -119,9 +128,9 @@ class Runtime(Protocol):
         """
 
     async def copied(self, scratch: Path) -> Runtime:
-        """A started runtime like this one with a copy of all its files and none of its processes.
+        """Return a started runtime with a copy of the files of this one, and no process.
 
-        `scratch` is a host folder of its own; whoever asks stops it. All processes here are ended
+        `scratch` is a host folder of its own; the caller stops it. All processes here are killed
         first. Raises `RuntimeFailure` where that cannot be done.
         """
 
@@ -132,7 +141,7 @@ class Runtime(Protocol):
         """Return the URL by which programs inside the runtime reach a gateway URL."""
 
     async def kill(self) -> None:
-        """End every process inside; idempotent."""
+        """Kill every process inside; idempotent."""
 
     async def stop(self) -> None:
         """`kill`, then remove everything that is not an artifact; idempotent."""

@@ -7,9 +7,9 @@ namespaces again; the folders stay.
 
 Inside, the system is the machine's own (`/usr` and little of `/etc`, read-only) or a root folder
 given as `image`. Work, home and temp folders are the session's own. The network has a loopback and
-nothing else; `place.Forwarder` forwards one of its ports to the gateway.
+nothing else; `base_runtime.Forwarder` forwards one of its ports to the gateway.
 
-How files go in and out, and how the gateway is reached, is `place`'s.
+`base_runtime` copies files in and out and forwards to the gateway.
 """
 
 from __future__ import annotations
@@ -31,20 +31,26 @@ from typing import Literal
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount, binds
-from bridle.runtimes.cgroups import PREFIX, Bounds, Cgroup
-from bridle.runtimes.namespaces import begin, enter, listen_inside
-from bridle.runtimes.owner import owner_mark, remove_folders
-from bridle.runtimes.place import GATEWAY_PORT, TAKE, Sandbox, Up, handed, refuse_workdir
-from bridle.runtimes.proc import (
-    KILL_S,
-    SESSION_MARK,
+from bridle.runtimes.base_runtime import (
+    GATEWAY_PORT,
+    RESTORE_ENV,
+    RunningSandbox,
+    Sandbox,
+    check_spec,
+    prefixed,
+)
+from bridle.runtimes.files import remove_folders
+from bridle.runtimes.limits import (
+    PREFIX,
+    Cgroup,
+    ResourceLimits,
     Watched,
     first_reached,
     members_of,
     pid_namespace,
 )
-from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.seccomp import MACHINES, filter_program
+from bridle.runtimes.namespaces import MACHINES, begin, enter, filter_program, listen_inside
+from bridle.runtimes.process import KILL_S, SESSION_MARK, Command, owner_mark, run_process
 
 USER = "agent"
 UID = 1000
@@ -63,14 +69,16 @@ ETC = (
     *("ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "ca-certificates.conf", "terminfo"),
     *("fonts", "java-17-openjdk", "perl", "python3", "python3.11", "python3.12", "python3.13"),
 )
-"""What of the machine's `/etc` is seen inside: nothing that is secret or names the machine."""
+"""Entries of the machine's `/etc` that are visible inside; none is secret or names the machine."""
 MASKED = (
     *("interrupts", "kcore", "key-users", "keys", "latency_stats", "sched_debug"),
     *("timer_list", "timer_stats"),
 )
-"""Files of `/proc` that tell of the whole machine; Docker masks most of them."""
+"""Files of `/proc` about the whole machine; Docker masks most of them."""
 NOT_FROM_IMAGE = frozenset({"proc", "dev", "sys", "run", "tmp", "work", "home", "root", "mnt"})
-"""Folders at the top of an image that a sandbox has of its own, or does not get."""
+"""Top folders of an image that are replaced by the sandbox's own, or absent."""
+
+KWARGS = frozenset({"binds", "folders"})
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -137,7 +145,7 @@ def bwrap_options(spec: RuntimeSpec, scratch: Path, mounts: Sequence[Mount], top
 
 
 def _bound(root: Path, names: Iterable[str]) -> list[str]:
-    """Entries at the top of a root folder, read-only; links stay links."""
+    """Return options that show entries at the top of a root folder, read-only; links stay links."""
     words: list[str] = []
     for name in names:
         entry = root / name
@@ -149,7 +157,7 @@ def _bound(root: Path, names: Iterable[str]) -> list[str]:
 
 
 def _etc(own: Path, *, open_: bool) -> list[str]:
-    """The machine's harmless files of `/etc`, and ours."""
+    """Return options that show the machine's harmless files of `/etc`, and ours."""
     names = (*ETC, "resolv.conf") if open_ else ETC
     words = ["--symlink", "/proc/self/mounts", "/etc/mtab"]
     for name in names:
@@ -161,10 +169,10 @@ def _etc(own: Path, *, open_: bool) -> list[str]:
 
 
 HOLD = "echo ready; exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
-"""Process 1: it collects what others leave, and nothing inside can end it."""
+"""Process 1: it reaps orphans, and nothing inside can kill it."""
 
 ENTER = 'ulimit {limits} || exit 125; cd -- "$1" || exit 125; shift; exec "$@"'
-"""How a command begins inside: its limits, its folder."""
+"""Bash code that runs a command under limits in a folder."""
 
 START_S = 30.0
 STOP_S = 30.0
@@ -174,7 +182,7 @@ FILES = 4096
 
 
 @dataclass(slots=True)
-class _Held(Up):
+class _Namespaces(RunningSandbox):
     """The namespaces of a sandbox that is up."""
 
     process: subprocess.Popen[bytes]
@@ -182,7 +190,7 @@ class _Held(Up):
     """Process 1 of the sandbox, by the machine's numbers."""
 
 
-class BubblewrapRuntime(Sandbox[_Held]):
+class BubblewrapRuntime(Sandbox[_Namespaces]):
     """One session's sandbox; implements `base.Runtime`."""
 
     home = HOME
@@ -217,16 +225,16 @@ class BubblewrapRuntime(Sandbox[_Held]):
     def limits(self) -> Literal["kernel", "watched"]:
         return "watched" if self._cgroup is None else "kernel"
 
-    def _bounds(self) -> Bounds:
-        return Bounds(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
+    def _bounds(self) -> ResourceLimits:
+        return ResourceLimits(self._spec.cpus, self._memory_bytes, self._spec.max_processes)
 
-    async def _begin(self) -> _Held:
-        return _Held(*await asyncio.to_thread(self._spawn))
+    async def _begin(self) -> _Namespaces:
+        return _Namespaces(*await asyncio.to_thread(self._spawn))
 
-    async def _listen(self, up: _Held) -> socket.socket:
+    async def _listen(self, up: _Namespaces) -> socket.socket:
         return await asyncio.to_thread(listen_inside, up.pid, GATEWAY_PORT, timeout_s=START_S)
 
-    def _lives(self, up: _Held) -> bool:
+    def _lives(self, up: _Namespaces) -> bool:
         return up.process.poll() is None
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
@@ -238,7 +246,7 @@ class BubblewrapRuntime(Sandbox[_Held]):
             words = ["--args", str(arguments), "--seccomp", str(profile)]
             words += ["--info-fd", str(info_pipe[1]), "--"]
             process = subprocess.Popen(
-                [*begin(self._doors()), "bwrap", *words, "/bin/bash", "-c", HOLD],
+                [*begin(self._procs_files()), "bwrap", *words, "/bin/bash", "-c", HOLD],
                 pass_fds=[arguments, profile, info_pipe[1]],
                 env={**ENVIRONMENT, SESSION_MARK: self._session_id},
                 stdin=subprocess.DEVNULL,
@@ -258,22 +266,22 @@ class BubblewrapRuntime(Sandbox[_Held]):
             os.close(arguments)
             os.close(profile)
 
-    def _doors(self) -> list[str]:
-        return [] if self._cgroup is None else self._cgroup.doors
+    def _procs_files(self) -> list[str]:
+        return [] if self._cgroup is None else self._cgroup.procs_files
 
-    async def _watch(self, up: _Held) -> None:
-        """End the sandbox when it is over a limit that only we see."""
+    async def _watch(self, up: _Namespaces) -> None:
+        """Kill the sandbox when it exceeds a limit that the kernel does not enforce."""
         watched = Watched(
             members=lambda: members_of(pid_namespace(up.pid) or "none"),
             folders=tuple(self._scratch / name for name in OWN),
-            bounds=self._bounds() if self._cgroup is None else Bounds(),
+            bounds=self._bounds() if self._cgroup is None else ResourceLimits(),
             storage_bytes=self._storage_bytes,
         )
         up.reached = await first_reached(watched)
         _kill(up)
 
-    async def _let_go(self, up: _Held) -> None:
-        """End the namespaces and all in them."""
+    async def _let_go(self, up: _Namespaces) -> None:
+        """Kill the namespaces and all processes in them."""
         up.let_go = True
         _kill(up)
         with suppress(subprocess.TimeoutExpired):
@@ -295,25 +303,24 @@ class BubblewrapRuntime(Sandbox[_Held]):
     # ---- commands
 
     async def _run(self, inside: Command) -> ExecResult:
-        """Run a command whose folder and program are those of the sandbox."""
         held = await self._running()
         limits = f"-c 0 -n {FILES} -f {self._storage_bytes >> 10}"
         if self._cgroup is None:
             limits += f" -d {2 * self._memory_bytes >> 10}"
-        begins = TAKE + ENTER.format(limits=limits)
+        begins = RESTORE_ENV + ENTER.format(limits=limits)
         if inside.cwd == self.workdir:
             begins = f'mkdir -p -- "$1" 2>/dev/null; {begins}'
-        entering = [*enter(held.pid, self._doors()), "/bin/bash", "-c", begins, "bash", inside.cwd]
-        marks = self._marks()
-        result = await run_process(
-            replace(
-                inside,
-                argv=[*entering, *inside.argv],
-                cwd="/",
-                env=handed({**ENVIRONMENT, **self._spec.env, **inside.env}) | marks,
-                marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
-            )
-        )
+        entering = [
+            *enter(held.pid, self._procs_files()),
+            "/bin/bash",
+            "-c",
+            begins,
+            "bash",
+            inside.cwd,
+        ]
+        env = prefixed({**ENVIRONMENT, **self._spec.env, **inside.env})
+        command = replace(inside, argv=[*entering, *inside.argv], cwd="/", env=env)
+        result = await run_process(self._marked(command, self._marks()))
         if result.signal == signal.SIGKILL and not result.timed_out:
             # Process 1 ends last, a moment after the command that its end has ended.
             with suppress(subprocess.TimeoutExpired):
@@ -340,7 +347,7 @@ def what_is_missing() -> str | None:
 
 
 def _in_memory(content: bytes) -> int:
-    """Give a descriptor of a file in memory, at its beginning."""
+    """Return a descriptor of a file in memory, at its beginning."""
     descriptor = os.memfd_create("bridle-bwrap")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -350,26 +357,23 @@ def _in_memory(content: bytes) -> int:
 def refuse_what_bubblewrap_cannot(spec: RuntimeSpec) -> None:
     """Raise `ConfigError` naming what `spec` asks for that these sandboxes do not give."""
     if spec.gpus is not None:
-        message = "runtime 'bubblewrap' gives no GPUs: use 'docker'"
-        raise ConfigError(message)
+        raise ConfigError("runtime 'bubblewrap' gives no GPUs: use 'docker'")
     if spec.image is not None and not Path(spec.image, "bin").exists():
         message = f"runtime 'bubblewrap': image {spec.image!r} must be a root folder (with /bin)"
         raise ConfigError(message)
-    refuse_workdir(spec, "bubblewrap")
-    if unknown := sorted(set(spec.kwargs) - {"binds", "folders"}):
-        message = (
+    if unknown := sorted(set(spec.kwargs) - KWARGS):
+        raise ConfigError(
             "runtime 'bubblewrap' takes the kwargs 'binds' (a list of host paths) and 'folders' (a "
             f"list of paths inside); given: {unknown}"
         )
-        raise ConfigError(message)
+    check_spec(spec, "bubblewrap", KWARGS)
     for folder in spec.kwargs.get("folders", ()):
         if not (isinstance(folder, str) and folder.startswith("/")) or ".." in folder.split("/"):
-            message = f"runtime 'bubblewrap': folder {folder!r} must be an absolute path"
-            raise ConfigError(message)
+            raise ConfigError(f"runtime 'bubblewrap': folder {folder!r} must be an absolute path")
 
 
-def _kill(held: _Held) -> None:
-    """End process 1, and with it all of the sandbox; its number is ours while `bwrap` lives."""
+def _kill(held: _Namespaces) -> None:
+    """Kill process 1, and with it the whole sandbox; its number is ours while `bwrap` lives."""
     if held.process.poll() is None:
         with suppress(ProcessLookupError):
             os.kill(held.pid, signal.SIGKILL)

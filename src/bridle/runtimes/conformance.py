@@ -1,6 +1,6 @@
 """The suite that every runtime passes: ours, and yours (`bridle doctor --runtime NAME`).
 
-Each check states one truth about the contract of `base` and gets a `Bench` with a started runtime.
+Each check states one truth about the contract of `base`. It gets `Fixtures` with a started runtime.
 Checks use nothing inside but bash and coreutils, so they run in any image. A check that does not
 hold raises `Nonconformity`, which says what was seen instead.
 """
@@ -22,11 +22,11 @@ from bridle.errors import RuntimeFailure
 from bridle.runtimes.base import ExecResult, Mount, Runtime, RuntimeFactory
 
 BEAT = "while true; do echo x >> {file}; sleep 0.02; done"
-"""A process that shows in a file that it lives."""
+"""A command that appends to a file as long as it lives."""
 
 
 BEGUN_S = (1.5, 6.0, 24.0)
-"""After which a command has begun to write to `beat`; tried in this order."""
+"""Timeouts by which a command has begun to write to `beat`, tried in this order."""
 
 
 class Nonconformity(AssertionError):
@@ -34,7 +34,7 @@ class Nonconformity(AssertionError):
 
 
 @dataclass(slots=True)
-class Bench:
+class Fixtures:
     """Fixtures that a conformance check works with."""
 
     runtime: Runtime
@@ -42,15 +42,15 @@ class Bench:
     another: Callable[[], Awaitable[Runtime]]
     """Start a second runtime of the same kind, for another session."""
     folder: Path
-    """Host folder for what the check wants to look at."""
+    """Host folder for files of the check."""
     mount: Mount
     """A host folder with the file `given` (text `mounted`), mounted in `runtime`."""
 
 
-Check = Callable[[Bench], Awaitable[None]]
+Check = Callable[[Fixtures], Awaitable[None]]
 
 CHECKS: list[Check] = []
-"""All checks, in order; the name of each is its truth."""
+"""All checks, in order; each name states what must hold."""
 
 
 def _check(function: Check) -> Check:
@@ -67,8 +67,8 @@ def expect(truth: object, seen: object) -> None:
 @asynccontextmanager
 async def bench(
     factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
-) -> AsyncIterator[Bench]:
-    """A started runtime and its surroundings; all of it is stopped at the end."""
+) -> AsyncIterator[Fixtures]:
+    """Start a runtime and what a check needs around it; all of it is stopped at the end."""
     mount = Mount(folder / "bundle", "/opt/bundle")
     mount.source.mkdir(parents=True)
     spec = spec or RuntimeSpec()
@@ -87,13 +87,13 @@ async def bench(
         host = folder / "host"
         host.mkdir()
         runtime = await started("first", (mount,))
-        yield Bench(runtime, lambda: started("second"), host, mount)
+        yield Fixtures(runtime, lambda: started("second"), host, mount)
 
 
 async def run_check(
     check: Check, factory: RuntimeFactory, folder: Path, spec: RuntimeSpec | None = None
 ) -> None:
-    """Hold one check against a fresh runtime that `factory` makes from `spec` (its defaults).
+    """Run one check against a fresh runtime that `factory` makes from `spec` (its defaults).
 
     `folder` is an empty host folder of its own. Raises `Nonconformity` if the check does not
     hold, `BridleError` if the runtime fails altogether.
@@ -106,7 +106,7 @@ async def run_check(
 
 
 @_check
-async def exit_codes_are_true(bench: Bench) -> None:
+async def exit_codes_are_true(bench: Fixtures) -> None:
     for code in (0, 1, 3, 255):
         result = await bench.runtime.exec(f"exit {code}")
         expect((result.exit_code, result.signal) == (code, None), result)
@@ -114,19 +114,19 @@ async def exit_codes_are_true(bench: Bench) -> None:
 
 
 @_check
-async def the_signal_that_ended_a_process_is_told(bench: Bench) -> None:
+async def the_signal_that_ended_a_process_is_told(bench: Fixtures) -> None:
     result = await bench.runtime.exec(["bash", "-c", "kill -KILL $$"])
     expect((result.exit_code, result.signal) == (None, signal.SIGKILL), result)
 
 
 @_check
-async def a_pipeline_fails_with_any_of_its_parts(bench: Bench) -> None:
+async def a_pipeline_fails_with_any_of_its_parts(bench: Fixtures) -> None:
     result = await bench.runtime.exec("exit 4 | cat")
     expect(result.exit_code == 4, result)
 
 
 @_check
-async def a_program_that_does_not_exist_is_exit_code_127(bench: Bench) -> None:
+async def a_program_that_does_not_exist_is_exit_code_127(bench: Fixtures) -> None:
     result = await bench.runtime.exec(["no-such-program"])
     expect(result.exit_code == 127, result)
 
@@ -135,19 +135,19 @@ async def a_program_that_does_not_exist_is_exit_code_127(bench: Bench) -> None:
 
 
 @_check
-async def stdout_and_stderr_come_apart(bench: Bench) -> None:
+async def stdout_and_stderr_come_apart(bench: Fixtures) -> None:
     result = await bench.runtime.exec("echo out; echo err >&2")
     expect((result.stdout, result.stderr) == (b"out\n", b"err\n"), result)
 
 
 @_check
-async def a_list_is_not_read_by_a_shell(bench: Bench) -> None:
+async def a_list_is_not_read_by_a_shell(bench: Fixtures) -> None:
     result = await bench.runtime.exec(["echo", "$HOME", "a b", "'*'"])
     expect(result.stdout == b"$HOME a b '*'\n", result)
 
 
 @_check
-async def stdin_is_closed_unless_given(bench: Bench) -> None:
+async def stdin_is_closed_unless_given(bench: Fixtures) -> None:
     closed = await bench.runtime.exec("cat", timeout_s=20)
     expect(closed.ok and closed.stdout == b"", closed)
     given = os.urandom(300_000)
@@ -158,7 +158,7 @@ async def stdin_is_closed_unless_given(bench: Bench) -> None:
 
 
 @_check
-async def the_environment_is_what_was_given(bench: Bench) -> None:
+async def the_environment_is_what_was_given(bench: Fixtures) -> None:
     os.environ["BRIDLE_CONTROL_TOKEN"] = "secret"  # noqa: S105 - it must not arrive
     try:
         result = await bench.runtime.exec("env", env={"GIVEN": "a b"})
@@ -173,7 +173,7 @@ async def the_environment_is_what_was_given(bench: Bench) -> None:
 
 
 @_check
-async def output_over_the_limit_keeps_head_and_tail(bench: Bench) -> None:
+async def output_over_the_limit_keeps_head_and_tail(bench: Fixtures) -> None:
     result = await bench.runtime.exec(
         "echo first; head -c 3000000 /dev/zero; echo last", output_limit=1000, timeout_s=30
     )
@@ -184,7 +184,7 @@ async def output_over_the_limit_keeps_head_and_tail(bench: Bench) -> None:
 
 
 @_check
-async def a_log_gets_everything(bench: Bench) -> None:
+async def a_log_gets_everything(bench: Fixtures) -> None:
     log, errors = bench.folder / "logs" / "all.log", bench.folder / "logs" / "err.log"
     result = await bench.runtime.exec(
         "head -c 50000 /dev/zero; echo err >&2", output_limit=100, log=log, error_log=errors
@@ -196,7 +196,7 @@ async def a_log_gets_everything(bench: Bench) -> None:
 
 
 @_check
-async def commands_run_in_the_workdir_unless_told(bench: Bench) -> None:
+async def commands_run_in_the_workdir_unless_told(bench: Fixtures) -> None:
     runtime = bench.runtime
     result = await runtime.exec("pwd -P; mkdir sub")
     expect(result.stdout.decode().strip().endswith(runtime.workdir), result)
@@ -205,14 +205,14 @@ async def commands_run_in_the_workdir_unless_told(bench: Bench) -> None:
 
 
 @_check
-async def a_deleted_workdir_does_not_end_the_session(bench: Bench) -> None:
+async def a_deleted_workdir_does_not_end_the_session(bench: Fixtures) -> None:
     await bench.runtime.exec('rm -rf "$PWD"')
     result = await bench.runtime.exec("pwd")
     expect(result.ok, result)
 
 
 @_check
-async def home_is_private_and_empty(bench: Bench) -> None:
+async def home_is_private_and_empty(bench: Fixtures) -> None:
     result = await bench.runtime.exec('ls -A "$HOME" && touch "$HOME/mine" && mktemp')
     expect(result.ok, result)
     expect(len(result.stdout.split()) == 1, result)
@@ -224,7 +224,7 @@ async def home_is_private_and_empty(bench: Bench) -> None:
 
 
 @_check
-async def files_and_folders_go_in_with_their_modes(bench: Bench) -> None:
+async def files_and_folders_go_in_with_their_modes(bench: Fixtures) -> None:
     (bench.folder / "tree" / "deep").mkdir(parents=True)
     tool = bench.folder / "tree" / "deep" / "tool"
     tool.write_text("#!/bin/bash\necho ran\n")
@@ -236,7 +236,7 @@ async def files_and_folders_go_in_with_their_modes(bench: Bench) -> None:
 
 
 @_check
-async def written_files_make_their_parents(bench: Bench) -> None:
+async def written_files_make_their_parents(bench: Fixtures) -> None:
     content = bytes(range(256)) * 100
     await bench.runtime.write("x/y/z.bin", content, mode=0o600)
     await bench.runtime.write(f"{bench.runtime.home}/.config/tool.json", b"{}")
@@ -247,14 +247,14 @@ async def written_files_make_their_parents(bench: Bench) -> None:
 
 
 @_check
-async def folders_come_out(bench: Bench) -> None:
+async def folders_come_out(bench: Fixtures) -> None:
     await bench.runtime.exec("mkdir -p out/deep && echo 1 > out/one && echo 2 > out/deep/two")
     await bench.runtime.download("out", bench.folder / "out")
     expect((bench.folder / "out" / "deep" / "two").read_text() == "2\n", "out/deep/two is missing")
 
 
 @_check
-async def a_file_that_nobody_may_read_keeps_no_other_one_inside(bench: Bench) -> None:
+async def a_file_that_nobody_may_read_keeps_no_other_one_inside(bench: Fixtures) -> None:
     shut = "chmod 000 out/shut/two out/shut"
     await bench.runtime.exec(f"mkdir -p out/shut; echo 1 > out/one; echo 2 > out/shut/two; {shut}")
     await bench.runtime.kill()
@@ -263,19 +263,19 @@ async def a_file_that_nobody_may_read_keeps_no_other_one_inside(bench: Bench) ->
 
 
 @_check
-async def more_than_was_asked_for_does_not_come_out(bench: Bench) -> None:
+async def more_than_was_asked_for_does_not_come_out(bench: Fixtures) -> None:
     await bench.runtime.exec("truncate -s 3M out || dd if=/dev/zero of=out bs=1M count=3")
     await _fails(bench.runtime.download("out", bench.folder / "out", most=2 << 20))
     expect(not (bench.folder / "out").exists(), "something of it came out")
 
 
 @_check
-async def what_is_not_there_cannot_be_downloaded(bench: Bench) -> None:
+async def what_is_not_there_cannot_be_downloaded(bench: Fixtures) -> None:
     await _fails(bench.runtime.download("nowhere", bench.folder / "nowhere"))
 
 
 @_check
-async def links_do_not_lead_out_of_the_session(bench: Bench) -> None:
+async def links_do_not_lead_out_of_the_session(bench: Fixtures) -> None:
     secret = bench.folder / "secret"
     secret.write_text("host's own")
     await bench.runtime.exec(
@@ -291,7 +291,7 @@ async def links_do_not_lead_out_of_the_session(bench: Bench) -> None:
 
 
 @_check
-async def a_link_is_replaced_when_written(bench: Bench) -> None:
+async def a_link_is_replaced_when_written(bench: Fixtures) -> None:
     secret = bench.folder / "secret"
     secret.write_text("untouched")
     await bench.runtime.exec(f"ln -s {secret} reward.txt")
@@ -300,13 +300,13 @@ async def a_link_is_replaced_when_written(bench: Bench) -> None:
 
 
 @_check
-async def mounts_are_readable_inside(bench: Bench) -> None:
+async def mounts_are_readable_inside(bench: Fixtures) -> None:
     result = await bench.runtime.exec(["cat", bench.runtime.inside(bench.mount.source) + "/given"])
     expect(result.stdout == b"mounted", result)
 
 
 @_check
-async def the_gateway_is_reached(bench: Bench) -> None:
+async def the_gateway_is_reached(bench: Fixtures) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(b"here\n")
@@ -329,7 +329,7 @@ async def the_gateway_is_reached(bench: Bench) -> None:
 
 
 @_check
-async def a_timeout_ends_all_that_was_started(bench: Bench) -> None:
+async def a_timeout_ends_all_that_was_started(bench: Fixtures) -> None:
     beat = BEAT.format(file="beat")
     command = f"({beat}) & setsid bash -c '{beat}' & {beat}"
     result = await _timed_out(bench.runtime, command)
@@ -338,7 +338,7 @@ async def a_timeout_ends_all_that_was_started(bench: Bench) -> None:
 
 
 @_check
-async def a_process_that_ignores_sigterm_is_ended(bench: Bench) -> None:
+async def a_process_that_ignores_sigterm_is_ended(bench: Fixtures) -> None:
     beat = BEAT.format(file="beat")
     result = await _timed_out(bench.runtime, f"trap '' TERM; {beat}")
     expect(result.timed_out and not result.ok and result.exit_code is None, result)
@@ -346,7 +346,7 @@ async def a_process_that_ignores_sigterm_is_ended(bench: Bench) -> None:
 
 
 @_check
-async def a_cancelled_caller_leaves_nothing(bench: Bench) -> None:
+async def a_cancelled_caller_leaves_nothing(bench: Fixtures) -> None:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(bench.runtime.exec(BEAT.format(file="beat")))
         await _until(bench.runtime, "test -s beat")
@@ -355,7 +355,7 @@ async def a_cancelled_caller_leaves_nothing(bench: Bench) -> None:
 
 
 @_check
-async def what_a_command_leaves_running_is_there_for_the_next(bench: Bench) -> None:
+async def what_a_command_leaves_running_is_there_for_the_next(bench: Fixtures) -> None:
     daemon = f"(setsid bash -c '{BEAT.format(file='beat')}' </dev/null >/dev/null 2>&1 &) &"
     await bench.runtime.exec(f"{daemon} until [ -s beat ]; do sleep 0.02; done")
     size = (await bench.runtime.exec("wc -c < beat")).stdout.decode().strip()
@@ -363,7 +363,7 @@ async def what_a_command_leaves_running_is_there_for_the_next(bench: Bench) -> N
 
 
 @_check
-async def kill_ends_daemons_and_can_be_repeated(bench: Bench) -> None:
+async def kill_ends_daemons_and_can_be_repeated(bench: Fixtures) -> None:
     beat = BEAT.format(file="beat")
     daemon = f"(setsid bash -c \"trap '' TERM; {beat}\" </dev/null >/dev/null 2>&1 &) &"
     started = await bench.runtime.exec(f"{daemon} until [ -s beat ]; do sleep 0.02; done")
@@ -374,7 +374,7 @@ async def kill_ends_daemons_and_can_be_repeated(bench: Bench) -> None:
 
 
 @_check
-async def kill_ends_a_running_exec(bench: Bench) -> None:
+async def kill_ends_a_running_exec(bench: Fixtures) -> None:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(bench.runtime.exec(f"touch up; {BEAT.format(file='beat')}"))
         await _until(bench.runtime, "test -s beat")
@@ -384,7 +384,7 @@ async def kill_ends_a_running_exec(bench: Bench) -> None:
 
 
 @_check
-async def one_session_does_not_end_another(bench: Bench) -> None:
+async def one_session_does_not_end_another(bench: Fixtures) -> None:
     other = await bench.another()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(other.exec("touch up; sleep 0.5; echo alive"))
@@ -394,14 +394,14 @@ async def one_session_does_not_end_another(bench: Bench) -> None:
 
 
 @_check
-async def many_commands_run_at_once(bench: Bench) -> None:
+async def many_commands_run_at_once(bench: Fixtures) -> None:
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(bench.runtime.exec(f"echo {n}")) for n in range(16)]
     expect([int(each.result().stdout) for each in running] == list(range(16)), running)
 
 
 @_check
-async def stop_can_be_repeated_and_is_the_end(bench: Bench) -> None:
+async def stop_can_be_repeated_and_is_the_end(bench: Fixtures) -> None:
     await bench.runtime.exec("mkdir -m 000 locked; touch file")
     await bench.runtime.stop()
     await bench.runtime.stop()
@@ -417,7 +417,7 @@ async def _fails(work: Awaitable[object]) -> None:
 
 
 async def _timed_out(runtime: Runtime, command: str) -> ExecResult:
-    """The result of a command that writes to `beat`, at a timeout by which it had begun to."""
+    """Return the result of a command that had begun to write to `beat` when it timed out."""
     for timeout_s in BEGUN_S:
         result = await runtime.exec(command, timeout_s=timeout_s)
         if (await runtime.exec("test -s beat")).ok:
@@ -431,7 +431,7 @@ async def _until(runtime: Runtime, condition: str) -> None:
 
 
 async def _has_stopped(runtime: Runtime, beat: str) -> None:
-    """The process that writes to `beat` wrote once, and does not any more."""
+    """Expect that the process that wrote to `beat` writes no more."""
     count = f"sleep 0.1; wc -c < {beat}; sleep 0.2; wc -c < {beat}"
     result = await runtime.exec(count)
     first, second = result.stdout.split()

@@ -35,30 +35,37 @@ import structlog
 from bridle.aio import Nursery, run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
-from bridle.runtimes.archive import Keep, Owner, pack_folder
 from bridle.runtimes.base import ExecResult, Mount, binds
-from bridle.runtimes.namespaces import is_privileged, listen_inside
-from bridle.runtimes.owner import is_dead, owner_mark, remove_folders
-from bridle.runtimes.place import (
+from bridle.runtimes.base_runtime import (
     END,
+    ENTER,
     FRAME_BYTES,
-    TAKE,
+    RESTORE_ENV,
     Contained,
-    Up,
-    handed,
-    refuse_workdir,
+    RunningSandbox,
+    check_spec,
+    prefixed,
     with_signal,
 )
-from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK, is_marked
-from bridle.runtimes.process import Command, run_process
+from bridle.runtimes.files import Keep, Owner, pack_folder, remove_folders
+from bridle.runtimes.namespaces import is_privileged, listen_inside
+from bridle.runtimes.process import (
+    EXEC_MARK,
+    SESSION_MARK,
+    Command,
+    is_dead,
+    is_marked,
+    output_of,
+    owner_mark,
+    run_process,
+)
 from bridle.types import JSON
 
 OWNER_LABEL = "bridle.owner"
 SESSION_LABEL = "bridle.session"
 CALL_S = 120.0
-"""How long one call of the daemon may take; pulling an image may take as long as it takes."""
+"""Time limit for a call of the daemon, except for pulling and building an image."""
 OUTPUT = 16 << 20
-"""Between looks at how far a pull is."""
 DONE = ("Pull complete", "Already exists")
 CLIENT = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
 
@@ -77,34 +84,27 @@ async def docker(
     log: Path | None = None,
 ) -> str:
     """Run `docker WORDS` and return its stdout. `RuntimeFailure` carries its stderr."""
-    result = await run_process(
-        Command(
-            argv=[program(), *words],
-            cwd="/",
-            env={**(env or {}), **client_environment()},
-            stdin=stdin,
-            stdout=stdout,
-            stdout_limit=stdout_limit,
-            timeout_s=timeout_s,
-            output_limit=OUTPUT,
-            log=log,
-        )
+    command = Command(
+        argv=[program(), *words],
+        cwd="/",
+        env={**(env or {}), **client_environment()},
+        stdin=stdin,
+        stdout=stdout,
+        stdout_limit=stdout_limit,
+        timeout_s=timeout_s,
+        output_limit=OUTPUT,
+        log=log,
     )
-    if result.ok:
-        return result.stdout.decode(errors="replace").strip()
-    said = result.stderr.decode(errors="replace").strip()
-    how = f"did not end within {timeout_s:g} s" if result.timed_out else said[-1000:]
-    raise RuntimeFailure(f"docker {words[0]}: {how}")
+    return await output_of(command, f"docker {words[0]}")
 
 
 def program() -> str:
-    """Path of the `docker` command. `RuntimeFailure` says what to do where there is none."""
+    """Return the path of the `docker` command. `RuntimeFailure` if there is none."""
     found = shutil.which("docker")
     if found is None:
-        message = (
+        raise RuntimeFailure(
             "the docker runtime needs the command docker on PATH, and a daemon it may speak to"
         )
-        raise RuntimeFailure(message)
     return found
 
 
@@ -143,7 +143,7 @@ async def image_facts(image: str, *, build: str | None = None) -> dict[str, Any]
 
 
 async def _pull(image: str) -> None:
-    """Pull an image; the log is told how far it is."""
+    """Pull an image and log the progress."""
     with tempfile.TemporaryDirectory(prefix="bridle-pull-") as folder:
         said = Path(folder, "said")
         async with Nursery(_raise_nothing) as nursery:
@@ -199,9 +199,8 @@ async def remove_left_behind() -> int:
 
 
 HOLD = "exec >/dev/null 2>&1; while :; do sleep 86400 & wait; done"
-"""Process 1: it collects what others leave, and nothing inside can end it."""
+"""Process 1: it reaps orphans, and nothing inside can kill it."""
 
-ENTER = 'mkdir -p -- "$1" 2>/dev/null; cd -- "$1" || exit 125; shift; exec "$@"'
 FOLDERS = 'mkdir -p -- "$1" "$2"; chmod 700 -- "$2"'
 ABOUT = 'id -u; id -g; if [ -d "$1" ]; then echo there; fi'
 NETWORK = "bridle-gateway-only"
@@ -226,7 +225,7 @@ ROOT = (None, "", "0", 0, "root")
 KWARGS = frozenset({"binds", "build", "user"})
 
 
-class DockerRuntime(Contained[Up]):
+class DockerRuntime(Contained[RunningSandbox]):
     """One session's container; implements `base.Runtime`."""
 
     home = HOME
@@ -303,7 +302,7 @@ class DockerRuntime(Contained[Up]):
         return words
 
     async def _network(self) -> str:
-        """The network to be in, made if it is not there; decides where the gateway is reached."""
+        """Return the network to join, made if it is missing; sets the gateway's `_address`."""
         if self._spec.network == "none" or (self._spec.network == "gateway_only" and _enters()):
             return "none"
         if self._spec.network == "open" and _enters():
@@ -321,11 +320,11 @@ class DockerRuntime(Contained[Up]):
         self._address = (facts["IPAM"]["Config"][0]["Gateway"], 0)
         return network
 
-    async def _begin(self) -> Up:
+    async def _begin(self) -> RunningSandbox:
         await docker(["start", self._id])
-        return Up()
+        return RunningSandbox()
 
-    async def _listen(self, up: Up) -> socket.socket:
+    async def _listen(self, up: RunningSandbox) -> socket.socket:
         del up
         if _enters():
             pid = int(await docker(["inspect", "--format", "{{.State.Pid}}", self._id]))
@@ -346,8 +345,8 @@ class DockerRuntime(Contained[Up]):
             message = "the daemon is not on this machine: give it 'open' networks"
             raise RuntimeFailure(message) from None
 
-    async def _watch(self, up: Up) -> None:
-        """End the container when what it wrote takes too much room."""
+    async def _watch(self, up: RunningSandbox) -> None:
+        """Kill the container when its files take too much room."""
         words = ["inspect", "--size", "--format", "{{.SizeRw}}", self._id]
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -357,7 +356,7 @@ class DockerRuntime(Contained[Up]):
         up.reached = "storage"
         await docker(["kill", self._id])
 
-    async def _let_go(self, up: Up) -> None:
+    async def _let_go(self, up: RunningSandbox) -> None:
         up.let_go = True
         try:
             with suppress(RuntimeFailure):  # it has ended by itself
@@ -377,25 +376,21 @@ class DockerRuntime(Contained[Up]):
     # ---- commands
 
     async def _run(self, inside: Command) -> ExecResult:
-        """Run a command whose folder and program are those of the container."""
         up = await self._running()
         marks = self._marks()
         execution = f"{EXEC_MARK}={marks[EXEC_MARK]}"
-        env = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
-        env = handed(env | {**self._spec.env, **inside.env})
-        env |= marks
+        base = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb"}
+        env = prefixed({**base, **self._spec.env, **inside.env})
         reads = inside.stdin is not None
         words = [program(), "exec", *(["--interactive"] if reads else [])]
-        for name in env:  # by name only: the values stay out of this machine's process list
+        for name in (
+            *env,
+            *marks,
+        ):  # by name only: the values stay out of this machine's process list
             words += ["--env", name]
-        words += [self._id, "/bin/bash", "-c", TAKE + ENTER, "bash", inside.cwd]
-        command = replace(
-            inside,
-            argv=[*words, *inside.argv],
-            cwd="/",
-            env={**client_environment(), **env},
-            marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
-        )
+        words += [self._id, "/bin/bash", "-c", RESTORE_ENV + ENTER, "bash", inside.cwd]
+        argv, env = [*words, *inside.argv], {**client_environment(), **env}
+        command = self._marked(replace(inside, argv=argv, cwd="/", env=env), marks)
         ended = False
         try:
             result = await run_process(command)
@@ -406,13 +401,13 @@ class DockerRuntime(Contained[Up]):
         return await self._judged(with_signal(result), up)
 
     async def _end(self, execution: str) -> None:
-        """End what one command started and what still carries its mark."""
+        """Kill the processes of one command, by its mark."""
         if self._up is not None and self._container is not None:
             with suppress(RuntimeFailure):
                 await docker(["exec", self._id, "/bin/bash", "-c", END, "bash", execution])
 
-    async def _judged(self, result: ExecResult, up: Up) -> ExecResult:
-        """The result with the limit that ended it; `RuntimeFailure` if the container ended."""
+    async def _judged(self, result: ExecResult, up: RunningSandbox) -> ExecResult:
+        """Add the limit that ended a command; `RuntimeFailure` if the container ended."""
         if result.ok or up.let_go:
             return result
         if up.reached is None and (result.signal == signal.SIGKILL or result.exit_code == 1):
@@ -498,7 +493,7 @@ class DockerRuntime(Contained[Up]):
 
     # ---- addresses
 
-    def _is_carried(self) -> bool:
+    def _forwards(self) -> bool:
         return self._spec.network != "none"
 
     @property
@@ -508,8 +503,7 @@ class DockerRuntime(Contained[Up]):
 
     def _must_have_container(self) -> None:
         if self._container is None:
-            message = f"session {self._session_id} has no container"
-            raise RuntimeFailure(message)
+            raise RuntimeFailure(f"session {self._session_id} has no container")
 
 
 def _enters() -> bool:
@@ -520,9 +514,5 @@ def _enters() -> bool:
 def refuse_what_docker_cannot(spec: RuntimeSpec) -> None:
     """Raise `ConfigError` naming what `spec` lacks or asks for beyond what containers give."""
     if not spec.image:
-        message = "runtime 'docker' needs an image"
-        raise ConfigError(message)
-    refuse_workdir(spec, "docker")
-    if unknown := sorted(set(spec.kwargs) - KWARGS):
-        message = f"runtime 'docker' takes the kwargs {sorted(KWARGS)}; given: {unknown}"
-        raise ConfigError(message)
+        raise ConfigError("runtime 'docker' needs an image")
+    check_spec(spec, "docker", KWARGS)

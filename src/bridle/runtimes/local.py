@@ -20,11 +20,9 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec
 from bridle.errors import ConfigError, RuntimeFailure, boundary
 from bridle.runtimes.base import ExecResult, Mount
-from bridle.runtimes.owner import remove_folders
-from bridle.runtimes.place import OnThisMachine
-from bridle.runtimes.proc import KILL_S, Leaders, end_all, members
-from bridle.runtimes.process import Command, run_process
-from bridle.runtimes.snapshot import Bounds, take_out
+from bridle.runtimes.base_runtime import OnThisMachine
+from bridle.runtimes.files import CopyLimits, remove_folders, take_out
+from bridle.runtimes.process import KILL_S, Command, Leaders, end_all, members, run_process
 
 KILL_GRACE_S = 1.0
 STOP_S = 30.0
@@ -55,8 +53,7 @@ class LocalRuntime(OnThisMachine):
                 folder.chmod(0o700)
         self._check_mounts()
         if shutil.which("bash", path=self._environment()["PATH"]) is None:
-            message = "the local runtime needs bash, which is not on PATH"
-            raise RuntimeFailure(message)
+            raise RuntimeFailure("the local runtime needs bash, which is not on PATH")
         self._usable = True
 
     def _environment(self) -> dict[str, str]:
@@ -79,15 +76,9 @@ class LocalRuntime(OnThisMachine):
         if inside.cwd == self.workdir:
             with suppress(OSError):
                 Path(self.workdir).mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - quick
-        marks = self._marks()
-        return await run_process(
-            replace(
-                inside,
-                env={**self._environment(), **inside.env, **marks},
-                marks=tuple(f"{name}={value}".encode() for name, value in marks.items()),
-                leaders=self._leaders,
-            )
-        )
+        env = {**self._environment(), **inside.env}
+        command = replace(inside, env=env, leaders=self._leaders)
+        return await run_process(self._marked(command, self._marks()))
 
     async def upload(self, source: Path, target: str) -> None:
         """Implement `base.Runtime.upload`. Modes and symbolic links are kept."""
@@ -106,7 +97,7 @@ class LocalRuntime(OnThisMachine):
     ) -> tuple[str, ...]:
         """Implement `base.Runtime.download`. The limits are those of a copy of the work folder."""
         self._must_be_usable()
-        path, room = Path(self.workdir, source), Bounds().bytes if most is None else most
+        path, room = Path(self.workdir, source), CopyLimits().bytes if most is None else most
         with boundary(RuntimeFailure, f"cannot download {source}"):
             _, left = await asyncio.to_thread(take_out, path, target, self._scratch, room)
         return left
@@ -116,15 +107,13 @@ class LocalRuntime(OnThisMachine):
         return Path(self.workdir)
 
     def inside(self, path: Path) -> str:
-        """The path itself: nothing is hidden here."""
         return str(path)
 
     def gateway_url(self, url: str) -> str:
-        """The URL itself: the network is the machine's."""
         return url
 
     async def kill(self) -> None:
-        """End all processes of the session, including daemons that left their process group."""
+        """Kill all processes of the session, including daemons that left their process group."""
         marks = [f"{name}={value}".encode() for name, value in self._own_marks.items()]
         await run_shielded(
             end_all(lambda: members(marks, self._leaders), grace_s=KILL_GRACE_S),
@@ -132,7 +121,7 @@ class LocalRuntime(OnThisMachine):
         )
 
     async def stop(self) -> None:
-        """End all processes and delete the session's folders; the empty scratch folder remains."""
+        """Kill all processes and delete the session's folders; the empty scratch folder remains."""
         self._usable = False
         try:
             await self.kill()
@@ -157,18 +146,15 @@ def refuse_what_local_cannot(spec: RuntimeSpec) -> None:
     if spec.network == "none":
         asked.append("network = 'none'")
     if asked:
-        message = f"runtime 'local' cannot give {', '.join(asked)}: it does not contain"
-        raise ConfigError(message)
+        raise ConfigError(f"runtime 'local' cannot give {', '.join(asked)}: it does not contain")
     workdir = Path(spec.workdir or ".")
     if workdir.is_absolute() or ".." in workdir.parts:
-        message = (
+        raise ConfigError(
             f"runtime 'local': workdir {spec.workdir!r} must lie inside the session's own folder: "
             "give a relative path"
         )
-        raise ConfigError(message)
     if spec.kwargs:
-        message = f"runtime 'local' takes no kwargs; given: {sorted(spec.kwargs)}"
-        raise ConfigError(message)
+        raise ConfigError(f"runtime 'local' takes no kwargs; given: {sorted(spec.kwargs)}")
 
 
 def _copy_in(source: Path, target: Path) -> None:

@@ -1,38 +1,308 @@
-"""One process of this machine: started in its own session, read as it speaks, ended for certain.
+"""Processes of this machine: started, read, found again and killed for certain.
 
 Every runtime that runs programs here (also through `bwrap` or a container's command line) and every
 installer of a harness goes through `run_process`. Output never blocks the process and never fills
-our memory; at a timeout or a cancellation nothing that it started stays.
+memory: its head and its tail are kept, all of it goes to a log file. At a timeout or a cancellation
+nothing that the process started survives. `asyncio`'s own subprocesses are not used: on Python 3.11
+they cost one thread per child. A pidfd reports the end, where the system has it.
 
-`asyncio`'s own subprocesses are not used: on Python 3.11 they cost one thread per child. A pidfd
-tells the end, where the system has it.
+A process group is not enough to find a session's processes: a daemon leaves it. So every process
+that a runtime starts carries marks in its environment (`BRIDLE_SESSION`, `BRIDLE_PLACE`,
+`BRIDLE_EXEC`), and its descendants inherit them. A session has several runtimes when it is scored
+apart from its agent. The processes of a runtime are those with its marks, those of the process
+groups and sessions that we started, and all their descendants. Only a process that clears its
+environment, leaves its session and loses its parent escapes this; runtimes that contain do not rely
+on it. Without `/proc` (macOS) only the process groups are known.
+
+Containers, control groups and folders carry an owner mark: it names the process that made them in a
+form that no later process has. Only a process of the same machine and process namespace can tell
+that an owner is dead: a daemon may serve several machines, and a container's processes do not see
+those of other containers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import resource
 import signal
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Self
 
 from bridle.aio import run_shielded
 from bridle.errors import RuntimeFailure
+from bridle.folders import private_folder
 from bridle.runtimes.base import ExecResult
-from bridle.runtimes.output import Kept, LogFile
-from bridle.runtimes.proc import KILL_S, POLL_S, Leaders, end_all, members
+
+LOG_LIMIT = 64 << 20
+"""Bytes of one log file; what comes later is left out, and the file says so."""
+
+
+class BoundedOutput:
+    """The head and the tail of a stream of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._head_limit = (limit + 1) // 2
+        self._tail_limit = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._size = 0
+
+    def feed(self, data: bytes) -> None:
+        self._size += len(data)
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail += data[-self._tail_limit :] if self._tail_limit else b""
+            # Trimming only at twice the limit keeps the cost per byte constant.
+            if len(self._tail) > 2 * self._tail_limit:
+                del self._tail[: -self._tail_limit]
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether bytes between head and tail were dropped."""
+        return self._size > self._head_limit + self._tail_limit
+
+    def value(self) -> bytes:
+        """Return head and tail; a line between them says how many bytes are missing."""
+        tail = self._tail[-self._tail_limit :] if self._tail_limit else b""
+        return joined(bytes(self._head), bytes(tail), self._size)
+
+
+def joined(head: bytes, tail: bytes, size: int) -> bytes:
+    """Join the kept head and tail of `size` bytes; a line between them counts the missing bytes."""
+    missing = size - len(head) - len(tail)
+    note = f"\n[bridle: {missing} bytes left out]\n".encode() if missing > 0 else b""
+    return head + note + tail
+
+
+class LogFile:
+    """A file that output is appended to as it comes, up to `LOG_LIMIT` bytes.
+
+    May be shared by two streams. `OSError` (disk full) escapes from `feed`.
+    """
+
+    def __init__(self, path: Path, limit: int = LOG_LIMIT) -> None:
+        private_folder(path.parent)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._left = limit
+        self.full = False
+        """Whether the limit is reached, so that nothing more is written."""
+
+    def feed(self, data: bytes) -> None:
+        """Append; past the limit only one note is written."""
+        if self.full:
+            return
+        part = data[: self._left]
+        self._left -= len(part)
+        while part:
+            part = part[os.write(self._file, part) :]
+        if len(data) > 0 and self._left == 0:
+            self.full = True
+            os.write(self._file, b"\n[bridle: the log's size limit is reached]\n")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+MACHINE = Path("/etc/machine-id")
+
+
+def owner_mark() -> str:
+    """Return this process's mark: its number, its start, and its machine."""
+    return f"{os.getpid()}.{started_at(os.getpid())}.{_machine()}"
+
+
+def is_dead(mark: str) -> bool:
+    """Return whether the process of a mark has certainly ended; False for a mark of another
+    machine.
+    """
+    pid, _, rest = mark.partition(".")
+    started, _, machine = rest.partition(".")
+    return machine == _machine() and not (pid.isdigit() and started_at(int(pid)) == started)
+
+
+def started_at(pid: int) -> str | None:
+    """Return the start of a process in clock ticks since boot; `None` if it does not live."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[19] if fields[0] not in ("Z", "X") else None
+
+
+@cache
+def _machine() -> str:
+    """Return a name of this machine and this process namespace."""
+    machine = socket.gethostname()
+    with suppress(OSError):
+        machine += MACHINE.read_text().strip()
+    space = 0
+    with suppress(OSError):
+        space = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{hashlib.sha256(machine.encode()).hexdigest()[:8]}.{space}"
+
+
+SESSION_MARK = "BRIDLE_SESSION"
+PLACE_MARK = "BRIDLE_PLACE"
+EXEC_MARK = "BRIDLE_EXEC"
+
+PROC = Path("/proc")
+POLL_S = 0.02
+KILL_S = 10.0
+"""How long processes may live on after SIGKILL (uninterruptible I/O) before we say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One living process, as `/proc/<pid>/stat` tells it."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
+
+
+@dataclass(slots=True)
+class Leaders:
+    """The process groups (and sessions) that one runtime started, by their leader's id."""
+
+    running: set[int] = field(default_factory=set)
+    """Leaders that we have not collected: their numbers are ours."""
+    ended: set[int] = field(default_factory=set)
+    """Collected leaders whose group had other members left."""
+
+    def add(self, pid: int) -> None:
+        self.running.add(pid)
+
+    def collected(self, pid: int) -> None:
+        """Record that a leader has ended and its number is free, unless its group lives on."""
+        self.running.discard(pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, 0)
+            self.ended.add(pid)
+
+    def ours(self, pids: Collection[int]) -> set[int]:
+        """Group numbers that are ours, given all living `pids`.
+
+        An ended leader whose number lives again was given to a stranger.
+        """
+        self.ended.difference_update(pids)
+        return self.running | self.ended
+
+
+def living() -> list[Found]:
+    """Return every process of this machine that is not a zombie; none without `/proc`."""
+    found = []
+    try:
+        names = os.listdir(PROC)  # noqa: PTH208 - thousands of names, and only their text is needed
+    except OSError:
+        return []
+    for name in names:
+        if not name.isdigit():
+            continue
+        try:
+            with Path(f"/proc/{name}/stat").open("rb") as file:
+                # The command name stands in parentheses and may hold spaces and parentheses.
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields and fields[0] not in (b"Z", b"X"):
+            found.append(Found(int(name), int(fields[1]), int(fields[2]), int(fields[3])))
+    return found
+
+
+def is_marked(pid: int, marks: Collection[bytes]) -> bool:
+    """Return whether a process was started with all `marks` (`NAME=value`) in its environment.
+
+    Without marks nothing is marked.
+    """
+    if not marks:
+        return False
+    try:
+        with Path(f"/proc/{pid}/environ").open("rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return False
+    return all(mark in entries for mark in marks)
+
+
+def members(marks: Collection[bytes], leaders: Leaders) -> set[int]:
+    """Living processes with all `marks`, or in a group or session of `leaders`, and descendants.
+
+    This process is never among them.
+    """
+    own = os.getpid()
+    everyone = [each for each in living() if each.pid != own]
+    groups = leaders.ours({each.pid for each in everyone})
+    children: dict[int, list[int]] = {}
+    for each in everyone:
+        children.setdefault(each.parent, []).append(each.pid)
+    open_ends = [
+        each.pid
+        for each in everyone
+        if each.group in groups or each.session in groups or is_marked(each.pid, marks)
+    ]
+    known: set[int] = set()
+    while open_ends:
+        pid = open_ends.pop()
+        if pid not in known:
+            known.add(pid)
+            open_ends.extend(children.get(pid, ()))
+    return known
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal each process; those that have ended are passed over."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+async def end_all(find: Callable[[], set[int]], *, grace_s: float) -> int:
+    """Kill all processes that `find` gives: TERM, `grace_s` of patience, then KILL to the last.
+
+    Returns how many were found at first. Raises `RuntimeFailure` naming the processes that outlive
+    SIGKILL by ten seconds. `find` runs in a thread.
+    """
+    first = left = await asyncio.to_thread(find)
+    if not first:
+        return 0
+    loop = asyncio.get_running_loop()
+    send(left, signal.SIGTERM)
+    patience = loop.time() + grace_s
+    while left and loop.time() < patience:
+        await asyncio.sleep(POLL_S)
+        left = await asyncio.to_thread(find)
+    patience = loop.time() + KILL_S
+    # One empty look is not enough: a process may fork behind the reader's back and end itself.
+    empty = 0
+    while empty < 2:
+        send(left, signal.SIGKILL)
+        if left and loop.time() > patience:
+            raise RuntimeFailure(f"processes still alive after SIGKILL: {sorted(left)}")
+        await asyncio.sleep(POLL_S if left else 0)
+        left = await asyncio.to_thread(find)
+        empty = 0 if left else empty + 1
+    return len(first)
+
 
 READ_BYTES = 1 << 18
 TERM_GRACE_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 DRAIN_S = 0.25
-"""How long output is still read after the end, if a process left behind holds the pipe open."""
+"""Time in which output is still read after the end, while another process holds the pipe open."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 """Exit codes that a shell gives for these; we give the same."""
@@ -58,10 +328,20 @@ class Command:
     """Gets stdout, and stderr too unless `error_log` is given."""
     error_log: Path | None = None
     marks: tuple[bytes, ...] = ()
-    """`NAME=value` entries of `env` that name what this process starts (see `proc`)."""
+    """`NAME=value` entries of `env` by which the processes are found again."""
     grace_s: float = TERM_GRACE_S
     leaders: Leaders = field(default_factory=Leaders)
-    """Told of the process, which leads its own group and session; whoever runs many keeps it."""
+    """Records the process as leader of its own group and session."""
+
+
+async def output_of(command: Command, name: str) -> str:
+    """Run a process and return its stdout. `RuntimeFailure` has `name` and its stderr."""
+    result = await run_process(command)
+    if result.ok:
+        return result.stdout.decode(errors="replace").strip()
+    said = result.stderr.decode(errors="replace").strip()[-1000:]
+    how = f"did not end within {command.timeout_s:g} s" if result.timed_out else said
+    raise RuntimeFailure(f"{name}: {how}")
 
 
 async def run_process(command: Command) -> ExecResult:
@@ -81,8 +361,7 @@ async def run_process(command: Command) -> ExecResult:
         except PermissionError:
             return _not_run(command, NOT_EXECUTABLE, "cannot be executed", logs)
         except OSError as error:
-            message = f"cannot start {command.argv[0]!r}: {error}"
-            raise RuntimeFailure(message) from error
+            raise RuntimeFailure(f"cannot start {command.argv[0]!r}: {error}") from error
         command.leaders.add(child.pid)
         streams = _Streams(child, command, logs)
         timed_out = False
@@ -177,7 +456,7 @@ async def _ended(child: subprocess.Popen[bytes], streams: _Streams) -> None:
 
 
 async def _end_for_certain(child: subprocess.Popen[bytes], command: Command) -> None:
-    """`_end`, even if the caller is cancelled, within bounds."""
+    """Call `_end`, even if the caller is cancelled, within a time limit."""
     try:
         await run_shielded(_end(child, command), timeout_s=command.grace_s + 2 * KILL_S)
     except TimeoutError:
@@ -186,7 +465,7 @@ async def _end_for_certain(child: subprocess.Popen[bytes], command: Command) -> 
 
 
 async def _end(child: subprocess.Popen[bytes], command: Command) -> None:
-    """End the process, its group, and whatever carries its marks; collect it."""
+    """Kill the process, its group, and whatever carries its marks; collect it."""
 
     def find() -> set[int]:
         return members(command.marks, Leaders({child.pid}))
@@ -224,8 +503,7 @@ class _Logs:
                 self.error = LogFile(self._command.error_log)
         except OSError as error:
             self.__exit__()
-            message = f"cannot write a log: {error}"
-            raise RuntimeFailure(message) from error
+            raise RuntimeFailure(f"cannot write a log: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -239,10 +517,10 @@ class _Streams:
 
     def __init__(self, child: subprocess.Popen[bytes], command: Command, logs: _Logs) -> None:
         self._loop = asyncio.get_running_loop()
-        self.stdout = Kept(command.output_limit)
-        self.stderr = Kept(command.output_limit)
+        self.stdout = BoundedOutput(command.output_limit)
+        self.stderr = BoundedOutput(command.output_limit)
         self.over = asyncio.Event()
-        """Set when the process has ended, or when going on makes no sense."""
+        """Set when the process has ended, or its log cannot be written."""
         self.failure: OSError | None = None
         self._open: dict[int, IO[bytes]] = {}
         self._all_closed = asyncio.Event()
@@ -259,12 +537,12 @@ class _Streams:
             os.set_blocking(self._stdin.fileno(), False)
             self._loop.add_writer(self._stdin.fileno(), self._write)
 
-    def _read(self, pipe: IO[bytes], kept: Kept, log: LogFile | None) -> None:
+    def _read(self, pipe: IO[bytes], kept: BoundedOutput, log: LogFile | None) -> None:
         os.set_blocking(pipe.fileno(), False)
         self._open[pipe.fileno()] = pipe
         self._loop.add_reader(pipe.fileno(), partial(self._readable, pipe, kept, log))
 
-    def _readable(self, pipe: IO[bytes], kept: Kept, log: LogFile | None) -> None:
+    def _readable(self, pipe: IO[bytes], kept: BoundedOutput, log: LogFile | None) -> None:
         try:
             data = os.read(pipe.fileno(), READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -320,5 +598,4 @@ class _Streams:
     def check(self) -> None:
         """Raise `RuntimeFailure` if the log could not be written."""
         if self.failure is not None:
-            message = f"cannot write a log: {self.failure}"
-            raise RuntimeFailure(message) from self.failure
+            raise RuntimeFailure(f"cannot write a log: {self.failure}") from self.failure

@@ -29,10 +29,8 @@ from bridle.aio import run_shielded
 from bridle.config import RuntimeSpec, Settings, explain
 from bridle.errors import ConfigError, RuntimeFailure, boundary, install_extra
 from bridle.runtimes.base import ExecResult, Mount, Runtime
-from bridle.runtimes.output import LOG_LIMIT, LogFile, joined
-from bridle.runtimes.place import END, Archived
-from bridle.runtimes.proc import EXEC_MARK, SESSION_MARK
-from bridle.runtimes.process import Command
+from bridle.runtimes.base_runtime import END, Archived
+from bridle.runtimes.process import EXEC_MARK, LOG_LIMIT, SESSION_MARK, Command, LogFile, joined
 from bridle.types import JSON
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ with open("ended.part", "w") as file:
     json.dump({"code": code, "failed": failed}, file)
 os.rename("ended.part", "ended")
 """
-"""Runs the command of the file `request` in the folder it is given; `ended` tells its end."""
+"""Runs the command in the file `request` of a folder; the file `ended` has its exit code."""
 START = 'setsid "$1" -c "$2" "$3" </dev/null >/dev/null 2>&1 &'
 LOOK = """cd -- "$1" || exit
 ended=$(cat ended 2>/dev/null)
@@ -110,10 +108,10 @@ class RemoteSettings(Settings):
     """`RuntimeSpec.kwargs` of runtime `remote`; all of it is the operator's to set."""
 
     deployment: JSON = Field(default_factory=lambda: {"type": "local"})
-    """SWE-ReX's own: its `type` and that deployment's fields."""
+    """SWE-ReX's configuration: a `type` and that deployment's fields."""
     gateway: str | None = None
-    """Where the gateway is reached from there; `None` = at its own address, on a host that shares
-    this machine's loopback."""
+    """The gateway's address on the host; `None` = its own, on a host that shares this machine's
+    loopback."""
     python: str = "python3"
 
 
@@ -297,7 +295,7 @@ class RemoteRuntime(Archived):
         await super()._get(path, archive, most)
 
     async def copied(self, scratch: Path) -> Runtime:
-        """Raises `RuntimeFailure`: such a host makes no copies of itself."""
+        """Raise `RuntimeFailure`: such a host makes no copies of itself."""
         del scratch
         message = "runtime 'remote' cannot be copied: evaluator.trusted = true scores in it"
         raise RuntimeFailure(message)
@@ -310,7 +308,7 @@ class RemoteRuntime(Archived):
         return mount.target if self.contains else f"{self._root}/mounts/{mount.target}"
 
     def gateway_url(self, url: str) -> str:
-        """The URL as `kwargs.gateway` says, or as it is."""
+        """Return the URL as `kwargs.gateway` says, or unchanged."""
         if self._settings.gateway is None:
             return url
         at, path = urlsplit(self._settings.gateway), urlsplit(url).path
@@ -346,30 +344,27 @@ class RemoteRuntime(Archived):
 
 
 def _settings_of(spec: RuntimeSpec) -> RemoteSettings:
-    """The kwargs of a spec that a host can keep; `ConfigError` names what it cannot."""
+    """Return the kwargs of a spec that a host can keep; `ConfigError` names what it cannot."""
     try:
         settings = RemoteSettings.model_validate(spec.kwargs)
     except ValidationError as error:
         raise explain(error, "runtime 'remote': kwargs") from None
     limits = ("cpus", "memory_mb", "storage_mb", "max_processes", "gpus", "image")
     if asked := [name for name in limits if getattr(spec, name) is not None]:
-        message = (
+        raise ConfigError(
             f"runtime 'remote' cannot give {', '.join(asked)}: say it to the deployment, as "
             "SWE-ReX names it (kwargs.deployment)"
         )
-        raise ConfigError(message)
     kind = settings.deployment.get("type")
     if spec.network == "none" or (spec.network == "gateway_only" and kind not in SHARED):
-        message = (
+        raise ConfigError(
             f"runtime 'remote' cannot keep network = {spec.network!r}: the host's network is the "
             "host's; say network = 'open'"
         )
-        raise ConfigError(message)
     if kind not in SHARED and settings.gateway is None:
-        message = (
+        raise ConfigError(
             f"runtime 'remote': a host of {kind!r} needs kwargs.gateway, an address of ours there"
         )
-        raise ConfigError(message)
     workdir = PurePosixPath(spec.workdir or ".")
     if workdir.is_absolute() or ".." in workdir.parts:
         message = f"runtime 'remote': workdir {spec.workdir!r} must be relative, without '..'"
@@ -445,17 +440,15 @@ class RexHost:
 def _open(deployment: JSON) -> AbstractDeployment:
     kind, fields = deployment.get("type"), {k: v for k, v in deployment.items() if k != "type"}
     if kind not in KINDS:
-        message = f"runtime 'remote': kwargs.deployment.type: one of {KINDS}, not {kind!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"runtime 'remote': kwargs.deployment.type: one of {KINDS}, not {kind!r}")
     # Its loggers would print every call.
     os.environ.setdefault("SWE_REX_LOG_STREAM_LEVEL", "100")
     try:
         from swerex.deployment import config
     except ImportError as error:
-        message = (
+        raise ConfigError(
             f"runtime 'remote' needs the package swe-rex ({error}): run {install_extra('remote')}"
-        )
-        raise ConfigError(message) from None
+        ) from None
     try:
         made = getattr(config, f"{kind.capitalize()}DeploymentConfig")(**fields)
     except ValidationError as error:

@@ -17,7 +17,7 @@ from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bridle.errors import BridleError
-from bridle.lifecycle.ending import Blame, blame, is_scored
+from bridle.node.ending import Fault, blame, is_scored
 from bridle.server import tables as t
 from bridle.server.schemas import GroupOptions, Reward
 from bridle.server.tables import (
@@ -67,7 +67,7 @@ class Finalizer:
         failed = sum(one["why"] == "failed" for one in _earlier(session))
         may_again = _stopped(session, task) is None and failed + 1 < terms.max_attempts
         blamed = blame(SessionStatus(ended.status), ended.cause)
-        if blamed is Blame.INFRASTRUCTURE and may_again:
+        if blamed is Fault.INFRASTRUCTURE and may_again:
             not_before = self._now + terms.retry_backoff_s * 2**failed
             node = ended.result.get("node_id")
             await self._requeue(session, "failed", ended.error, not_before=not_before, node=node)

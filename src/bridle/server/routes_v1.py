@@ -20,7 +20,7 @@ from bridle.capture.reader import SqliteReader
 from bridle.config import ForkSpec, Task
 from bridle.errors import ConfigError, StoreError
 from bridle.gateway.weights import AddReplica, SetPolicy
-from bridle.lifecycle.opening import read_replay
+from bridle.node.session import read_replay
 from bridle.server import results
 from bridle.server.auth import Caller, TokenRole
 from bridle.server.callbacks import ForbiddenAddressError

@@ -32,7 +32,8 @@ from bridle.errors import (
     root_cause,
 )
 from bridle.gateway.faults import trace_of
-from bridle.lifecycle.results import SessionResult
+from bridle.node.base import SessionRunner
+from bridle.node.results import SessionResult
 from bridle.server.database import until_done
 from bridle.server.files import TrajectoryFiles, UnwritableError
 from bridle.server.finalize import empty_result
@@ -42,7 +43,6 @@ from bridle.server.queries import Queries
 from bridle.server.settings import ServiceSettings
 from bridle.server.store import ClaimLimits, TaskStore
 from bridle.server.tables import Claim, EndedRun, FinalizeResult
-from bridle.server.workers import Workers
 from bridle.trajectory.sample import Trajectory
 from bridle.types import Cause, SessionStatus
 
@@ -64,7 +64,7 @@ class Scheduler:
         store: TaskStore,
         queries: Queries,
         files: TrajectoryFiles,
-        workers: Workers,
+        workers: SessionRunner,
         settings: ServiceSettings,
         owner: str,
         on_finalized: Callable[[FinalizeResult], None],

@@ -32,8 +32,9 @@ from bridle.config import Task
 from bridle.errors import BridleError, ConfigError
 from bridle.gateway.faults import trace_of
 from bridle.gateway.weights import SetPolicy
-from bridle.lifecycle.events import Event, RoomChanged, SessionChanged
-from bridle.lifecycle.manager import plan
+from bridle.node.base import SessionRunner
+from bridle.node.events import Event, RoomChanged, SessionChanged
+from bridle.node.local import plan
 from bridle.server.database import Database, until_done
 from bridle.server.files import TrajectoryFiles
 from bridle.server.metrics import ServerMetrics
@@ -44,7 +45,6 @@ from bridle.server.schemas import Reward, Submission
 from bridle.server.settings import ServiceSettings
 from bridle.server.store import FairShares, TaskStore
 from bridle.server.tables import FinalizeResult, RetentionLevel, Row, run_id, task_key
-from bridle.server.workers import Workers
 from bridle.types import JSON
 
 LONGEST_FAULT: Final = 2000
@@ -64,7 +64,7 @@ class Service:
         *,
         database: Database,
         files: TrajectoryFiles,
-        workers: Workers,
+        workers: SessionRunner,
         settings: ServiceSettings | None = None,
         owner: str = "server",
     ) -> None:
@@ -107,7 +107,7 @@ class Service:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.workers.listening(self._on_event))
+            stack.enter_context(self.workers.events.listening(self._on_event))
             await self._agree_on_version()
             await self.peers.take_over([self.owner])
             nursery = await stack.enter_async_context(Nursery(self.failed))

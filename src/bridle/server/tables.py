@@ -3,7 +3,7 @@
 The tables are the same on SQLite and PostgreSQL; `migrations` makes them, and a test compares the
 two. What a query selects by is a column; tasks and results are JSON text. Times are Unix seconds.
 
-The stages of a RUNNING session (`bridle.lifecycle.session`) are published as events and not stored.
+The stages of a RUNNING session (`bridle.node.session`) are published as events and not stored.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import structlog
 
 from bridle.bridges.base import turns_of
 from bridle.capture.records import SessionCapture
-from bridle.lifecycle.events import Event, SessionChanged, SessionEnded
-from bridle.lifecycle.results import SessionResult
+from bridle.node.events import Event, SessionChanged, SessionEnded
+from bridle.node.results import SessionResult
 from bridle.types import JSON
 
 log = structlog.get_logger(__name__)

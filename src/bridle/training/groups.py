@@ -23,7 +23,7 @@ import numpy as np
 
 from bridle.config import Task
 from bridle.errors import ConfigError
-from bridle.executors.local import Executor
+from bridle.node.batch import Executor
 from bridle.training.samples import Group
 from bridle.types import JSON
 

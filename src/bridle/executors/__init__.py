@@ -1,1 +1,0 @@
-"""Executors: `local` runs sessions in this process, `ray` on a cluster of nodes."""

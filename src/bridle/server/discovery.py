@@ -1,0 +1,95 @@
+"""Engines that a file or a URL names, which join and leave while the server runs.
+
+The source has lines, JSON, or the Prometheus file that verl writes for its servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import structlog
+
+from bridle.errors import BridleError, ConfigError
+from bridle.node.base import SessionRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+log = structlog.get_logger()
+
+READ_EVERY_S = 5.0
+PATIENCE_S = 1800.0
+"""How long a server waits for the first engine: a trainer may load its model first."""
+DRAIN_S = 30.0
+"""How long the calls of an engine that leaves may go on there."""
+
+ENGINE = re.compile(
+    r"""(?:[a-z]+:)?https?://[^\s"',{}]+"""
+    r"|(?<![\w./:])(?:\[[0-9a-fA-F:]+\]|\w[\w.-]*):\d{1,5}(?![\w:])"
+)
+
+
+def engines_in(text: str) -> list[str]:
+    """The engines that a text names, each once, as `--engine` takes them."""
+    found = [one if "://" in one else f"http://{one}" for one in ENGINE.findall(text)]
+    return list(dict.fromkeys(found))
+
+
+async def named(source: str) -> list[str]:
+    """The engines that a file or an `http(s)://` URL names now; none where it cannot be read."""
+    try:
+        if "://" not in source:
+            return engines_in(await asyncio.to_thread(Path(source).read_text))
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as http,
+            http.get(source) as answer,
+        ):
+            return engines_in(await answer.text())
+    except (OSError, ValueError, TimeoutError, aiohttp.ClientError):
+        return []
+
+
+async def first_named(source: str) -> list[str]:
+    """Wait until engines are named. `ConfigError` if none is for half an hour."""
+    log.info("waiting_for_engines", source=source)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if found := await named(source):
+                    return found
+                await asyncio.sleep(READ_EVERY_S)
+    except TimeoutError:
+        raise ConfigError(f"{source} named no engine for {PATIENCE_S:g} s") from None
+
+
+async def follow(
+    source: str, workers: SessionRunner, there: Iterable[str], *, every_s: float = READ_EVERY_S
+) -> None:
+    """Have engines join and leave as `source` names them; runs until it is cancelled.
+
+    `there` are those that serve already. A source that names none, or cannot be read, changes
+    nothing. An engine that cannot serve is tried again each time.
+    """
+    joined, failing = set(there), set[str]()
+    while True:
+        await asyncio.sleep(every_s)
+        if not (wanted := await named(source)):
+            continue
+        for engine in [one for one in wanted if one not in joined]:
+            try:
+                await workers.add_replica(engine)
+            except BridleError as error:
+                if engine not in failing:
+                    log.warning("engine_cannot_join", engine=engine, error=str(error))
+                failing.add(engine)
+                continue
+            failing.discard(engine)
+            joined.add(engine)
+        for engine in joined - set(wanted):
+            joined.discard(engine)
+            await workers.remove_replica(engine, DRAIN_S)

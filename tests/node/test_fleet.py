@@ -1,0 +1,59 @@
+import pytest
+from tests.node.nodes import a_runner, remote_nodes
+
+from bridle.errors import EngineError
+from bridle.node.fleet import all_of
+
+A, B = "http://a", "http://b"
+
+
+async def test_listed_engines_join_all_nodes_and_unlisted_ones_leave():
+    async with remote_nodes("x", "y") as remotes, a_runner(*remotes) as runner:
+        await runner.add_replica("http://by-hand")
+        await runner.follow_engines([A, B, "no URL"], drain_s=0)
+        assert runner.replicas == ["http://by-hand", A, B]
+        await runner.follow_engines([B], drain_s=0)
+        await runner.follow_engines([B], drain_s=0)
+        wanted = ["http://engine", "http://by-hand", B]
+        assert [remote.gateway.replicas for remote in remotes] == [wanted, wanted]
+
+
+async def test_an_engine_that_cannot_join_is_tried_again():
+    async with remote_nodes("x") as remotes, a_runner(*remotes) as runner:
+        remotes[0].gateway.refuses = "it is loading"
+        await runner.follow_engines([A], drain_s=0)
+        assert runner.replicas == []
+        remotes[0].gateway.refuses = None
+        await runner.follow_engines([A], drain_s=0)
+        assert runner.replicas == [A]
+        remotes[0].failure = "away"
+        await runner.follow_engines([], drain_s=0)
+        remotes[0].failure = None
+        await runner.follow_engines([], drain_s=0)
+        assert remotes[0].gateway.replicas == ["http://engine"]
+
+
+async def test_a_node_opens_without_a_dead_engine_and_gets_it_when_it_is_back():
+    async with remote_nodes("x", "late") as remotes, a_runner(remotes[0]) as runner:
+        await runner.follow_engines([A], drain_s=0)
+        late = remotes[1]
+        late.gateway.refuses = "nobody answers"
+        runner.join(late)
+        await runner.first_heard()
+        assert (runner.free, late.gateway.replicas) == (8, ["http://engine"])
+        await runner.follow_engines([A], drain_s=0)
+        late.gateway.refuses = None
+        await runner.follow_engines([A], drain_s=0)
+        assert late.gateway.replicas == ["http://engine", A]
+        assert remotes[0].gateway.replicas == ["http://engine", A]
+
+
+async def test_every_failed_call_is_named():
+    async def fails():
+        raise EngineError("no")
+
+    async def works():
+        return 1
+
+    with pytest.raises(EngineError, match=r"^a: no; c: no$"):
+        await all_of([("a", fails), ("b", works), ("c", fails)])

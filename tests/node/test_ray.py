@@ -1,0 +1,57 @@
+"""Tests of `node.ray` that need no cluster; `tests/cluster` has the others."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bridle.errors import ConfigError, NodeLostError
+
+pytestmark = pytest.mark.ray
+
+
+def test_each_process_locks_a_folder_and_the_next_one_reuses_a_dead_ones(tmp_path):
+    from bridle.node.ray import take_folder
+
+    first, lock = take_folder(tmp_path)
+    second, other = take_folder(tmp_path)
+    assert [first.name, second.name] == ["0", "1"]
+    lock.close()
+    third, lock = take_folder(tmp_path)
+    assert third == first
+    lock.close()
+    other.close()
+
+
+async def test_an_actors_value_is_returned_and_its_error_raised():
+    from ray.exceptions import ActorUnavailableError, ObjectLostError
+
+    from bridle.node.ray import ActorResult, unwrapped
+
+    async def answer(value):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    assert await unwrapped(answer(ActorResult(3))) == 3
+    assert await unwrapped(answer(None)) is None
+    with pytest.raises(ConfigError, match="no such engine"):
+        await unwrapped(answer(ActorResult(error=ConfigError("no such engine"))))
+    with pytest.raises(NodeLostError) as away:
+        await unwrapped(answer(ActorUnavailableError("it restarts", b"1" * 16)))
+    with pytest.raises(NodeLostError) as gone:
+        await unwrapped(answer(ObjectLostError("1" * 56, None, "")))
+    assert (away.value.may_return, gone.value.may_return) == (True, False)
+
+
+async def test_a_proxy_calls_the_methods_of_its_contract_and_no_others():
+    from bridle.node.base import REMOTE_METHODS, SessionRunner
+    from bridle.node.ray import ActorResult, RayNode
+
+    async def call(method, *given):
+        return ActorResult((method, *given))
+
+    node = RayNode("a", {}, SimpleNamespace(call=SimpleNamespace(remote=call)))
+    assert await node.start("me", []) == ("start", "me", [])
+    assert {"connect", "poll", "set_policy"} <= REMOTE_METHODS
+    for name in ("epoch", "leave", *(vars(SessionRunner).keys() - REMOTE_METHODS)):
+        assert name == "leave" or not hasattr(node, name) or name.startswith("_")

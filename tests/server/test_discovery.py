@@ -1,0 +1,117 @@
+"""Engines that a file or a URL names join and leave by themselves."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+from tests.server.house import FakeWorkers, until
+
+from bridle.errors import ConfigError, EngineError
+from bridle.server import discovery
+from bridle.server.discovery import engines_in, first_named, follow, named
+
+PROMETHEUS = """global:
+  evaluation_interval: 10s
+scrape_configs:
+- file_sd_configs:
+  - files:
+    - /tmp/ray/prom_metrics_service_discovery.json
+  job_name: ray
+- job_name: rollout
+  static_configs:
+  - targets:
+    - 10.0.0.1:8000
+    - '[fd00::1]:8001'
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "engines"),
+    [
+        ("http://a:1\nsglang:http://b:2 http://a:1\n", ["http://a:1", "sglang:http://b:2"]),
+        ('["http://a:1", "b:2"]', ["http://a:1", "http://b:2"]),
+        ('[{"targets":["a:1","b:2"],"labels":{"job":"x"}}]', ["http://a:1", "http://b:2"]),
+        (PROMETHEUS, ["http://10.0.0.1:8000", "http://[fd00::1]:8001"]),
+        ("no engine yet", []),
+    ],
+)
+def test_lines_json_and_prometheus_name_engines(text, engines):
+    assert engines_in(text) == engines
+
+
+async def test_a_url_names_engines_and_what_cannot_be_read_names_none(tmp_path):
+    app = web.Application()
+
+    async def engines(request):
+        return web.json_response(["http://a:1"])
+
+    app.router.add_get("/engines", engines)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        assert await named(f"{url}/engines") == ["http://a:1"]
+        assert await named(f"{url}/other") == []
+    finally:
+        await runner.cleanup()
+    assert await named(f"{url}/engines") == []
+    assert await named(str(tmp_path)) == []
+
+
+async def test_a_server_waits_for_the_first_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(discovery, "READ_EVERY_S", 0.01)
+    source = tmp_path / "engines"
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(first_named(str(source)))
+        await asyncio.sleep(0)
+        source.write_text("a:1")
+    assert waiting.result() == ["http://a:1"]
+    monkeypatch.setattr(discovery, "PATIENCE_S", 0.02)
+    with pytest.raises(ConfigError, match="named no engine"):
+        await first_named(str(tmp_path / "none"))
+
+
+class Late(FakeWorkers):
+    """Workers whose engine `late` cannot serve at first."""
+
+    tries = 0
+
+    async def add_replica(self, engine):
+        self.tries += engine == "http://late:1"
+        if self.tries == 1 and engine == "http://late:1":
+            raise EngineError("it loads")
+        await super().add_replica(engine)
+
+
+async def test_engines_join_and_leave_as_they_are_named(tmp_path, monkeypatch):
+    reads = []
+
+    async def counted(source):
+        reads.append(found := await named(source))
+        return found
+
+    monkeypatch.setattr(discovery, "named", counted)
+    workers, source = Late(), tmp_path / "engines"
+    workers.replicas.append("http://a:1")
+    source.write_text("a:1 late:1")
+    with capture_logs() as logs:
+        task = asyncio.ensure_future(follow(str(source), workers, ["http://a:1"], every_s=0.01))  # noqa: TID251
+        try:
+            await until(lambda: "http://late:1" in workers.replicas)
+            source.write_text(json.dumps(["b:1", "late:1"]))
+            await until(lambda: workers.replicas == ["http://late:1", "http://b:1"])
+            source.write_text("none now")  # changes nothing
+            await until(lambda: reads[-2:] == [[], []])
+            assert len(workers.replicas) == 2
+            source.write_text("b:1")
+            await until(lambda: workers.replicas == ["http://b:1"])
+        finally:
+            task.cancel()
+    assert workers.tries == 2
+    assert [one["engine"] for one in logs if one["event"] == "engine_cannot_join"] == [
+        "http://late:1"
+    ]
