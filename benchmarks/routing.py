@@ -45,7 +45,7 @@ from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_replica import How, Replica, RoutingSettings, make_replica
+from bridle.engines.pool_replica import Replica, RoutingReason, RoutingSettings, make_replica
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.registry import SessionHandle
@@ -114,7 +114,7 @@ async def cache_row(
             for number, handle in enumerate(handles):
                 group.create_task(one_session(client, handle, number, turns))
         seconds = time.perf_counter() - began
-        moved = pool.routed[How.SPILLED] + pool.routed[How.MOVED]
+        moved = pool.routed[RoutingReason.SPILLED] + pool.routed[RoutingReason.MOVED]
     found = [store.exchanges(handle.session_id) for handle in handles]
     every = [exchange for exchanges in found for exchange in exchanges]
     prompt = sum(exchange.prompt_length for exchange in every)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bridle.embedded.batch import Batch
-from bridle.embedded.call import Call, Mailbox
+from bridle.embedded.batch import BatchScheduler
+from bridle.embedded.call import BatchedCall, Mailbox
 from bridle.embedded.slots import PrefixStore
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Sampling
@@ -30,7 +30,7 @@ class CountingDecoder:
         """Tokens of all calls together that it has memory for."""
         self.prefixes = PrefixStore(1000)
         self.work: list[list[tuple[str, int]]] = []
-        self.calls: list[Call] = []
+        self.calls: list[BatchedCall] = []
         self.faults: list[BaseException] = []
         self.gate: threading.Event | None = None
         self.admitted = threading.Event()
@@ -76,7 +76,7 @@ class Running:
         model = SimpleNamespace(state_dict=lambda: self.weights)
         loaded: Any = SimpleNamespace(decoder=decoder, model=model)
         defaults: dict[str, Any] = {"max_batch": 4, "step_tokens": 8, "version": 0}
-        self.batch = Batch(loaded, **{**defaults, **options})
+        self.batch = BatchScheduler(loaded, **{**defaults, **options})
         self.ended: Future[None] = Future()
         self.thread = threading.Thread(target=self._main, daemon=True)
 
@@ -111,7 +111,7 @@ class Running:
     def submit(self, name: str, length: int = 3, *, limit: int = 4, first: int = 1) -> Any:
         prompt = (np.arange(length) + first).astype(np.int32)
         sampling = Sampling(temperature=0.0)
-        call = Call(
+        call = BatchedCall(
             name,
             prompt,
             sampling,

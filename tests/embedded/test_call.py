@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.embedded.call import Call, StopStrings, Uniforms, common_prefix
+from bridle.embedded.call import BatchedCall, StopStrings, Uniforms, common_prefix
 from bridle.types import FinishReason, Sampling, VersionSpan
 
 
-def call(prompt=(5, 6), *, limit=8, stop_ids=(), **sampling) -> Call:
-    return Call(
+def call(prompt=(5, 6), *, limit=8, stop_ids=(), **sampling) -> BatchedCall:
+    return BatchedCall(
         "r",
         np.array(prompt, dtype=np.int32),
         Sampling(**sampling),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridle.embedded.call import Call
+from bridle.embedded.call import BatchedCall
 from bridle.embedded.model import Feeding, SingleDecoder
 from bridle.types import Sampling
 
@@ -44,10 +44,10 @@ class Summing:
         return SimpleNamespace(logits=logits, cache_params=cache)
 
 
-def call(prompt) -> Call:
+def call(prompt) -> BatchedCall:
     ids = np.array(prompt, dtype=np.int32)
     options: Any = {"limit": 99, "stop_ids": frozenset(), "decode": lambda _: "", "mailbox": None}
-    return Call("r", ids, Sampling(), **options)
+    return BatchedCall("r", ids, Sampling(), **options)
 
 
 @pytest.mark.parametrize(

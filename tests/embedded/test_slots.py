@@ -9,16 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.embedded.models import prompt_of
 
-from bridle.embedded.call import Call
+from bridle.embedded.call import BatchedCall
 from bridle.embedded.model import load_model
 from bridle.embedded.slots import ATTENTION, SlotDecoder, attention, register
 from bridle.types import Sampling
 
 
-def call(prompt) -> Call:
+def call(prompt) -> BatchedCall:
     ids = np.array(prompt, dtype=np.int32)
     options: Any = {"limit": 99, "stop_ids": frozenset(), "decode": lambda _: "", "mailbox": None}
-    return Call("r", ids, Sampling(), **options)
+    return BatchedCall("r", ids, Sampling(), **options)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "mistral"])
@@ -46,7 +46,7 @@ def test_any_order_of_joining_stepping_and_leaving_gives_the_models_own_logits(
     oracle = oracles[name]
     decoder = SlotDecoder(made, max_batch=4, prefix_bytes=40_000)
     texts = {i: prompt_of(30, seed=i // 2)[: 18 + i] + prompt_of(90, seed=i) for i in range(4)}
-    joined: dict[int, Call] = {}
+    joined: dict[int, BatchedCall] = {}
     with torch.inference_mode():
         for who, count, what in moves:
             if who not in joined:

@@ -13,7 +13,7 @@ from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, sta
 from bridle.engines.base import CutError
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_replica import How, Replica, ReplicaState, RoutingSettings
+from bridle.engines.pool_replica import Replica, ReplicaState, RoutingReason, RoutingSettings
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.testing import JumpingLoop
 from bridle.types import FinishReason, LogprobMode, VersionSpan
@@ -30,7 +30,12 @@ async def test_a_session_stays_on_one_replica_and_sessions_are_spread():
                 await said(pool, call(f"{session}{turn}", session))
         assert [len({request.session_id for request in fake.asked}) for fake in (a, b)] == [2, 2]
         assert [len(fake.asked) for fake in (a, b)] == [6, 6]
-        assert pool.routed == {How.FIRST: 4, How.STUCK: 8, How.SPILLED: 0, How.MOVED: 0}
+        assert pool.routed == {
+            RoutingReason.FIRST: 4,
+            RoutingReason.STUCK: 8,
+            RoutingReason.SPILLED: 0,
+            RoutingReason.MOVED: 0,
+        }
         pool.forget("p")
         assert sum(one["sessions"] for one in pool.replicas()) == 3
 
@@ -43,7 +48,7 @@ async def test_a_call_that_fails_before_its_first_token_is_another_replica_s():
         tokens, last = await said(pool, call("again"))
         assert (tokens, last.finish_reason) == (ALL, STOP)
         assert len(a.asked) + len(b.asked) == 3
-        assert pool.routed[How.MOVED] == 1
+        assert pool.routed[RoutingReason.MOVED] == 1
 
 
 @pytest.mark.parametrize("error", [lost(), CutError("cut"), EngineError("told", retryable=True)])

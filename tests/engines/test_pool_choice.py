@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridle.engines.pool_replica import Choice, How
+from bridle.engines.pool_replica import ReplicaRouter, RoutingReason
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ STEPS = st.lists(
 
 @given(STEPS, st.floats(1, 3), st.integers(0, 6))
 def test_no_replica_exceeds_its_bound_and_no_session_moves_without_need(steps, factor, slack):
-    choice: Choice[Place] = Choice(load_factor=factor, slack=slack)
+    choice: ReplicaRouter[Place] = ReplicaRouter(load_factor=factor, slack=slack)
     all_places, running = places(0, 0, 0, 0), []
     here = list(all_places)
     home: dict[str, Place] = {}
@@ -60,12 +60,12 @@ def test_no_replica_exceeds_its_bound_and_no_session_moves_without_need(steps, f
             assert place in here
             assert place.load + 1 <= bound
             # Sticky: a session leaves its replica only for one of two reasons.
-            if how is How.STUCK:
+            if how is RoutingReason.STUCK:
                 assert place is before
-            elif how is How.SPILLED:
+            elif how is RoutingReason.SPILLED:
                 assert before is not None
                 assert before.load + 1 > bound
-            elif how is How.MOVED:
+            elif how is RoutingReason.MOVED:
                 assert before not in here
             else:
                 assert before is None
@@ -78,7 +78,7 @@ def test_no_replica_exceeds_its_bound_and_no_session_moves_without_need(steps, f
 
 @given(st.integers(1, 5), st.integers(1, 60))
 def test_idle_replicas_get_equal_numbers_of_new_sessions(count, sessions):
-    choice: Choice[Place] = Choice()
+    choice: ReplicaRouter[Place] = ReplicaRouter()
     here = places(*([0] * count))
     for number in range(sessions):
         choice.pick(str(number), here)
@@ -88,63 +88,63 @@ def test_idle_replicas_get_equal_numbers_of_new_sessions(count, sessions):
 
 
 def test_when_a_replica_leaves_only_its_own_sessions_move():
-    choice: Choice[Place] = Choice()
+    choice: ReplicaRouter[Place] = ReplicaRouter()
     here = places(0, 0, 0)
     before = {str(n): choice.pick(str(n), here)[0] for n in range(30)}
     left = here.pop(1)
     after = {session: choice.pick(session, here) for session in before}
     for session, (place, how) in after.items():
-        assert (how is How.MOVED) == (before[session] is left)
+        assert (how is RoutingReason.MOVED) == (before[session] is left)
         assert place is before[session] or before[session] is left
     # It comes back: nobody runs after it.
     here.append(left)
-    assert all(choice.pick(session, here)[1] is How.STUCK for session in before)
+    assert all(choice.pick(session, here)[1] is RoutingReason.STUCK for session in before)
 
 
 def test_a_session_that_spilled_stays_where_it_went():
-    choice: Choice[Place] = Choice(slack=2)
+    choice: ReplicaRouter[Place] = ReplicaRouter(slack=2)
     here = places(0, 0)
     home, _ = choice.pick("a", here)
     home.load = 9
     other, how = choice.pick("a", here)
-    assert (other is home, how) == (False, How.SPILLED)
+    assert (other is home, how) == (False, RoutingReason.SPILLED)
     home.load = 0
-    assert choice.pick("a", here) == (other, How.STUCK)
+    assert choice.pick("a", here) == (other, RoutingReason.STUCK)
 
 
 def test_without_stickiness_every_call_goes_where_the_fewest_run():
-    choice: Choice[Place] = Choice(sticky=False)
+    choice: ReplicaRouter[Place] = ReplicaRouter(sticky=False)
     here = places(3, 1, 2)
     for _ in range(3):
-        assert choice.pick("a", here) == (here[1], How.FIRST)
+        assert choice.pick("a", here) == (here[1], RoutingReason.FIRST)
         here[1].load -= 1
     here = places(0, 0)
     assert len({choice.pick("a", here)[0].name for _ in range(2)}) == 2
 
 
 def test_a_call_of_no_session_is_remembered_nowhere():
-    choice: Choice[Place] = Choice()
+    choice: ReplicaRouter[Place] = ReplicaRouter()
     (here,) = places(0)
-    assert choice.pick(None, [here]) == (here, How.FIRST)
+    assert choice.pick(None, [here]) == (here, RoutingReason.FIRST)
     assert choice.sessions(here) == 0
 
 
 def test_sessions_that_ended_or_called_long_ago_are_forgotten():
-    choice: Choice[Place] = Choice(remembered=2)
+    choice: ReplicaRouter[Place] = ReplicaRouter(remembered=2)
     here = places(0, 0)
     for session in "abc":
         choice.pick(session, here)
     assert sum(map(choice.sessions, here)) == 2
-    assert choice.pick("a", here)[1] is How.FIRST
+    assert choice.pick("a", here)[1] is RoutingReason.FIRST
     choice.forget("a")
     choice.forget("never seen")
-    assert choice.pick("a", here)[1] is How.FIRST
+    assert choice.pick("a", here)[1] is RoutingReason.FIRST
     for place in here:
         choice.drop(place)
     assert sum(map(choice.sessions, here)) == 0
-    assert choice.pick("a", here)[1] is How.FIRST
+    assert choice.pick("a", here)[1] is RoutingReason.FIRST
 
 
 @pytest.mark.parametrize(("loads", "bound"), [((0, 0), 8), ((15, 15), 20), ((40, 0, 0, 0), 13)])
 def test_the_bound_is_a_share_of_all_calls_but_at_least_the_slack(loads, bound):
-    assert Choice[Place]().bound(places(*loads)) == bound
+    assert ReplicaRouter[Place]().bound(places(*loads)) == bound

@@ -8,7 +8,7 @@ from tests.engines.stub import events, honest, sampled
 from bridle.engines.base import CutError, GenerateRequest, Versioned
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.server import EngineServer
@@ -36,7 +36,7 @@ async def collect(engine, made):
 # ---- round trips through the real server
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, stream):
     inside = scripted_engine([TURN])
@@ -77,7 +77,7 @@ async def test_sixteen_thousand_ids_and_more_go_and_come_back(connected, stream)
 
 async def test_what_is_asked_of_sampling_arrives(connected):
     engine = RecordingEngine(scripted_engine([TURN]))
-    for route in Route:
+    for route in VllmRoute:
         outside = await connected(engine, route=route)
         wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2)
         grammar = {"json_schema": {"type": "object"}}

@@ -7,13 +7,13 @@ from tests.engines.completions import CompletionAnswer
 
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.ids import TextIds
-from bridle.scripted.answers import ChatAnswer, TokenAnswer, Wants, event
+from bridle.scripted.answers import ChatReplyWriter, TokenReplyWriter, Wants, event
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import FinishReason, Sampling, VersionSpan
 
 TOKENIZER = load_tokenizer(None)
 ALL = Wants(ids=True, prompt_ids=True, logprobs=True, tokens_as_ids=True, versions=True, usage=True)
-KINDS = (ChatAnswer, CompletionAnswer, TokenAnswer)
+KINDS = (ChatReplyWriter, CompletionAnswer, TokenReplyWriter)
 
 
 def answer(kind, wants=ALL):
@@ -63,7 +63,7 @@ def test_on_every_route_pieces_tell_what_the_whole_tells(ids, size):
 def test_logprobs_survive_as_float32(values):
     logprobs = np.array(values, dtype=np.float32)
     chunk = GenerateChunk(np.arange(len(values), dtype=np.int32), logprobs, FinishReason.STOP)
-    for kind in (ChatAnswer, TokenAnswer):
+    for kind in (ChatReplyWriter, TokenReplyWriter):
         entries = json.loads(answer(kind).whole([chunk]))["choices"][0]["logprobs"]["content"]
         assert np.array_equal(np.array([e["logprob"] for e in entries], np.float32), logprobs)
 
@@ -72,14 +72,14 @@ def test_minus_infinity_is_said_as_vllm_says_it():
     chunk = GenerateChunk(
         np.array([5], np.int32), np.array([-np.inf], np.float32), FinishReason.STOP
     )
-    for kind in (ChatAnswer, TokenAnswer):
+    for kind in (ChatReplyWriter, TokenReplyWriter):
         entries = json.loads(answer(kind).whole([chunk]))["choices"][0]["logprobs"]["content"]
         assert entries[0]["logprob"] == -9999.0
 
 
 def test_tokens_are_named_by_text_unless_ids_are_asked_for():
     ids = TOKENIZER.encode("hé").tolist()
-    made = answer(ChatAnswer, Wants(logprobs=True, top_logprobs=1))
+    made = answer(ChatReplyWriter, Wants(logprobs=True, top_logprobs=1))
     entries = json.loads(made.whole(chunks(ids, 9)))["choices"][0]["logprobs"]["content"]
     assert entries[0]["token"] == "h"
     assert entries[0]["bytes"] == [104]
@@ -89,7 +89,7 @@ def test_tokens_are_named_by_text_unless_ids_are_asked_for():
 
 def test_versions_and_usage_are_told_at_the_end():
     last = {"versions": (VersionSpan(3, 0, 2),), "cached_tokens": 2}
-    made = answer(ChatAnswer)
+    made = answer(ChatReplyWriter)
     pieces = [read(made.piece(chunk)) for chunk in chunks([5, 6], 1, **last)]
     assert "weight_versions" not in pieces[0]["choices"][0]
     assert pieces[1]["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 2}]
@@ -99,7 +99,7 @@ def test_versions_and_usage_are_told_at_the_end():
         "prompt_tokens_details": {"cached_tokens": 2},
     }  # fmt: skip
     assert done == b"data: [DONE]\n\n"
-    assert answer(ChatAnswer, Wants()).closing() == [done]
+    assert answer(ChatReplyWriter, Wants()).closing() == [done]
 
 
 def test_an_event_is_one_line_also_for_clients_that_split_at_line_separators():

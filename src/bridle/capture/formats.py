@@ -98,7 +98,7 @@ Converter = Callable[[sqlite3.Connection], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Format:
+class FileFormat:
     """Schema version that this code writes, with converters from older versions."""
 
     version: int
@@ -120,13 +120,15 @@ def _record_scores(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE sessions ADD COLUMN scores TEXT")
 
 
-CURRENT = Format(version=4, converters={1: _keep_data_apart, 2: _record_joins, 3: _record_scores})
+CURRENT = FileFormat(
+    version=4, converters={1: _keep_data_apart, 2: _record_joins, 3: _record_scores}
+)
 
 
 # ---- files
 
 
-def open_for_writing(path: Path, *, fsync: bool, form: Format = CURRENT) -> sqlite3.Connection:
+def open_for_writing(path: Path, *, fsync: bool, form: FileFormat = CURRENT) -> sqlite3.Connection:
     """Open or make the file at `path`; an older version is converted in place.
 
     The connection may be used from any one thread at a time. `fsync` makes every transaction
@@ -151,7 +153,7 @@ def open_for_writing(path: Path, *, fsync: bool, form: Format = CURRENT) -> sqli
     return connection
 
 
-def open_for_reading(path: Path, form: Format = CURRENT) -> sqlite3.Connection:
+def open_for_reading(path: Path, form: FileFormat = CURRENT) -> sqlite3.Connection:
     """Open an existing file without changing what it holds, also while another process writes.
 
     An older version is converted in a copy in memory. Raises `StoreError`.
@@ -205,7 +207,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _version_of(connection: sqlite3.Connection, path: Path, form: Format) -> int | None:
+def _version_of(connection: sqlite3.Connection, path: Path, form: FileFormat) -> int | None:
     """Format version of the file, `None` for an empty one; refuses what is not ours or is newer."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -224,7 +226,7 @@ def _version_of(connection: sqlite3.Connection, path: Path, form: Format) -> int
     return int(version)
 
 
-def _create(connection: sqlite3.Connection, form: Format) -> None:
+def _create(connection: sqlite3.Connection, form: FileFormat) -> None:
     """Make the tables of the current version, all or none."""
     connection.executescript(
         f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
@@ -232,7 +234,7 @@ def _create(connection: sqlite3.Connection, form: Format) -> None:
     )
 
 
-def _bring_forward(connection: sqlite3.Connection, form: Format) -> None:
+def _bring_forward(connection: sqlite3.Connection, form: FileFormat) -> None:
     """Convert step by step to the current version, each step all or nothing."""
     while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < form.version:
         connection.execute("BEGIN IMMEDIATE")
@@ -337,12 +339,12 @@ def _blob(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     return array.tobytes()  # in the order of its items, contiguous or not
 
 
-def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
+def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> SessionRows:
     """The exchanges of a session's rows, in commit order, and their texts, not yet unpacked.
 
     A row that cannot be one (an array of half a number, a kind that does not exist) is `damaged`.
     """
-    found = Rows([], SessionTexts(), [])
+    found = SessionRows([], SessionTexts(), [])
     # The same text again and again, row after row.
     samplings: dict[str, Sampling] = {}
     spans: dict[str, tuple[VersionSpan, ...]] = {}
@@ -362,7 +364,7 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
     return found
 
 
-class Rows(NamedTuple):
+class SessionRows(NamedTuple):
     """Decoded rows of a session."""
 
     exchanges: list[Exchange]

@@ -172,7 +172,7 @@ class SqliteReader:
     def _reading(self) -> AbstractContextManager[None]:
         return boundary(StoreError, f"{self.path}: cannot read")
 
-    def _exchange_rows(self, session_id: str) -> formats.Rows:
+    def _exchange_rows(self, session_id: str) -> formats.SessionRows:
         with self._reading():
             rows = self._session_rows(
                 "SELECT * FROM exchanges WHERE session = ? ORDER BY n",

@@ -45,7 +45,7 @@ from bridle.capture.texts import (
     DIGEST_BYTES,
     HEAD,
     REPLY,
-    Entry,
+    TextEntry,
     body_digests,
     body_entries,
     head_digest,
@@ -445,9 +445,9 @@ class _Writer:
             message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
             raise StoreError(message)
         head = head_digest(exchange.request.head)
-        entries = [Entry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
+        entries = [TextEntry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
-            entries.append(Entry(HEAD, head, exchange.request.head))
+            entries.append(TextEntry(HEAD, head, exchange.request.head))
         new: set[bytes] = set()
         for digest, body in bodies.items():
             if digest in state.bodies:

@@ -40,7 +40,7 @@ COMPRESS_LEVEL = 1
 DIGEST_BYTES = 16
 
 
-class Entry(NamedTuple):
+class TextEntry(NamedTuple):
     """One text of an exchange's packed blob."""
 
     kind: int
@@ -55,20 +55,20 @@ _BASE64 = re.compile(rb'"(?:data:[^",]{0,80},)?([A-Za-z0-9+/_-]{4096,}={0,2})"')
 """A JSON string of long base64, or a data URL of it."""
 
 
-def body_entries(digest: bytes, body: bytes) -> list[Entry]:
+def body_entries(digest: bytes, body: bytes) -> list[TextEntry]:
     """The entries of a body: itself, or its data and what is around them."""
     data, parts, texts, at = [], [], [], 0
     for match in _BASE64.finditer(body):
-        found = Entry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
+        found = TextEntry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
         data.append(found)
         texts.append(body[at : match.start(1)])
         parts.append(_PART.pack(len(texts[-1]), found.digest))
         at = match.end(1)
     if not data:
-        return [Entry(BODY, digest, body)]
+        return [TextEntry(BODY, digest, body)]
     return [
         *data,
-        Entry(PARTED, digest, b"".join([_COUNT.pack(len(parts)), *parts, *texts, body[at:]])),
+        TextEntry(PARTED, digest, b"".join([_COUNT.pack(len(parts)), *parts, *texts, body[at:]])),
     ]
 
 
@@ -84,7 +84,7 @@ def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
     return b"".join([*pieces, parted[at:]])
 
 
-def pack(entries: Iterable[Entry]) -> bytes:
+def pack(entries: Iterable[TextEntry]) -> bytes:
     """Entries as one blob, compressed where that saves an eighth or more."""
     parts: list[bytes] = []
     for kind, digest, text in entries:
@@ -108,7 +108,7 @@ def _compressed(plain: bytes) -> bytes:
     return packer.compress(plain) + packer.flush()
 
 
-def unpack(blob: bytes) -> Iterator[Entry]:
+def unpack(blob: bytes) -> Iterator[TextEntry]:
     """The entries of a blob. A malformed one raises `ValueError`, `zlib.error`, `struct.error`."""
     codec, packed = blob[:1], blob[1:]
     if codec == b"\x01":
@@ -123,7 +123,7 @@ def unpack(blob: bytes) -> Iterator[Entry]:
         if at + length > len(packed):
             message = "a text ends before its length"
             raise ValueError(message)
-        yield Entry(kind, digest, packed[at : at + length])
+        yield TextEntry(kind, digest, packed[at : at + length])
         at += length
 
 
@@ -149,7 +149,7 @@ class SessionTexts(Mapping[bytes, bytes]):
         self._replies: dict[int, bytes] = {}
         self._bodies: dict[bytes, bytes] = {}
         self._data: dict[bytes, bytes] = {}
-        self._unpacked: dict[int, list[Entry]] = {}
+        self._unpacked: dict[int, list[TextEntry]] = {}
         self._done = 0
         self.damaged: dict[int, str] = {}
         """Blob number -> what is wrong with it; complete when a text was asked for."""
@@ -205,7 +205,7 @@ class SessionTexts(Mapping[bytes, bytes]):
             self._done += 1
         return self._bodies
 
-    def _entries(self, number: int) -> list[Entry]:
+    def _entries(self, number: int) -> list[TextEntry]:
         known = self._unpacked.get(number)
         if known is None:
             try:

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bridle.embedded.call import Call, Mailbox, common_prefix
-from bridle.embedded.model import Loaded
+from bridle.embedded.call import BatchedCall, Mailbox, common_prefix
+from bridle.embedded.model import LoadedModel
 from bridle.engines.base import GenerateChunk
 from bridle.errors import EngineError
 from bridle.types import FinishReason
@@ -62,10 +62,12 @@ class Counters:
     """How often a call had to wait again because memory ran out."""
 
 
-class Batch:
+class BatchScheduler:
     """The state of the sampling thread. Only `post` may be called from elsewhere."""
 
-    def __init__(self, loaded: Loaded, *, max_batch: int, step_tokens: int, version: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, max_batch: int, step_tokens: int, version: int
+    ) -> None:
         self._loaded = loaded
         self._decoder = loaded.decoder
         self._max_batch = max_batch
@@ -75,10 +77,10 @@ class Batch:
         self._door = threading.Lock()
         self._ended = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
-        self._running: list[Call] = []
+        self._waiting: deque[BatchedCall] = deque()
+        self._running: list[BatchedCall] = []
         """Oldest first."""
-        self._unanswered: set[Call] = set()
+        self._unanswered: set[BatchedCall] = set()
         """Calls whose callers still wait for an end."""
         self._flushed_at = 0.0
 
@@ -129,12 +131,12 @@ class Batch:
             work()
             idle = False
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: BatchedCall) -> None:
         """Let a call wait for its turn (posted)."""
         self._unanswered.add(call)
         self._waiting.append(call)
 
-    def abort(self, call: Call, *, silently: bool) -> None:
+    def abort(self, call: BatchedCall, *, silently: bool) -> None:
         """End a call; its caller gets a last chunk, or nothing if it has gone (posted)."""
         if call not in self._unanswered:
             return
@@ -187,7 +189,7 @@ class Batch:
 
     def _admit(self) -> None:
         """Let waiting calls join, oldest first, while there is room."""
-        passed: deque[Call] = deque()
+        passed: deque[BatchedCall] = deque()
         while self._waiting and len(self._running) < self._max_batch:
             call = self._waiting.popleft()
             if self._worth_waiting(call):
@@ -203,7 +205,7 @@ class Batch:
             self._running.append(call)
         self._waiting.extendleft(reversed(passed))
 
-    def _worth_waiting(self, call: Call) -> bool:
+    def _worth_waiting(self, call: BatchedCall) -> bool:
         """Return whether a running call is about to compute a prefix that this call can copy."""
         if self._decoder.name != "slots":
             return False
@@ -214,7 +216,7 @@ class Batch:
                     return True
         return False
 
-    def _plan(self) -> list[tuple[Call, int]]:
+    def _plan(self) -> list[tuple[BatchedCall, int]]:
         """Choose the work of the next step: pairs of a call and the number of its ids to
         compute.
         """
@@ -227,7 +229,7 @@ class Batch:
                 work.append((call, count))
         return work
 
-    def _compute(self) -> tuple[list[Call], torch.Tensor]:
+    def _compute(self) -> tuple[list[BatchedCall], torch.Tensor]:
         """Run the model once; the calls that can sample now, and their logits in that order."""
         while True:
             work = self._plan()
@@ -263,7 +265,7 @@ class Batch:
             text = f"out of memory at {call.length} tokens of context: {error}"
             self._fail([call], EngineError(text, status=507))
 
-    def _take(self, ready: list[Call], logits: torch.Tensor) -> None:
+    def _take(self, ready: list[BatchedCall], logits: torch.Tensor) -> None:
         """Sample one token for each call, let those that ended leave, and tell the callers."""
         tokens, logprobs = sample(logits, ready)
         version = self.version
@@ -287,7 +289,7 @@ class Batch:
         if ended:
             self._send(ended)
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: BatchedCall) -> None:
         """The model gave NaN for this call."""
         self._running.remove(call)
         self._decoder.release(call, keep=False)
@@ -295,20 +297,20 @@ class Batch:
         at = f"after {call.length} tokens under policy version {self.version}"
         self._fail([call], EngineError(f"the model's logits are not numbers {at}", status=500))
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: BatchedCall) -> None:
         self._running.remove(call)
         self._decoder.release(call, keep=call.cache_version == self.version)
 
-    def _fail(self, calls: list[Call], error: EngineError) -> None:
+    def _fail(self, calls: list[BatchedCall], error: EngineError) -> None:
         self._unanswered.difference_update(calls)
         _deliver([(call, error) for call in calls])
 
-    def _send(self, calls: list[Call]) -> None:
+    def _send(self, calls: list[BatchedCall]) -> None:
         self._unanswered.difference_update(call for call in calls if call.finish is not None)
         _deliver([(call, call.chunk()) for call in calls])
 
 
-def _deliver(letters: list[tuple[Call, GenerateChunk | EngineError]]) -> None:
+def _deliver(letters: list[tuple[BatchedCall, GenerateChunk | EngineError]]) -> None:
     """Hand letters to the callers' event loops, one wake-up per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, GenerateChunk | EngineError]]] = {}
     for call, letter in letters:
@@ -332,7 +334,7 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, known) or "can't allocate memory" in str(error)
 
 
-def sample(logits: torch.Tensor, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+def sample(logits: torch.Tensor, calls: Sequence[BatchedCall]) -> tuple[list[int], list[float]]:
     """Draw one token for each row of `logits`, shape (B, V); row b belongs to `calls[b]`.
 
     Returns token ids and logprobs (nats). A row that holds NaN gives a NaN logprob. May change
@@ -363,7 +365,7 @@ def sample(logits: torch.Tensor, calls: Sequence[Call]) -> tuple[list[int], list
     return tokens.tolist(), chosen.tolist()
 
 
-def _draw(logprobs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+def _draw(logprobs: torch.Tensor, calls: Sequence[BatchedCall]) -> torch.Tensor:
     """One id per row, shape (B,), int64; an id of probability 0 is never drawn."""
     cumulative = logprobs.double().exp_().cumsum(dim=-1)
     uniforms = [[0.0 if call.greedy else call.uniforms.next()] for call in calls]
@@ -372,7 +374,7 @@ def _draw(logprobs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
     return found.clamp_(max=logprobs.shape[-1] - 1)
 
 
-def _adjust(logits: torch.Tensor, call: Call) -> None:
+def _adjust(logits: torch.Tensor, call: BatchedCall) -> None:
     """Apply the bias, penalties and suppressed ids to one row in place."""
     for token, bias in call.bias.items():
         if 0 <= token < len(logits):
@@ -391,7 +393,7 @@ def _adjust(logits: torch.Tensor, call: Call) -> None:
         logits[suppressed] = float("-inf")
 
 
-def _narrowed(logits: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+def _narrowed(logits: torch.Tensor, calls: Sequence[BatchedCall]) -> torch.Tensor:
     """Rows with everything outside top-k, then top-p, at minus infinity.
 
     Ties with the last one kept stay in, as in vLLM.

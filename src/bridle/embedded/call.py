@@ -95,7 +95,7 @@ class StopStrings:
         return min(found)[1] if found else None
 
 
-class Call:
+class BatchedCall:
     """One call; `ids[:length]` is its prompt and what was sampled so far."""
 
     def __init__(

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridle.embedded.call import Call, Mailbox
+from bridle.embedded.call import BatchedCall, Mailbox
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import ContextOverflowError, EngineError, install_extra
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON, LogprobMode, Sampling
 
 if TYPE_CHECKING:
-    from bridle.embedded.batch import Batch
-    from bridle.embedded.model import Loaded
+    from bridle.embedded.batch import BatchScheduler
+    from bridle.embedded.model import LoadedModel
     from bridle.types import Ids
 
 
@@ -75,9 +75,9 @@ class EmbeddedEngine:
         self._version = version
         self._ready: Future[None] | None = None
         self._thread: threading.Thread | None = None
-        self._loaded: Loaded | None = None
-        self._batch: Batch | None = None
-        self._calls: dict[str, Call] = {}
+        self._loaded: LoadedModel | None = None
+        self._batch: BatchScheduler | None = None
+        self._calls: dict[str, BatchedCall] = {}
         self._failure: EngineError | None = EngineError("the embedded engine is not started")
 
     async def start(self) -> EngineInfo:
@@ -155,7 +155,9 @@ class EmbeddedEngine:
             del self._calls[request.request_id]
             batch.post(partial(batch.abort, call, silently=True))
 
-    def _checked(self, request: GenerateRequest, loaded: Loaded, mailbox: Mailbox) -> Call:
+    def _checked(
+        self, request: GenerateRequest, loaded: LoadedModel, mailbox: Mailbox
+    ) -> BatchedCall:
         """The call of a request, or the error that says why there is none."""
         sampling = request.sampling
         if request.request_id in self._calls:
@@ -171,7 +173,7 @@ class EmbeddedEngine:
         if room < 1:
             raise ContextOverflowError(len(prompt), loaded.context_length, sampling.max_tokens)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        return Call(
+        return BatchedCall(
             request.request_id,
             prompt,
             sampling,
@@ -223,7 +225,7 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join)
         self._loaded = self._batch = self._thread = None
 
-    def _working(self) -> tuple[Batch, Loaded]:
+    def _working(self) -> tuple[BatchScheduler, LoadedModel]:
         if self._failure is not None:
             raise self._failure
         assert self._batch is not None
@@ -234,7 +236,7 @@ class EmbeddedEngine:
         """The thread: load, then sample until the end; an error of its own fails all calls."""
         assert self._ready is not None
         try:
-            from bridle.embedded.batch import Batch
+            from bridle.embedded.batch import BatchScheduler
             from bridle.embedded.model import load
 
             self._loaded = load(self._folder, **self._options)  # type: ignore[arg-type]
@@ -242,7 +244,7 @@ class EmbeddedEngine:
             self._failure = _failure(error)
             self._ready.set_exception(self._failure)
             return
-        batch = Batch(
+        batch = BatchScheduler(
             self._loaded,
             max_batch=self._max_batch,
             step_tokens=self._step_tokens,

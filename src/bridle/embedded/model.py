@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from bridle.embedded.call import Call
+from bridle.embedded.call import BatchedCall
 from bridle.embedded.slots import ATTENTION, PrefixStore, SlotDecoder, register
 from bridle.errors import EngineError
 from bridle.types import Sampling
@@ -72,16 +72,16 @@ class Decoder(Protocol):
         `None` = it has no limit of its own.
         """
 
-    def admit(self, call: Call, version: int) -> bool:
+    def admit(self, call: BatchedCall, version: int) -> bool:
         """Let `call` join, reusing what is known under weights `version`; False = no room now."""
 
-    def reserve(self, work: list[tuple[Call, int]]) -> bool:
+    def reserve(self, work: list[tuple[BatchedCall, int]]) -> bool:
         """Make room to compute `work`; False = there is none."""
 
-    def forward(self, work: list[tuple[Call, int]]) -> torch.Tensor:
+    def forward(self, work: list[tuple[BatchedCall, int]]) -> torch.Tensor:
         """Compute; logits (R, vocabulary) of the calls with nothing left to compute, in order."""
 
-    def release(self, call: Call, *, keep: bool) -> None:
+    def release(self, call: BatchedCall, *, keep: bool) -> None:
         """Let `call` leave; with `keep` what it computed may be reused."""
 
     def wipe(self) -> None:
@@ -89,7 +89,7 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model that is ready to sample."""
 
     model: PreTrainedModel
@@ -114,7 +114,7 @@ def load(
     max_batch: int,
     max_context: int | None,
     cache_bytes: int | None,
-) -> Loaded:
+) -> LoadedModel:
     """Load and prove a model folder; takes seconds. Raises `EngineError` naming what is wrong."""
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
@@ -140,7 +140,7 @@ def load(
     if room == 0:
         raise EngineError(f"a cache of {cache_bytes} bytes is too small for one call")
     limits = [context, max_context, room]
-    return Loaded(
+    return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         decoder=decoder,
@@ -316,7 +316,7 @@ def _worst_difference(
     calls = [_call(ids) for ids in prompts]
     worst = 0.0
 
-    def step(work: list[tuple[Call, int]]) -> None:
+    def step(work: list[tuple[BatchedCall, int]]) -> None:
         nonlocal worst
         assert decoder.reserve(work)
         logits = decoder.forward(work)
@@ -342,8 +342,8 @@ def _worst_difference(
     return worst
 
 
-def _call(ids: np.ndarray) -> Call:
-    return Call(
+def _call(ids: np.ndarray) -> BatchedCall:
+    return BatchedCall(
         "probe", ids, Sampling(), limit=8, stop_ids=frozenset(), decode=lambda _: "", mailbox=None
     )
 
@@ -425,7 +425,7 @@ class SingleDecoder:
         """Each cache grows by itself: there is no limit of ours."""
         return None
 
-    def admit(self, call: Call, version: int) -> bool:
+    def admit(self, call: BatchedCall, version: int) -> bool:
         """Take over the cache of an earlier call that `call` continues, if there is one."""
         call.state = None
         call.computed = 0
@@ -437,11 +437,11 @@ class SingleDecoder:
             call.computed = matched
         return True
 
-    def reserve(self, work: Sequence[tuple[Call, int]]) -> bool:  # noqa: ARG002 - the contract's
+    def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:  # noqa: ARG002 - the contract's
         """Always: each cache grows by itself."""
         return True
 
-    def release(self, call: Call, *, keep: bool) -> None:
+    def release(self, call: BatchedCall, *, keep: bool) -> None:
         """Let go of `call`; with `keep` its cache is remembered."""
         if keep and call.state is not None and self._feeding is not Feeding.ANEW:
             ids = call.ids[: call.computed]
@@ -453,7 +453,7 @@ class SingleDecoder:
     def wipe(self) -> None:
         """Nothing is shared between calls."""
 
-    def forward(self, work: Sequence[tuple[Call, int]]) -> torch.Tensor:
+    def forward(self, work: Sequence[tuple[BatchedCall, int]]) -> torch.Tensor:
         """Compute the next `count` ids of each call; advances `computed`.
 
         Returns logits of shape (R, vocabulary): one row, in order, for each call of `work` that
@@ -466,7 +466,7 @@ class SingleDecoder:
                 rows.append(last)
         return torch.stack(rows) if rows else torch.empty(0)
 
-    def _advance(self, call: Call, end: int) -> torch.Tensor:
+    def _advance(self, call: BatchedCall, end: int) -> torch.Tensor:
         """Compute up to `end`; logits after the last token."""
         if self._feeding is Feeding.ANEW:
             output = self._model(input_ids=self._row(call, 0, end), use_cache=False)
@@ -486,7 +486,7 @@ class SingleDecoder:
             last = output.logits[0, -1]
         return last
 
-    def _row(self, call: Call, start: int, end: int) -> torch.Tensor:
+    def _row(self, call: BatchedCall, start: int, end: int) -> torch.Tensor:
         ids = torch.from_numpy(call.ids[start:end].copy()).long()
         return ids.to(self._model.device)[None]
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bridle.embedded.call import Call, common_prefix
+from bridle.embedded.call import BatchedCall, common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -317,7 +317,7 @@ class SlotDecoder:
         self._max_batch = max_batch
         self._cache_bytes: float = inf
         self._cache = SlotCache()
-        self._calls: list[Call] = []
+        self._calls: list[BatchedCall] = []
         """Call of each slot in use."""
         self.prefixes = PrefixStore(prefix_bytes)
         parameters = inspect.signature(model.forward).parameters
@@ -330,10 +330,10 @@ class SlotDecoder:
         self._cache.resize(0, 0, keep=0)
         return cache_bytes // per_token // LENGTH_STEP * LENGTH_STEP
 
-    def admit(self, call: Call, version: int) -> bool:
+    def admit(self, call: BatchedCall, version: int) -> bool:
         """Give `call` a slot with the longest beginning that is known; False = no room now."""
         entry, matched = self.prefixes.find(call.ids[: call.length - 1])
-        giver: Call | None = None
+        giver: BatchedCall | None = None
         for other in self._calls:
             if other.cache_version == version:
                 seen = call.ids[: min(other.computed, call.length - 1)]
@@ -362,7 +362,7 @@ class SlotDecoder:
             for tensor, kept in zip(pair, entry.cache[layer], strict=True):
                 tensor[slot, :, :length] = kept[:, :length]
 
-    def release(self, call: Call, *, keep: bool) -> None:
+    def release(self, call: BatchedCall, *, keep: bool) -> None:
         """Free the slot of `call`; with `keep` what it computed is remembered."""
         slot = call.state.slot
         if keep and not self.prefixes.covers(call.ids[: call.computed]):
@@ -387,7 +387,7 @@ class SlotDecoder:
             for tensor in pair:
                 tensor[len(self._calls) :] = 0
 
-    def reserve(self, work: Sequence[tuple[Call, int]]) -> bool:
+    def reserve(self, work: Sequence[tuple[BatchedCall, int]]) -> bool:
         """Make room for `work`; False = the cache's budget doesn't allow it."""
         needed = max(call.computed + count for call, count in work)
         return self._reserve(len(self._calls), needed)
@@ -407,7 +407,7 @@ class SlotDecoder:
                 return True
         return False
 
-    def forward(self, work: Sequence[tuple[Call, int]]) -> torch.Tensor:
+    def forward(self, work: Sequence[tuple[BatchedCall, int]]) -> torch.Tensor:
         """Compute the next `count` ids of each call; advances `computed`.
 
         Returns logits of shape (R, vocabulary): one row, in order, for each call of `work` that
@@ -430,7 +430,7 @@ class SlotDecoder:
             call.computed = end
         return logits
 
-    def _planned(self, decoding: list[Call], pieces: list[Piece]) -> Plan:
+    def _planned(self, decoding: list[BatchedCall], pieces: list[Piece]) -> Plan:
         device = self._model.device
         slots = [call.state.slot for call in decoding]
         at = [call.computed for call in decoding]
@@ -443,7 +443,7 @@ class SlotDecoder:
             pieces=pieces,
         )
 
-    def _run(self, runs: list[tuple[Call, int, int]], ends: list[int]) -> torch.Tensor:
+    def _run(self, runs: list[tuple[BatchedCall, int, int]], ends: list[int]) -> torch.Tensor:
         device = self._model.device
         tokens = np.concatenate([call.ids[start:end] for call, start, end in runs])
         positions = np.concatenate([np.arange(start, end) for _, start, end in runs])
@@ -460,7 +460,7 @@ class SlotDecoder:
         return logits if keep else logits[wanted]
 
 
-def _slot_of(call: Call) -> int:
+def _slot_of(call: BatchedCall) -> int:
     slot: int = call.state.slot
     return slot
 

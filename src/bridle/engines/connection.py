@@ -49,7 +49,7 @@ class CutReplyError(ConnectionError):
     """The connection ended in the middle of a reply."""
 
 
-class Reply:
+class HttpReply:
     """A reply as its bytes arrive; no I/O. `ConnectionError` for what is no HTTP/1 reply."""
 
     def __init__(self) -> None:
@@ -186,8 +186,8 @@ class _Connection(asyncio.Protocol):
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
-        self._reply: Reply | None = None
-        self._waiting: asyncio.Future[Reply] | None = None
+        self._reply: HttpReply | None = None
+        self._waiting: asyncio.Future[HttpReply] | None = None
         self._streams = False
         """Whether the caller wants each part of the reply when it arrives."""
         self._heard = 0.0
@@ -204,10 +204,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[Reply]:
+    def call(self, head: bytes, body: bytes, *, streams: bool = False) -> asyncio.Future[HttpReply]:
         """Send a request; return its reply to be: whole, or only its head if it `streams`."""
         assert self._transport is not None
-        self._reply, self._streams = Reply(), streams
+        self._reply, self._streams = HttpReply(), streams
         self._waiting = self._loop.create_future()
         self._heard = self._loop.time()
         if self._timer is None:
@@ -231,7 +231,9 @@ class _Connection(asyncio.Protocol):
         elif self._streams and self._reply.status:
             self._wake(self._reply)
 
-    async def more(self, reply: Reply, watch: Callable[[asyncio.Future[Reply]], None]) -> bytes:
+    async def more(
+        self, reply: HttpReply, watch: Callable[[asyncio.Future[HttpReply]], None]
+    ) -> bytes:
         """Wait for more of a streamed reply's body; empty at its end."""
         while not (data := reply.take()) and not reply.is_whole:
             if reply.error is not None:
@@ -241,7 +243,7 @@ class _Connection(asyncio.Protocol):
             await self._waiting
         return data
 
-    def _wake(self, reply: Reply) -> None:
+    def _wake(self, reply: HttpReply) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
@@ -323,8 +325,8 @@ class Connections:
         self._busy: set[_Connection] = set()
 
     async def post(
-        self, path: str, body: bytes, watch: Callable[[asyncio.Future[Reply]], None]
-    ) -> Reply:
+        self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
+    ) -> HttpReply:
         """The reply to a POST. Cancelling, or ending what `watch` is given, drops the connection.
 
         Raises `OSError` (`CutReplyError` in the middle of a reply), or `TimeoutError` after silence
@@ -346,8 +348,8 @@ class Connections:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: bytes, watch: Callable[[asyncio.Future[Reply]], None]
-    ) -> AsyncIterator[tuple[Reply, Callable[[], Awaitable[bytes]]]]:
+        self, path: str, body: bytes, watch: Callable[[asyncio.Future[HttpReply]], None]
+    ) -> AsyncIterator[tuple[HttpReply, Callable[[], Awaitable[bytes]]]]:
         """Send a POST; give its reply's head, and a function that waits for more of its body.
 
         That function returns an empty part at the end. Failures are those of `post`.
@@ -377,7 +379,7 @@ class Connections:
             self._heads[path] = head
         return head + b"%d\r\n\r\n" % len(body)
 
-    def _keep(self, connection: _Connection, reply: Reply) -> None:
+    def _keep(self, connection: _Connection, reply: HttpReply) -> None:
         """Keep a connection for the next call, and close those that were idle for long."""
         if not reply.keeps:
             return

@@ -20,14 +20,14 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import RETRYABLE, CutError
 from bridle.engines.connection import (
     CONNECT_S,
     KEEPALIVE_S,
     Connections,
     CutReplyError,
-    Reply,
+    HttpReply,
 )
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON
@@ -37,15 +37,15 @@ _LARGE = 1 << 20
 
 
 class AbortedError(Exception):
-    """The call was ended by `Call.abort`."""
+    """The call was ended by `HttpCall.abort`."""
 
 
-class Call:
+class HttpCall:
     """One call under way. With `watch`, `abort` can end each of its waits."""
 
     def __init__(self) -> None:
         self._aborted = False
-        self._reply: asyncio.Future[Reply] | None = None
+        self._reply: asyncio.Future[HttpReply] | None = None
 
     def abort(self) -> None:
         """End the wait under way, or the next one, with `AbortedError`."""
@@ -53,7 +53,7 @@ class Call:
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(AbortedError())
 
-    def watch(self, reply: asyncio.Future[Reply]) -> None:
+    def watch(self, reply: asyncio.Future[HttpReply]) -> None:
         """`reply` is about to be waited for."""
         if self._aborted:
             raise AbortedError
@@ -127,7 +127,7 @@ class EngineClient:
             raise failure(response.status, answer, self._url(path))
         return True
 
-    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
+    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
         """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
         try:
             reply = await self._connections.post(path, body, call.watch)
@@ -149,7 +149,7 @@ class EngineClient:
         return answer
 
     async def stream(
-        self, path: str, body: bytes, call: Call, *, prompt_tokens: int
+        self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int
     ) -> AsyncGenerator[list[bytes], None]:
         """Data of the server-sent events that each read of the socket brought, one or more.
 
@@ -179,7 +179,7 @@ class EngineClient:
     async def _refused(
         self,
         path: str,
-        reply: Reply,
+        reply: HttpReply,
         more: Callable[[], Awaitable[bytes]],
         prompt_tokens: int,
     ) -> EngineError:
@@ -264,11 +264,11 @@ def seconds(header: str, now: float) -> float | None:
 
 def _message(body: bytes) -> str:
     try:
-        answer = msgspec.json.decode(body, type=wire.ErrorAnswer)
+        answer = msgspec.json.decode(body, type=vllm_schemas.ErrorAnswer)
     except msgspec.MsgspecError:
         return body[:300].decode(errors="replace") or "(empty body)"
     told: Any = answer.error or answer.message or answer.detail
-    if isinstance(told, wire.ErrorDetail):
+    if isinstance(told, vllm_schemas.ErrorDetail):
         told = told.message
     return str(told) if told else body[:300].decode(errors="replace")
 

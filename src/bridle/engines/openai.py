@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
@@ -81,7 +81,7 @@ class OpenAIEngine:
         self._client = HostedClient(base_url, api_key=api_key, timeout_s=timeout_s)
         self._model = model
         self._context_length = UNKNOWN_CONTEXT
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, HttpCall] = {}
         self._beyond = True
         """Whether it takes fields that OpenAI's API does not have; asked until it refuses them."""
         self._budget = "max_tokens"
@@ -182,7 +182,7 @@ class OpenAIEngine:
         """
         if not request.messages:
             raise EngineError("this engine takes messages, not token ids", status=400)
-        call = self._calls[request.request_id] = Call()
+        call = self._calls[request.request_id] = HttpCall()
         text, count = MessageText(), 0
         held: GenerateChunk | None = None
         try:
@@ -213,7 +213,9 @@ class OpenAIEngine:
         reply = None if aborted else text.reply(held.finish_reason)
         return replace(held, versions=spans, reply=reply)
 
-    async def _answers(self, request: GenerateRequest, call: Call) -> AsyncGenerator[bytes, None]:
+    async def _answers(
+        self, request: GenerateRequest, call: HttpCall
+    ) -> AsyncGenerator[bytes, None]:
         """The reply's JSON, or that of each chunk. What the server refuses is left out, once each.
 
         Refusals come before the first token, so a call that is asked again was never answered.
@@ -239,7 +241,7 @@ class OpenAIEngine:
                 return
 
     async def _asked(
-        self, path: str, body: bytes, request: GenerateRequest, call: Call
+        self, path: str, body: bytes, request: GenerateRequest, call: HttpCall
     ) -> AsyncGenerator[bytes, None]:
         if not request.stream:
             yield await self._client.post(path, body, call, prompt_tokens=len(request.prompt))

@@ -35,13 +35,13 @@ from bridle.engines.base import (
     Templating,
     Versioned,
 )
-from bridle.engines.pool_blame import Blame
+from bridle.engines.pool_blame import FailureTracker
 from bridle.engines.pool_replica import (
-    Choice,
-    How,
     Replica,
+    ReplicaRouter,
     ReplicaState,
     RoutedCall,
+    RoutingReason,
     RoutingSettings,
     check_fit,
 )
@@ -72,7 +72,7 @@ class EnginePool(TakesWeights):
         """Asked of each replica before it serves, whenever it comes; raises `EngineError`."""
         self.vocab_size: int | None = None
         """How many ids a tokenizer knows, for engines that do not tell their model's number."""
-        self.routed = dict.fromkeys(How, 0)
+        self.routed = dict.fromkeys(RoutingReason, 0)
         """Calls by the reason for which they went where they went."""
         self._replicas: dict[str, Replica] = {}
         for one in replicas:
@@ -81,13 +81,13 @@ class EnginePool(TakesWeights):
             raise ConfigError("an engine needs at least one replica")
         self._ready: list[Replica] = []
         """Replicas that may be given a call now."""
-        self._choice: Choice[Replica] = Choice(
+        self._choice: ReplicaRouter[Replica] = ReplicaRouter(
             sticky=self.settings.sticky,
             load_factor=self.settings.load_factor,
             slack=self.settings.slack,
         )
         self._calls: dict[str, RoutedCall] = {}
-        self._blame = Blame(self.settings.attempts)
+        self._blame = FailureTracker(self.settings.attempts)
         self._held: PauseMode | None = None
         self._updated = False
         """Whether anybody has told of new weights, or has held sampling for them."""

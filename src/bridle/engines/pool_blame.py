@@ -50,7 +50,7 @@ class _Record:
     kind: str = ""
 
 
-class Blame:
+class FailureTracker:
     """Counts failures against calls, sessions and replicas. `attempts` is how many fail a call."""
 
     def __init__(self, attempts: int) -> None:

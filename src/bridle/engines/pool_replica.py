@@ -324,7 +324,7 @@ def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
     return Replica(spec, make(spec), (lambda: make(spec)) if served else None)
 
 
-class Loaded(Protocol):
+class HasLoad(Protocol):
     """Replica with a load. Compared by identity."""
 
     @property
@@ -332,10 +332,10 @@ class Loaded(Protocol):
         """Calls that run there now."""
 
 
-PlaceT = TypeVar("PlaceT", bound=Loaded)
+PlaceT = TypeVar("PlaceT", bound=HasLoad)
 
 
-class How(StrEnum):
+class RoutingReason(StrEnum):
     """Why a call went where it went."""
 
     FIRST = "first"
@@ -348,7 +348,7 @@ class How(StrEnum):
     """Away from it: it was not to be had."""
 
 
-class Choice(Generic[PlaceT]):
+class ReplicaRouter(Generic[PlaceT]):
     """Chooses among replicas, and remembers which session lives where."""
 
     def __init__(
@@ -376,19 +376,21 @@ class Choice(Generic[PlaceT]):
         calls = 1 + sum([place.load for place in places])
         return max(self._slack, ceil(self._load_factor * calls / len(places)))
 
-    def pick(self, session_id: str | None, places: Sequence[PlaceT]) -> tuple[PlaceT, How]:
+    def pick(
+        self, session_id: str | None, places: Sequence[PlaceT]
+    ) -> tuple[PlaceT, RoutingReason]:
         """The replica for a call, of `places`, which are those to be had; at least one."""
         home = self._homes.get(session_id) if session_id is not None else None
         if home is None:
-            how = How.FIRST
+            how = RoutingReason.FIRST
         elif home not in places:
-            how = How.MOVED
+            how = RoutingReason.MOVED
         elif (load := home.load) < self._slack or load < self.bound(places):
             assert session_id is not None
             self._homes.move_to_end(session_id)
-            return home, How.STUCK
+            return home, RoutingReason.STUCK
         else:
-            how = How.SPILLED
+            how = RoutingReason.SPILLED
         place = self._least(places)
         if session_id is not None and self._sticky:
             self._settle(session_id, place)

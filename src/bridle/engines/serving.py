@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import EngineInfo
-from bridle.engines.http import Call, EngineClient
+from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import IdsError, compact, parse_ids
 from bridle.errors import EngineError
 from bridle.types import JSON
@@ -160,18 +160,18 @@ async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
 
 async def told_ids(client: EngineClient, path: str, body: JSON) -> Ids:
     """The ids in what a route answers: `tokens` in vLLM's form and SGLang's, or `token_ids`."""
-    text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
+    text = await client.post(path, msgspec.json.encode(body), HttpCall(), prompt_tokens=0)
     try:
         answer = _TOLD.decode(text)
-        listed = answer.tokens if answer.tokens not in wire.ABSENT else answer.token_ids
+        listed = answer.tokens if answer.tokens not in vllm_schemas.ABSENT else answer.token_ids
         return parse_ids(compact(bytes(listed)))
     except (msgspec.MsgspecError, IdsError) as error:
         raise EngineError(f"{client.base_url}{path} tells no ids: {error}") from None
 
 
 class _Told(msgspec.Struct):
-    tokens: msgspec.Raw = wire.EMPTY
-    token_ids: msgspec.Raw = wire.EMPTY
+    tokens: msgspec.Raw = vllm_schemas.EMPTY
+    token_ids: msgspec.Raw = vllm_schemas.EMPTY
 
 
 _TOLD = msgspec.json.Decoder(_Told)

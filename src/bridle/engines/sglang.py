@@ -29,10 +29,10 @@ from bridle.engines.base import (
     PauseMode,
     joined,
 )
-from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
-from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
+from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
 
@@ -47,7 +47,7 @@ _BEYOND = 2**31 - 1
 @dataclass(slots=True)
 class _Running:
     rid: str
-    call: Call
+    call: HttpCall
     limit: asyncio.TimerHandle | None = None
 
 
@@ -75,7 +75,7 @@ class SglangEngine(Serving):
     ) -> None:
         self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
         self._model = model or ""
-        self._route = Route.CHAT if engine_parses else Route.GENERATE
+        self._route = SglangRoute.CHAT if engine_parses else SglangRoute.GENERATE
         self._assumed_mode = logprob_mode
         self._allow_untokenized = allow_untokenized
         self._engine_parses = engine_parses
@@ -281,7 +281,7 @@ class SglangEngine(Serving):
         self._check(request)
         await self._open.wait()
         # A prefix of another call's id would abort that call as well.
-        running = _Running(f"{request.request_id}-{uuid4().hex}", Call())
+        running = _Running(f"{request.request_id}-{uuid4().hex}", HttpCall())
         self._calls[request.request_id] = running
         self._idle.clear()
         length = len(request.prompt) if self._token_in and not request.by_messages else None
@@ -334,10 +334,10 @@ class SglangEngine(Serving):
         self, request: GenerateRequest, running: _Running
     ) -> AsyncGenerator[list[bytes], None]:
         """The JSON of the reply's pieces, those that arrived together as one list."""
-        route = Route.CHAT if request.by_messages else self._route
+        route = SglangRoute.CHAT if request.by_messages else self._route
         body = call_body(route, request, running.rid, self._ask(request))
         size = len(request.prompt)
-        if not request.stream or route is Route.CHAT:
+        if not request.stream or route is SglangRoute.CHAT:
             yield [await self._client.post(route.path, body, running.call, prompt_tokens=size)]
             return
         stream = self._client.stream(route.path, body, running.call, prompt_tokens=size)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
 from bridle.engines.reported import check_paired
@@ -29,7 +29,7 @@ from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionS
 if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
-GENERATE, CHAT = "/generate", wire.CHAT
+GENERATE, CHAT = "/generate", vllm_schemas.CHAT
 
 _ENCODER = msgspec.json.Encoder()
 _REPEATS, _LONGEST = 256, 32
@@ -37,7 +37,7 @@ _REPEATS, _LONGEST = 256, 32
 tokens: 3,000 tokens are 14 MB in all, a token at a time 180 MB."""
 
 
-class Route(StrEnum):
+class SglangRoute(StrEnum):
     """A way to sample."""
 
     GENERATE = "generate"
@@ -48,7 +48,7 @@ class Route(StrEnum):
     @property
     def path(self) -> str:
         """The path below the base URL."""
-        return GENERATE if self is Route.GENERATE else CHAT
+        return GENERATE if self is SglangRoute.GENERATE else CHAT
 
 
 # ---- requests
@@ -71,11 +71,11 @@ class Ask:
     """Fields that ask for per-token extras, e.g. `return_routed_experts`."""
 
 
-def call_body(route: Route, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
+def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
     head: JSON = {"rid": rid, **dict.fromkeys(ask.extras, True)}
     if request.session_id is not None:
         head["session_id"] = request.session_id
-    if route is Route.CHAT:
+    if route is SglangRoute.CHAT:
         head |= _chat_fields(request, ask)
     else:
         head |= _generate_fields(request, ask)
@@ -177,48 +177,48 @@ class MetaInfo(msgspec.Struct):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     weight_version: int | str | None = None
-    weight_versions: list[wire.Span] | None = None
-    output_token_logprobs: Raw = wire.EMPTY
+    weight_versions: list[vllm_schemas.Span] | None = None
+    output_token_logprobs: Raw = vllm_schemas.EMPTY
     """`[[logprob, id, text or null], ...]`."""
-    input_token_logprobs: Raw = wire.EMPTY
-    routed_experts: Raw = wire.EMPTY
-    indexer_topk: Raw = wire.EMPTY
-    output_token_sampling_mask: Raw = wire.EMPTY
-    output_token_sampling_logprobs: Raw = wire.EMPTY
+    input_token_logprobs: Raw = vllm_schemas.EMPTY
+    routed_experts: Raw = vllm_schemas.EMPTY
+    indexer_topk: Raw = vllm_schemas.EMPTY
+    output_token_sampling_mask: Raw = vllm_schemas.EMPTY
+    output_token_sampling_logprobs: Raw = vllm_schemas.EMPTY
 
 
-class Message(msgspec.Struct):
+class SglangMessage(msgspec.Struct):
     """The message of a chat reply."""
 
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[wire.Called] | None = None
+    tool_calls: list[vllm_schemas.Called] | None = None
 
 
 class ChatChoice(msgspec.Struct):
     """The one choice of a chat reply."""
 
-    message: Message
-    response_token_ids: Raw = wire.EMPTY
-    prompt_token_ids: Raw = wire.EMPTY
+    message: SglangMessage
+    response_token_ids: Raw = vllm_schemas.EMPTY
+    prompt_token_ids: Raw = vllm_schemas.EMPTY
     meta_info: MetaInfo | None = None
 
 
-class Answer(msgspec.Struct):
+class SglangReply(msgspec.Struct):
     """A reply of either route, or one stream chunk of `/generate`."""
 
     meta_info: MetaInfo | None = None
-    output_ids: Raw = wire.EMPTY
-    prompt_token_ids: Raw = wire.EMPTY
+    output_ids: Raw = vllm_schemas.EMPTY
+    prompt_token_ids: Raw = vllm_schemas.EMPTY
     text: str | None = None
     choices: list[ChatChoice] = []
-    error: Raw = wire.EMPTY
+    error: Raw = vllm_schemas.EMPTY
 
 
 Triple: TypeAlias = tuple[float | None, int, str | None]
 """Logprob, id, text."""
 
-_ANSWER = msgspec.json.Decoder(Answer)
+_ANSWER = msgspec.json.Decoder(SglangReply)
 _TRIPLES: msgspec.json.Decoder[list[Triple]] = msgspec.json.Decoder(list[Triple])
 _LIST = msgspec.json.Decoder(list[Raw])
 
@@ -250,8 +250,8 @@ class Reading:
             start = repr(bytes(body[:200]).decode(errors="replace"))
             raise GarbledError(f"the engine's reply cannot be read: {error}: {start}") from None
 
-    def _read(self, answer: Answer, prompt_text: bytes | None) -> GenerateChunk:
-        if answer.error not in wire.ABSENT:
+    def _read(self, answer: SglangReply, prompt_text: bytes | None) -> GenerateChunk:
+        if answer.error not in vllm_schemas.ABSENT:
             raise _told_error(answer.error)
         choice = answer.choices[0] if answer.choices else None
         meta = answer.meta_info if choice is None else choice.meta_info
@@ -282,7 +282,7 @@ class Reading:
         """Return whether a chunk repeats all tokens from the first on."""
         if not self.count:
             return True
-        text = compact(bytes(raw)) if raw not in wire.ABSENT else b"[]"
+        text = compact(bytes(raw)) if raw not in vllm_schemas.ABSENT else b"[]"
         size = text.count(b",") + (text != b"[]")
         known = meta.completion_tokens
         if known is None:
@@ -291,9 +291,9 @@ class Reading:
 
     def _tokens(self, raw: Raw, meta: MetaInfo, *, repeats: bool) -> tuple[Ids, Logprobs]:
         """Ids and logprobs that are new in this piece."""
-        text = compact(bytes(raw)) if raw not in wire.ABSENT else b""
+        text = compact(bytes(raw)) if raw not in vllm_schemas.ABSENT else b""
         entries = meta.output_token_logprobs
-        told = bytes(entries) if entries not in wire.ABSENT else b""
+        told = bytes(entries) if entries not in vllm_schemas.ABSENT else b""
         triples = self._triples(told, repeats=repeats)
         if text:
             ids = parse_ids(_rest(text, self._ids) if repeats else text)
@@ -329,14 +329,14 @@ class Reading:
             return np.array(values, dtype=np.float64).astype(np.float32)
 
     def _prompt(
-        self, answer: Answer, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
+        self, answer: SglangReply, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
     ) -> bytes | None:
         """The prompt's ids, once, where the reply tells them."""
         if self._prompt_told:
             return None
         raw = answer.prompt_token_ids if choice is None else choice.prompt_token_ids
-        told = text if text is not None else bytes(raw) if raw not in wire.ABSENT else None
-        if told is None and meta.input_token_logprobs not in wire.ABSENT:
+        told = text if text is not None else bytes(raw) if raw not in vllm_schemas.ABSENT else None
+        if told is None and meta.input_token_logprobs not in vllm_schemas.ABSENT:
             named = [one[1] for one in _TRIPLES.decode(meta.input_token_logprobs)]
             told = _ENCODER.encode(named) if named else None
         self._prompt_told = told is not None
@@ -364,7 +364,7 @@ class Reading:
     def _keep_lists(self, meta: MetaInfo, *, repeats: bool) -> None:
         for name in _PER_TOKEN:
             raw: Raw = getattr(meta, f"output_token_{name}")
-            if raw not in wire.ABSENT:
+            if raw not in vllm_schemas.ABSENT:
                 known = [] if repeats else self._lists.get(name, [])
                 self._lists[name] = [*known, *_LIST.decode(raw)]
 
@@ -375,7 +375,7 @@ class Reading:
             extra[name] = [msgspec.json.decode(one) for one in kept]
         for name in ("routed_experts", "indexer_topk"):
             raw: Raw = getattr(meta, name)
-            if raw not in wire.ABSENT:
+            if raw not in vllm_schemas.ABSENT:
                 extra[name] = msgspec.json.decode(raw)
         return extra
 
@@ -398,7 +398,7 @@ def _rest(text: bytes, known: bytes) -> bytes:
 def _finish(matched: Matched | None) -> FinishReason | None:
     if matched is None:
         return None
-    if matched.type not in wire.FINISH:
+    if matched.type not in vllm_schemas.FINISH:
         raise EngineError(f"the engine ended a reply with {matched.type!r}", retryable=True)
     if matched.type == "abort" and matched.status_code is not None:
         raise EngineError(
@@ -406,7 +406,7 @@ def _finish(matched: Matched | None) -> FinishReason | None:
             retryable=matched.status_code >= 500 or matched.status_code == 429,
             status=matched.status_code,
         )
-    return wire.FINISH[matched.type]
+    return vllm_schemas.FINISH[matched.type]
 
 
 def _stop_text(matched: Matched | None) -> str | None:
@@ -417,9 +417,9 @@ def _stop_text(matched: Matched | None) -> str | None:
 
 def _told_error(raw: Raw) -> EngineError:
     try:
-        detail = msgspec.json.decode(raw, type=wire.ErrorDetail)
+        detail = msgspec.json.decode(raw, type=vllm_schemas.ErrorDetail)
     except msgspec.MsgspecError:
-        detail = wire.ErrorDetail(bytes(raw).decode(errors="replace")[:300])
+        detail = vllm_schemas.ErrorDetail(bytes(raw).decode(errors="replace")[:300])
     status = detail.code if isinstance(detail.code, int) else None
     retryable = status is None or status >= 500 or status == 429
     return EngineError(

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -30,7 +30,7 @@ from bridle.engines.base import (
     TextDelta,
     WeightsLostError,
 )
-from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
 from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
@@ -38,7 +38,7 @@ from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
-    Route,
+    VllmRoute,
     call_body,
     read_answer,
     read_answers,
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from bridle.types import Ids
 
 
-ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
+ROUTES = (VllmRoute.CHAT, VllmRoute.GENERATE, VllmRoute.COMPLETIONS)
 """The order in which routes are tried where none is asked for."""
 
-VERSIONED_ROUTES = (Route.GENERATE, Route.CHAT, Route.COMPLETIONS)
+VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
 """The order for a server with weight routes: its weights may change in mid-reply, and only this
 route tells which tokens are whose (vLLM 0.32.0)."""
 
@@ -75,7 +75,7 @@ class VllmEngine(Serving):
         *,
         api_key: str | None = None,
         model: str | None = None,
-        route: Route | None = None,
+        route: VllmRoute | None = None,
         logprob_mode: LogprobMode | None = None,
         allow_untokenized: bool = False,
         engine_parses: bool = False,
@@ -91,10 +91,10 @@ class VllmEngine(Serving):
         self._assumed_mode = logprob_mode
         self._allow_untokenized = allow_untokenized
         self._engine_parses = engine_parses
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, HttpCall] = {}
         self._model = model or ""
         self._context_length = 0
-        self._route = route or Route.CHAT
+        self._route = route or VllmRoute.CHAT
         self._token_in = True
         self._strict = False
         """Whether a reply without ids or logprobs is an error; off while the probe looks."""
@@ -136,7 +136,7 @@ class VllmEngine(Serving):
             grammar=True,
             pictures=pictures,
             remote=True,
-            tells_versions=versioned and self._route is Route.GENERATE,
+            tells_versions=versioned and self._route is VllmRoute.GENERATE,
             vocab_size=vocab_size(folder),
             tells_prompt=self.report.tells_prompt,
             tells_prompt_streamed=self.report.tells_prompt_streamed,
@@ -154,9 +154,9 @@ class VllmEngine(Serving):
             raise EngineError(f"the engine has no model {self._wanted_model!r}; it has: {names}")
         return models[names.index(self._wanted_model)]
 
-    async def _probe_routes(self, routes: Sequence[Route]) -> ProbeReport:
+    async def _probe_routes(self, routes: Sequence[VllmRoute]) -> ProbeReport:
         """Probe the wanted route, or each until one is usable; if none is, the chat's report."""
-        reports: dict[Route, ProbeReport] = {}
+        reports: dict[VllmRoute, ProbeReport] = {}
         for route in (self._wanted_route,) if self._wanted_route else routes:
             self._route, self._paired = route, None
             report = await probe(self, assume=self._assumed_mode)
@@ -164,7 +164,7 @@ class VllmEngine(Serving):
             reports[route] = replace(report, findings=extra)
             if report.usable:
                 return reports[route]
-        self._route = self._wanted_route or Route.CHAT
+        self._route = self._wanted_route or VllmRoute.CHAT
         return reports[self._route]
 
     def _server_findings(self) -> tuple[Finding, ...]:
@@ -220,7 +220,7 @@ class VllmEngine(Serving):
         """Probe whether the route takes token ids together with images, and add the finding to the
         report.
         """
-        if not self._token_in or self._route is not Route.GENERATE:
+        if not self._token_in or self._route is not VllmRoute.GENERATE:
             return False
         message = {"content": [{"type": "image_url", "image_url": {"url": SAMPLE}}], "role": "user"}
         taken = False
@@ -268,10 +268,10 @@ class VllmEngine(Serving):
         length = len(request.prompt)
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
-        call = self._calls[request.request_id] = Call()
+        call = self._calls[request.request_id] = HttpCall()
         state = _Progress(self)
         sent = request.prompt.json() if self._token_in else None
-        route = Route.CHAT if request.by_messages else self._route
+        route = VllmRoute.CHAT if request.by_messages else self._route
         room = self._context_length - length
         body = call_body(route, request, self._model, room=room, token_in=self._token_in)
         try:
@@ -388,8 +388,10 @@ async def find_parsers(client: EngineClient, model: str) -> Finding:
             **fields,
         }
         try:
-            text = await client.post(wire.CHAT, msgspec.json.encode(body), Call(), prompt_tokens=1)
-            choices = msgspec.json.decode(text, type=wire.Answer).choices
+            text = await client.post(
+                vllm_schemas.CHAT, msgspec.json.encode(body), HttpCall(), prompt_tokens=1
+            )
+            choices = msgspec.json.decode(text, type=vllm_schemas.VllmReply).choices
         except (EngineError, msgspec.MsgspecError) as error:
             if _REFUSAL not in str(error):
                 break

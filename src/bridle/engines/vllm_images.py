@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from bridle.engines.base import Picture, Seen
-from bridle.engines.http import Call, EngineClient
+from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.probe import Finding
 from bridle.engines.serving import told_ids
 from bridle.errors import EngineError
@@ -184,7 +184,7 @@ def _chat_body(
 
 
 async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
-    text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
+    text = await client.post(path, msgspec.json.encode(body), HttpCall(), prompt_tokens=0)
     try:
         rendered = msgspec.json.decode(text, type=_Rendered)
     except msgspec.MsgspecError as error:

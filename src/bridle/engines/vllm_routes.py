@@ -2,7 +2,7 @@
 
 A body is put together from bytes: the prompt's own JSON text is spliced in, never encoded again. A
 reply's prompt ids are cut out before it is decoded, so only what was sampled is ever parsed. Field
-names are in `bridle.engines.wire`.
+names are in `bridle.engines.vllm_schemas`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
 from bridle.engines.reported import check_paired
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _PROMPT_IDS = b'"prompt_token_ids":['
 _ENCODER = msgspec.json.Encoder()
-_ANSWER = msgspec.json.Decoder(wire.Answer)
-_ANSWERS = msgspec.json.Decoder(list[wire.Answer])
+_ANSWER = msgspec.json.Decoder(vllm_schemas.VllmReply)
+_ANSWERS = msgspec.json.Decoder(list[vllm_schemas.VllmReply])
 _MISSING = -9998.0
 """vLLM writes -9999.0 for a logprob that it does not have."""
 
 
-class Route(StrEnum):
+class VllmRoute(StrEnum):
     """A way to sample."""
 
     CHAT = "chat"
@@ -54,13 +54,13 @@ class Route(StrEnum):
     @property
     def path(self) -> str:
         """The path below the base URL."""
-        if self is Route.CHAT:
-            return wire.CHAT
-        return wire.GENERATE if self is Route.GENERATE else wire.COMPLETIONS
+        if self is VllmRoute.CHAT:
+            return vllm_schemas.CHAT
+        return vllm_schemas.GENERATE if self is VllmRoute.GENERATE else vllm_schemas.COMPLETIONS
 
 
 def call_body(
-    route: Route, request: GenerateRequest, model: str, *, room: int, token_in: bool
+    route: VllmRoute, request: GenerateRequest, model: str, *, room: int, token_in: bool
 ) -> bytes:
     """The JSON of a call. `token_in` false leaves the ids out: messages alone make the prompt.
 
@@ -72,9 +72,9 @@ def call_body(
     head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
     head |= {"return_token_ids": True}
     sampling = _sampling_fields(request.sampling)
-    if route is not Route.CHAT:
+    if route is not VllmRoute.CHAT:
         sampling.setdefault("max_tokens", room)
-    if route is Route.GENERATE:
+    if route is VllmRoute.GENERATE:
         if request.grammar is not None:
             sampling["structured_outputs"] = _structured_outputs(request.grammar)
         head["sampling_params"] = {**sampling, "logprobs": 0}
@@ -88,7 +88,7 @@ def call_body(
         head["session_id"] = request.session_id
     if request.grammar is not None:
         head["response_format"] = _response_format(request.grammar)
-    if route is Route.COMPLETIONS:
+    if route is VllmRoute.COMPLETIONS:
         head["logprobs"] = 0
         return _with_ids(head, b'"prompt":', request.prompt.json())
     head |= _chat_fields(request)
@@ -155,7 +155,7 @@ class Read:
     """As the engine tells them; `None` = it does not."""
     paired: bool | None
     """Whether the logprobs name the ids they belong to; `None` = nothing was there to pair."""
-    message: wire.ReplyMessage | None
+    message: vllm_schemas.ReplyMessage | None
     text: str | None
     ids_told: bool
     """Whether the reply has a field for sampled ids; they may still be none."""
@@ -202,7 +202,7 @@ def read_answers(
             yield read_answer(body, unnamed=unnamed, sent=sent)
 
 
-def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
+def _decoded(bodies: list[bytes]) -> Sequence[vllm_schemas.VllmReply | None]:
     """The bodies decoded at once; `None` for each where they are to be read one by one."""
     with suppress(msgspec.MsgspecError):
         answers = _ANSWERS.decode(b"[" + b",".join(bodies) + b"]")
@@ -211,7 +211,7 @@ def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
     return [None] * len(bodies)
 
 
-def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
+def _has_only_tokens(pair: tuple[bytes, vllm_schemas.VllmReply | None]) -> bool:
     """Return whether a stream chunk has ids, as many logprobs, and nothing else that we use."""
     answer = pair[1]
     if answer is None or not answer.choices or answer.usage is not None:
@@ -219,13 +219,13 @@ def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
     choice = answer.choices[0]
     ids = bytes(choice.token_ids)
     return (
-        answer.error in wire.ABSENT
-        and answer.prompt_token_ids in wire.ABSENT
-        and choice.prompt_token_ids in wire.ABSENT
+        answer.error in vllm_schemas.ABSENT
+        and answer.prompt_token_ids in vllm_schemas.ABSENT
+        and choice.prompt_token_ids in vllm_schemas.ABSENT
         and choice.finish_reason is None
         and choice.weight_versions is None
         and choice.routed_experts is None
-        and choice.sampling_mask in wire.ABSENT
+        and choice.sampling_mask in vllm_schemas.ABSENT
         and choice.logprobs is not None
         and choice.logprobs.content is not None
         and ids[:1] == b"["
@@ -233,19 +233,19 @@ def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
     )
 
 
-def _read_together(answers: list[wire.Answer]) -> Read:
+def _read_together(answers: list[vllm_schemas.VllmReply]) -> Read:
     """Neighbours that `_has_only_tokens` picked, as one chunk."""
     choices = [answer.choices[0] for answer in answers]
     entries = [one.logprobs.content or [] for one in choices if one.logprobs is not None]
     ids_text = b"[" + b",".join([bytes(one.token_ids)[1:-1] for one in choices]) + b"]"
     ids = parse_ids(ids_text)
-    logprobs, paired = _logprobs(wire.Logprobs([*chain(*entries)]), ids, ids_text)
+    logprobs, paired = _logprobs(vllm_schemas.Logprobs([*chain(*entries)]), ids, ids_text)
     chunk = GenerateChunk(ids, logprobs, first=len(entries[0]))
     return Read(chunk, 0, None, paired, None, None, ids_told=True)
 
 
-def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
-    if answer.error not in wire.ABSENT:
+def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: int) -> Read:
+    if answer.error not in vllm_schemas.ABSENT:
         raise EngineError(f"the engine failed in mid-reply: {_start(answer.error)}", retryable=True)
     usage = answer.usage
     details = usage.prompt_tokens_details if usage is not None else None
@@ -253,7 +253,7 @@ def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
     if not answer.choices:
         return Read(None, cached, None, None, None, None, ids_told=False)
     choice = answer.choices[0]
-    told = choice.token_ids not in wire.ABSENT
+    told = choice.token_ids not in vllm_schemas.ABSENT
     ids_text = bytes(choice.token_ids) if told else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
     logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
@@ -276,17 +276,19 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
 
 
-def _prompt_text(cut: bytes | None, answer: wire.Answer, choice: wire.Choice) -> bytes | None:
+def _prompt_text(
+    cut: bytes | None, answer: vllm_schemas.VllmReply, choice: vllm_schemas.VllmChoice
+) -> bytes | None:
     if cut is not None:
         return cut
     for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
-        if raw not in wire.ABSENT:
+        if raw not in vllm_schemas.ABSENT:
             return compact(bytes(raw))
     return None
 
 
 def _logprobs(
-    given: wire.Logprobs | None, ids: Ids, ids_text: bytes
+    given: vllm_schemas.Logprobs | None, ids: Ids, ids_text: bytes
 ) -> tuple[Logprobs, bool | None]:
     """Logprobs of `ids`, and whether they were seen to belong to them."""
     if given is None:
@@ -337,20 +339,20 @@ def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | Non
 
 
 def _finish(reason: str) -> FinishReason:
-    if reason not in wire.FINISH:
+    if reason not in vllm_schemas.FINISH:
         raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
-    return wire.FINISH[reason]
+    return vllm_schemas.FINISH[reason]
 
 
-def _span(told: wire.Span, unnamed: int) -> VersionSpan:
+def _span(told: vllm_schemas.Span, unnamed: int) -> VersionSpan:
     return VersionSpan(as_version(told.version, unnamed=unnamed), told.start, told.end)
 
 
-def _extra(choice: wire.Choice) -> JSON:
+def _extra(choice: vllm_schemas.VllmChoice) -> JSON:
     extra: JSON = {}
     if choice.routed_experts is not None:
         extra["routed_experts"] = choice.routed_experts
-    if choice.sampling_mask not in wire.ABSENT:
+    if choice.sampling_mask not in vllm_schemas.ABSENT:
         extra["sampling_mask"] = msgspec.json.decode(choice.sampling_mask)
     return extra
 

@@ -1,7 +1,7 @@
 """Replies in vLLM's shapes: one class per route, each for whole replies and for streams.
 
 Prompt ids are put in as the bytes they came as; the sampled ones are few. What each route names how
-is told in `bridle.engines.wire`.
+is told in `bridle.engines.vllm_schemas`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Wants:
     """`False`: reasoning, and with it all ids and logprobs, is withheld, as vLLM does."""
 
 
-class Answer(ABC):
+class ReplyWriter(ABC):
     """The reply to one call, written piece by piece or at once."""
 
     prefix: str
@@ -203,7 +203,7 @@ class Answer(ABC):
         return f'"token":{json.dumps(text)},"bytes":{json.dumps(list(text.encode()))}'
 
 
-class ChatAnswer(Answer):
+class ChatReplyWriter(ReplyWriter):
     """`/v1/chat/completions`: the text is read into reasoning, content and tool calls."""
 
     prefix = "chatcmpl-"
@@ -278,7 +278,7 @@ class ChatAnswer(Answer):
             choice["finish_reason"] = "tool_calls"
 
 
-class TokenAnswer(Answer):
+class TokenReplyWriter(ReplyWriter):
     """`/inference/v1/generate`: ids only."""
 
     prefix = ""

@@ -46,7 +46,7 @@ from bridle.scripted.chatml import (
     spell_turn,
     view_messages,
 )
-from bridle.scripted.script import Script, Turn, choose, load_script, tool_names
+from bridle.scripted.script import Script, ScriptedTurn, choose, load_script, tool_names
 from bridle.scripted.tokenizer import ChatTokenizer, load_tokenizer
 from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
 
@@ -60,7 +60,7 @@ PIECE = 8
 PROBE_PREFIX = "probe-"
 """Beginning of the request ids of a start-up probe."""
 
-_PROBED = Turn(content="A probe was answered.")
+_PROBED = ScriptedTurn(content="A probe was answered.")
 _NO_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
 _HALF = -1
 _FAULTS_REMEMBERED = 10_000
@@ -192,7 +192,9 @@ class ScriptedEngine:
             return view_messages(request.messages, request.tools)
         return PromptView(ids, self.tokenizer)
 
-    def _fault(self, turn: Turn, key: tuple[int, int], request: GenerateRequest) -> _Fault | None:
+    def _fault(
+        self, turn: ScriptedTurn, key: tuple[int, int], request: GenerateRequest
+    ) -> _Fault | None:
         """The turn's fault, if it is still due for this prompt."""
         if turn.fault is None:
             return None
@@ -216,7 +218,7 @@ class ScriptedEngine:
 
     # ---- what is sampled
 
-    def _sample(self, turn: Turn, tools: Sequence[JSON], prompt: Ids) -> Ids:
+    def _sample(self, turn: ScriptedTurn, tools: Sequence[JSON], prompt: Ids) -> Ids:
         """All ids of a turn under a prompt, less what the prompt holds of it already."""
         held = opening_of(prompt, self.tokenizer)
         if turn.token_ids is not None:
@@ -234,7 +236,7 @@ class ScriptedEngine:
         rest = self._encode(text[len(begun) :])
         return np.append(rest, ids[-1:]) if turn.finish == "stop" else rest
 
-    def _text(self, turn: Turn, tools: Sequence[JSON], held: Ids) -> tuple[Ids, str]:
+    def _text(self, turn: ScriptedTurn, tools: Sequence[JSON], held: Ids) -> tuple[Ids, str]:
         """Text of a turn, and what the prompt holds of it.
 
         A prompt that closed an empty thinking block has thinking off: reasoning is not played. One
@@ -272,7 +274,7 @@ class ScriptedEngine:
             self._encoded[text] = self.tokenizer.encode(text)
         return self._encoded[text]
 
-    def _limit(self, ids: Ids, turn: Turn, sampling: Sampling, budget: int) -> _Played:
+    def _limit(self, ids: Ids, turn: ScriptedTurn, sampling: Sampling, budget: int) -> _Played:
         """The ids up to the first stop token, stop string or the budget."""
         finish = FinishReason.LENGTH if turn.finish == "length" else FinishReason.STOP
         stop_text = None

@@ -69,7 +69,7 @@ class ScriptedCall(Settings):
     """An object, or the exact text, which need not be JSON."""
 
 
-class Turn(Settings):
+class ScriptedTurn(Settings):
     """One reply. Its text is made of reasoning, content and calls, or given as it is."""
 
     reasoning: str | None = None
@@ -112,7 +112,7 @@ class ScriptedConversation(Settings):
     """The turns of one kind of request."""
 
     when: When = When()
-    turns: tuple[Turn, ...] = Field(min_length=1)
+    turns: tuple[ScriptedTurn, ...] = Field(min_length=1)
     skip: int = 0
     """Assistant messages that stand before this conversation's first turn."""
 

@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import web
 
 import bridle
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import (
     CutError,
     Engine,
@@ -38,7 +38,7 @@ from bridle.engines.base import (
 from bridle.engines.ids import ArrayIds, IdsError, TextIds, cut_ids
 from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError, RenderError, cannot_listen
-from bridle.scripted.answers import Answer, ChatAnswer, TokenAnswer, Wants, event
+from bridle.scripted.answers import ChatReplyWriter, ReplyWriter, TokenReplyWriter, Wants, event
 from bridle.scripted.chatml import THINK, THINK_END
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON
@@ -115,8 +115,8 @@ class EngineServer:
 
     def _posts(self) -> dict[str, Handler]:
         return {
-            wire.CHAT: self._chat,
-            wire.GENERATE: self._tokens,
+            vllm_schemas.CHAT: self._chat,
+            vllm_schemas.GENERATE: self._tokens,
             "/tokenize": self._tokenize,
             **self.control.posts,
         }
@@ -174,7 +174,7 @@ class EngineServer:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             versions=bool(body.return_weight_versions),
             usage=body.usage_wanted,
-            tools=body.tools not in wire.ABSENT and body.tool_choice != "none",
+            tools=body.tools not in vllm_schemas.ABSENT and body.tool_choice != "none",
             named_tool=isinstance(body.tool_choice, dict),
             reasoning=body.include_reasoning,
             thinking=self._leaves_thinking_open(prompt),
@@ -190,10 +190,10 @@ class EngineServer:
             grammar=grammar(body.response_format, body.structured_outputs),
             stream=bool(body.stream),
         )
-        return await self._reply(request, call, body.n, ChatAnswer, wants)
+        return await self._reply(request, call, body.n, ChatReplyWriter, wants)
 
     def _chat_prompt(
-        self, body: wire.ChatRequest, cut: bytes | None
+        self, body: vllm_schemas.ChatRequest, cut: bytes | None
     ) -> tuple[TextIds | ArrayIds, list[JSON] | None, list[JSON] | None]:
         """The prompt of a chat call, and its messages and tools where those made it.
 
@@ -206,7 +206,11 @@ class EngineServer:
             if ids not in (b"", b"null"):
                 return TextIds(ids), None, None
         messages = _decoded(_OBJECTS, body.messages, "messages")
-        tools = _decoded(_OBJECTS, body.tools, "tools") if body.tools not in wire.ABSENT else None
+        tools = (
+            _decoded(_OBJECTS, body.tools, "tools")
+            if body.tools not in vllm_schemas.ABSENT
+            else None
+        )
         text = self._tokenizer.render(
             messages,
             tools,
@@ -239,14 +243,14 @@ class EngineServer:
             grammar=grammar(None, params.structured_outputs),
             stream=bool(body.stream),
         )
-        return await self._reply(request, call, params.n, TokenAnswer, wants)
+        return await self._reply(request, call, params.n, TokenReplyWriter, wants)
 
     async def _reply(
         self,
         request: web.Request,
         call: GenerateRequest,
         n: int | None,
-        kind: type[Answer],
+        kind: type[ReplyWriter],
         wants: Wants,
     ) -> web.StreamResponse:
         """Sample `call`, whose id is the caller's, and write the reply in the route's form."""
@@ -299,9 +303,9 @@ class EngineServer:
         return web.json_response(found)
 
 
-_CHAT = msgspec.json.Decoder(wire.ChatRequest)
-_TOKENS = msgspec.json.Decoder(wire.TokenRequest)
-_TOKENIZE = msgspec.json.Decoder(wire.TokenizeRequest)
+_CHAT = msgspec.json.Decoder(vllm_schemas.ChatRequest)
+_TOKENS = msgspec.json.Decoder(vllm_schemas.TokenRequest)
+_TOKENIZE = msgspec.json.Decoder(vllm_schemas.TokenizeRequest)
 _OBJECTS = msgspec.json.Decoder(list[JSON])
 
 
@@ -332,7 +336,7 @@ def grammar(response_format: JSON | None, structured: JSON | None) -> JSON | Non
 
 
 async def _stream(
-    request: web.Request, answer: Answer, chunks: AsyncGenerator[GenerateChunk, None]
+    request: web.Request, answer: ReplyWriter, chunks: AsyncGenerator[GenerateChunk, None]
 ) -> web.StreamResponse:
     """Write a reply as events. Before the first token a failure still has its own status."""
     first = await anext(chunks)
@@ -500,16 +504,16 @@ class Control:
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         body = await request.read() or b"{}"
-        await self.abort(msgspec.json.decode(body, type=wire.AbortRequest).request_ids)
+        await self.abort(msgspec.json.decode(body, type=vllm_schemas.AbortRequest).request_ids)
         return web.json_response({"status": "aborted"})
 
     async def _update_version(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=wire.VersionRequest)
+        body = msgspec.json.decode(await request.read(), type=vllm_schemas.VersionRequest)
         version = await self.version(as_version(body.new_version))
         return web.json_response({"status": "ok", "weight_version": str(version)})
 
     async def _reload_weights(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=wire.RpcRequest)
+        body = msgspec.json.decode(await request.read(), type=vllm_schemas.RpcRequest)
         folder = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(folder, str):
             raise EngineError("only `reload_weights` with its `weights_path` is known", status=400)

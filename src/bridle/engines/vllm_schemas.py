@@ -199,7 +199,7 @@ class ReplyMessage(msgspec.Struct):
     tool_calls: list[Called] | None = None
 
 
-class Choice(msgspec.Struct):
+class VllmChoice(msgspec.Struct):
     """The one choice of a reply or stream chunk, of any of the three routes."""
 
     finish_reason: str | None = None
@@ -230,10 +230,10 @@ class ReplyUsage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Answer(msgspec.Struct):
+class VllmReply(msgspec.Struct):
     """A whole reply or one stream chunk, of any of the three routes."""
 
-    choices: list[Choice] = []
+    choices: list[VllmChoice] = []
     prompt_token_ids: Raw = EMPTY
     usage: ReplyUsage | None = None
     error: Raw = EMPTY
