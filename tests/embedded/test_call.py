@@ -117,12 +117,12 @@ def test_chunks_hold_every_token_once_and_spans_have_no_gap():
     for i in range(700):
         c.append(i, -float(i), i // 300)
         if i % 97 == 0:
-            assert c.has_news()
+            assert c.has_unsent()
             chunk = c.chunk()
             assert chunk.versions == ()
             got += chunk.output_ids.tolist()
             logprobs += chunk.logprobs.tolist()
-            assert not c.has_news()
+            assert not c.has_unsent()
     last = c.chunk()
     assert got + last.output_ids.tolist() == list(range(700))
     assert logprobs + last.logprobs.tolist() == [-float(i) for i in range(700)]
