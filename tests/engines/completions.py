@@ -11,7 +11,7 @@ from msgspec import Raw
 from bridle.engines import vllm_schemas
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds, TextIds
-from bridle.scripted.answers import LEAST, ReplyWriter, Wants
+from bridle.scripted.replies import LEAST, ReplyWriter, Wants
 from bridle.scripted.server import BadCallError, EngineServer, grammar
 from bridle.types import JSON
 

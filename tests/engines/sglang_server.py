@@ -27,8 +27,7 @@ from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest
 from bridle.engines.ids import ArrayIds, TextIds, cut_ids
 from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.scripted.answers import event
-from bridle.scripted.chatml import ReplyReader
+from bridle.scripted.replies import ReplyReader, event
 from bridle.scripted.server import BadCallError, EngineServer, Handler
 from bridle.types import JSON, FinishReason, Sampling
 
