@@ -45,7 +45,8 @@ from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_replica import Replica, RoutingReason, RoutingSettings, make_replica
+from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
+from bridle.engines.pool_routing import RoutingReason
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.registry import SessionHandle
@@ -291,7 +292,7 @@ async def interrupted(
     callers = []
     for _ in DIALECTS:
         handle = await served.open_session(sampling=sampling(LONG))
-        pool._choice.pick(handle.session_id, [first])  # noqa: SLF001 - all on one, to be killed
+        pool._router.pick(handle.session_id, [first])  # noqa: SLF001 - all on one, to be killed
         callers.append(Caller(handle))
     watch = Watch(pool, [caller.handle.session_id for caller in callers])
     async with asyncio.timeout(300), asyncio.TaskGroup() as group:

@@ -23,9 +23,9 @@ from aiohttp import web
 from msgspec import Raw
 
 from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version
 from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest, Updatable
 from bridle.engines.ids import ArrayIds, TextIds, cut_ids
-from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.scripted.replies import ReplyReader, event
 from bridle.scripted.server import BadCallError, EngineServer, Handler

@@ -29,7 +29,6 @@ class Shape:
     adapter: Any
     serving: dict[str, Any] = field(default_factory=dict)
     reading: dict[str, Any] = field(default_factory=dict)
-    streams: bool = True
     tells_prompt: bool = True
     """Whether streams tell the prompt's ids."""
 
@@ -54,9 +53,6 @@ SHAPES = {
     "sglang": Shape(SglangServer, SglangEngine, tells_prompt=False),
     "sglang incremental": Shape(
         SglangServer, SglangEngine, serving={"incremental": True}, tells_prompt=False
-    ),
-    "sglang chat": Shape(
-        SglangServer, SglangEngine, reading={"engine_parses": True}, streams=False
     ),
 }
 

@@ -86,7 +86,7 @@ def test_a_grammar_is_a_schema(schema):
     assert told == (schema or {"type": "object"})
 
 
-def test_a_chat_call_has_messages_tools_and_ids():
+def test_a_chat_call_has_messages_tools_and_budgets():
     asked = body(SglangRoute.CHAT, messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}],
                  sampling=Sampling(seed=3, max_tokens=5, min_tokens=2))  # fmt: skip
     assert asked["messages"] == [{"role": "user", "content": "q"}]
@@ -159,14 +159,6 @@ def test_ids_are_taken_from_logprobs_where_nothing_else_tells_them():
     told = {"text": "x", "meta_info": {"output_token_logprobs": triples([5, 6]), **DONE}}
     chunk = reading().read(json.dumps(told).encode())
     assert (chunk.output_ids.tolist(), chunk.logprobs.tolist()) == ([5, 6], [-5.0, -6.0])
-
-
-def test_a_chat_call_that_takes_no_calls_says_so():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    made = body(SglangRoute.CHAT, tools=tools, calls=False)
-    assert (made["tools"], made["tool_choice"]) == (tools, "none")
-    assert "tool_choice" not in body(SglangRoute.CHAT, tools=tools)
-    assert "tool_choice" not in body(SglangRoute.CHAT, calls=False)
 
 
 def test_messages_that_are_the_prompt_go_without_ids_and_with_their_tools():

@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 from tests.engines.stub import events, honest, sampled
+from tests.engines.test_hostile import Proxy, without
 
 from bridle.engines.base import CutError, GenerateRequest, Versioned
 from bridle.engines.ids import ArrayIds
@@ -216,18 +217,23 @@ async def test_many_calls_run_at_once(connected):
     assert {call.result()[-1].finish_reason for call in calls} == {FinishReason.STOP}
 
 
-async def test_an_engine_that_parses_gives_its_reply(connected):
-    outside = await connected(scripted_engine([TURN]), engine_parses=True)
-    messages = [{"role": "user", "content": "hi"}]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    for stream in (False, True):
-        made = request(messages=messages, tools=tools, stream=stream)
-        chunks = await collect(outside, made)
-        reply = chunks[-1].reply
-        assert (reply.content, reply.reasoning) == (TURN["content"], "hm")
-        assert "".join(chunk.delta.text for chunk in chunks) == TURN["content"]
-        assert "".join(chunk.delta.reasoning for chunk in chunks) == "hm"
-        assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", '{"a": 1}')]
+async def test_the_reply_of_a_server_of_text_is_the_one_that_it_parsed():
+    async with EngineServer(scripted_engine([TURN])) as server, Proxy(server).open_with() as opened:
+        proxy, url = opened
+        proxy.edit = without("token_ids", "prompt_token_ids", "logprobs")
+        outside = VllmEngine(url, route=VllmRoute.CHAT, allow_untokenized=True)
+        await outside.start()
+        messages = [{"role": "user", "content": "hi"}]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        for stream in (False, True):
+            made = request(messages=messages, tools=tools, stream=stream)
+            chunks = await collect(outside, made)
+            reply = chunks[-1].reply
+            assert (reply.content, reply.reasoning) == (TURN["content"], "hm")
+            assert "".join(chunk.delta.text for chunk in chunks) == TURN["content"]
+            assert "".join(chunk.delta.reasoning for chunk in chunks) == "hm"
+            assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", '{"a": 1}')]
+        await outside.aclose()
 
 
 # ---- start
@@ -326,7 +332,6 @@ async def test_where_weights_can_change_the_route_that_tells_versions_comes_firs
     assert taken(await connected(fixed.url)) == ["/v1/chat/completions"]
     changing = await stub(**replies, weight_info={"weight_version": "3"})
     assert taken(await connected(changing.url)) == ["/inference/v1/generate"]
-    assert taken(await connected(changing.url, engine_parses=True)) == ["/v1/chat/completions"]
     closed = await stub(**{CHAT: honest(), "weight_info": {"weight_version": "3"}})
     assert taken(await connected(closed.url)) == ["/v1/chat/completions"]
 

@@ -6,7 +6,7 @@ tokens, and the caller resumes it with a new call. While no replica is available
 waits, within bounds; then it fails as a retryable `EngineError`.
 
 A failure is its call's alone until the replica's health says otherwise. Calls that a dead replica
-had are given out again; `pool_blame` finds the one that it died of.
+had are given out again; `pool_routing` finds the one that it died of.
 
 Replicas are asked for their health all the time. One that fails is looked at again with growing
 waits; a server that was gone is probed anew before it gets calls, because it may be another one.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, cast
 import structlog
 
 from bridle.aio import Nursery
+from bridle.engines.adapter import ReplyCheck
 from bridle.engines.base import (
     Engine,
     EngineInfo,
@@ -35,18 +36,15 @@ from bridle.engines.base import (
     Templating,
     Versioned,
 )
-from bridle.engines.pool_blame import FailureTracker
 from bridle.engines.pool_replica import (
     Replica,
-    ReplicaRouter,
     ReplicaState,
     RoutedCall,
-    RoutingReason,
     RoutingSettings,
+    WeightUpdates,
     check_fit,
 )
-from bridle.engines.pool_update import TakesWeights
-from bridle.engines.reported import ReplyCheck
+from bridle.engines.pool_routing import FailureTracker, ReplicaRouter, RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
 from bridle.types import JSON
 
@@ -60,7 +58,7 @@ BUSY = 429
 """The status of a replica that lives and has too much to do."""
 
 
-class EnginePool(TakesWeights):
+class EnginePool(WeightUpdates):
     """An `Engine` (and `Versioned`) over replicas of one model; `add` and `remove` change them."""
 
     def __init__(
@@ -81,13 +79,13 @@ class EnginePool(TakesWeights):
             raise ConfigError("an engine needs at least one replica")
         self._ready: list[Replica] = []
         """Replicas that may be given a call now."""
-        self._choice: ReplicaRouter[Replica] = ReplicaRouter(
+        self._router: ReplicaRouter[Replica] = ReplicaRouter(
             sticky=self.settings.sticky,
             load_factor=self.settings.load_factor,
             slack=self.settings.slack,
         )
         self._calls: dict[str, RoutedCall] = {}
-        self._blame = FailureTracker(self.settings.attempts)
+        self._failures = FailureTracker(self.settings.attempts)
         self._held: PauseMode | None = None
         self._updated = False
         """Whether anybody has told of new weights, or has held sampling for them."""
@@ -187,7 +185,7 @@ class EnginePool(TakesWeights):
         if not request.stream and self._must_stream(request):
             request = replace(request, stream=True)
         call = RoutedCall(request)
-        self._blame.begin(call)
+        self._failures.begin(call)
         self._calls[request.request_id] = call
         try:
             while (one := await self._admit(call)) is not None:
@@ -204,7 +202,7 @@ class EnginePool(TakesWeights):
                     finally:
                         await chunks.aclose()
                     if not call.aborted and not call.moved:
-                        self._blame.served(one, call)
+                        self._failures.served(one, call)
                     return
                 except EngineError as error:
                     failure = error
@@ -215,7 +213,7 @@ class EnginePool(TakesWeights):
                     break
             yield call.cut()
         finally:
-            self._blame.end(call)
+            self._failures.end(call)
             del self._calls[request.request_id]
 
     def _must_stream(self, request: GenerateRequest) -> bool:
@@ -235,16 +233,16 @@ class EnginePool(TakesWeights):
 
         `EngineError` if none is to be had in time, or if all that live refuse the call.
         """
-        await self._blame.apart(call)
+        await self._failures.apart(call)
         waiting: float | None = None
         since = 0.0
         while not call.aborted:
             if self._held is None:
                 ready = [one for one in self._ready if one not in call.refused]
                 if ready:
-                    one, how = self._choice.pick(call.request.session_id, ready)
+                    one, how = self._router.pick(call.request.session_id, ready)
                     self.routed[how] += 1
-                    self._blame.tries(one, call)
+                    self._failures.tries(one, call)
                     return one
                 if self._ready and call.refusal is not None:
                     raise call.refusal
@@ -285,10 +283,10 @@ class EnginePool(TakesWeights):
             return
         if status != BUSY and one.state is not ReplicaState.DOWN:
             await self._look(one, failures=1)
-        if one.state is not ReplicaState.DOWN and self._blame.broke(one, call, error):
+        if one.state is not ReplicaState.DOWN and self._failures.broke(one, call, error):
             self._quarantine(one)
         if one.state is ReplicaState.DOWN:
-            spent = self._blame.died(one, call)
+            spent = self._failures.died(one, call)
         elif not error.retryable:
             raise error
         else:
@@ -511,16 +509,16 @@ class EnginePool(TakesWeights):
         await self.drain(name, timeout_s=timeout_s)
         del self._replicas[name]
         one.wake.set()
-        self._choice.drop(one)
+        self._router.drop(one)
         await one.engine.aclose()
 
     def forget(self, session_id: str) -> None:
         """A session has ended: nothing of it needs to stay together."""
-        self._choice.forget(session_id)
-        self._blame.forget(session_id)
+        self._router.forget(session_id)
+        self._failures.forget(session_id)
 
     def replicas(self) -> list[JSON]:
-        return [one.status(self._choice.sessions(one)) for one in self._replicas.values()]
+        return [one.status(self._router.sessions(one)) for one in self._replicas.values()]
 
     # ---- weights
 

@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 from uuid import uuid4
 
 import numpy as np
 
 from bridle.aio import Nursery
+from bridle.engines.adapter import ServerAdapter, ServerOptions, as_version, tokenizer_dir
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -29,12 +31,11 @@ from bridle.engines.base import (
     PauseMode,
     joined,
 )
-from bridle.engines.http import AbortedError, EngineClient, HttpCall
-from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
+from bridle.engines.http import AbortedError, HttpCall
+from bridle.engines.probe import Finding, probe
 from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+from bridle.types import JSON, FinishReason, VersionSpan
 
 ABORT_S = 5.0
 """How long a server may take to end a call that it was told to abort."""
@@ -51,34 +52,18 @@ class _Running:
     limit: asyncio.TimerHandle | None = None
 
 
-class SglangEngine(Serving):
-    """Talks to one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
+class SglangEngine(ServerAdapter):
+    """Adapter for one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
 
-    It samples by `/generate`; with `engine_parses` by the chat route, which leaves reasoning and
-    tool calls to the server's parsers. `logprob_mode` is what the server's owner vouches for,
-    where the probe cannot measure it. `allow_untokenized` takes a server that gives text only.
-    `extras` asks for per-token extras (`return_routed_experts`, `return_sampling_mask`), which then
-    stand in a reply's `extra`. `timeout_s` is how long the server may be silent within one call.
+    It samples by `/generate`, and from messages with images by the chat route. `extras` requests
+    per-token extras (`return_routed_experts`, `return_sampling_mask`), which are then in a reply's
+    `extra`.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        logprob_mode: LogprobMode | None = None,
-        allow_untokenized: bool = False,
-        engine_parses: bool = False,
-        extras: Sequence[str] = (),
-        timeout_s: float = 1800.0,
+        self, base_url: str, *, extras: Sequence[str] = (), **options: Unpack[ServerOptions]
     ) -> None:
-        self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
-        self._model = model or ""
-        self._route = SglangRoute.CHAT if engine_parses else SglangRoute.GENERATE
-        self._assumed_mode = logprob_mode
-        self._allow_untokenized = allow_untokenized
-        self._engine_parses = engine_parses
+        super().__init__(base_url, **options)
         self._extras = tuple(extras)
         self._calls: dict[str, _Running] = {}
         self._nursery = Nursery(on_error=lambda _error: None)
@@ -91,15 +76,10 @@ class SglangEngine(Serving):
         self._probing = False
         self._asks_prompt = False
         """Whether the next call asks for its prompt's ids at the cost of the prefix cache."""
-        self._strict = False
         self._seeds = True
         self._incremental = False
-        self._context_length = 0
         self.vocab_size: int | None = None
-        """How many ids the server takes; `None` = it does not tell."""
-        self.server_version = ""
-        """Empty where it is not told."""
-        self.report: ProbeReport | None = None
+        """Number of ids that the server takes; `None` = not reported."""
 
     # ---- life
 
@@ -111,7 +91,7 @@ class SglangEngine(Serving):
                 "hides what training needs: give the address of a worker"
             )
         served = await self._first("/server_info", "/get_server_info")
-        self.server_version = str(served.get("version", ""))
+        self.server_version = served.get("version")
         self._incremental = bool(
             served.get("incremental_streaming_output") or served.get("stream_output")
         )
@@ -123,25 +103,10 @@ class SglangEngine(Serving):
             found = await probe(self, assume=self._assumed_mode)
         finally:
             self._probing = False
-        findings = (*self._server_findings(about), *found.findings)
-        self.report = replace(found, findings=findings)
-        self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
-        self._strict = self.report.usable or not self._allow_untokenized
+        report = replace(found, findings=(*self._server_findings(about), *found.findings))
         folder = tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about["model_path"])
-        return EngineInfo(
-            model=self._model,
-            context_length=self._context_length,
-            logprob_mode=self.report.logprob_mode,
-            token_in=self.report.token_in,
-            version=self.version,
-            eos_token_ids=end_ids(folder),
-            tokenizer_dir=None if folder is None else str(folder),
-            grammar=True,
-            remote=True,
-            vocab_size=self.vocab_size or vocab_size(folder),
-            tells_prompt=self.report.tells_prompt,
-            tells_prompt_streamed=self.report.tells_prompt_streamed,
-        )
+        info = self._accept(report, folder)
+        return replace(info, vocab_size=self.vocab_size or info.vocab_size)
 
     async def _first(self, *paths: str) -> JSON:
         for path in paths:
@@ -186,7 +151,7 @@ class SglangEngine(Serving):
         versioned = "weight_version" in about
         return (
             Finding.note("server", f"SGLang {self.server_version or 'of unknown version'}"),
-            Finding.note("route", self._route.path),
+            Finding.note("route", SglangRoute.GENERATE.path),
             Finding.note("context length", str(self._context_length)),
             Finding.check(
                 "vocabulary", ok=self.vocab_size is not None,
@@ -302,10 +267,6 @@ class SglangEngine(Serving):
         finally:
             self._forget(request.request_id, running, ended=ended)
 
-    @property
-    def _token_in(self) -> bool:
-        return self._info is None or self._info.token_in
-
     def _check(self, request: GenerateRequest) -> None:
         size, room = len(request.prompt), self._context_length - len(request.prompt)
         if room < (request.sampling.max_tokens or 1):
@@ -334,7 +295,7 @@ class SglangEngine(Serving):
         self, request: GenerateRequest, running: _Running
     ) -> AsyncGenerator[list[bytes], None]:
         """The JSON of the reply's pieces, those that arrived together as one list."""
-        route = SglangRoute.CHAT if request.by_messages else self._route
+        route = SglangRoute.CHAT if request.by_messages else SglangRoute.GENERATE
         body = call_body(route, request, running.rid, self._ask(request))
         size = len(request.prompt)
         if not request.stream or route is SglangRoute.CHAT:
@@ -358,8 +319,7 @@ class SglangEngine(Serving):
         stopped = chunk.finish_reason is FinishReason.STOP
         if self._strict and stopped and not reading.ids_told:
             raise GarbledError("the engine's reply has no token ids")
-        parses = self._engine_parses or (self._info is not None and not self._strict)
-        return chunk if parses else replace(chunk, reply=None)
+        return chunk if self.gives_text else replace(chunk, reply=None)
 
     def _aborted(self, reading: Reading) -> GenerateChunk:
         count = reading.count

@@ -19,10 +19,9 @@ import numpy as np
 from msgspec import Raw
 
 from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
-from bridle.engines.reported import check_paired
-from bridle.engines.serving import as_version
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -43,7 +42,7 @@ class SglangRoute(StrEnum):
     GENERATE = "generate"
     """`/generate`: ids in and out, streams, policy versions per token, nothing parsed."""
     CHAT = "chat"
-    """Chat completions with `input_ids`: the server parses; replies are whole."""
+    """Chat completions, for messages with images: the server renders; replies are whole."""
 
     @property
     def path(self) -> str:
@@ -76,11 +75,8 @@ def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) 
     if request.session_id is not None:
         head["session_id"] = request.session_id
     if route is SglangRoute.CHAT:
-        head |= _chat_fields(request, ask)
-    else:
-        head |= _generate_fields(request, ask)
-    if request.by_messages:
-        return _ENCODER.encode(head)
+        return _ENCODER.encode(head | _chat_fields(request, ask))
+    head |= _generate_fields(request, ask)
     text = request.prompt.json()
     return b"".join((_ENCODER.encode(head)[:-1], b',"input_ids":', text, b"}"))
 
@@ -140,12 +136,9 @@ def _chat_fields(request: GenerateRequest, ask: Ask) -> JSON:
     fields["messages"] = list(request.messages or [{"role": "user", "content": "."}])
     if request.tools:
         fields["tools"] = list(request.tools)
-        if not request.calls and not request.by_messages:
-            fields["tool_choice"] = "none"  # its template would leave the tools out of messages
-    if request.by_messages:
-        fields["return_prompt_token_ids"] = True
-        if request.arguments:
-            fields["chat_template_kwargs"] = request.arguments
+    fields["return_prompt_token_ids"] = True
+    if request.arguments:
+        fields["chat_template_kwargs"] = request.arguments
     if request.grammar is not None:
         schema = request.grammar.get("json_schema") or {"type": "object"}
         named_schema = {"name": "reply", "schema": schema}

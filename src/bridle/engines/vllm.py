@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 from uuid import uuid4
 
 import msgspec
 
 from bridle.engines import vllm_schemas
+from bridle.engines.adapter import ServerAdapter, ServerOptions, as_version, tokenizer_dir
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -33,8 +34,7 @@ from bridle.engines.base import (
 from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
-from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
+from bridle.engines.vllm_images import SAMPLE, ImageRenderer, of_images
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
@@ -44,7 +44,7 @@ from bridle.engines.vllm_routes import (
     read_answers,
 )
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
+from bridle.types import JSON, FinishReason, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from bridle.types import Ids
@@ -58,49 +58,25 @@ VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
 route tells which tokens are whose (vLLM 0.32.0)."""
 
 
-class VllmEngine(Serving):
-    """Talks to one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
+class VllmEngine(ServerAdapter):
+    """Adapter for one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
-    changed) that gives all that training needs. `logprob_mode` is
-    what the server's owner vouches for, where the probe cannot measure it. `allow_untokenized`
-    takes a server that gives text only (messages must then come with each request).
-    `engine_parses` leaves reasoning and tool calls to the server's parsers. `timeout_s` is how long
-    the server may be silent within one call. `report` is the last probe's.
+    changed) that gives all that training needs.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        route: VllmRoute | None = None,
-        logprob_mode: LogprobMode | None = None,
-        allow_untokenized: bool = False,
-        engine_parses: bool = False,
-        timeout_s: float = 1800.0,
+        self, base_url: str, *, route: VllmRoute | None = None, **options: Unpack[ServerOptions]
     ) -> None:
-        self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
-        self._eyes = Eyes()
+        super().__init__(base_url, **options)
+        self._images = ImageRenderer()
         self._served: Path | None = None
         """The folder of the server's model, if that is on this machine."""
         self._takes_weights = False
-        self._wanted_model = model
         self._wanted_route = route
-        self._assumed_mode = logprob_mode
-        self._allow_untokenized = allow_untokenized
-        self._engine_parses = engine_parses
         self._calls: dict[str, HttpCall] = {}
-        self._model = model or ""
-        self._context_length = 0
         self._route = route or VllmRoute.CHAT
-        self._token_in = True
-        self._strict = False
-        """Whether a reply without ids or logprobs is an error; off while the probe looks."""
         self._paired: bool | None = None
-        self.server_version: str | None = None
-        self.report: ProbeReport | None = None
 
     # ---- life
 
@@ -119,27 +95,12 @@ class VllmEngine(Serving):
         self._takes_weights = versioned = "weight_version" in weights
         if versioned:
             self.version = as_version(weights["weight_version"], unnamed=self.version)
-        tell_versions = versioned and not self._engine_parses
-        self.report = await self._probe_routes(VERSIONED_ROUTES if tell_versions else ROUTES)
-        self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
-        self._strict = not self._allow_untokenized or self.report.usable
-        self._token_in = self.report.token_in
-        pictures = await self._look_at_images(self.report)
-        return EngineInfo(
-            model=self._model,
-            context_length=length,
-            logprob_mode=self.report.logprob_mode,
-            token_in=self._token_in,
-            version=self.version,
-            eos_token_ids=end_ids(folder),
-            tokenizer_dir=None if folder is None else str(folder),
-            grammar=True,
-            pictures=pictures,
-            remote=True,
+        report = await self._probe_routes(VERSIONED_ROUTES if versioned else ROUTES)
+        info = self._accept(report, folder)
+        return replace(
+            info,
+            pictures=await self._probe_images(report),
             tells_versions=versioned and self._route is VllmRoute.GENERATE,
-            vocab_size=vocab_size(folder),
-            tells_prompt=self.report.tells_prompt,
-            tells_prompt_streamed=self.report.tells_prompt_streamed,
         )
 
     async def _choose_model(self) -> JSON:
@@ -148,11 +109,11 @@ class VllmEngine(Serving):
         names = [one["id"] for one in models]
         if not models:
             raise EngineError(f"{self._client.base_url}/v1/models lists no model")
-        if self._wanted_model is None:
+        if not self._model:
             return models[0]
-        if self._wanted_model not in names:
-            raise EngineError(f"the engine has no model {self._wanted_model!r}; it has: {names}")
-        return models[names.index(self._wanted_model)]
+        if self._model not in names:
+            raise EngineError(f"the engine has no model {self._model!r}; it has: {names}")
+        return models[names.index(self._model)]
 
     async def _probe_routes(self, routes: Sequence[VllmRoute]) -> ProbeReport:
         """Probe the wanted route, or each until one is usable; if none is, the chat's report."""
@@ -214,13 +175,11 @@ class VllmEngine(Serving):
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
         """The prompt of messages with images; see `Seeing`."""
-        return await self._eyes.see(self._client, self._model, messages, tools, arguments)
+        return await self._images.see(self._client, self._model, messages, tools, arguments)
 
-    async def _look_at_images(self, report: ProbeReport) -> bool:
-        """Probe whether the route takes token ids together with images, and add the finding to the
-        report.
-        """
-        if not self._token_in or self._route is not VllmRoute.GENERATE:
+    async def _probe_images(self, report: ProbeReport) -> bool:
+        """Return whether the route takes images with token ids; adds a finding to the report."""
+        if not report.token_in or self._route is not VllmRoute.GENERATE:
             return False
         message = {"content": [{"type": "image_url", "image_url": {"url": SAMPLE}}], "role": "user"}
         taken = False
@@ -251,7 +210,7 @@ class VllmEngine(Serving):
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
         """The prompt of the server's chat route; see `Templating`."""
-        return await self._eyes.read(self._client, self._model, messages, tools, arguments)
+        return await self._images.render(self._client, self._model, messages, tools, arguments)
 
     async def parsers(self) -> Finding:
         """Find the parsers that the server was started with; costs a call of one token."""
@@ -295,11 +254,6 @@ class VllmEngine(Serving):
         if self.gives_text:  # each says a text of its own
             return (read_answer(one, unnamed=self.version, sent=sent) for one in answers)
         return read_answers(answers, unnamed=self.version, sent=sent)
-
-    @property
-    def gives_text(self) -> bool:
-        """Return whether replies carry the server's own parsed text."""
-        return self._engine_parses or (self._info is not None and not self._strict)
 
     def check(self, read: Read) -> None:
         """Note whether ids and logprobs were paired; refuse a reply that lacks either."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
+from bridle.engines.adapter import told_ids
 from bridle.engines.base import Picture, Seen
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.probe import Finding
-from bridle.engines.serving import told_ids
 from bridle.errors import EngineError
 from bridle.types import JSON
 
@@ -87,8 +87,8 @@ SIZES_KEPT = 4096
 """Images whose sizes are remembered, the least lately seen going first."""
 
 
-class Eyes:
-    """Asks one server what messages with images come to."""
+class ImageRenderer:
+    """Client of one server's renderer for messages, with images or without."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, JSON] = OrderedDict()
@@ -117,7 +117,7 @@ class Eyes:
         )
         return Seen(np.array(listed, dtype=np.int32), places)
 
-    async def read(
+    async def render(
         self,
         client: EngineClient,
         model: str,

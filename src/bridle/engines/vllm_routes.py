@@ -20,10 +20,9 @@ import msgspec
 import numpy as np
 
 from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
-from bridle.engines.reported import check_paired
-from bridle.engines.serving import as_version
 from bridle.engines.vllm_images import folded
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan

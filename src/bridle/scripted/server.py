@@ -26,6 +26,7 @@ from aiohttp import web
 
 import bridle
 from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version
 from bridle.engines.base import (
     CutError,
     Engine,
@@ -36,7 +37,6 @@ from bridle.engines.base import (
     Versioned,
 )
 from bridle.engines.ids import ArrayIds, IdsError, TextIds, cut_ids
-from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError, RenderError, cannot_listen
 from bridle.scripted.replies import ChatReplyWriter, ReplyWriter, TokenReplyWriter, Wants, event
 from bridle.scripted.script import THINK, THINK_END

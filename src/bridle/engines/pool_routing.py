@@ -1,13 +1,15 @@
-"""Finds calls, sessions and replicas that cause failures, so that no other call pays for them.
+"""The choice of a replica for a call, and the tracking of calls and replicas that cause failures.
 
-When an engine dies, every call that it had may be the reason. A call that saw `SUSPECTED` deaths
-runs apart, in a group that gets smaller with each death until it is alone; a death counts against
-that group only. Of n suspects that takes about `3 * n ** (1 / 3)` rounds with 5 attempts, and no
-call fails that did not run alone at the last death. A session whose call used up its tries in this
-way is an offender: its next calls run alone and get one try.
+A session's calls go to one replica, for its prefix cache, unless that has too many calls.
+
+When an engine dies, each of its calls may be the cause. A call that saw `SUSPECTED` deaths runs
+apart, in a group that gets smaller with each death until the call is alone; a death counts against
+that group only. Of n suspects that takes about `3 * n ** (1 / 3)` rounds with 5 attempts; a call
+fails only if it ran alone at the last death. A session whose call used up its attempts in this way
+is an offender: its next calls run alone and get one attempt.
 
 A session whose calls fail `STRIKES` times while others are served is quarantined: its calls fail at
-once with the same cause, but for one every `QUARANTINE_S`. A replica that fails `BREAKS` calls of
+once with the same cause, except one every `QUARANTINE_S`. A replica that fails `BREAKS` calls of
 several sessions in a row gets no calls until its health is good, while another one serves.
 """
 
@@ -15,8 +17,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from enum import StrEnum
+from typing import Final, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -24,6 +29,110 @@ from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall
 from bridle.errors import EngineError
 
 log = structlog.get_logger()
+
+
+class HasLoad(Protocol):
+    """Replica with a load. Compared by identity."""
+
+    @property
+    def load(self) -> int:
+        """Calls that run there now."""
+
+
+ReplicaT = TypeVar("ReplicaT", bound=HasLoad)
+
+
+class RoutingReason(StrEnum):
+    """Why a call went where it went."""
+
+    FIRST = "first"
+    """The session's first call, or a call of no session."""
+    STUCK = "stuck"
+    """To the session's own replica."""
+    SPILLED = "spilled"
+    """Away from it: its load was at the bound."""
+    MOVED = "moved"
+    """Away from it: it was not to be had."""
+
+
+class ReplicaRouter(Generic[ReplicaT]):
+    """Chooses among replicas, and remembers which session lives where."""
+
+    def __init__(
+        self,
+        *,
+        sticky: bool = True,
+        load_factor: float = 1.25,
+        slack: int = 8,
+        remembered: int = 100_000,
+    ) -> None:
+        """`remembered` is how many sessions are kept; the one that called longest ago goes first.
+
+        Not `sticky`: every call goes where the fewest run.
+        """
+        self._sticky = sticky
+        self._load_factor = load_factor
+        self._slack = slack
+        self._remembered = remembered
+        self._homes: OrderedDict[str, ReplicaT] = OrderedDict()
+        self._living: dict[ReplicaT, int] = {}
+        self._turn = 0
+
+    def bound(self, replicas: Sequence[ReplicaT]) -> int:
+        """The most calls that a replica may have when one more call is given to `replicas`."""
+        calls = 1 + sum([replica.load for replica in replicas])
+        return max(self._slack, math.ceil(self._load_factor * calls / len(replicas)))
+
+    def pick(
+        self, session_id: str | None, replicas: Sequence[ReplicaT]
+    ) -> tuple[ReplicaT, RoutingReason]:
+        """The replica for a call, of `replicas`, which are those to be had; at least one."""
+        home = self._homes.get(session_id) if session_id is not None else None
+        if home is None:
+            how = RoutingReason.FIRST
+        elif home not in replicas:
+            how = RoutingReason.MOVED
+        elif (load := home.load) < self._slack or load < self.bound(replicas):
+            assert session_id is not None
+            self._homes.move_to_end(session_id)
+            return home, RoutingReason.STUCK
+        else:
+            how = RoutingReason.SPILLED
+        replica = self._least(replicas)
+        if session_id is not None and self._sticky:
+            self._settle(session_id, replica)
+        return replica, how
+
+    def sessions(self, replica: ReplicaT) -> int:
+        """Count the remembered sessions of a replica."""
+        return self._living.get(replica, 0)
+
+    def forget(self, session_id: str) -> None:
+        """A session has ended; unknown ones are left alone."""
+        replica = self._homes.pop(session_id, None)
+        if replica is not None:
+            self._living[replica] -= 1
+
+    def drop(self, replica: ReplicaT) -> None:
+        """A replica has left for good; its sessions have no home."""
+        self._homes = OrderedDict(
+            (session_id, home) for session_id, home in self._homes.items() if home is not replica
+        )
+        self._living.pop(replica, None)
+
+    def _least(self, replicas: Sequence[ReplicaT]) -> ReplicaT:
+        """Fewest calls, then fewest sessions; equal ones take turns."""
+        self._turn += 1
+        turned = [*replicas[self._turn % len(replicas) :], *replicas[: self._turn % len(replicas)]]
+        return min(turned, key=lambda replica: (replica.load, self.sessions(replica)))
+
+    def _settle(self, session_id: str, replica: ReplicaT) -> None:
+        self.forget(session_id)
+        self._homes[session_id] = replica
+        self._living[replica] = self.sessions(replica) + 1
+        if len(self._homes) > self._remembered:
+            self.forget(next(iter(self._homes)))
+
 
 SUSPECTED: Final = 2
 """Engines that died around a call before it runs apart."""
