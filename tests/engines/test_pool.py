@@ -190,7 +190,7 @@ async def test_patience_ends_with_an_error_that_says_who_is_not_there():
         a.sick = b.sick = lost("nobody listens at that port")
         a.fail(lost())
         b.fail(lost())
-        with pytest.raises(EngineError, match="no engine came within") as told:
+        with pytest.raises(EngineError, match="no engine was available within") as told:
             await said(pool)
         assert told.value.retryable
         assert "a is down: nobody listens" in str(told.value)

@@ -121,7 +121,7 @@ async def test_an_older_server_is_asked_in_its_own_words(opened):
         ({"model_info": 404}, "is this SGLang"),
         ({"model_info": b"<html>"}, "not JSON"),
         ({"model_info": 401}, "is the API key right"),
-        ({"v1/models": {"data": []}}, "does not tell its context length"),
+        ({"v1/models": {"data": []}}, "reports no context length"),
         ({"generate": answer([1, 2, 3])}, "token in: it used another prompt"),
         ({"generate": {"text": "x"}}, "router"),
         ({"generate": 500}, "answered 500"),

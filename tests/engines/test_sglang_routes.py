@@ -135,7 +135,7 @@ def test_a_waiting_call_that_is_aborted_repeats_nothing():
 def test_a_piece_that_repeats_other_tokens_is_refused():
     read = reading()
     read.read(piece([5, 6], 2))
-    with pytest.raises(EngineError, match="other tokens than were told before"):
+    with pytest.raises(EngineError, match="other tokens than before"):
         read.read(piece([5, 67, 8], 3))
 
 

@@ -285,7 +285,7 @@ async def test_versions_and_models_are_optional_and_checked(stub, connected):
     ("models", "says"),
     [
         ({"data": []}, "lists no model"),
-        ({"data": [{"id": "m"}]}, "does not tell max_model_len"),
+        ({"data": [{"id": "m"}]}, "reports no max_model_len"),
         (b"<html>", "not JSON"),
         (401, "is the API key right"),
         ({"data": None}, "lists no model"),
@@ -417,8 +417,8 @@ async def turned(stub, connected):
         (honest(token_ids=None), "no token ids|other ids"),
         (honest(token_ids=[8, 7]), "belong to other ids"),
         (honest(finish_reason="error"), "ended a reply with 'error'"),
-        (honest(finish_reason=None), "broke off before its end"),
-        ({"choices": []}, "broke off before its end"),
+        (honest(finish_reason=None), "without a finish reason"),
+        ({"choices": []}, "without a finish reason"),
         (b"<html>no</html>", "with a page, not JSON"),
         (b'{"choices": 5}', "cannot be read"),
         (503, "answered 503"),
@@ -441,10 +441,10 @@ def piece(ids, **choice):
 @pytest.mark.parametrize(
     ("parts", "kind", "says"),
     [
-        ([piece([5])], CutError, "broke off before its end"),
+        ([piece([5])], CutError, "without a finish reason"),
         ([piece([5]), {"error": {"message": "gone"}}], EngineError, "failed in mid-reply"),
         ([piece([5]), b"data: {oops\n\n"], EngineError, "cannot be read"),
-        ([], CutError, "broke off before its end"),
+        ([], CutError, "without a finish reason"),
     ],
 )
 async def test_a_stream_that_goes_wrong_is_an_engine_error(turned, parts, kind, says):

@@ -142,7 +142,7 @@ async def test_text_messages_come_to_no_places(sees):
     [
         ((400, {"error": {"message": "cannot identify image file", "code": 400}}), "identify"),
         ({"token_ids": "x"}, "cannot be read"),
-        ({"token_ids": []}, "tells no ids"),
+        ({"token_ids": []}, "returns no ids"),
     ],
 )
 async def test_any_other_answer_is_an_error(sees, answer, why):

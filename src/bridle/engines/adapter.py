@@ -1,7 +1,7 @@
-"""Shared parts of the adapters for servers: their base class, the model's files, reply checks.
+"""Shared parts of the adapters for servers: base class, the model's files, checks of replies.
 
-An adapter reads its server's form; a `ReplyCheck` decides whether the values can have been sampled
-at all. Nothing of a reply that fails becomes a sample.
+An adapter reads its server's form; a `ReplyCheck` rejects values that no engine can have sampled.
+Nothing of a rejected reply becomes a sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 API_KEY_VARIABLE = "BRIDLE_ENGINE_API_KEY"
-"""Environment variable with the key that a server was started with (`--api-key`)."""
+"""Environment variable with the server's key (`--api-key`)."""
 
 
 class ServerOptions(TypedDict, total=False):
@@ -65,7 +65,7 @@ class ServerAdapter(ABC):
         self._strict = False
         """Whether a reply without ids or logprobs is an error; off during the probe."""
         self.version = 0
-        """Policy version of the server's weights, where replies do not tell it."""
+        """Policy version of the server's weights, if replies do not report it."""
         self.server_version: str | None = None
         """`None` = not reported."""
         self.report: ProbeReport | None = None
@@ -85,7 +85,7 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     async def _connect(self) -> EngineInfo:
-        """Ask the server what it is, and probe it."""
+        """Ask the server for its capabilities, and probe it."""
 
     def _accept(self, report: ProbeReport, folder: Path | None) -> EngineInfo:
         """Make the engine's info from the probe; `folder` is the model's, if it is here.
@@ -120,27 +120,27 @@ class ServerAdapter(ABC):
         return self._info is not None and not self._strict
 
     async def start(self) -> EngineInfo:
-        """Connect, ask, probe. Raises `EngineError` saying what is missing and how to get it."""
+        """Connect and probe. Raises `EngineError` saying what is missing and how to get it."""
         if self._info is None:
             self._info = await self._connect()
         return replace(self._info, version=self.version)
 
     async def health(self) -> None:
-        """Ask the server whether it can sample; raises `EngineError`."""
+        """Check whether the server can sample; raises `EngineError`."""
         await self._client.get("/health")
 
     async def set_version(self, version: int) -> None:
-        """Tokens from here on carry `version`, where replies do not tell their own."""
+        """Set the version of tokens from here on, if replies do not report their own."""
         self.version = version
 
     async def tokenize(self, text: str) -> Ids | None:
-        """The ids of `text` by the server's tokenizer; `None` = it has no such route."""
+        """Tokenise `text` by the server's tokenizer; `None` = it has no such route."""
         return await tokenized(self._client, {"prompt": text, "add_special_tokens": False})
 
     async def render(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids | None:
-        """The prompt that the server's own template makes; `None` = it cannot be asked."""
+        """Render a prompt by the server's own template; `None` = it cannot."""
         try:
             return await self.template(messages, tools, arguments)
         except EngineError:
@@ -149,19 +149,19 @@ class ServerAdapter(ABC):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """The prompt that the server's own template makes; see `Templating`."""
+        """Render a prompt by the server's own template; see `Templating`."""
         body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
         return await told_ids(self._client, "/tokenize", body | ({"tools": tools} if tools else {}))
 
 
 def tokenizer_dir(root: object) -> Path | None:
-    """The model's folder, where the server names one that is on this machine."""
+    """Return the model's folder, if the server names one that is on this machine."""
     folder = Path(root) if isinstance(root, str) else None
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 
 def end_ids(folder: Path | None) -> tuple[int, ...]:
-    """End tokens by the model's own files; empty where they are not to be had."""
+    """Return the end tokens in the model's own files; empty if they have none."""
     for name in ("generation_config.json", "config.json"):
         found = _config(folder, name).get("eos_token_id")
         if isinstance(found, int):
@@ -195,14 +195,14 @@ def _config(folder: Path | None, name: str) -> JSON:
 
 
 UNNAMED = "default"
-"""What vLLM calls its weights until it is told a version (0.32.0, `config/model.py`)."""
+"""vLLM's name for weights of unknown version (0.32.0, `config/model.py`)."""
 
 
 def as_version(given: int | str, *, unnamed: int | None = None) -> int:
-    """A policy version as Bridle counts it; vLLM's may be any text.
+    """Parse a policy version; vLLM's may be any text.
 
-    `unnamed` is the version of weights that nobody gave one. Raises `EngineError` (400) for other
-    text, because an order of versions could only be guessed.
+    `unnamed` is the version of weights without a number. Raises `EngineError` (400) for other text,
+    because an order of versions could only be guessed.
     """
     if given == UNNAMED and unnamed is not None:
         return unnamed
@@ -225,14 +225,14 @@ async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
 
 
 async def told_ids(client: EngineClient, path: str, body: JSON) -> Ids:
-    """The ids in what a route answers: `tokens` in vLLM's form and SGLang's, or `token_ids`."""
+    """Return the ids in a route's answer: `tokens` in vLLM's form and SGLang's, or `token_ids`."""
     text = await client.post(path, msgspec.json.encode(body), HttpCall(), prompt_tokens=0)
     try:
         answer = _TOLD.decode(text)
         listed = answer.tokens if answer.tokens not in vllm_schemas.ABSENT else answer.token_ids
         return parse_ids(compact(bytes(listed)))
     except (msgspec.MsgspecError, IdsError) as error:
-        raise EngineError(f"{client.base_url}{path} tells no ids: {error}") from None
+        raise EngineError(f"{client.base_url}{path} returns no ids: {error}") from None
 
 
 class _Told(msgspec.Struct):
@@ -244,13 +244,13 @@ _TOLD = msgspec.json.Decoder(_Told)
 
 
 ROUNDING: Final = 1e-3
-"""Nats by which a logprob may be above zero: sums in float32 come out so."""
+"""Nats by which a logprob may exceed zero, as rounding in float32 does."""
 
 
 class ReplyCheck:
-    """Checks one reply, piece by piece.
+    """Check of one reply, piece by piece.
 
-    `info` is what the engine said at its start; `vocab_size` holds where it did not tell its own.
+    `info` is the engine's at its start; `vocab_size` is used if that has none.
     """
 
     __slots__ = ("_count", "_limit", "_needs_logprobs", "_needs_prompt", "_request")
@@ -278,8 +278,8 @@ class ReplyCheck:
             return
         if self._needs_prompt:
             raise GarbledError(
-                "the engine no longer tells the prompt ids that it used, as it did when it was "
-                "probed at its start; was it replaced, or a proxy put between?"
+                "the engine no longer reports its prompt ids, as it did at its start; was it "
+                "replaced, or is there a proxy in between?"
             )
         self._count += count
         most = self._request.sampling.max_tokens
@@ -307,7 +307,7 @@ class ReplyCheck:
         try:
             used = parse_ids(compact(told))
         except IdsError as error:
-            raise GarbledError(f"the engine tells prompt ids that are none: {error}") from None
+            raise GarbledError(f"the engine reports invalid prompt ids: {error}") from None
         if len(used):
             self._check_range("was prompted with", int(used.min()), int(used.max()))
 

@@ -34,7 +34,7 @@ from bridle.types import JSON, FinishReason, VersionSpan
 log = structlog.get_logger()
 
 RESUME_S = 30.0
-"""How long a server may take to go on after a hold; then it counts as dead."""
+"""Time that a server has to resume after a hold; then it counts as dead."""
 
 
 class RoutingSettings(Settings):
@@ -43,32 +43,32 @@ class RoutingSettings(Settings):
     sticky: bool = True
     """Keep a session on one replica, for its prefix cache."""
     load_factor: float = Field(default=1.25, ge=1)
-    """A replica may have so many times an even share of all running calls."""
+    """Bound of a replica's running calls, as a multiple of an even share."""
     slack: int = Field(default=8, ge=0)
-    """So many calls it may have in any case."""
+    """Running calls that are always within the bound."""
     patience_s: float = Field(default=60, ge=0)
-    """How long a call waits for a replica while none is to be had; then it fails."""
+    """How long a call waits while no replica is available; then it fails."""
     hold_patience_s: float = Field(default=600, ge=0)
     """How long a call waits for the end of a weight update."""
     attempts: int = Field(default=5, ge=1)
-    """Failures after which a call fails, and deaths of replicas around it: a prompt that kills
-    engines ends here."""
+    """Failures, or deaths of replicas, after which a call fails; a prompt that kills engines ends
+    here."""
     health_every_s: float = Field(default=10, gt=0)
-    """How often a replica that works is asked for its health."""
+    """Interval of health checks of a live replica."""
     health_timeout_s: float = Field(default=5, gt=0)
     health_failures: int = Field(default=3, ge=1)
     """Failed health checks in a row after which a replica counts as dead; its calls move."""
     backoff_s: float = Field(default=0.5, gt=0)
-    """Wait between looks at a dead replica; doubles."""
+    """Wait before a dead replica is checked again; doubles."""
     max_backoff_s: float = Field(default=1, gt=0)
     start_timeout_s: float = Field(default=600, gt=0)
     """How long loading or probing one replica may take."""
     max_version_lag: int | None = Field(default=None, ge=0)
-    """Replicas whose weights are more versions old get no calls; `None` = any age will do."""
+    """Replicas whose weights are older by more versions get no calls; `None` = no limit."""
     keep_tokens: bool = False
-    """Have every reply streamed by the engine, so that none of its tokens is lost when a replica
-    dies; else only replies that the harness streams go on from the tokens so far, and others are
-    sampled anew. Costs a message per token."""
+    """Stream every reply from the engine, so that none of its tokens is lost when a replica dies;
+    otherwise only replies that the harness streams are resumed, and others are sampled anew. Costs
+    a message per token."""
 
 
 class ReplicaState(StrEnum):
@@ -77,13 +77,13 @@ class ReplicaState(StrEnum):
     STARTING = "starting"
     LIVE = "live"
     DOWN = "down"
-    """It failed; it is looked at until it answers."""
+    """It failed; it is checked until it answers."""
     QUARANTINED = "quarantined"
-    """It answers for its health, but fails calls; others get them until it is looked at again."""
+    """It is healthy but fails calls; others get them until its next check."""
     DRAINING = "draining"
-    """It gets no new calls; those it has go on."""
+    """It gets no new calls; running ones continue."""
     RELEASED = "released"
-    """Its trainer has its memory: nothing is sent to it, no health check either."""
+    """Its trainer uses its memory: nothing is sent to it, no health check either."""
 
     @property
     def out(self) -> bool:
@@ -99,11 +99,11 @@ class Replica:
     """Unique in the pool; the URL of a server."""
     engine: Engine
     reopen: Callable[[], Engine] | None = None
-    """Makes the engine's adapter anew, for a server that may be another one after it was gone;
-    `None` = the engine lives in this process."""
+    """Makes a fresh adapter, because a server that was gone may be another one; `None` = the engine
+    runs in this process."""
     state: ReplicaState = ReplicaState.STARTING
     info: EngineInfo | None = None
-    """What it said when it last started; `None` = it never did."""
+    """Capabilities at its last start; `None` = it never started."""
     version: int = 0
     """Policy version of its weights, as far as is known."""
     running: dict[str, RoutedCall] = field(default_factory=dict)
@@ -111,59 +111,59 @@ class Replica:
     unwell: int = 0
     """Failed health checks in a row."""
     gone: bool = False
-    """Whether it did not answer since it failed, so that it may have been started anew."""
+    """Whether it has not answered since it failed, so that it may have been restarted."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to have it looked at now."""
+    """Set to have it checked now."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no calls."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is asked for its health or started anew."""
+    """Held during a health check or a start."""
     since: float = field(default_factory=time.monotonic)
-    """When its state last changed."""
+    """Time when its state last changed."""
     error: str | None = None
-    """Why it failed last."""
+    """Its last failure."""
     suspects: set[RoutedCall] = field(default_factory=set)
-    """Calls that run apart here, or that did when it died (`bridle.engines.pool_routing`)."""
+    """Calls that run apart here, or did when it died (`bridle.engines.pool_routing`)."""
     breaks: int = 0
-    """Calls in a row that it failed and survived."""
+    """Failed calls in a row that it survived."""
     broke: set[str | None] = field(default_factory=set)
-    """The sessions of those."""
+    """Sessions of those calls."""
     quarantines: int = 0
-    """How often it was quarantined since it last served a call."""
+    """Quarantines since it last served a call."""
     calls: int = 0
     failures: int = 0
-    """Calls that it failed."""
+    """Failed calls."""
     losses: int = 0
-    """How often it went down."""
+    """Number of times it went down."""
     prompt_tokens: int = 0
-    """Of calls that it ended."""
+    """Prompt tokens of finished calls."""
     cached_tokens: int = 0
-    """Of those, the ones that came from its prefix cache."""
+    """Those of them that came from its prefix cache."""
 
     @property
     def load(self) -> int:
         return len(self.running)
 
     def enter(self, state: ReplicaState) -> None:
-        """Be in `state` from now on."""
+        """Set the state and the time of its change."""
         if state is not self.state:
             self.state, self.since = state, time.monotonic()
 
     def begin(self, call: RoutedCall) -> None:
-        """A call is given to it."""
+        """Register a call that it runs."""
         self.calls += 1
         self.running[call.request.request_id] = call
         call.version, call.moved = self.version, False
         self.idle.clear()
 
     def end(self, call: RoutedCall) -> None:
-        """A call is no longer its own."""
+        """Remove a call that it no longer runs."""
         self.running.pop(call.request.request_id, None)
         if not self.running:
             self.idle.set()
 
     async def abort(self, request_id: str) -> None:
-        """Have a call ended by the engine, whatever state that is in; its caller did not ask."""
+        """Have the engine end a call that its caller did not abort; errors are logged."""
         if self.state is ReplicaState.RELEASED:
             return
         if (call := self.running.get(request_id)) is not None:
@@ -175,7 +175,7 @@ class Replica:
             log.warning("abort_failed", replica=self.name, error=str(error))
 
     async def well(self, timeout_s: float) -> EngineError | None:
-        """Ask for its health; the error if it cannot sample."""
+        """Check its health; return the error if it cannot sample."""
         try:
             with boundary(EngineError, f"asking {self.name} for its health"):
                 async with asyncio.timeout(timeout_s):
@@ -201,7 +201,7 @@ class Replica:
             await self.idle.wait()
 
     async def release(self) -> EngineError | None:
-        """Let it go on; the error if it could not be told."""
+        """Resume it; return the error if that failed."""
         if isinstance(self.engine, Pausable):
             try:
                 with boundary(EngineError, f"resuming {self.name}"):
@@ -212,7 +212,7 @@ class Replica:
         return None
 
     def status(self, sessions: int) -> JSON:
-        """A snapshot for operators; `sessions` = how many live there."""
+        """Return a snapshot for operators; `sessions` = how many live there."""
         return {
             "name": self.name,
             "state": self.state.value,
@@ -238,32 +238,32 @@ class RoutedCall:
     aborted: bool = False
     """Whether its caller ended it."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a call that waits for a replica should look again."""
+    """Set when a waiting call should look for a replica again."""
     attempts: int = 0
-    """Failures of its own: the replica lived on."""
+    """Failures that the replica survived."""
     deaths: int = 0
-    """Replicas that died while they had it, where it may be the reason."""
+    """Replicas that died while they ran it, where it may be the cause."""
     moved: bool = False
-    """Whether a replica was made to end it for a reason that is not its own."""
+    """Whether it was ended for a reason that is not its own."""
     refused: set[Replica] = field(default_factory=set)
-    """Replicas that live and did not take it."""
+    """Live replicas that refused it."""
     refusal: EngineError | None = None
-    """What the last of them said."""
+    """Error of the last of them."""
     given: int = 0
-    """Tokens that were given out."""
+    """Tokens sent to the caller."""
     cached: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
-    """By the version that the replica had when each chunk began: when the one before it came."""
+    """Each chunk has the version that the replica had when the chunk before it came."""
     version: int | None = None
-    """The replica's when the last chunk came, or the call began there; `None` = not yet begun."""
+    """The replica's version when the last chunk came or the call began; `None` = not begun."""
     mixed: bool = False
     """Whether the weights changed during some chunk."""
 
     def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
-        """Note a chunk; the last one gets the versions that are known.
+        """Record a chunk; the last one gets the versions that are known.
 
-        The engine's own are believed but where weights changed during the call: an engine that
-        knows only its last version would tell that of all tokens.
+        The engine's own versions count unless weights changed during the call: an engine that knows
+        only its last version would report that for all tokens.
         """
         count = len(chunk.output_ids)
         version = replica.version if self.version is None else self.version
@@ -298,7 +298,7 @@ class RoutedCall:
             self.spans.append(VersionSpan(version, start, self.given))
 
     def cut(self) -> GenerateChunk:
-        """The last chunk of a call whose replica was lost, or that its caller ended."""
+        """Make the last chunk of a call whose replica was lost, or that its caller ended."""
         last = GenerateChunk.aborted(tuple(self.spans), self.cached)
         return replace(last, mixed_versions=self.mixed, moved=self.moved)
 
@@ -324,15 +324,15 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
 
 
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
-    """The replica that `spec` names, as `make` opens it; only servers are ever opened anew."""
+    """Make the replica that `spec` names, as `make` opens it; only servers are ever reopened."""
     served = "://" in spec
     return Replica(spec, make(spec), (lambda: make(spec)) if served else None)
 
 
 class WeightUpdates(ABC):
-    """Holds and updates of something that has replicas of one model.
+    """Holds and weight updates of a pool of replicas.
 
-    `bridle.engines.pool.EnginePool` says what the abstract methods do.
+    `bridle.engines.pool.EnginePool` implements the abstract methods.
     """
 
     _latest: tuple[Weights, int] | None = None
@@ -340,7 +340,7 @@ class WeightUpdates(ABC):
 
     @abstractmethod
     def each(self) -> list[Replica]:
-        """Replicas that have started."""
+        """Return the replicas that have started."""
 
     @property
     @abstractmethod
@@ -349,29 +349,29 @@ class WeightUpdates(ABC):
 
     @abstractmethod
     def held_as(self, mode: PauseMode | None) -> None:
-        """Give no calls out until `None`."""
+        """Send out no calls until `None`."""
 
     @abstractmethod
     async def drain(self, name: str, *, timeout_s: float | None = None) -> None: ...
 
     @abstractmethod
     def readmit(self, name: str) -> None:
-        """Calls for it again."""
+        """Give a drained replica calls again."""
 
     @abstractmethod
     def published(self, version: int) -> None:
-        """Some replica has these weights."""
+        """Record that some replica has weights `version`."""
 
     @abstractmethod
     def lost(self, one: Replica, error: EngineError) -> None:
-        """A replica cannot sample."""
+        """Mark a replica as unable to sample."""
 
     async def hold(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
-        """Stop all sampling; returns when nothing samples. New calls wait for `release`.
+        """Stop all sampling; return when nothing samples. New calls wait for `release`.
 
-        `abort` ends running calls, which go on from their tokens after `release`; `wait` lets them
-        end; `keep` holds them where they are, on engines that can. `EngineError` if it takes more
-        than `timeout_s`; nothing is held then.
+        `abort` ends running calls, which are resumed after `release`; `wait` lets them finish;
+        `keep` holds them where they are, on engines that can. Raises `EngineError` after
+        `timeout_s`; nothing is held then.
         """
         self.held_as(mode)
         try:
@@ -381,11 +381,13 @@ class WeightUpdates(ABC):
         except BaseException as error:
             await self.release()
             if isinstance(error, TimeoutError):
-                raise EngineError(f"calls still ran {timeout_s:g} s after the hold") from None
+                raise EngineError(
+                    f"calls were still running {timeout_s:g} s after the hold"
+                ) from None
             raise
 
     async def release(self) -> None:
-        """Sampling goes on; idempotent."""
+        """Resume sampling; idempotent."""
         if self.held is not None:
             up = self._up()
             async with asyncio.TaskGroup() as group:
@@ -409,12 +411,12 @@ class WeightUpdates(ABC):
         """Load the weights of `source` into all replicas, or those named in `only`; with
         `only_older`, those whose weights are of an earlier version.
 
-        Sessions go on. All at once under a `hold` of `mode`, which is taken over if there is one
-        already; or `rolling`: one replica after the other, while the rest samples under the old
-        weights. `EngineError` names replicas that did not take them.
+        Sessions continue. All replicas are updated at once under a `hold` of `mode`, or under the
+        hold that is already there; with `rolling`, one after the other, while the rest samples
+        under the old weights. Raises `EngineError` naming the replicas that failed.
         """
         if not self._up():
-            raise EngineError("no replica is there to take weights", retryable=True)
+            raise EngineError("no live replica can take weights", retryable=True)
         failed: list[str] = []
         logged: set[str] = set()
         # Again for those that came back meanwhile, with weights that were the newest then.
@@ -431,12 +433,12 @@ class WeightUpdates(ABC):
             else:
                 failed += await self._at_once(todo, source, version, mode, timeout_s)
         if failed:
-            raise EngineError(f"weights {version} are not everywhere: " + "; ".join(failed))
+            raise EngineError(f"weights {version} did not load everywhere: " + "; ".join(failed))
         if only_older:
             self.remember(source, version)
 
     def remember(self, source: Weights, version: int) -> None:
-        """Replicas with older weights get these before they serve."""
+        """Have replicas with older weights load these before they serve."""
         self._latest = source, version
 
     def _up(self) -> list[Replica]:
@@ -444,7 +446,7 @@ class WeightUpdates(ABC):
         return [one for one in self.each() if one.state not in away]
 
     async def caught_up(self, engine: Engine, info: EngineInfo) -> EngineInfo:
-        """Give a replica that comes (back) the weights that the others have got meanwhile."""
+        """Load the latest weights into a replica that comes (back), unless it has them."""
         if self._latest is None:
             return info
         source, version = self._latest
@@ -456,7 +458,7 @@ class WeightUpdates(ABC):
         return info
 
     async def catch_up(self, one: Replica) -> EngineError | None:
-        """The same for one that was down and is the same server as before; what went wrong."""
+        """Do the same for the unchanged server of a replica that was down; return the error."""
         if one.info is None:
             return None
         try:
@@ -475,7 +477,7 @@ class WeightUpdates(ABC):
         mode: PauseMode,
         timeout_s: float,
     ) -> list[str]:
-        """Put the weights into all while nothing samples; what went wrong."""
+        """Load the weights into all while nothing samples; return the errors."""
         holds = self.held is None
         if holds:
             await self.hold(mode, timeout_s=timeout_s)
@@ -490,9 +492,9 @@ class WeightUpdates(ABC):
     async def _in_turn(
         self, replicas: list[Replica], source: Weights, version: int, *, wait: bool
     ) -> list[str]:
-        """Put them into one after the other, its calls having ended or gone elsewhere.
+        """Load the weights into one after the other, each drained first; return the errors.
 
-        The only replica is not drained: its calls would have nowhere to go.
+        The only replica is not drained, because its calls could not move.
         """
         failed: list[str] = []
         for one in replicas:
@@ -507,7 +509,7 @@ class WeightUpdates(ABC):
         return failed
 
     async def _load(self, one: Replica, source: Weights, version: int) -> list[str]:
-        """Load the weights into one replica; what went wrong."""
+        """Load the weights into one replica; return the errors."""
         if not isinstance(one.engine, Updatable):
             return [f"{one.name} takes no weights from a folder"]
         if isinstance(source, Mapping) and one.reopen is not None:

@@ -32,31 +32,31 @@ log = structlog.get_logger()
 
 
 class HasLoad(Protocol):
-    """Replica with a load. Compared by identity."""
+    """Replica with a load, compared by identity."""
 
     @property
     def load(self) -> int:
-        """Calls that run there now."""
+        """Number of its running calls."""
 
 
 ReplicaT = TypeVar("ReplicaT", bound=HasLoad)
 
 
 class RoutingReason(StrEnum):
-    """Why a call went where it went."""
+    """Reason of a routing decision."""
 
     FIRST = "first"
     """The session's first call, or a call of no session."""
     STUCK = "stuck"
-    """To the session's own replica."""
+    """The session's own replica."""
     SPILLED = "spilled"
-    """Away from it: its load was at the bound."""
+    """Another replica, because the session's own was at its bound."""
     MOVED = "moved"
-    """Away from it: it was not to be had."""
+    """Another replica, because the session's own was not available."""
 
 
 class ReplicaRouter(Generic[ReplicaT]):
-    """Chooses among replicas, and remembers which session lives where."""
+    """Chooses a replica for each call, and remembers the replica of each session."""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class ReplicaRouter(Generic[ReplicaT]):
         slack: int = 8,
         remembered: int = 100_000,
     ) -> None:
-        """`remembered` is how many sessions are kept; the one that called longest ago goes first.
+        """`remembered` is how many sessions are kept; the one that called longest ago is dropped
+        first.
 
-        Not `sticky`: every call goes where the fewest run.
+        Without `sticky` every call goes to the replica with the fewest calls.
         """
         self._sticky = sticky
         self._load_factor = load_factor
@@ -79,14 +80,14 @@ class ReplicaRouter(Generic[ReplicaT]):
         self._turn = 0
 
     def bound(self, replicas: Sequence[ReplicaT]) -> int:
-        """The most calls that a replica may have when one more call is given to `replicas`."""
+        """Return the most calls that a replica may have when `replicas` get one more."""
         calls = 1 + sum([replica.load for replica in replicas])
         return max(self._slack, math.ceil(self._load_factor * calls / len(replicas)))
 
     def pick(
         self, session_id: str | None, replicas: Sequence[ReplicaT]
     ) -> tuple[ReplicaT, RoutingReason]:
-        """The replica for a call, of `replicas`, which are those to be had; at least one."""
+        """Choose the replica of a call from `replicas`, the available ones; at least one."""
         home = self._homes.get(session_id) if session_id is not None else None
         if home is None:
             how = RoutingReason.FIRST
@@ -108,20 +109,20 @@ class ReplicaRouter(Generic[ReplicaT]):
         return self._living.get(replica, 0)
 
     def forget(self, session_id: str) -> None:
-        """A session has ended; unknown ones are left alone."""
+        """Forget a session that has ended; unknown ones are ignored."""
         replica = self._homes.pop(session_id, None)
         if replica is not None:
             self._living[replica] -= 1
 
     def drop(self, replica: ReplicaT) -> None:
-        """A replica has left for good; its sessions have no home."""
+        """Forget a removed replica and the homes of its sessions."""
         self._homes = OrderedDict(
             (session_id, home) for session_id, home in self._homes.items() if home is not replica
         )
         self._living.pop(replica, None)
 
     def _least(self, replicas: Sequence[ReplicaT]) -> ReplicaT:
-        """Fewest calls, then fewest sessions; equal ones take turns."""
+        """Return the one with the fewest calls, then the fewest sessions; equal ones take turns."""
         self._turn += 1
         turned = [*replicas[self._turn % len(replicas) :], *replicas[: self._turn % len(replicas)]]
         return min(turned, key=lambda replica: (replica.load, self.sessions(replica)))
@@ -135,13 +136,13 @@ class ReplicaRouter(Generic[ReplicaT]):
 
 
 SUSPECTED: Final = 2
-"""Engines that died around a call before it runs apart."""
+"""Deaths of engines around a call after which it runs apart."""
 
 STRIKES: Final = 6
 """Failures in a row, others being served between, before a session is quarantined."""
 
 QUARANTINE_S: Final = 10.0
-"""How often a quarantined session may try one call."""
+"""Interval in which a quarantined session may try one call."""
 
 BREAKS: Final = 5
 """Failures in a row, of two sessions at least, before a replica is quarantined."""
@@ -152,10 +153,10 @@ class _Record:
     """Failures in a row of one session."""
 
     served: int
-    """Replies that the pool had given to all when the last failure was counted."""
+    """Replies served to all sessions when the last failure was counted."""
     strikes: int = 0
     until: float = 0.0
-    """The time (of `time.monotonic`) of its next trial, once it is quarantined."""
+    """Time (of `time.monotonic`) of its next trial, once it is quarantined."""
     kind: str = ""
 
 
@@ -174,9 +175,9 @@ class FailureTracker:
         self._served = 0
 
     def begin(self, call: RoutedCall) -> None:
-        """Suspect a call at once if its session is an offender.
+        """Mark a call as a suspect if its session is an offender.
 
-        `EngineError`, with the kind of the last failure, if its session is quarantined.
+        Raises `EngineError`, with the kind of the last failure, if its session is quarantined.
         """
         session_id = call.request.session_id
         if session_id in self._offenders:
@@ -196,9 +197,9 @@ class FailureTracker:
     # ---- calls that kill
 
     async def apart(self, call: RoutedCall) -> None:
-        """Wait until a suspect may run beside the others that do, if it is not aborted meanwhile.
+        """Wait until a suspect may run beside those that already do, unless it is aborted.
 
-        `end` gives the place up.
+        `end` frees its place.
         """
         while call.deaths >= SUSPECTED and call not in self._held and not call.aborted:
             self._waiting[call] = None
@@ -231,7 +232,7 @@ class FailureTracker:
             self._held[call] = one
 
     def died(self, one: Replica, call: RoutedCall) -> bool:
-        """Count the death of a replica against a call that it had; return if its tries are spent.
+        """Count the death of a replica against a call of it; return whether its attempts are spent.
 
         While suspects ran there, the death counts against them only.
         """
@@ -266,14 +267,14 @@ class FailureTracker:
     # ---- sessions and replicas that fail again and again
 
     def served(self, one: Replica, call: RoutedCall) -> None:
-        """A call ended well."""
+        """Record a call that ended well."""
         self._served += 1
         self._records.pop(call.request.session_id or "", None)
         one.broke.clear()
         one.breaks = one.quarantines = 0
 
     def broke(self, one: Replica, call: RoutedCall, error: EngineError) -> bool:
-        """Count a failure that its replica survived; return if the replica is to be quarantined."""
+        """Count a failure that its replica survived; return whether to quarantine the replica."""
         if error.kind == "engine_error":
             return False
         session_id = call.request.session_id
@@ -290,6 +291,6 @@ class FailureTracker:
         return one.breaks >= BREAKS and len(one.broke) > 1
 
     def forget(self, session_id: str) -> None:
-        """Drop what is known of a session that has ended."""
+        """Drop all state of a session that has ended."""
         self._offenders.discard(session_id)
         self._records.pop(session_id, None)

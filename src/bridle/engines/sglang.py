@@ -1,10 +1,10 @@
-"""An engine that is an SGLang server, or anything that answers in its shape.
+"""Adapter for an SGLang server, or any server with its API.
 
-What a version of SGLang can do is found by asking it: its routes, its vocabulary, whether it knows
-seeds, whether its streams repeat themselves. Prompts are checked against the vocabulary before they
-are sent, because an id beyond it ends the server (0.5.23). Routes and replies are in
-`sglang_routes`. For `/health` SGLang samples one token, unless
-SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false (slime sets it).
+The features of a server are found by asking it: its routes, its vocabulary, whether it knows seeds,
+whether its streams repeat themselves. Prompts are checked against the vocabulary before they are
+sent, because an id beyond it kills the server (0.5.23). Routes and replies are in `sglang_routes`.
+For `/health` SGLang samples one token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false
+(slime sets it).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON, FinishReason, VersionSpan
 
 ABORT_S = 5.0
-"""How long a server may take to end a call that it was told to abort."""
+"""Time that a server has to end an aborted call."""
 
 _RANGE = re.compile(r"\[0, (\d+)[\])]")
 _BEYOND = 2**31 - 1
@@ -75,7 +75,7 @@ class SglangEngine(ServerAdapter):
         self._closed = False
         self._probing = False
         self._asks_prompt = False
-        """Whether the next call asks for its prompt's ids at the cost of the prefix cache."""
+        """Whether the next call requests its prompt's ids at the cost of the prefix cache."""
         self._seeds = True
         self._incremental = False
         self.vocab_size: int | None = None
@@ -124,10 +124,10 @@ class SglangEngine(ServerAdapter):
                        served.get("context_length"), served.get("max_req_input_len")):  # fmt: skip
             if isinstance(length, int):
                 return length
-        raise EngineError(f"{self._client.base_url} does not tell its context length")
+        raise EngineError(f"{self._client.base_url} reports no context length")
 
     async def _find_limits(self) -> None:
-        """The vocabulary's size, and whether seeds are known: a call that must be refused tells."""
+        """Find the vocabulary size, and whether seeds are known, by calls that must be refused."""
         bias = {"max_new_tokens": 1, "logit_bias": {str(_BEYOND): 0.0}}
         refused = await self._refusal(bias)
         found = _RANGE.search(refused)
@@ -182,7 +182,9 @@ class SglangEngine(ServerAdapter):
         await self._client.aclose()
 
     async def abort(self, request_id: str) -> None:
-        """Have the server end a call: what it sampled stands. Cut off if it does not in time."""
+        """Have the server end a call; its sampled tokens stand. Cuts the connection after
+        `ABORT_S`.
+        """
         running = self._calls.get(request_id)
         if running is None:
             return
@@ -204,8 +206,8 @@ class SglangEngine(ServerAdapter):
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server; `False` if it has no route for that.
 
-        `keep` is SGLang's `retract`: what was computed with the old weights is computed again.
-        `wait` waits for the calls of this adapter only.
+        `keep` is SGLang's `retract`: caches of the old weights are recomputed. `wait` waits for the
+        calls of this adapter only.
         """
         self._open.clear()
         if mode == "wait":
@@ -224,7 +226,7 @@ class SglangEngine(ServerAdapter):
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
 
-        It is held meanwhile, unless it is already. `EngineError` if it refuses them.
+        It is held meanwhile, unless it already is. Raises `EngineError` if it refuses them.
         """
         held = self._held or not await self.pause("keep")
         body = {"model_path": str(source), "weight_version": str(version)}
@@ -239,7 +241,8 @@ class SglangEngine(ServerAdapter):
     # ---- sampling
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply; in one chunk unless asked to stream. Errors as `VllmEngine.generate`.
+        """Sample one reply; in one chunk unless asked to stream. Errors are those of
+        `VllmEngine.generate`.
 
         On the chat route a reply comes whole.
         """
@@ -260,7 +263,7 @@ class SglangEngine(ServerAdapter):
                         yield chunk
                         if ended:
                             return
-            raise CutError("the engine's reply broke off before its end")
+            raise CutError("the engine closed the stream without a finish reason")
         except AbortedError:
             ended = True
             yield self._aborted(reading)
@@ -294,7 +297,7 @@ class SglangEngine(ServerAdapter):
     async def _answers(
         self, request: GenerateRequest, running: _Running
     ) -> AsyncGenerator[list[bytes], None]:
-        """The JSON of the reply's pieces, those that arrived together as one list."""
+        """Yield the JSON of the reply's pieces, those that arrived together as one list."""
         route = SglangRoute.CHAT if request.by_messages else SglangRoute.GENERATE
         body = call_body(route, request, running.rid, self._ask(request))
         size = len(request.prompt)
@@ -307,7 +310,7 @@ class SglangEngine(ServerAdapter):
                 yield several
 
     def _read(self, answers: list[bytes], reading: Reading) -> Iterator[GenerateChunk]:
-        """The pieces that tell something."""
+        """Yield the pieces that have tokens, prompt ids or an end."""
         for answer in answers:
             chunk = self._checked(reading.read(answer), reading)
             ended = chunk.finish_reason is not None
@@ -315,7 +318,9 @@ class SglangEngine(ServerAdapter):
                 yield chunk
 
     def _checked(self, chunk: GenerateChunk, reading: Reading) -> GenerateChunk:
-        """The chunk; with the server's text only where that is wanted, refused if ids lack."""
+        """Check a chunk; drops the server's text unless it is wanted. Raises `GarbledError` without
+        ids.
+        """
         stopped = chunk.finish_reason is FinishReason.STOP
         if self._strict and stopped and not reading.ids_told:
             raise GarbledError("the engine's reply has no token ids")

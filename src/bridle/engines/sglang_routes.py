@@ -1,10 +1,11 @@
-"""The two routes by which SGLang samples: how a call is written on each, and its replies read.
+"""SGLang's two routes for sampling: writers of their requests and readers of their replies.
 
 Source: SGLang 0.5.23, `srt/managers/{io_struct,tokenizer_manager}.py`,
 `srt/sampling/sampling_params.py` and `srt/entrypoints/openai/{protocol,serving_chat}.py`; checked
-against a running server. `/generate` pairs each logprob with its id. Its streams repeat all that
-was said before, unless the server was started with `--incremental-streaming-output`; both are read
-by how many tokens a chunk says were sampled, and only the new end of a repeated text is parsed.
+against a running server. `/generate` pairs each logprob with its id. Its streams repeat the whole
+reply in each piece, unless the server was started with `--incremental-streaming-output`; both are
+read by the number of sampled tokens that a chunk reports, and only the new end of a repeated text
+is parsed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ GENERATE, CHAT = "/generate", vllm_schemas.CHAT
 
 _ENCODER = msgspec.json.Encoder()
 _REPEATS, _LONGEST = 256, 32
-"""A stream that repeats itself comes in that many pieces for its whole budget, of at most that many
-tokens: 3,000 tokens are 14 MB in all, a token at a time 180 MB."""
+"""A repeating stream comes in that many pieces for its whole budget, of at most that many tokens:
+3,000 tokens are 14 MB in all, against 180 MB a token at a time."""
 
 
 class SglangRoute(StrEnum):
-    """A way to sample."""
+    """Route for sampling."""
 
     GENERATE = "generate"
     """`/generate`: ids in and out, streams, policy versions per token, nothing parsed."""
@@ -46,7 +47,7 @@ class SglangRoute(StrEnum):
 
     @property
     def path(self) -> str:
-        """The path below the base URL."""
+        """Return the path below the base URL."""
         return GENERATE if self is SglangRoute.GENERATE else CHAT
 
 
@@ -59,15 +60,15 @@ class Ask:
 
     model: str
     room: int
-    """What the context leaves to sample; SGLang would take 128 tokens for no budget."""
+    """Rest of the context, the default budget: SGLang would default to 128 tokens."""
     seeds: bool = True
     """Whether it knows `sampling_seed`."""
     incremental: bool = False
-    """Whether its streams tell only what is new."""
+    """Whether its streams send only new tokens."""
     prompt: bool = False
-    """Ask for the prompt's ids also where that costs the prefix cache: for the probe."""
+    """Request the prompt's ids even if that costs the prefix cache, as the probe does."""
     extras: tuple[str, ...] = ()
-    """Fields that ask for per-token extras, e.g. `return_routed_experts`."""
+    """Fields that request per-token extras, e.g. `return_routed_experts`."""
 
 
 def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
@@ -122,7 +123,7 @@ _NAMES = {
     "min_p": "min_p",
     "logit_bias": "logit_bias",
 }
-"""SGLang's names -> ours; `max_new_tokens` is always given."""
+"""SGLang's names -> Bridle's; `max_new_tokens` is always sent."""
 
 _CHAT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
                "sampling_seed": "seed"}  # fmt: skip
@@ -181,7 +182,7 @@ class MetaInfo(msgspec.Struct):
 
 
 class SglangMessage(msgspec.Struct):
-    """The message of a chat reply."""
+    """Message of a chat reply."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -189,7 +190,7 @@ class SglangMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """The one choice of a chat reply."""
+    """The only choice of a chat reply."""
 
     message: SglangMessage
     response_token_ids: Raw = vllm_schemas.EMPTY
@@ -198,7 +199,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class SglangReply(msgspec.Struct):
-    """A reply of either route, or one stream chunk of `/generate`."""
+    """Reply of either route, or one stream chunk of `/generate`."""
 
     meta_info: MetaInfo | None = None
     output_ids: Raw = vllm_schemas.EMPTY
@@ -218,24 +219,24 @@ _LIST = msgspec.json.Decoder(list[Raw])
 
 @dataclass(slots=True)
 class Reading:
-    """Reads the pieces of one reply, in order. `strict` refuses sampled ids without logprobs."""
+    """Reader of one reply's pieces, in order. `strict` refuses sampled ids without logprobs."""
 
     prompt_tokens: int | None
-    """How long the prompt is that was sent; `None` = the server made its own."""
+    """Length of the prompt that was sent; `None` = the server made its own."""
     version: int
-    """The policy version of weights that nobody gave a number."""
+    """Version of weights without a number."""
     strict: bool = True
     count: int = 0
     """Tokens read so far."""
     ids_told: bool = False
-    """Whether the reply has a field for sampled ids; they may still be none."""
+    """Whether the reply has a field for sampled ids; it may be empty."""
     _lists: dict[str, list[Raw]] = field(default_factory=dict)
     _ids: bytes = b""
     _logprobs: bytes = b""
     _prompt_told: bool = False
 
     def read(self, body: bytes) -> GenerateChunk:
-        """The new tokens of one piece. Raises `EngineError` for what cannot be used."""
+        """Return the new tokens of one piece. Raises `EngineError` for unusable replies."""
         text, prompt_text = cut_ids(body, b"prompt_token_ids")
         try:
             return self._read(_ANSWER.decode(text), prompt_text)
@@ -249,7 +250,9 @@ class Reading:
         choice = answer.choices[0] if answer.choices else None
         meta = answer.meta_info if choice is None else choice.meta_info
         if meta is None:
-            raise EngineError("the engine's reply has no `meta_info`: is a router between?")
+            raise EngineError(
+                "the engine's reply has no `meta_info`: is there a router in between?"
+            )
         finish = _finish(meta.finish_reason)
         raw = answer.output_ids if choice is None else choice.response_token_ids
         repeats = self._repeats(raw, meta)
@@ -283,7 +286,7 @@ class Reading:
         return size >= known != self.count + size
 
     def _tokens(self, raw: Raw, meta: MetaInfo, *, repeats: bool) -> tuple[Ids, Logprobs]:
-        """Ids and logprobs that are new in this piece."""
+        """Return the ids and logprobs that are new in this piece."""
         text = compact(bytes(raw)) if raw not in vllm_schemas.ABSENT else b""
         entries = meta.output_token_logprobs
         told = bytes(entries) if entries not in vllm_schemas.ABSENT else b""
@@ -324,7 +327,7 @@ class Reading:
     def _prompt(
         self, answer: SglangReply, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
     ) -> bytes | None:
-        """The prompt's ids, once, where the reply tells them."""
+        """Return the prompt's ids, once, if the reply reports them."""
         if self._prompt_told:
             return None
         raw = answer.prompt_token_ids if choice is None else choice.prompt_token_ids
@@ -384,7 +387,7 @@ def _rest(text: bytes, known: bytes) -> bytes:
     if len(known) <= 2:
         return text
     if not text.startswith(known[:-1]) or text[len(known) - 1 : len(known)] not in {b",", b"]"}:
-        raise IdsError("a piece repeats other tokens than were told before")
+        raise IdsError("a stream chunk repeats other tokens than before")
     return b"[" + text[len(known) - 1 :].removeprefix(b",")
 
 
@@ -395,7 +398,7 @@ def _finish(matched: Matched | None) -> FinishReason | None:
         raise EngineError(f"the engine ended a reply with {matched.type!r}", retryable=True)
     if matched.type == "abort" and matched.status_code is not None:
         raise EngineError(
-            f"the engine gave a call up: {matched.message}",
+            f"the engine aborted the request: {matched.message}",
             retryable=matched.status_code >= 500 or matched.status_code == 429,
             status=matched.status_code,
         )

@@ -1,8 +1,7 @@
-"""An engine that is a vLLM server, or anything that answers in its shape.
+"""Adapter for a vLLM server, or any server with its API.
 
-`start` asks the server what it is and probes it (law 8); `generate` gives it ids and reads back
-ids, logprobs and versions. Nothing is asked of the server beyond stock vLLM. The three routes
-differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes of their own.
+`start` connects and probes (law 8); `generate` sends ids and reads ids, logprobs and versions. It
+needs nothing beyond stock vLLM. The three routes differ in `vllm_routes`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ if TYPE_CHECKING:
 
 
 ROUTES = (VllmRoute.CHAT, VllmRoute.GENERATE, VllmRoute.COMPLETIONS)
-"""The order in which routes are tried where none is asked for."""
+"""Order in which routes are tried if none is chosen."""
 
 VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
-"""The order for a server with weight routes: its weights may change in mid-reply, and only this
-route tells which tokens are whose (vLLM 0.32.0)."""
+"""Order for a server with weight routes: its weights may change in mid-reply, and only this route
+reports the version of each token (vLLM 0.32.0)."""
 
 
 class VllmEngine(ServerAdapter):
@@ -86,7 +85,7 @@ class VllmEngine(ServerAdapter):
         length = model.get("max_model_len")
         if not isinstance(length, int):
             raise EngineError(
-                f"{self._client.base_url}/v1/models does not tell max_model_len; is this vLLM?"
+                f"{self._client.base_url}/v1/models reports no max_model_len; is this vLLM?"
             )
         self._context_length = length
         self.server_version = (await self._client.get("/version", optional=True)).get("version")
@@ -116,7 +115,9 @@ class VllmEngine(ServerAdapter):
         return models[names.index(self._model)]
 
     async def _probe_routes(self, routes: Sequence[VllmRoute]) -> ProbeReport:
-        """Probe the wanted route, or each until one is usable; if none is, the chat's report."""
+        """Probe the chosen route, or each until one is usable; if none is, return the chat's
+        report.
+        """
         reports: dict[VllmRoute, ProbeReport] = {}
         for route in (self._wanted_route,) if self._wanted_route else routes:
             self._route, self._paired = route, None
@@ -150,7 +151,7 @@ class VllmEngine(ServerAdapter):
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
 
-        Hold it first: vLLM gives tokens of the moment between the two no version.
+        Hold it first: vLLM gives tokens that are sampled during the update no version.
         """
         await load_weights(self._client, source, version, served=self._served)
         self.version = version
@@ -164,7 +165,7 @@ class VllmEngine(ServerAdapter):
     async def abort(self, request_id: str) -> None:
         """End a call by closing its connection, at which vLLM stops sampling.
 
-        What a streamed call has given out stands; of a whole reply nothing arrives.
+        The sent tokens of a streamed call stand; of a whole reply nothing arrives.
         """
         if request_id in self._calls:
             self._calls[request_id].abort()
@@ -174,7 +175,7 @@ class VllmEngine(ServerAdapter):
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
-        """The prompt of messages with images; see `Seeing`."""
+        """Render a prompt of messages with images; see `Seeing`."""
         return await self._images.see(self._client, self._model, messages, tools, arguments)
 
     async def _probe_images(self, report: ProbeReport) -> bool:
@@ -209,11 +210,11 @@ class VllmEngine(ServerAdapter):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """The prompt of the server's chat route; see `Templating`."""
+        """Render the prompt of the server's chat route; see `Templating`."""
         return await self._images.render(self._client, self._model, messages, tools, arguments)
 
     async def parsers(self) -> Finding:
-        """Find the parsers that the server was started with; costs a call of one token."""
+        """Find the server's parsers by a call of one token."""
         return await find_parsers(self._client, self._model)
 
     # ---- sampling
@@ -256,7 +257,7 @@ class VllmEngine(ServerAdapter):
         return read_answers(answers, unnamed=self.version, sent=sent)
 
     def check(self, read: Read) -> None:
-        """Note whether ids and logprobs were paired; refuse a reply that lacks either."""
+        """Record whether ids and logprobs were paired; refuse a reply that lacks either."""
         if read.paired is not None:
             self._paired = read.paired
         chunk = read.chunk
@@ -272,7 +273,7 @@ _SAYS_NOTHING = (None, TextDelta())
 
 
 class _Progress:
-    """Turns what was read of one reply into chunks: the last one is held until all is known."""
+    """State of one reply; holds the last chunk until versions and usage have arrived."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -283,7 +284,7 @@ class _Progress:
         self._parsed = MessageText() if engine.gives_text else None
 
     def next(self, read: Read) -> GenerateChunk | None:
-        """A chunk to give out; `None` where nothing is to be told yet."""
+        """Add a piece; return the chunk to yield, or `None`."""
         self._cached = max(self._cached, read.cached_tokens)
         self._spans = read.spans or self._spans
         if read.chunk is None:
@@ -301,15 +302,15 @@ class _Progress:
         return chunk if says else None
 
     def last(self) -> GenerateChunk:
-        """The last chunk. Raises `CutError` if the reply broke off before it."""
+        """Make the last chunk. Raises `CutError` if the reply broke off before it."""
         held = self._held
         if held is None or held.finish_reason is None:
-            raise CutError("the engine's reply broke off before its end")
+            raise CutError("the engine closed the stream without a finish reason")
         reply = None if self._parsed is None else self._parsed.reply(held.finish_reason)
         return replace(held, versions=self._versions(), cached_tokens=self._cached, reply=reply)
 
     def aborted(self) -> GenerateChunk:
-        """The last chunk of a call that was ended from here."""
+        """Make the last chunk of an aborted call."""
         return GenerateChunk.aborted(self._versions(), self._cached)
 
     def _versions(self) -> tuple[VersionSpan, ...]:
@@ -328,8 +329,8 @@ async def find_parsers(client: EngineClient, model: str) -> Finding:
 
     The server reports them nowhere, so one token is sampled: a server without `--tool-call-parser`
     refuses a call with a tool, and a `--reasoning-parser` returns the first word as reasoning.
-    Bridle parses the sampled ids itself, so both matter only if the server's text is wanted. Seen
-    on vLLM 0.32.0.
+    Bridle parses the sampled ids itself, so both matter only to users of the server's text. Seen on
+    vLLM 0.32.0.
     """
     tools = True
     for fields in ({"tools": [_TOOL], "tool_choice": "auto"}, {}):
@@ -361,7 +362,7 @@ SHAPE = (
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-"""Of a model's configuration: what the shapes of its weights follow from."""
+"""Fields of a model's configuration that decide the shapes of its weights."""
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 
@@ -402,10 +403,10 @@ async def load_weights(
 
 
 def check_folder(source: Path, served: Path | None) -> None:
-    """Refuse a folder without weights, or of another model; what is not here cannot be looked at.
+    """Refuse a folder without weights or of another model; a folder on another machine passes.
 
-    A path that is not here may be there on the server's machine, unless the server's own model is
-    here as well.
+    A path that does not exist here may exist on the server's machine, unless the server's own model
+    is here as well.
     """
     if not source.is_dir():
         if served is not None:
@@ -445,7 +446,7 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
 
 
 def read_config(folder: Path) -> JSON:
-    """A model's configuration; empty where it cannot be read."""
+    """Read a model's configuration; empty if it cannot be read."""
     try:
         read = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""Token ids and image features of messages, asked from a vLLM before sampling.
+"""Token ids and image features of messages, requested from a vLLM before sampling.
 
-`/v1/chat/completions/render` (served with `--enable-scale-out`) tells the ids with all placeholders
-expanded and where each image's stands; `/tokenize`, which every vLLM has, tells the ids alone.
-What the processor made of an image beside its pixels (`image_grid_thw`, the number of patches) is
-told only together with them. So it is asked once per image, in a message of that image alone, and
-remembered by vLLM's own hash of it.
-Source: vLLM 0.33.0, `entrypoints/scale_out/token_in_token_out/protocol.py` and `mm_serde.py`.
+`/v1/chat/completions/render` (served with `--enable-scale-out`) returns the ids with all
+placeholders expanded and the position of each image's placeholder; `/tokenize`, which every vLLM
+has, returns the ids alone. The processor's metadata of an image (`image_grid_thw`, the number of
+patches) comes only together with its pixels. So it is requested once per image, in a message of
+that image alone, and cached by vLLM's hash of the image. Source: vLLM 0.33.0,
+`entrypoints/scale_out/token_in_token_out/protocol.py` and `mm_serde.py`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ T = TypeVar("T")
 RENDER, TOKENIZE = "/v1/chat/completions/render", "/tokenize"
 
 MISSING = frozenset({404, 405, 501})
-"""Statuses of a server that does not have a route."""
+"""Statuses of a server without the route."""
 
 BLIND = ("is not a multimodal model", "At most 0 image")
-"""Words of the refusals by which vLLM says that a model takes no images."""
+"""Texts of vLLM's refusals by a model that takes no images."""
 
 
 def folded(ids: Ids, pictures: Sequence[Picture]) -> Ids:
-    """The ids with one placeholder for each image, as `/inference/v1/generate` wants them.
+    """Reduce each image to one placeholder, as `/inference/v1/generate` requires.
 
-    vLLM's processor makes of each what it had made of it before; it tells the ids that it used, and
-    those are compared with `ids` like any others. The placeholder is taken to be the token that an
-    image has most of; a model that has it otherwise is found out at the start (`of_images`).
+    vLLM's processor expands it as before; it reports the ids that it used, and those are compared
+    with `ids` as for any reply. The placeholder is assumed to be the most frequent token of an
+    image's ids; the probe detects a model for which that is wrong (`of_images`).
     """
     pieces, at = [], 0
     for one in pictures:
@@ -64,7 +64,7 @@ class _Features(msgspec.Struct):
     mm_placeholders: dict[str, list[_Place]] = {}
     mm_hashes: dict[str, list[str]] = {}
     mm_metadata: dict[str, list[str | None]] | None = None
-    """Base64 of msgpack: what of each item is kept beside its pixels."""
+    """Base64 of msgpack: metadata of each item beside its pixels."""
 
 
 class _Rendered(msgspec.Struct):
@@ -81,10 +81,10 @@ SAMPLE = (
     "FgEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQGBywLKp0DxvxLbjwAAAABJRU5E"
     "rkJggg=="
 )
-"""A red square of 64 pixels, to ask a server about."""
+"""A red square of 64 pixels, for the probe."""
 
 SIZES_KEPT = 4096
-"""Images whose sizes are remembered, the least lately seen going first."""
+"""Images whose sizes are cached; the least recently used are dropped first."""
 
 
 class ImageRenderer:
@@ -92,7 +92,7 @@ class ImageRenderer:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, JSON] = OrderedDict()
-        """Hash of an image -> its sizes; empty = the server does not tell them."""
+        """Hash of an image -> its sizes; empty = not reported."""
         self._renders = True
         """Whether the server may have the route that renders whole calls."""
 
@@ -125,7 +125,9 @@ class ImageRenderer:
         tools: Sequence[JSON] | None,
         arguments: JSON,
     ) -> Ids:
-        """The prompt of messages without images; see `bridle.engines.base.Templating.template`."""
+        """Render a prompt of messages without images; see
+        `bridle.engines.base.Templating.template`.
+        """
         return await self._asked(client, _chat_body(model, messages, tools, arguments), told_ids)
 
     async def _asked(
@@ -190,7 +192,7 @@ async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
     except msgspec.MsgspecError as error:
         raise EngineError(f"{client.base_url}{path} cannot be read: {error}") from None
     if not rendered.token_ids and not rendered.tokens:
-        raise EngineError(f"{client.base_url}{path} tells no ids")
+        raise EngineError(f"{client.base_url}{path} returns no ids")
     return rendered
 
 
@@ -208,14 +210,14 @@ def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:
 
 
 def _images(messages: Sequence[JSON]) -> Iterator[JSON]:
-    """The parts of messages that are images, in order."""
+    """Yield the parts of messages that are images, in order."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             yield from (part for part in content if part.get("type") == "image_url")
 
 
 def _small(metadata: dict[str, list[str | None]] | None) -> JSON:
-    """The sizes in vLLM's own form of an item; empty for whatever is not as expected."""
+    """Decode the sizes from vLLM's metadata of an item; empty if its form is unknown."""
     try:
         (text,) = (metadata or {})["image"]
         item = _UNPACKED.decode(base64.b64decode(text or ""))
@@ -225,7 +227,7 @@ def _small(metadata: dict[str, list[str | None]] | None) -> JSON:
 
 
 def _numbers(data: Any) -> Any:  # noqa: ANN401 - numbers, nested as the tensor is
-    """A tensor (its dtype, shape and bytes) as lists; a number as it is."""
+    """Convert a tensor (its dtype, shape and bytes) to lists; return a number as it is."""
     if not isinstance(data, list):
         return data
     dtype, shape, raw = data

@@ -1,8 +1,8 @@
-"""The three routes by which vLLM samples: how a call is written on each, and its replies read.
+"""vLLM's three routes for sampling: writers of their requests and readers of their replies.
 
-A body is put together from bytes: the prompt's own JSON text is spliced in, never encoded again. A
-reply's prompt ids are cut out before it is decoded, so only what was sampled is ever parsed. Field
-names are in `bridle.engines.vllm_schemas`.
+A request is assembled from bytes: the prompt's JSON text is spliced in, never encoded again. A
+reply's prompt ids are cut out before it is decoded, so only sampled ids are parsed. Field names are
+in `bridle.engines.vllm_schemas`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _ENCODER = msgspec.json.Encoder()
 _ANSWER = msgspec.json.Decoder(vllm_schemas.VllmReply)
 _ANSWERS = msgspec.json.Decoder(list[vllm_schemas.VllmReply])
 _MISSING = -9998.0
-"""vLLM writes -9999.0 for a logprob that it does not have."""
+"""vLLM writes -9999.0 for a missing logprob."""
 
 
 class VllmRoute(StrEnum):
-    """A way to sample."""
+    """Route for sampling."""
 
     CHAT = "chat"
     """Chat completions with `kv_transfer_params.prompt_token_ids`."""
@@ -52,7 +52,7 @@ class VllmRoute(StrEnum):
 
     @property
     def path(self) -> str:
-        """The path below the base URL."""
+        """Return the path below the base URL."""
         if self is VllmRoute.CHAT:
             return vllm_schemas.CHAT
         return vllm_schemas.GENERATE if self is VllmRoute.GENERATE else vllm_schemas.COMPLETIONS
@@ -61,9 +61,9 @@ class VllmRoute(StrEnum):
 def call_body(
     route: VllmRoute, request: GenerateRequest, model: str, *, room: int, token_in: bool
 ) -> bytes:
-    """The JSON of a call. `token_in` false leaves the ids out: messages alone make the prompt.
+    """Write the JSON of a call. Without `token_in` the messages alone make the prompt.
 
-    `room` is what the context leaves to sample; two routes would take 16 tokens for no budget.
+    `room` is the rest of the context, the default budget: two routes would default to 16 tokens.
     """
     stream: JSON = {}
     if request.stream:
@@ -145,28 +145,28 @@ def _response_format(grammar: JSON) -> JSON:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One reply or stream chunk, read."""
+    """One decoded reply or stream chunk."""
 
     chunk: GenerateChunk | None
     """`None` for a chunk without a choice (usage at the end of a stream)."""
     cached_tokens: int
     spans: tuple[VersionSpan, ...] | None
-    """As the engine tells them; `None` = it does not."""
+    """As reported by the engine; `None` = not reported."""
     paired: bool | None
-    """Whether the logprobs name the ids they belong to; `None` = nothing was there to pair."""
+    """Whether the logprobs name their ids; `None` = there were none."""
     message: vllm_schemas.ReplyMessage | None
     text: str | None
     ids_told: bool
-    """Whether the reply has a field for sampled ids; they may still be none."""
+    """Whether the reply has a field for sampled ids; it may be empty."""
 
 
 def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> Read:
-    """Read a whole reply or one stream chunk of any route.
+    """Decode a whole reply or one stream chunk of any route.
 
-    `unnamed` is the policy version of tokens whose weights were never given one. `sent` is the JSON
-    text of the prompt's ids: a reply that repeats it is told by one comparison.
-    Raises `GarbledError` for what cannot be used: no JSON, another number of logprobs than of ids,
-    logprobs of other ids, a missing logprob, an error told in a stream.
+    `unnamed` is the version of tokens under weights without a number. `sent` is the JSON text of
+    the prompt's ids: a reply that repeats it is recognised by one comparison. Raises `GarbledError`
+    for unusable replies: no JSON, different numbers of logprobs and ids, logprobs of other ids, a
+    missing logprob, an error in a stream.
     """
     text, prompt_text = body, None
     if _PROMPT_IDS in body:
@@ -181,10 +181,10 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
 def read_answers(
     bodies: list[bytes], *, unnamed: int = 0, sent: bytes | None = None
 ) -> Iterator[Read]:
-    """Read stream chunks that arrived together, as `read_answer` does each.
+    """Decode stream chunks that arrived together, each as `read_answer` does.
 
-    Neighbours that have nothing but tokens are read as one. One that cannot be used raises when
-    all before it have been yielded.
+    Neighbours with nothing but tokens are read as one. An unusable chunk raises after all before it
+    have been yielded.
     """
     if len(bodies) == 1 or _PROMPT_IDS in bodies[0]:
         yield read_answer(bodies[0], unnamed=unnamed, sent=sent)
@@ -202,7 +202,7 @@ def read_answers(
 
 
 def _decoded(bodies: list[bytes]) -> Sequence[vllm_schemas.VllmReply | None]:
-    """The bodies decoded at once; `None` for each where they are to be read one by one."""
+    """Decode the bodies at once; `None` for each if they must be decoded one by one."""
     with suppress(msgspec.MsgspecError):
         answers = _ANSWERS.decode(b"[" + b",".join(bodies) + b"]")
         if len(answers) == len(bodies):
@@ -211,7 +211,7 @@ def _decoded(bodies: list[bytes]) -> Sequence[vllm_schemas.VllmReply | None]:
 
 
 def _has_only_tokens(pair: tuple[bytes, vllm_schemas.VllmReply | None]) -> bool:
-    """Return whether a stream chunk has ids, as many logprobs, and nothing else that we use."""
+    """Return whether a stream chunk has ids, as many logprobs, and no other field that is used."""
     answer = pair[1]
     if answer is None or not answer.choices or answer.usage is not None:
         return False
@@ -233,7 +233,7 @@ def _has_only_tokens(pair: tuple[bytes, vllm_schemas.VllmReply | None]) -> bool:
 
 
 def _read_together(answers: list[vllm_schemas.VllmReply]) -> Read:
-    """Neighbours that `_has_only_tokens` picked, as one chunk."""
+    """Join neighbours that `_has_only_tokens` picked into one chunk."""
     choices = [answer.choices[0] for answer in answers]
     entries = [one.logprobs.content or [] for one in choices if one.logprobs is not None]
     ids_text = b"[" + b",".join([bytes(one.token_ids)[1:-1] for one in choices]) + b"]"
@@ -289,7 +289,7 @@ def _prompt_text(
 def _logprobs(
     given: vllm_schemas.Logprobs | None, ids: Ids, ids_text: bytes
 ) -> tuple[Logprobs, bool | None]:
-    """Logprobs of `ids`, and whether they were seen to belong to them."""
+    """Return the logprobs of `ids`, and whether they name those ids."""
     if given is None:
         return _NO_LOGPROBS, None
     names: list[str] = []
@@ -323,9 +323,7 @@ def _logprobs(
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
-    """Return whether the entries are `ids`; `None` = they are texts. Raises if they are
-    other ids.
-    """
+    """Return whether the entries are `ids`; `None` = they are texts. Raises for other ids."""
     told: npt.NDArray[np.integer]
     if numbers and None not in numbers:
         told = np.array(numbers, dtype=np.int64)
@@ -363,7 +361,7 @@ def _start(body: bytes | msgspec.Raw) -> str:
 
 @dataclass(slots=True)
 class MessageText:
-    """Collects what an engine parsed itself, over the pieces of a reply."""
+    """Collector of the text, reasoning and calls that an engine parsed itself."""
 
     content: str = ""
     reasoning: str = ""
@@ -371,7 +369,7 @@ class MessageText:
     """Index -> id, name, arguments."""
 
     def add(self, read: Read) -> TextDelta:
-        """Add one piece; what it says, but for its calls."""
+        """Add one piece; return its text and reasoning."""
         if read.message is None:
             self.content += read.text or ""
             return TextDelta(text=read.text or "")
@@ -387,6 +385,6 @@ class MessageText:
         return delta
 
     def reply(self, finish: FinishReason) -> Reply:
-        """The whole turn."""
+        """Return the whole turn."""
         calls = [ToolCall(id_ or None, name, text) for id_, name, text in self.calls.values()]
         return Reply(self.content, self.reasoning or None, tuple(calls), finish)
