@@ -84,7 +84,7 @@ async def test_what_a_server_can_do_is_found_by_asking_it(opened):
     found = {row["what"]: row["found"] for row in engine.report.rows()}
     assert found["server"] == "SGLang 0.5.23"
     assert found["vocabulary"] == "2048 ids"
-    assert found["streams"] == "they tell what is new"
+    assert found["streams"] == "they send only new tokens"
     assert any("sampling_seed" in body["sampling_params"] for body in stub.bodies)
 
 

@@ -281,7 +281,7 @@ def test_text_alone_is_read_where_text_is_enough():
     chunk = read.read(json.dumps(told).encode())
     assert chunk.reply == Reply("hello", None, (), FinishReason.STOP)
     assert len(chunk.output_ids) == len(chunk.logprobs) == 0
-    assert not read.ids_told
+    assert not read.has_ids
 
 
 @given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))

@@ -227,7 +227,7 @@ def test_a_usage_chunk_has_no_chunk():
 
 def test_a_reply_without_ids_has_none():
     read = reading(token_ids=None, logprobs=None)
-    assert (len(read.chunk.output_ids), read.ids_told) == (0, False)
+    assert (len(read.chunk.output_ids), read.has_ids) == (0, False)
 
 
 def test_what_an_engine_parsed_is_collected_over_pieces():

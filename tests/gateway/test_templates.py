@@ -202,7 +202,7 @@ async def test_a_server_that_samples_under_other_prompts_than_it_tells_is_refuse
     server, adapter, ruled
 ):
     async with server(scripted({"content": "a"}), tokenizer=ruled) as served:
-        with pytest.raises(EngineError, match="makes other prompts than it tells: one message"):
+        with pytest.raises(EngineError, match="makes other prompts than it reports: one message"):
             async with house(engine=adapter(served.url), prompt="engine"):
                 raise AssertionError
 

@@ -543,7 +543,7 @@ class Job:
     ) -> None:
         """Resolve the caller's future, whose loop may be closed; `here` is this thread's loop."""
 
-        def tell() -> None:
+        def resolve() -> None:
             if self.done.done():
                 return
             if error is None:
@@ -552,9 +552,9 @@ class Job:
                 self.done.set_exception(error)
 
         if self.loop is here:
-            tell()
+            resolve()
         elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(tell)
+            self.loop.call_soon_threadsafe(resolve)
 
 
 class Jobs:

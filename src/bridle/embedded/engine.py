@@ -241,7 +241,7 @@ class EmbeddedEngine:
             from bridle.embedded.model import load
 
             self._loaded = load(self._folder, **self._options)  # type: ignore[arg-type]
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the start
+        except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._failure = _failure(error)
             self._ready.set_exception(self._failure)
             return
@@ -255,7 +255,7 @@ class EmbeddedEngine:
         self._ready.set_result(None)
         try:
             batch.run()
-        except BaseException as error:  # noqa: BLE001 - told to all callers and by health
+        except BaseException as error:  # noqa: BLE001 - sent to all callers and raised by `health`
             self._failure = _failure(error)
         finally:
             batch.end(self._failure or EngineError("the embedded engine is closed"))

@@ -151,7 +151,7 @@ class ServerAdapter(ABC):
     ) -> Ids:
         """Render a prompt by the server's own template; see `Templating`."""
         body: JSON = {"messages": messages, "chat_template_kwargs": arguments}
-        return await told_ids(self._client, "/tokenize", body | ({"tools": tools} if tools else {}))
+        return await ids_from(self._client, "/tokenize", body | ({"tools": tools} if tools else {}))
 
 
 def tokenizer_dir(root: object) -> Path | None:
@@ -163,7 +163,7 @@ def tokenizer_dir(root: object) -> Path | None:
 def end_ids(folder: Path | None) -> tuple[int, ...]:
     """Return the end tokens in the model's own files; empty if they have none."""
     for name in ("generation_config.json", "config.json"):
-        found = _config(folder, name).get("eos_token_id")
+        found = read_config(folder, name).get("eos_token_id")
         if isinstance(found, int):
             return (found,)
         if isinstance(found, list):
@@ -173,7 +173,7 @@ def end_ids(folder: Path | None) -> tuple[int, ...]:
 
 def vocab_size(folder: Path | None) -> int | None:
     """Return the vocabulary size from the model's `config.json`; `None` = not there."""
-    config = _config(folder, "config.json")
+    config = read_config(folder)
     text = config.get("text_config")
     for found in (
         text.get("vocab_size") if isinstance(text, dict) else None,
@@ -184,7 +184,8 @@ def vocab_size(folder: Path | None) -> int | None:
     return None
 
 
-def _config(folder: Path | None, name: str) -> JSON:
+def read_config(folder: Path | None, name: str = "config.json") -> JSON:
+    """Read one of a model's JSON files; empty if it cannot be read."""
     if folder is None:
         return {}
     try:
@@ -219,28 +220,28 @@ def as_version(given: int | str, *, unnamed: int | None = None) -> int:
 async def tokenized(client: EngineClient, body: JSON) -> Ids | None:
     """Return the ids from `POST /tokenize`; `None` = the route fails."""
     try:
-        return await told_ids(client, "/tokenize", body)
+        return await ids_from(client, "/tokenize", body)
     except EngineError:
         return None
 
 
-async def told_ids(client: EngineClient, path: str, body: JSON) -> Ids:
+async def ids_from(client: EngineClient, path: str, body: JSON) -> Ids:
     """Return the ids in a route's answer: `tokens` in vLLM's form and SGLang's, or `token_ids`."""
     text = await client.post(path, msgspec.json.encode(body), HttpCall(), prompt_tokens=0)
     try:
-        answer = _TOLD.decode(text)
+        answer = _ROUTE_IDS.decode(text)
         listed = answer.tokens if answer.tokens not in vllm_schemas.ABSENT else answer.token_ids
         return parse_ids(compact(bytes(listed)))
     except (msgspec.MsgspecError, IdsError) as error:
         raise EngineError(f"{client.base_url}{path} returns no ids: {error}") from None
 
 
-class _Told(msgspec.Struct):
+class _RouteIds(msgspec.Struct):
     tokens: msgspec.Raw = vllm_schemas.EMPTY
     token_ids: msgspec.Raw = vllm_schemas.EMPTY
 
 
-_TOLD = msgspec.json.Decoder(_Told)
+_ROUTE_IDS = msgspec.json.Decoder(_RouteIds)
 
 
 ROUNDING: Final = 1e-3
@@ -301,11 +302,11 @@ class ReplyCheck:
                 "are expected"
             )
 
-    def _check_prompt(self, told: bytes) -> None:
-        if told == self._request.prompt.json():
+    def _check_prompt(self, reported: bytes) -> None:
+        if reported == self._request.prompt.json():
             return
         try:
-            used = parse_ids(compact(told))
+            used = parse_ids(compact(reported))
         except IdsError as error:
             raise GarbledError(f"the engine reports invalid prompt ids: {error}") from None
         if len(used):

@@ -123,7 +123,7 @@ async def compare_template(engine: Engine) -> Finding:
     if not isinstance(engine, Templating):
         return _no_template("it is not asked for prompts")
     unlike: list[str] = []
-    told_by_chat = 0
+    reported_by_chat = 0
     for case in CASES:
         try:
             ids = await engine.template(case.messages, case.tools or None, {})
@@ -131,16 +131,16 @@ async def compare_template(engine: Engine) -> Finding:
         except EngineError as error:
             if error.status == 400 and case.refusable:
                 continue
-            return _no_template(f"it tells no prompt of messages: {error}")
-        told_by_chat += used is not None
+            return _no_template(f"it reports no prompt for messages: {error}")
+        reported_by_chat += used is not None
         if used is not None and not np.array_equal(ids, used):
             unlike.append(f"{case.name} (from token {_first_difference(ids, used)})")
     if unlike:
         return _no_template(
-            f"its chat route makes other prompts than it tells: {', '.join(unlike)}"
+            f"its chat route makes other prompts than it reports: {', '.join(unlike)}"
         )
-    seen = "as its chat route makes them" if told_by_chat else "its chat route tells none"
-    return Finding.note(TEMPLATE, f"it tells prompts, {seen}")
+    seen = "the same as its chat route's" if reported_by_chat else "its chat route reports none"
+    return Finding.note(TEMPLATE, f"it reports prompts, {seen}")
 
 
 def _no_template(found: str) -> Finding:

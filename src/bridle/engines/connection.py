@@ -155,11 +155,11 @@ class HttpReply:
         self._pieces.clear()
         at = 0
         while (end := rest.find(b"\r\n", at, at + _HEAD_BYTES)) >= 0:
-            told = rest[at:end].partition(b";")[0].strip()
-            if not told.isalnum():
+            size_text = rest[at:end].partition(b";")[0].strip()
+            if not size_text.isalnum():
                 raise ConnectionError("no HTTP reply")
             try:
-                size = int(told, 16)
+                size = int(size_text, 16)
             except ValueError:
                 raise ConnectionError("no HTTP reply") from None
             if size == 0:

@@ -116,7 +116,7 @@ class EngineClient:
             return {}
         return _object(body, self._url(path))
 
-    async def tell(self, path: str, body: JSON | None = None) -> bool:
+    async def command(self, path: str, body: JSON | None = None) -> bool:
         """Post a command; `False` if the server lacks it. Raises `EngineError` if it fails."""
         data = b"" if body is None else msgspec.json.encode(body)
         async with self._failures(path), await self._posted(path, data) as response:
@@ -270,10 +270,10 @@ def _message(body: bytes) -> str:
         answer = msgspec.json.decode(body, type=vllm_schemas.ErrorAnswer)
     except msgspec.MsgspecError:
         return body[:300].decode(errors="replace") or "(empty body)"
-    told: Any = answer.error or answer.message or answer.detail
-    if isinstance(told, vllm_schemas.ErrorDetail):
-        told = told.message
-    return str(told) if told else body[:300].decode(errors="replace")
+    detail: Any = answer.error or answer.message or answer.detail
+    if isinstance(detail, vllm_schemas.ErrorDetail):
+        detail = detail.message
+    return str(detail) if detail else body[:300].decode(errors="replace")
 
 
 def _object(body: bytes, url: URL) -> JSON:

@@ -152,7 +152,7 @@ class OpenAIEngine:
             means="Nothing proves under which prompt its tokens were sampled.",
             fix="To train on vLLM or SGLang name the server itself: --engine URL, sglang:URL.",
         )
-        found = str(context) if isinstance(context, int) else "not told"
+        found = str(context) if isinstance(context, int) else "not reported"
         notes = Finding.note("model", self._model or ""), Finding.note("context length", found)
         return ProbeReport((*notes, untrainable), LogprobMode.NONE, token_in=False, duration_s=0.0)
 

@@ -284,7 +284,7 @@ def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
 
 async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
     """Check that streams have ids and logprobs in each chunk, and whether they report prompts."""
-    tells = False
+    reports = False
     try:
         reply = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=-1), stream=True)
     except EngineError as error:
@@ -293,7 +293,7 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool
         ok = 0 < len(reply.ids) == len(reply.logprobs)
         pieces = "in pieces" if reply.pieces > 1 else "in one piece"
         found = f"{pieces}, with ids and logprobs" if ok else "without ids or logprobs"
-        tells = reply.prompt_text is not None
+        reports = reply.prompt_text is not None
     finding = Finding.check(
         "streaming",
         ok=ok,
@@ -301,12 +301,12 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool
         means="A harness sees nothing of a reply before its end.",
         fix="Look for a proxy in between that changes server-sent events.",
     )
-    return finding, tells
+    return finding, reports
 
 
 async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
     """Check that a seed makes sampling deterministic, and whether the replies report prompts."""
-    tells = False
+    reports = False
     seeded = Sampling(temperature=1.0, top_k=-1, seed=7)
     try:
         one, other = await _ask(engine, prompt, seeded), await _ask(engine, prompt, seeded)
@@ -315,7 +315,7 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
     else:
         ok = np.array_equal(one.ids, other.ids)
         found = "the same seed draws the same" if ok else "seeds are not obeyed"
-        tells = one.prompt_text is not None and other.prompt_text is not None
+        reports = one.prompt_text is not None and other.prompt_text is not None
     finding = Finding.check(
         "seeds",
         ok=ok,
@@ -323,4 +323,4 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
         means="A run cannot be drawn again.",
         fix="SGLang: start with --enable-deterministic-inference.",
     )
-    return finding, tells
+    return finding, reports

@@ -138,7 +138,7 @@ class SglangEngine(ServerAdapter):
 
     async def _refusal(self, sampling: JSON) -> str:
         try:
-            await self._client.tell(
+            await self._client.command(
                 "/generate", {"input_ids": [0], "sampling_params": sampling, "stream": False}
             )
         except EngineError as error:
@@ -146,7 +146,7 @@ class SglangEngine(ServerAdapter):
         return ""
 
     def _server_findings(self, about: JSON) -> tuple[Finding, ...]:
-        streams = "tell what is new" if self._incremental else "repeat what was said before"
+        streams = "send only new tokens" if self._incremental else "repeat earlier tokens"
         parsers = [about.get("reasoning_parser"), about.get("tool_call_parser")]
         versioned = "weight_version" in about
         return (
@@ -166,7 +166,7 @@ class SglangEngine(ServerAdapter):
             ),
             Finding.check(
                 "version route", ok=versioned,
-                found=str(about.get("weight_version")) if versioned else "replies tell no version",
+                found=str(about.get("weight_version")) if versioned else "not reported",
                 means="Tokens carry the version that POST /policy set.",
                 fix="Use SGLang 0.5 or later.",
             ),
@@ -197,7 +197,7 @@ class SglangEngine(ServerAdapter):
     async def _tell_abort(self, rid: str) -> bool:
         try:
             async with asyncio.timeout(ABORT_S):
-                return await self._client.tell("/abort_request", {"rid": rid})
+                return await self._client.command("/abort_request", {"rid": rid})
         except (EngineError, TimeoutError):
             return False
 
@@ -213,13 +213,13 @@ class SglangEngine(ServerAdapter):
         if mode == "wait":
             await self._idle.wait()
         theirs = {"abort": "abort", "keep": "retract", "wait": "retract"}[mode]
-        self._held = await self._client.tell("/pause_generation", {"mode": theirs})
+        self._held = await self._client.command("/pause_generation", {"mode": theirs})
         if not self._held:
             self._open.set()
         return self._held
 
     async def resume(self) -> None:
-        await self._client.tell("/continue_generation", {})
+        await self._client.command("/continue_generation", {})
         self._held = False
         self._open.set()
 
@@ -231,7 +231,7 @@ class SglangEngine(ServerAdapter):
         held = self._held or not await self.pause("keep")
         body = {"model_path": str(source), "weight_version": str(version)}
         try:
-            if not await self._client.tell("/update_weights_from_disk", body):
+            if not await self._client.command("/update_weights_from_disk", body):
                 raise EngineError(f"{self._client.base_url} takes no weights")
             self.version = version
         finally:
@@ -322,7 +322,7 @@ class SglangEngine(ServerAdapter):
         ids.
         """
         stopped = chunk.finish_reason is FinishReason.STOP
-        if self._strict and stopped and not reading.ids_told:
+        if self._strict and stopped and not reading.has_ids:
             raise GarbledError("the engine's reply has no token ids")
         return chunk if self.gives_text else replace(chunk, reply=None)
 

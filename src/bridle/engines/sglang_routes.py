@@ -228,12 +228,12 @@ class Reading:
     strict: bool = True
     count: int = 0
     """Tokens read so far."""
-    ids_told: bool = False
+    has_ids: bool = False
     """Whether the reply has a field for sampled ids; it may be empty."""
     _lists: dict[str, list[Raw]] = field(default_factory=dict)
     _ids: bytes = b""
     _logprobs: bytes = b""
-    _prompt_told: bool = False
+    _has_prompt: bool = False
 
     def read(self, body: bytes) -> GenerateChunk:
         """Return the new tokens of one piece. Raises `EngineError` for unusable replies."""
@@ -246,7 +246,7 @@ class Reading:
 
     def _read(self, answer: SglangReply, prompt_text: bytes | None) -> GenerateChunk:
         if answer.error not in vllm_schemas.ABSENT:
-            raise _told_error(answer.error)
+            raise _stream_error(answer.error)
         choice = answer.choices[0] if answer.choices else None
         meta = answer.meta_info if choice is None else choice.meta_info
         if meta is None:
@@ -259,8 +259,8 @@ class Reading:
         ids, logprobs = self._tokens(raw, meta, repeats=repeats)
         self._keep_lists(meta, repeats=repeats)
         self.count += len(ids)
-        told = self._prompt(answer, choice, prompt_text, meta)
-        if told is None:
+        prompt_ids = self._prompt(answer, choice, prompt_text, meta)
+        if prompt_ids is None:
             self._check_prompt(meta)
         return GenerateChunk(
             output_ids=ids,
@@ -268,7 +268,7 @@ class Reading:
             finish_reason=finish,
             stop_text=_stop_text(meta.finish_reason),
             versions=() if finish is None else self._versions(meta),
-            prompt_ids_json=told,
+            prompt_ids_json=prompt_ids,
             cached_tokens=meta.cached_tokens or 0,
             reply=None if finish is None else _reply(choice, answer.text, finish),
             extra={} if finish is None else self._extras(meta),
@@ -289,27 +289,27 @@ class Reading:
         """Return the ids and logprobs that are new in this piece."""
         text = compact(bytes(raw)) if raw not in vllm_schemas.ABSENT else b""
         entries = meta.output_token_logprobs
-        told = bytes(entries) if entries not in vllm_schemas.ABSENT else b""
-        triples = self._triples(told, repeats=repeats)
+        reported = bytes(entries) if entries not in vllm_schemas.ABSENT else b""
+        triples = self._triples(reported, repeats=repeats)
         if text:
             ids = parse_ids(_rest(text, self._ids) if repeats else text)
-        else:  # servers of before 0.4.7 tell ids only with logprobs
+        else:  # servers before 0.4.7 send ids only with logprobs
             ids = np.array([one[1] for one in triples], dtype=np.int32)
-        self.ids_told = self.ids_told or bool(text or triples)
+        self.has_ids = self.has_ids or bool(text or triples)
         if repeats:
-            self._ids, self._logprobs = text, told
+            self._ids, self._logprobs = text, reported
         elif meta.completion_tokens is not None:
             # A call that is aborted while it waits repeats its last token.
             new = max(0, meta.completion_tokens - self.count)
             ids, triples = ids[:new], triples[:new]
         return ids, self._checked(ids, triples)
 
-    def _triples(self, told: bytes, *, repeats: bool) -> list[Triple]:
-        if not told:
+    def _triples(self, reported: bytes, *, repeats: bool) -> list[Triple]:
+        if not reported:
             return []
-        if repeats and self.count and not told.startswith(self._logprobs[:-1]):
-            return _TRIPLES.decode(told)[self.count :]
-        return _TRIPLES.decode(_rest(told, self._logprobs) if repeats else told)
+        if repeats and self.count and not reported.startswith(self._logprobs[:-1]):
+            return _TRIPLES.decode(reported)[self.count :]
+        return _TRIPLES.decode(_rest(reported, self._logprobs) if repeats else reported)
 
     def _checked(self, ids: Ids, triples: list[Triple]) -> Logprobs:
         if not triples and not self.strict:
@@ -328,19 +328,21 @@ class Reading:
         self, answer: SglangReply, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
     ) -> bytes | None:
         """Return the prompt's ids, once, if the reply reports them."""
-        if self._prompt_told:
+        if self._has_prompt:
             return None
         raw = answer.prompt_token_ids if choice is None else choice.prompt_token_ids
-        told = text if text is not None else bytes(raw) if raw not in vllm_schemas.ABSENT else None
-        if told is None and meta.input_token_logprobs not in vllm_schemas.ABSENT:
+        prompt_ids = (
+            text if text is not None else bytes(raw) if raw not in vllm_schemas.ABSENT else None
+        )
+        if prompt_ids is None and meta.input_token_logprobs not in vllm_schemas.ABSENT:
             named = [one[1] for one in _TRIPLES.decode(meta.input_token_logprobs)]
-            told = _ENCODER.encode(named) if named else None
-        self._prompt_told = told is not None
-        return None if told is None else compact(told)
+            prompt_ids = _ENCODER.encode(named) if named else None
+        self._has_prompt = prompt_ids is not None
+        return None if prompt_ids is None else compact(prompt_ids)
 
     def _check_prompt(self, meta: MetaInfo) -> None:
         given, used = self.prompt_tokens, meta.prompt_tokens
-        if not self._prompt_told and None not in {given, used} and given != used:
+        if not self._has_prompt and None not in {given, used} and given != used:
             raise GarbledError(
                 f"the engine sampled under {used} prompt tokens, but was given {given}"
             )
@@ -411,7 +413,7 @@ def _stop_text(matched: Matched | None) -> str | None:
     return matched.matched
 
 
-def _told_error(raw: Raw) -> EngineError:
+def _stream_error(raw: Raw) -> EngineError:
     try:
         detail = msgspec.json.decode(raw, type=vllm_schemas.ErrorDetail)
     except msgspec.MsgspecError:

@@ -6,7 +6,6 @@ needs nothing beyond stock vLLM. The three routes differ in `vllm_routes`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,7 +16,13 @@ from uuid import uuid4
 import msgspec
 
 from bridle.engines import vllm_schemas
-from bridle.engines.adapter import ServerAdapter, ServerOptions, as_version, tokenizer_dir
+from bridle.engines.adapter import (
+    ServerAdapter,
+    ServerOptions,
+    as_version,
+    read_config,
+    tokenizer_dir,
+)
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -68,7 +73,7 @@ class VllmEngine(ServerAdapter):
         self, base_url: str, *, route: VllmRoute | None = None, **options: Unpack[ServerOptions]
     ) -> None:
         super().__init__(base_url, **options)
-        self._images = ImageRenderer()
+        self._images = ImageRenderer(self._client)
         self._served: Path | None = None
         """The folder of the server's model, if that is on this machine."""
         self._takes_weights = False
@@ -143,10 +148,10 @@ class VllmEngine(ServerAdapter):
 
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
-        return await self._client.tell(f"/pause?mode={mode}")
+        return await self._client.command(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        await self._client.tell("/resume")
+        await self._client.command("/resume")
 
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
@@ -176,7 +181,14 @@ class VllmEngine(ServerAdapter):
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
         """Render a prompt of messages with images; see `Seeing`."""
-        return await self._images.see(self._client, self._model, messages, tools, arguments)
+        return await self._images.see(self._chat_body(messages, tools, arguments))
+
+    def _chat_body(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> JSON:
+        body: JSON = {"model": self._model, "messages": messages}
+        body["chat_template_kwargs"] = arguments
+        return body | ({"tools": tools} if tools else {})
 
     async def _probe_images(self, report: ProbeReport) -> bool:
         """Return whether the route takes images with token ids; adds a finding to the report."""
@@ -211,7 +223,7 @@ class VllmEngine(ServerAdapter):
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
         """Render the prompt of the server's chat route; see `Templating`."""
-        return await self._images.render(self._client, self._model, messages, tools, arguments)
+        return await self._images.render(self._chat_body(messages, tools, arguments))
 
     async def parsers(self) -> Finding:
         """Find the server's parsers by a call of one token."""
@@ -265,7 +277,7 @@ class VllmEngine(ServerAdapter):
             return
         if len(chunk.logprobs) != len(chunk.output_ids):
             raise GarbledError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
-        if chunk.finish_reason is FinishReason.STOP and not read.ids_told:
+        if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")
 
 
@@ -387,7 +399,7 @@ async def load_weights(
     check_folder(Path(source), served)
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
     try:
-        known = await client.tell("/collective_rpc", body)
+        known = await client.command("/collective_rpc", body)
     except EngineError as error:
         if error.status is None:
             raise
@@ -398,8 +410,8 @@ async def load_weights(
         ) from error
     if not known:
         raise EngineError(f"{client.base_url} takes no weights: start it with {DEV_MODE}")
-    await client.tell("/reset_prefix_cache")
-    await client.tell("/update_weight_version", {"new_version": str(version)})
+    await client.command("/reset_prefix_cache")
+    await client.command("/update_weight_version", {"new_version": str(version)})
 
 
 def check_folder(source: Path, served: Path | None) -> None:
@@ -443,12 +455,3 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
         means="On a CPU vLLM's head would go on with the old ones.",
         fix="On a CPU serve an untied copy of the model.",
     )
-
-
-def read_config(folder: Path) -> JSON:
-    """Read a model's configuration; empty if it cannot be read."""
-    try:
-        read = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
-from bridle.engines.adapter import told_ids
+from bridle.engines.adapter import ids_from
 from bridle.engines.base import Picture, Seen
 from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.probe import Finding
@@ -88,85 +88,62 @@ SIZES_KEPT = 4096
 
 
 class ImageRenderer:
-    """Client of one server's renderer for messages, with images or without."""
+    """Renders chat bodies by one server, with images or without."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
         self._known: OrderedDict[str, JSON] = OrderedDict()
         """Hash of an image -> its sizes; empty = not reported."""
         self._renders = True
         """Whether the server may have the route that renders whole calls."""
 
-    async def see(
-        self,
-        client: EngineClient,
-        model: str,
-        messages: Sequence[JSON],
-        tools: Sequence[JSON] | None,
-        arguments: JSON,
-    ) -> Seen | None:
-        body = _chat_body(model, messages, tools, arguments)
+    async def see(self, body: JSON) -> Seen | None:
+        """Render a body with images; `None` = the model takes none."""
         try:
-            rendered = await self._asked(client, body, _rendered)
+            rendered = await self._asked(body, _rendered)
         except EngineError as error:
             if error.status == 400 and any(words in str(error) for words in BLIND):
                 return None
             raise
         listed = rendered.tokens if rendered.token_ids is None else rendered.token_ids
-        places = await self._places(
-            client, model, rendered.features or _Features(), _images(messages)
-        )
+        places = await self._places(body, rendered.features or _Features())
         return Seen(np.array(listed, dtype=np.int32), places)
 
-    async def render(
-        self,
-        client: EngineClient,
-        model: str,
-        messages: Sequence[JSON],
-        tools: Sequence[JSON] | None,
-        arguments: JSON,
-    ) -> Ids:
-        """Render a prompt of messages without images; see
-        `bridle.engines.base.Templating.template`.
-        """
-        return await self._asked(client, _chat_body(model, messages, tools, arguments), told_ids)
+    async def render(self, body: JSON) -> Ids:
+        """Render a body without images to ids."""
+        return await self._asked(body, ids_from)
 
-    async def _asked(
-        self,
-        client: EngineClient,
-        body: JSON,
-        ask: Callable[[EngineClient, str, JSON], Awaitable[T]],
-    ) -> T:
-        """Render a chat body to ids by the route that the server has for it."""
+    async def _asked(self, body: JSON, ask: Callable[[EngineClient, str, JSON], Awaitable[T]]) -> T:
+        """Render a body by the route that the server has for it."""
         if self._renders:
             try:
                 asked = {**body, "tool_choice": "none", "mm_payload": "none"}
-                return await ask(client, RENDER, asked)
+                return await ask(self._client, RENDER, asked)
             except EngineError as error:
                 if error.status not in MISSING:
                     raise
             self._renders = False
-        return await ask(client, TOKENIZE, body)
+        return await ask(self._client, TOKENIZE, body)
 
-    async def _places(
-        self, client: EngineClient, model: str, features: _Features, images: Iterator[JSON]
-    ) -> tuple[JSON, ...]:
+    async def _places(self, body: JSON, features: _Features) -> tuple[JSON, ...]:
         places = features.mm_placeholders.get("image", [])
         hashes = features.mm_hashes.get("image", [])
         placeholders: list[JSON] = [{"start": one.offset, "length": one.length} for one in places]
         if len(hashes) == len(places):
+            images = _images(body["messages"])
             for place, name, image in zip(placeholders, hashes, images, strict=False):
-                if sizes := await self._sizes(client, model, name, image):
+                if sizes := await self._sizes(body["model"], name, image):
                     place["grid"] = sizes
         return tuple(placeholders)
 
-    async def _sizes(self, client: EngineClient, model: str, name: str, image: JSON) -> JSON:
+    async def _sizes(self, model: str, name: str, image: JSON) -> JSON:
         """Return the processor's metadata of one image; empty if the server does not report it."""
         known = self._known.get(name)
         if known is None:
             message = {"role": "user", "content": [image]}
             body = {"model": model, "messages": [message], "mm_payload": "tensors"}
             try:
-                alone = (await _rendered(client, RENDER, body)).features or _Features()
+                alone = (await _rendered(self._client, RENDER, body)).features or _Features()
             except EngineError:
                 return {}
             same = alone.mm_hashes.get("image") == [name]
@@ -176,13 +153,6 @@ class ImageRenderer:
                 self._known.popitem(last=False)
         self._known.move_to_end(name)
         return known
-
-
-def _chat_body(
-    model: str, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
-) -> JSON:
-    body: JSON = {"model": model, "messages": messages, "chat_template_kwargs": arguments}
-    return body | ({"tools": tools} if tools else {})
 
 
 async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:

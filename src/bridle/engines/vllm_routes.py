@@ -156,7 +156,7 @@ class Read:
     """Whether the logprobs name their ids; `None` = there were none."""
     message: vllm_schemas.ReplyMessage | None
     text: str | None
-    ids_told: bool
+    has_ids: bool
     """Whether the reply has a field for sampled ids; it may be empty."""
 
 
@@ -240,7 +240,7 @@ def _read_together(answers: list[vllm_schemas.VllmReply]) -> Read:
     ids = parse_ids(ids_text)
     logprobs, paired = _logprobs(vllm_schemas.Logprobs([*chain(*entries)]), ids, ids_text)
     chunk = GenerateChunk(ids, logprobs, first=len(entries[0]))
-    return Read(chunk, 0, None, paired, None, None, ids_told=True)
+    return Read(chunk, 0, None, paired, None, None, has_ids=True)
 
 
 def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: int) -> Read:
@@ -250,10 +250,10 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     details = usage.prompt_tokens_details if usage is not None else None
     cached = (details.cached_tokens or 0) if details is not None else 0
     if not answer.choices:
-        return Read(None, cached, None, None, None, None, ids_told=False)
+        return Read(None, cached, None, None, None, None, has_ids=False)
     choice = answer.choices[0]
-    told = choice.token_ids not in vllm_schemas.ABSENT
-    ids_text = bytes(choice.token_ids) if told else b""
+    has_ids = choice.token_ids not in vllm_schemas.ABSENT
+    ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
     logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
     chunk = GenerateChunk(
@@ -268,7 +268,7 @@ def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: in
     versions = choice.weight_versions
     spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
     message = choice.message or choice.delta
-    return Read(chunk, cached, spans, paired, message, choice.text, told)
+    return Read(chunk, cached, spans, paired, message, choice.text, has_ids)
 
 
 _NO_IDS: Ids = np.empty(0, np.int32)
@@ -324,14 +324,14 @@ def _logprobs(
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
     """Return whether the entries are `ids`; `None` = they are texts. Raises for other ids."""
-    told: npt.NDArray[np.integer]
+    named: npt.NDArray[np.integer]
     if numbers and None not in numbers:
-        told = np.array(numbers, dtype=np.int64)
+        named = np.array(numbers, dtype=np.int64)
     elif names and all(name.startswith("token_id:") for name in names):
-        told = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
+        named = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
     else:
         return None
-    check_paired(ids, told)
+    check_paired(ids, named)
     return True
 
 
@@ -341,8 +341,8 @@ def _finish(reason: str) -> FinishReason:
     return vllm_schemas.FINISH[reason]
 
 
-def _span(told: vllm_schemas.Span, unnamed: int) -> VersionSpan:
-    return VersionSpan(as_version(told.version, unnamed=unnamed), told.start, told.end)
+def _span(span: vllm_schemas.Span, unnamed: int) -> VersionSpan:
+    return VersionSpan(as_version(span.version, unnamed=unnamed), span.start, span.end)
 
 
 def _extra(choice: vllm_schemas.VllmChoice) -> JSON:
