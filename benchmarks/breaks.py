@@ -45,7 +45,7 @@ from tests.real_clients.work import the_files_are_right
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.engines.ids import ArrayIds
 from bridle.scripted.engine import ScriptedEngine
-from bridle.scripted.script import Turn, make_script
+from bridle.scripted.script import ScriptedTurn, make_script
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON
 
@@ -77,7 +77,7 @@ class Sampling(ScriptedEngine):
     split = 0.0
     """Share of the tokens that can be split and are."""
 
-    def _sample(self, turn: Turn, tools: Sequence[JSON], prompt: Ids) -> Ids:
+    def _sample(self, turn: ScriptedTurn, tools: Sequence[JSON], prompt: Ids) -> Ids:
         ids = super()._sample(turn, tools, prompt)
         mark = MARK.search(self.tokenizer.decode(prompt)) if self.split else None
         chance = random.Random(ids.tobytes() + (mark[0].encode() if mark else b""))  # noqa: S311 - no secret

@@ -27,7 +27,7 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.cli.serving import long_running
 from bridle.engines import open_engine
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.vllm_routes import Route, call_body
+from bridle.engines.vllm_routes import VllmRoute, call_body
 from bridle.gateway.app import Gateway
 from bridle.gateway.settings import GatewaySettings
 from bridle.prompting.prompt import PromptIds
@@ -43,8 +43,8 @@ LARGE = 1024
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 IDS = {
-    Route.CHAT.path.encode(): b'"prompt_token_ids":[',
-    Route.GENERATE.path.encode(): b'"token_ids":[',
+    VllmRoute.CHAT.path.encode(): b'"prompt_token_ids":[',
+    VllmRoute.GENERATE.path.encode(): b'"token_ids":[',
 }
 """What stands before the prompt's ids in a call, by path."""
 
@@ -317,7 +317,7 @@ class InstantEngine:
         """Nothing to release."""
 
 
-def engine_call(route: Route, prompt: PromptIds, *, stream: bool = False) -> bytes:
+def engine_call(route: VllmRoute, prompt: PromptIds, *, stream: bool = False) -> bytes:
     """The body of a call as the gateway sends it."""
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=100_000)
     request = GenerateRequest(
@@ -336,7 +336,7 @@ async def canned_replies(server: str, client: aiohttp.ClientSession) -> Replies:
     """The server's own replies on two routes, whole and streamed, without the prompt's ids."""
     replies: Replies = {}
     prompt = PromptIds.root(np.arange(300, 400, dtype=np.int32))
-    for route in (Route.CHAT, Route.GENERATE):
+    for route in (VllmRoute.CHAT, VllmRoute.GENERATE):
         for streams in (False, True):
             body = engine_call(route, prompt, stream=streams)
             async with client.post(server + route.path, data=body, headers=JSON_HEADERS) as reply:

@@ -19,7 +19,7 @@ import orjson
 
 from benchmarks import gateway_parts as parts
 from bridle.engines.ids import ids_json
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.prompting.prompt import PromptIds
 
 TURNS = 16
@@ -83,7 +83,7 @@ def growing(before: bytes, after: bytes, items: list[bytes]) -> Iterator[bytes]:
 def engine_bodies(context: int, *, stream: bool) -> Bodies:
     """Bodies as the gateway sends them to the engine."""
     prompt = PromptIds.root(np.zeros(1, np.int32))
-    call = parts.engine_call(Route.GENERATE, prompt, stream=stream)
+    call = parts.engine_call(VllmRoute.GENERATE, prompt, stream=stream)
     before, _, after = call.rpartition(b"[0]")
     seed = time.perf_counter_ns()
     ids = np.random.default_rng(seed).integers(300, 1500, first_tokens(context))
@@ -253,7 +253,7 @@ class Player:
         self._body = next(self._bodies)
 
     async def __aenter__(self) -> Self:
-        target, key = self._server + Route.GENERATE.path, "none"
+        target, key = self._server + VllmRoute.GENERATE.path, "none"
         if self._way.name in DIALECTS:
             opening = asyncio.to_thread(parts.open_session, self._server, self._token)
             opened, dialect = await opening, DIALECTS[self._way.name]

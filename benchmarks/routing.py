@@ -45,7 +45,8 @@ from bridle.capture.store import MemoryStore
 from bridle.config import SamplingPolicy
 from bridle.embedded import EmbeddedEngine
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_replica import How, Replica, RoutingSettings, make_replica
+from bridle.engines.pool_replica import Replica, RoutingSettings, make_replica
+from bridle.engines.pool_routing import RoutingReason
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import Gateway
 from bridle.gateway.registry import SessionHandle
@@ -114,7 +115,7 @@ async def cache_row(
             for number, handle in enumerate(handles):
                 group.create_task(one_session(client, handle, number, turns))
         seconds = time.perf_counter() - began
-        moved = pool.routed[How.SPILLED] + pool.routed[How.MOVED]
+        moved = pool.routed[RoutingReason.SPILLED] + pool.routed[RoutingReason.MOVED]
     found = [store.exchanges(handle.session_id) for handle in handles]
     every = [exchange for exchanges in found for exchange in exchanges]
     prompt = sum(exchange.prompt_length for exchange in every)
@@ -291,7 +292,7 @@ async def interrupted(
     callers = []
     for _ in DIALECTS:
         handle = await served.open_session(sampling=sampling(LONG))
-        pool._choice.pick(handle.session_id, [first])  # noqa: SLF001 - all on one, to be killed
+        pool._router.pick(handle.session_id, [first])  # noqa: SLF001 - all on one, to be killed
         callers.append(Caller(handle))
     watch = Watch(pool, [caller.handle.session_id for caller in callers])
     async with asyncio.timeout(300), asyncio.TaskGroup() as group:

@@ -35,7 +35,7 @@ import uvloop
 from gateway_parts import words
 
 from bridle.engines.base import GenerateRequest
-from bridle.engines.vllm_routes import Route, call_body
+from bridle.engines.vllm_routes import VllmRoute, call_body
 from bridle.prompting.prompt import PromptIds
 from bridle.prompting.renderer import load_renderer
 from bridle.scripted.engine import ScriptedEngine
@@ -129,7 +129,7 @@ class Client:
         seed = time.perf_counter_ns()
         asked = f"Go {seed}." + words(context, seed)
         if self._way == "direct":
-            return self._url + Route.GENERATE.path, self._engine_body(asked), {}
+            return self._url + VllmRoute.GENERATE.path, self._engine_body(asked), {}
         control = {"Authorization": f"Bearer {CONTROL}"}
         async with self._http.post(f"{self._url}/sessions", json={}, headers=control) as answer:
             session = await answer.json()
@@ -149,7 +149,7 @@ class Client:
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=1000)
         name = f"b-{time.perf_counter_ns()}"
         call = GenerateRequest(name, PromptIds.root(np.asarray(ids)), sampling, stream=True)
-        return call_body(Route.GENERATE, call, "scripted", room=1000, token_in=True)
+        return call_body(VllmRoute.GENERATE, call, "scripted", room=1000, token_in=True)
 
     async def stream(self, asked: tuple[str, bytes, dict[str, str]]) -> tuple[float, list[float]]:
         """One stream: ms to its first token, and ms between its pieces."""

@@ -13,7 +13,7 @@ from tests.capture.made import MadeSession
 
 from bridle.capture.formats import (
     CURRENT,
-    Format,
+    FileFormat,
     open_for_reading,
     open_for_writing,
 )
@@ -77,7 +77,7 @@ def add_column(connection):
     connection.execute("ALTER TABLE sessions ADD COLUMN more TEXT")
 
 
-NEXT = Format(CURRENT.version + 1, {CURRENT.version: add_column})
+NEXT = FileFormat(CURRENT.version + 1, {CURRENT.version: add_column})
 
 
 def column_names(connection):
@@ -106,7 +106,7 @@ async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path):
         connection.execute("DROP TABLE outcomes")
         raise RuntimeError("half way")
 
-    form = Format(CURRENT.version + 1, {CURRENT.version: fails})
+    form = FileFormat(CURRENT.version + 1, {CURRENT.version: fails})
     with pytest.raises(StoreError, match="half way"):
         open_for_writing(path, fsync=False, form=form)
     with closing(open_for_reading(path)) as connection:

@@ -22,8 +22,8 @@ from bridle.capture.texts import (
     HEAD,
     PARTED,
     REPLY,
-    Entry,
     SessionTexts,
+    TextEntry,
     body_entries,
     head_digest,
     pack,
@@ -33,7 +33,7 @@ from bridle.errors import StoreError
 
 entries = st.lists(
     st.builds(
-        Entry,
+        TextEntry,
         st.integers(0, 2),
         st.binary(min_size=16, max_size=16),
         st.one_of(st.binary(max_size=50), st.binary(max_size=20).map(lambda text: text * 40)),
@@ -48,10 +48,10 @@ def test_texts_come_back_as_they_were_packed(given_entries):
 
 def test_texts_are_compressed_only_where_it_pays():
     text = b'{"role": "user", "content": "again and again"}' * 20
-    assert len(pack([Entry(0, bytes(16), text)])) < len(text) / 4
-    assert pack([Entry(0, bytes(16), b"short and short and short")])[:1] == b"\x00"
+    assert len(pack([TextEntry(0, bytes(16), text)])) < len(text) / 4
+    assert pack([TextEntry(0, bytes(16), b"short and short and short")])[:1] == b"\x00"
     noise = b"".join(hashlib.sha256(bytes([n])).digest() for n in range(100))
-    assert pack([Entry(0, bytes(16), noise)])[:1] == b"\x00"
+    assert pack([TextEntry(0, bytes(16), noise)])[:1] == b"\x00"
 
 
 @given(st.binary(max_size=60))
@@ -99,7 +99,7 @@ def test_any_body_comes_back_whole(pieces):
 
 def test_words_are_no_data_however_long():
     body = b'{"role":"user","content":"%s"}' % (b"many words " * 1000)
-    assert body_entries(b"", body) == [Entry(BODY, b"", body)]
+    assert body_entries(b"", body) == [TextEntry(BODY, b"", body)]
 
 
 def test_a_body_whose_data_are_damaged_is_missing_and_no_other():
@@ -141,10 +141,10 @@ HEAD_TEXT = b'{"model": "policy"}'
 def blob(number, *, head=False):
     """A row's texts: a body, a reply and, if asked, the head."""
     body = b"body %d" % number
-    packed = [Entry(BODY, content_digest(body), body)]
-    packed.append(Entry(REPLY, bytes(16), b"reply %d" % number))
+    packed = [TextEntry(BODY, content_digest(body), body)]
+    packed.append(TextEntry(REPLY, bytes(16), b"reply %d" % number))
     if head:
-        packed.append(Entry(HEAD, head_digest(HEAD_TEXT), HEAD_TEXT))
+        packed.append(TextEntry(HEAD, head_digest(HEAD_TEXT), HEAD_TEXT))
     return pack(packed)
 
 
@@ -186,7 +186,7 @@ def test_a_head_whose_text_is_damaged_is_empty():
 
 
 def test_a_row_without_a_reply_has_an_empty_one():
-    texts, _ = texts_of(pack([Entry(HEAD, head_digest(HEAD_TEXT), HEAD_TEXT)]))
+    texts, _ = texts_of(pack([TextEntry(HEAD, head_digest(HEAD_TEXT), HEAD_TEXT)]))
     assert texts.reply(0) == b""
 
 

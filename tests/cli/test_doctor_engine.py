@@ -64,7 +64,7 @@ async def test_a_served_vllm_is_asked_for_its_parsers_and_its_template():
         found = {one.what: one async for one in compare(engine, info, None, logprobs=False)}
         await engine.aclose()
     assert found["parsers"].found == "reasoning not seen, tools yes"
-    assert found["engine's template"].found == "it tells prompts, as its chat route makes them"
+    assert found["engine's template"].found == "it reports prompts, the same as its chat route's"
 
 
 async def test_without_a_tokenizer_there_is_nothing_to_compare():

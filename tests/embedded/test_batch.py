@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridle.embedded.batch import Batch
-from bridle.embedded.call import Call, Mailbox
-from bridle.embedded.slots import PrefixStore
+from bridle.embedded.batch import BatchScheduler
+from bridle.embedded.call import BatchedCall, Mailbox
+from bridle.embedded.decoders import PrefixStore
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Sampling
 
@@ -22,15 +22,15 @@ VOCAB = 50
 class CountingDecoder:
     """The next token is always the last one plus one; keeps nothing but what it was asked."""
 
-    name = "slots"
     pieces = True
+    copies = True
 
     def __init__(self, room: int = 10**9) -> None:
         self.room = room
         """Tokens of all calls together that it has memory for."""
         self.prefixes = PrefixStore(1000)
         self.work: list[list[tuple[str, int]]] = []
-        self.calls: list[Call] = []
+        self.calls: list[BatchedCall] = []
         self.faults: list[BaseException] = []
         self.gate: threading.Event | None = None
         self.admitted = threading.Event()
@@ -76,7 +76,7 @@ class Running:
         model = SimpleNamespace(state_dict=lambda: self.weights)
         loaded: Any = SimpleNamespace(decoder=decoder, model=model)
         defaults: dict[str, Any] = {"max_batch": 4, "step_tokens": 8, "version": 0}
-        self.batch = Batch(loaded, **{**defaults, **options})
+        self.batch = BatchScheduler(loaded, **{**defaults, **options})
         self.ended: Future[None] = Future()
         self.thread = threading.Thread(target=self._main, daemon=True)
 
@@ -111,7 +111,7 @@ class Running:
     def submit(self, name: str, length: int = 3, *, limit: int = 4, first: int = 1) -> Any:
         prompt = (np.arange(length) + first).astype(np.int32)
         sampling = Sampling(temperature=0.0)
-        call = Call(
+        call = BatchedCall(
             name,
             prompt,
             sampling,
@@ -124,23 +124,23 @@ class Running:
         return call
 
 
-async def letters(call: Any) -> tuple[list[int], FinishReason]:
+async def reply_of(call: Any) -> tuple[list[int], FinishReason]:
     """All tokens that a caller was sent, and the end."""
     tokens: list[int] = []
     while True:
-        letter = await call.mailbox.letters.get()
-        if isinstance(letter, EngineError):
-            raise letter
-        tokens += letter.output_ids.tolist()
-        if letter.finish_reason is not None:
-            return tokens, letter.finish_reason
+        message = await call.mailbox.messages.get()
+        if isinstance(message, EngineError):
+            raise message
+        tokens += message.output_ids.tolist()
+        if message.finish_reason is not None:
+            return tokens, message.finish_reason
 
 
 async def test_every_caller_gets_its_own_tokens():
     async with Running(CountingDecoder()) as running:
         calls = [running.submit(f"c{i}", 2 + i, first=3 * i) for i in range(7)]
         for i, call in enumerate(calls):
-            tokens, finish = await letters(call)
+            tokens, finish = await reply_of(call)
             last = 3 * i + 1 + i
             assert tokens == [last + 1, last + 2, last + 3, last + 4]
             assert finish is FinishReason.LENGTH
@@ -153,8 +153,8 @@ async def test_a_long_prompt_comes_in_pieces_between_which_others_decode():
         quick = running.submit("quick", 2, limit=6)
         long = running.submit("long", 20, limit=1)
         go.set()
-        await letters(long)
-        await letters(quick)
+        await reply_of(long)
+        await reply_of(quick)
     pieces = [dict(step) for step in decoder.work]
     assert pieces[:4] == [
         {"quick": 2, "long": 6},
@@ -168,7 +168,7 @@ async def test_a_prompt_that_must_not_be_cut_comes_whole():
     decoder = CountingDecoder()
     decoder.pieces = False
     async with Running(decoder) as running:
-        await letters(running.submit("long", 20, limit=1))
+        await reply_of(running.submit("long", 20, limit=1))
     assert decoder.work == [[("long", 20)]]
 
 
@@ -177,7 +177,7 @@ async def test_no_more_calls_run_at_once_than_allowed():
     async with Running(decoder, max_batch=2) as running:
         calls = [running.submit(f"c{i}", first=i * 5) for i in range(5)]
         for call in calls:
-            await letters(call)
+            await reply_of(call)
     assert max(len(step) for step in decoder.work) == 2
 
 
@@ -188,7 +188,7 @@ async def test_calls_with_one_prompt_wait_for_the_first_to_compute_it():
         group = [running.submit(f"g{i}", 40, limit=2, first=0) for i in range(3)]
         go.set()
         for call in group:
-            await letters(call)
+            await reply_of(call)
     assert decoder.work[0] == [("g0", 40)]
 
 
@@ -199,7 +199,7 @@ async def test_memory_that_runs_out_puts_the_newest_back_and_loses_nothing():
         calls = [running.submit(f"c{i}", 4, limit=8, first=i * 9) for i in range(3)]
         go.set()
         for i, call in enumerate(calls):
-            tokens, _ = await letters(call)
+            tokens, _ = await reply_of(call)
             assert tokens == [(i * 9 + 4 + k) % VOCAB for k in range(8)]
     assert running.batch.counters.put_back > 0
 
@@ -215,8 +215,8 @@ async def test_out_of_memory_drops_what_is_remembered_then_puts_back_then_fails_
         second = running.submit("second", first=20)
         go.set()
         with pytest.raises(EngineError, match="out of memory at 3 tokens"):
-            await letters(first)
-        assert (await letters(second))[0] == [23, 24, 25, 26]
+            await reply_of(first)
+        assert (await reply_of(second))[0] == [23, 24, 25, 26]
     assert len(decoder.prefixes) == 0
     assert running.batch.counters.put_back == 1
 
@@ -230,10 +230,10 @@ async def test_a_fault_of_the_model_reaches_every_caller():
         decoder.gate.set()
         for call in calls:
             with pytest.raises(EngineError, match="shape mismatch"):
-                await letters(call)
+                await reply_of(call)
         assert not running.batch.post(lambda: None)
         late = running.batch.ask(lambda: None)
-        with pytest.raises(EngineError, match="has ended"):
+        with pytest.raises(EngineError, match="is closed"):
             late.result(1)
 
 
@@ -253,7 +253,7 @@ async def test_a_call_that_was_posted_while_the_thread_broke_is_answered():
         decoder.gate.set()
         for call in (first, second):
             with pytest.raises(EngineError, match="broken"):
-                await letters(call)
+                await reply_of(call)
         assert "also" in str(asked.exception(1))
 
 
@@ -269,11 +269,11 @@ async def test_an_aborted_call_gets_a_last_chunk_and_a_silent_one_nothing():
         batch.post(lambda: batch.abort(waiting, silently=False))
         batch.post(lambda: batch.abort(waiting, silently=False))
         decoder.gate.set()
-        assert (await letters(spoken))[1] is FinishReason.ABORT
-        assert await letters(waiting) == ([], FinishReason.ABORT)
+        assert (await reply_of(spoken))[1] is FinishReason.ABORT
+        assert await reply_of(waiting) == ([], FinishReason.ABORT)
         assert decoder.calls == []
     assert silent.finish is FinishReason.ABORT
-    assert waiting.mailbox.letters.empty()
+    assert waiting.mailbox.messages.empty()
 
 
 async def test_new_weights_come_between_two_steps_and_forget_what_was_remembered():
@@ -288,7 +288,7 @@ async def test_new_weights_come_between_two_steps_and_forget_what_was_remembered
         await asyncio.wrap_future(done)
         last = None
         while last is None or last.finish_reason is None:
-            last = await call.mailbox.letters.get()
+            last = await call.mailbox.messages.get()
     assert [(span.version, span.start, span.end) for span in last.versions] == [
         (0, 0, 1),
         (5, 1, 4),
@@ -307,4 +307,4 @@ def test_a_caller_whose_loop_is_closed_is_no_trouble():
     running.batch.post(None)
     running.thread.join(5)
     assert not running.thread.is_alive()
-    assert call.mailbox.letters.qsize() <= 3
+    assert call.mailbox.messages.qsize() <= 3

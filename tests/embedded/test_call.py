@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from bridle.config import builtin_tokenizer_dir
-from bridle.embedded.call import Call, StopStrings, Uniforms, common_prefix
+from bridle.embedded.call import BatchedCall, StopStrings, Uniforms, common_prefix
 from bridle.types import FinishReason, Sampling, VersionSpan
 
 
-def call(prompt=(5, 6), *, limit=8, stop_ids=(), **sampling) -> Call:
-    return Call(
+def call(prompt=(5, 6), *, limit=8, stop_ids=(), **sampling) -> BatchedCall:
+    return BatchedCall(
         "r",
         np.array(prompt, dtype=np.int32),
         Sampling(**sampling),
@@ -117,12 +117,12 @@ def test_chunks_hold_every_token_once_and_spans_have_no_gap():
     for i in range(700):
         c.append(i, -float(i), i // 300)
         if i % 97 == 0:
-            assert c.has_news()
+            assert c.has_unsent()
             chunk = c.chunk()
             assert chunk.versions == ()
             got += chunk.output_ids.tolist()
             logprobs += chunk.logprobs.tolist()
-            assert not c.has_news()
+            assert not c.has_unsent()
     last = c.chunk()
     assert got + last.output_ids.tolist() == list(range(700))
     assert logprobs + last.logprobs.tolist() == [-float(i) for i in range(700)]

@@ -246,17 +246,14 @@ async def test_a_group_of_equal_prompts_is_computed_once(folder, oracle, opened)
         assert np.abs(np.array(got.logprobs) - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mamba"])
-async def test_a_model_computed_call_by_call_goes_on_where_a_turn_ended(
-    name, folders, oracles, opened
-):
-    async with opened(folders[name]) as engine:
+async def test_a_model_computed_call_by_call_continues_where_a_turn_ended(folders, oracles, opened):
+    async with opened(folders["mamba"]) as engine:
         prompt = prompt_of(20)
         first = await answer(engine, request(prompt, max_tokens=8))
         second_prompt = prompt + first.ids + prompt_of(6, seed=1)
         second = await answer(engine, request(second_prompt))
         assert second.cached == len(prompt + first.ids) - 1
-    assert second.ids == oracles[name].greedy(second_prompt, len(second.ids))
+    assert second.ids == oracles["mamba"].greedy(second_prompt, len(second.ids))
 
 
 async def test_little_memory_costs_time_and_nothing_else(folder, oracle, opened):

@@ -1,13 +1,18 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from tests.embedded.models import CONFIGS, SMALL, save_model
 
-from bridle.embedded.model import load
+from bridle.embedded.model import PlainModel, load
+from bridle.engines.base import GenerateRequest
+from bridle.engines.compare import recompute_logprobs
+from bridle.engines.ids import ArrayIds
 from bridle.errors import EngineError
+from bridle.types import LogprobMode, Sampling
 
 
 def loaded(folder, **options):
@@ -28,7 +33,7 @@ def loaded(folder, **options):
         ("llama", "slots"),
         ("gpt2", "slots"),
         ("mistral", "slots"),
-        ("gemma2", "single, pieces"),
+        ("gemma2", "slots"),
         ("mamba", "single, pieces"),
     ],
 )
@@ -119,3 +124,26 @@ def test_missing_weights_are_named(tmp_path, folder):
 def test_an_unknown_device_is_named(folder):
     with pytest.raises(EngineError, match="unknown device 'abacus'"):
         loaded(folder, device="abacus")
+
+
+# ---- the plain model
+
+PROMPT = np.arange(5, 25, dtype=np.int32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_sampled_logprobs_equal_those_of_a_plain_forward_pass(opened, folder, temperature):
+    plain = PlainModel(folder)
+    async with opened(folder) as engine:
+        asked = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=12, seed=1)
+        chunks = [c async for c in engine.generate(GenerateRequest("r", ArrayIds(PROMPT), asked))]
+        ids = np.concatenate([chunk.output_ids for chunk in chunks])
+        reported = np.concatenate([chunk.logprobs for chunk in chunks])
+        assert np.abs(plain.logprobs(PROMPT, ids, temperature) - reported).max() < 1e-3
+        finding = await recompute_logprobs(engine, LogprobMode.PROCESSED, plain.logprobs, PROMPT)
+    assert finding.ok, finding
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(EngineError):
+        PlainModel(tmp_path)

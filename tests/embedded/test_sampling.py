@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridle.embedded.batch import sample
-from bridle.embedded.call import Call
+from bridle.embedded.call import BatchedCall
 from bridle.types import Sampling
 
 VOCAB = 12
 PROMPT_ID = 1
 
 
-def call(*, stop_ids=(), sampled=(), **sampling) -> Call:
-    made = Call(
+def call(*, stop_ids=(), sampled=(), **sampling) -> BatchedCall:
+    made = BatchedCall(
         "r",
         np.array([PROMPT_ID], dtype=np.int32),
         Sampling(**sampling),

@@ -8,22 +8,22 @@ import numpy as np
 from aiohttp import web
 from msgspec import Raw
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds, TextIds
-from bridle.scripted.answers import LEAST, Answer, Wants
+from bridle.scripted.replies import LEAST, ReplyWriter, Wants
 from bridle.scripted.server import BadCallError, EngineServer, grammar
 from bridle.types import JSON
 
 
-class CompletionRequest(wire.CommonFields, kw_only=True):
+class CompletionRequest(vllm_schemas.CommonFields, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: Raw
     logprobs: int | None = None
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ReplyWriter):
     """Replies of `/v1/completions`: the text as it is; prompt ids are in the choice."""
 
     prefix = "cmpl-"
@@ -62,7 +62,7 @@ class CompletionServer(EngineServer):
     """Serves `/v1/completions` beside the routes of `EngineServer`."""
 
     def _posts(self):
-        return {**super()._posts(), wire.COMPLETIONS: self._completion}
+        return {**super()._posts(), vllm_schemas.COMPLETIONS: self._completion}
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await request.read(), type=CompletionRequest)

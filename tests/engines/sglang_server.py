@@ -22,13 +22,12 @@ import numpy as np
 from aiohttp import web
 from msgspec import Raw
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version
 from bridle.engines.base import CutError, Engine, GenerateChunk, GenerateRequest, Updatable
 from bridle.engines.ids import ArrayIds, TextIds, cut_ids
-from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.scripted.answers import event
-from bridle.scripted.chatml import ReplyReader
+from bridle.scripted.replies import ReplyReader, event
 from bridle.scripted.server import BadCallError, EngineServer, Handler
 from bridle.types import JSON, FinishReason, Sampling
 
@@ -79,7 +78,7 @@ class SglangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Generate(msgspec.Struct, kw_only=True):
     """Body of `POST /generate`."""
 
-    input_ids: Raw = wire.EMPTY
+    input_ids: Raw = vllm_schemas.EMPTY
     text: str | None = None
     sampling_params: SglangSampling = msgspec.field(default_factory=SglangSampling)
     rid: str | None = None
@@ -90,13 +89,13 @@ class Generate(msgspec.Struct, kw_only=True):
     return_prompt_token_ids: bool = False
 
 
-class Chat(wire.SamplingFields, kw_only=True):
+class Chat(vllm_schemas.SamplingFields, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[JSON]
     tools: list[JSON] | None = None
     tool_choice: str | JSON | None = None
-    input_ids: Raw = wire.EMPTY
+    input_ids: Raw = vllm_schemas.EMPTY
     model: str | None = None
     rid: str | None = None
     session_id: str | None = None
@@ -163,7 +162,7 @@ class SglangServer(EngineServer):
     def _posts(self) -> dict[str, Handler]:
         return {
             "/generate": self._generate,
-            wire.CHAT: self._sglang_chat,
+            vllm_schemas.CHAT: self._sglang_chat,
             "/tokenize": self._tokenize,
             "/abort_request": self._abort_request,
             "/pause_generation": self._pause_generation,
@@ -214,7 +213,7 @@ class SglangServer(EngineServer):
     def _prompt(self, raw: Raw, cut: bytes | None, text: str | None) -> TextIds | ArrayIds:
         if cut is not None:
             return TextIds(cut)
-        if raw not in wire.ABSENT:
+        if raw not in vllm_schemas.ABSENT:
             return TextIds(bytes(raw))
         if text is None:
             raise BadCallError("Either text, input_ids or input_embeds should be provided.")
@@ -332,7 +331,7 @@ class SglangServer(EngineServer):
                 "return_token_ids is not supported with streaming on /v1/chat/completions. "
                 "Please set stream=false when using return_token_ids=true."
             )
-        given = cut is not None or body.input_ids not in wire.ABSENT
+        given = cut is not None or body.input_ids not in vllm_schemas.ABSENT
         prompt = self._prompt(body.input_ids, cut, None if given else self._rendered(body))
         caller_id = body.rid or uuid4().hex
         call = GenerateRequest(
@@ -417,7 +416,7 @@ class SglangServer(EngineServer):
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
-        body = _decode(await request.read(), wire.VersionRequest)
+        body = _decode(await request.read(), vllm_schemas.VersionRequest)
         answer = await self.control.version(as_version(body.new_version))
         self._named = str(body.new_version)
         return web.json_response({"success": True, "new_version": str(answer)})

@@ -12,7 +12,7 @@ from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.vllm import VllmEngine
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.scripted.server import EngineServer
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import Sampling
@@ -29,7 +29,6 @@ class Shape:
     adapter: Any
     serving: dict[str, Any] = field(default_factory=dict)
     reading: dict[str, Any] = field(default_factory=dict)
-    streams: bool = True
     tells_prompt: bool = True
     """Whether streams tell the prompt's ids."""
 
@@ -46,15 +45,14 @@ class Shape:
 
 
 SHAPES = {
-    "vllm chat": Shape(EngineServer, VllmEngine, reading={"route": Route.CHAT}),
-    "vllm generate": Shape(EngineServer, VllmEngine, reading={"route": Route.GENERATE}),
-    "vllm completions": Shape(CompletionServer, VllmEngine, reading={"route": Route.COMPLETIONS}),
+    "vllm chat": Shape(EngineServer, VllmEngine, reading={"route": VllmRoute.CHAT}),
+    "vllm generate": Shape(EngineServer, VllmEngine, reading={"route": VllmRoute.GENERATE}),
+    "vllm completions": Shape(
+        CompletionServer, VllmEngine, reading={"route": VllmRoute.COMPLETIONS}
+    ),
     "sglang": Shape(SglangServer, SglangEngine, tells_prompt=False),
     "sglang incremental": Shape(
         SglangServer, SglangEngine, serving={"incremental": True}, tells_prompt=False
-    ),
-    "sglang chat": Shape(
-        SglangServer, SglangEngine, reading={"engine_parses": True}, streams=False
     ),
 }
 

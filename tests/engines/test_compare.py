@@ -136,7 +136,7 @@ async def test_an_engine_tells_the_prompts_that_its_chat_route_makes(shape):
     async with SHAPES[shape].over(scripted_engine([{"content": "x"}])) as engine:
         finding = await compare_template(engine)
     assert finding.ok, finding
-    assert finding.found == "it tells prompts, as its chat route makes them"
+    assert finding.found == "it reports prompts, the same as its chat route's"
 
 
 class Picky(RecordingEngine):
@@ -169,4 +169,4 @@ async def test_a_server_whose_chat_route_tells_no_prompt_is_taken_at_its_word():
                 yield replace(chunk, prompt_ids_json=None)
 
     finding = await compare_template(Silent())
-    assert (finding.ok, finding.found) == (True, "it tells prompts, its chat route tells none")
+    assert (finding.ok, finding.found) == (True, "it reports prompts, its chat route reports none")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from bridle.engines.connection import MOST_BYTES, Connections, CutReplyError, Reply
+from bridle.engines.connection import MOST_BYTES, Connections, CutReplyError, HttpReply
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
@@ -22,7 +22,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n" + LENGTH
     cuts=st.lists(st.integers(0, 90), max_size=8),
 )
 def test_a_reply_is_the_same_wherever_its_bytes_are_split(wire, cuts):
-    reply = Reply()
+    reply = HttpReply()
     places = sorted({min(cut, len(wire)) for cut in cuts} | {0, len(wire)})
     pieces = [wire[a:b] for a, b in itertools.pairwise(places)]
     whole = [reply.feed(piece) for piece in pieces]
@@ -33,7 +33,7 @@ def test_a_reply_is_the_same_wherever_its_bytes_are_split(wire, cuts):
 
 @pytest.mark.parametrize("wire", [LENGTH[:-1], CHUNKED[:-3], CHUNKED[:50], LENGTH[:10]])
 def test_a_reply_whose_end_is_missing_is_never_whole(wire):
-    reply = Reply()
+    reply = HttpReply()
     assert not reply.feed(wire)
     assert not reply.ended()
 
@@ -53,7 +53,7 @@ def test_a_reply_whose_end_is_missing_is_never_whole(wire):
 )
 def test_what_is_no_http_reply_is_an_error(wire):
     with pytest.raises(ConnectionError, match="no HTTP reply"):
-        Reply().feed(wire)
+        HttpReply().feed(wire)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_what_is_no_http_reply_is_an_error(wire):
 )
 def test_a_reply_beyond_all_bounds_is_refused_before_it_is_read(wire):
     with pytest.raises(ConnectionError, match="more than 512 MiB"):
-        Reply().feed(wire)
+        HttpReply().feed(wire)
 
 
 def test_a_chunk_in_many_pieces_that_look_like_ends_is_read_once():
     """Each byte is held once, and looked at as often however many pieces it came in."""
     piece = b"x" * 1020 + b"\r\n\r\n"
-    reply = Reply()
+    reply = HttpReply()
     reply.feed(b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % (4096 * 1024))
     for _ in range(4096):
         assert not reply.feed(piece)
@@ -89,7 +89,7 @@ def test_a_chunk_in_many_pieces_that_look_like_ends_is_read_once():
     ],
 )
 def test_a_reply_says_whether_its_connection_goes_on(head, keeps):
-    reply = Reply()
+    reply = HttpReply()
     assert reply.feed(head + b"\r\n")
     assert reply.keeps is keeps
     assert reply.body == b""

@@ -132,7 +132,7 @@ async def test_a_server_that_hangs_is_given_up():
         await asyncio.sleep(30)
 
     async def give_up(adapter, stream):
-        with pytest.raises(EngineError, match="silent") as caught:
+        with pytest.raises(EngineError, match="sent nothing") as caught:
             await collect(adapter, call(request_id=f"hung-{stream}", stream=stream))
         assert caught.value.retryable
 
@@ -175,8 +175,6 @@ async def test_half_a_stream_is_cut_and_what_came_stands(reached):
         return b"\n\n".join(pieces[: len(pieces) // 2]) + b'\n\ndata: {"cho'
 
     proxy.edit = half
-    if getattr(adapter, "_engine_parses", False):
-        return  # the chat route of SGLang does not stream
     with pytest.raises(CutError):
         await collect(adapter, call(stream=True))
 

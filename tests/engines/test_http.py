@@ -10,7 +10,7 @@ from tests.engines.stub import Stub, events
 from yarl import URL
 
 from bridle.engines.base import CutError
-from bridle.engines.http import AbortedError, Call, EngineClient, EventDecoder, failure, seconds
+from bridle.engines.http import AbortedError, EngineClient, EventDecoder, HttpCall, failure, seconds
 from bridle.errors import ContextOverflowError, EngineError
 
 HTML = b"\n<!doctype html><title>502</title>"
@@ -132,8 +132,8 @@ async def test_nobody_there_can_be_tried_again():
     ("reply", "kind", "says"),
     [
         (drop, EngineError, "cannot be reached"),
-        (half, CutError, "broke off"),
-        (silence, EngineError, r"was silent for 0\.5 s"),
+        (half, CutError, "ended in mid-reply"),
+        (silence, EngineError, r"sent nothing for 0\.5 s"),
         (HTML, EngineError, "not JSON"),
         (b"[]", EngineError, "answered 200"),
         (503, EngineError, "answered 503"),
@@ -142,13 +142,13 @@ async def test_nobody_there_can_be_tried_again():
 async def test_a_reply_that_fails_is_an_engine_error(client, reply, kind, says):
     _, made = await client(timeout_s=0.5 if reply is silence else 15, call=reply)
     with pytest.raises(kind, match=says):
-        await made.post("/call", b"{}", Call(), prompt_tokens=1)
+        await made.post("/call", b"{}", HttpCall(), prompt_tokens=1)
 
 
 async def test_large_bodies_arrive(client):
     stub, made = await client(call={"ok": 1})
     text = "x" * (3 << 20)
-    assert await made.post("/call", json.dumps({"a": text}).encode(), Call(), prompt_tokens=1)
+    assert await made.post("/call", json.dumps({"a": text}).encode(), HttpCall(), prompt_tokens=1)
     assert stub.bodies[0]["a"] == text
 
 
@@ -156,13 +156,13 @@ async def test_events_are_read_however_they_are_cut(client):
     parts = [b": comment\n", b"da", b"ta: 1\n", b"\n", b"event: x\r\nid: 3\r\nda", b"ta: 2\r\n\r",
              b"\ndata:3\ndata: 4\n\n", b"data: [DONE]\n\ndata: late\n\n"]  # fmt: skip
     _, made = await client(call=events(*parts, done=False))
-    found = await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
+    found = await listed(made.stream("/call", b"{}", HttpCall(), prompt_tokens=1))
     assert found == [b"1", b"2", b"3\n4"]
 
 
 async def test_events_of_one_write_arrive_as_one_list(client):
     _, made = await client(call=events(b"data: 1\n\ndata: 2\n\n"))
-    reads = [several async for several in made.stream("/call", b"{}", Call(), prompt_tokens=1)]
+    reads = [several async for several in made.stream("/call", b"{}", HttpCall(), prompt_tokens=1)]
     assert reads == [[b"1", b"2"]]
 
 
@@ -183,13 +183,13 @@ def test_events_are_the_same_however_their_bytes_are_split(data):
         (b"{}", EngineError, "answered 200"),
         (HTML, EngineError, "not JSON"),
         (drop, EngineError, "cannot be reached"),
-        (trickle, CutError, "fell silent"),
+        (trickle, CutError, "stopped sending"),
     ],
 )
 async def test_a_stream_that_fails_is_an_engine_error(client, reply, kind, says):
     _, made = await client(timeout_s=0.5 if reply is trickle else 15, call=reply)
     with pytest.raises(kind, match=says):
-        await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
+        await listed(made.stream("/call", b"{}", HttpCall(), prompt_tokens=1))
 
 
 async def test_a_stream_whose_connection_breaks_is_cut(client):
@@ -201,13 +201,13 @@ async def test_a_stream_whose_connection_breaks_is_cut(client):
         return response
 
     _, made = await client(call=broken)
-    with pytest.raises(CutError, match="broke off"):
-        await listed(made.stream("/call", b"{}", Call(), prompt_tokens=1))
+    with pytest.raises(CutError, match="ended in mid-reply"):
+        await listed(made.stream("/call", b"{}", HttpCall(), prompt_tokens=1))
 
 
 async def test_an_abort_ends_a_wait_at_once(client):
     _, made = await client(timeout_s=30, call=silence)
-    call = Call()
+    call = HttpCall()
     async with asyncio.timeout(15), asyncio.TaskGroup() as group:
         task = group.create_task(aborted(made.post("/call", b"{}", call, prompt_tokens=1)))
         await asyncio.sleep(0.05)
@@ -218,7 +218,7 @@ async def test_an_abort_ends_a_wait_at_once(client):
 
 async def test_an_abort_ends_a_stream_that_waits_for_its_next_event(client):
     _, made = await client(timeout_s=30, call=trickle)
-    call = Call()
+    call = HttpCall()
     stream = made.stream("/call", b"{}", call, prompt_tokens=1)
     async with asyncio.timeout(15):
         assert await anext(stream) == [b"1"]
@@ -229,7 +229,7 @@ async def test_an_abort_ends_a_stream_that_waits_for_its_next_event(client):
 
 async def test_a_stream_that_was_aborted_between_two_reads_ends(client):
     _, made = await client(timeout_s=30, call=trickle)
-    call = Call()
+    call = HttpCall()
     stream = made.stream("/call", b"{}", call, prompt_tokens=1)
     assert await anext(stream) == [b"1"]
     call.abort()

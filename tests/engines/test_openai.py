@@ -226,7 +226,7 @@ async def test_a_server_that_lists_nothing_serves_the_model_that_is_named(stub):
     ("reply", "kind", "says"),
     [
         (b"<html>no</html>", EngineError, "a page, not JSON"),
-        ((200, {"choices": []}), CutError, "broke off before its end"),
+        ((200, {"choices": []}), CutError, "without a finish reason"),
         ((400, {"error": {"message": "maximum context length is 10 tokens"}}),
          ContextOverflowError, "context length is 10"),
         (said(finish_reason="content_filter"), EngineError, "content_filter"),

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.fakes import INFO, QUICK, Fake, call, lost, pooled, said, state, until
 
-from bridle.engines.base import CutError
+from bridle.engines.base import CutError, Seeing, Seen, Templating
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool import EnginePool
-from bridle.engines.pool_replica import How, Replica, ReplicaState, RoutingSettings
+from bridle.engines.pool_replica import Replica, ReplicaState, RoutingSettings
+from bridle.engines.pool_routing import RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
 from bridle.testing import JumpingLoop
 from bridle.types import FinishReason, LogprobMode, VersionSpan
@@ -30,7 +31,12 @@ async def test_a_session_stays_on_one_replica_and_sessions_are_spread():
                 await said(pool, call(f"{session}{turn}", session))
         assert [len({request.session_id for request in fake.asked}) for fake in (a, b)] == [2, 2]
         assert [len(fake.asked) for fake in (a, b)] == [6, 6]
-        assert pool.routed == {How.FIRST: 4, How.STUCK: 8, How.SPILLED: 0, How.MOVED: 0}
+        assert pool.routed == {
+            RoutingReason.FIRST: 4,
+            RoutingReason.STUCK: 8,
+            RoutingReason.SPILLED: 0,
+            RoutingReason.MOVED: 0,
+        }
         pool.forget("p")
         assert sum(one["sessions"] for one in pool.replicas()) == 3
 
@@ -43,7 +49,7 @@ async def test_a_call_that_fails_before_its_first_token_is_another_replica_s():
         tokens, last = await said(pool, call("again"))
         assert (tokens, last.finish_reason) == (ALL, STOP)
         assert len(a.asked) + len(b.asked) == 3
-        assert pool.routed[How.MOVED] == 1
+        assert pool.routed[RoutingReason.MOVED] == 1
 
 
 @pytest.mark.parametrize("error", [lost(), CutError("cut"), EngineError("told", retryable=True)])
@@ -184,7 +190,7 @@ async def test_patience_ends_with_an_error_that_says_who_is_not_there():
         a.sick = b.sick = lost("nobody listens at that port")
         a.fail(lost())
         b.fail(lost())
-        with pytest.raises(EngineError, match="no engine came within") as told:
+        with pytest.raises(EngineError, match="no engine was available within") as told:
             await said(pool)
         assert told.value.retryable
         assert "a is down: nobody listens" in str(told.value)
@@ -528,3 +534,61 @@ async def test_a_replica_with_weights_too_old_waits_for_new_ones():
             await said(pool, call(str(number), None))
         assert len(b.asked) == 2
         assert b.info.version == 6
+
+
+SEEN = Seen(np.array([1, 2], np.int32), ())
+
+
+class Sighted(Fake):
+    """It takes images."""
+
+    async def see(self, messages, tools, arguments):
+        return SEEN
+
+
+async def test_any_living_replica_sees():
+    async with pooled(Sighted(), Sighted()) as pool:
+        pool.each()[0].enter(ReplicaState.DOWN)
+        assert isinstance(pool, Seeing)
+        assert await pool.see([], None, {}) is SEEN
+
+
+async def test_replicas_without_eyes_see_nothing():
+    async with pooled(Fake()) as pool:
+        assert await pool.see([], None, {}) is None
+
+
+async def test_while_none_is_ready_nothing_is_seen_yet():
+    async with pooled(Sighted()) as pool:
+        pool.each()[0].enter(ReplicaState.DOWN)
+        with pytest.raises(EngineError, match="no replica") as failed:
+            await pool.see([], None, {})
+        assert failed.value.retryable
+
+
+class Lettered(Fake):
+    """It has a template."""
+
+    failure: EngineError | None = None
+
+    async def template(self, messages, tools, arguments):
+        if self.failure is not None:
+            raise self.failure
+        return SEEN.ids
+
+
+async def test_a_prompt_is_told_by_a_living_replica_that_can():
+    first, second = Lettered(), Lettered()
+    first.failure = EngineError("busy", retryable=True)
+    async with pooled(Fake(), first, second) as pool:
+        assert isinstance(first, Templating)
+        assert await pool.template([], None, {}) is SEEN.ids
+        second.failure = EngineError("no such role", status=400)
+        with pytest.raises(EngineError, match="no such role"):
+            await pool.template([], None, {})
+        pool.each()[2].enter(ReplicaState.DOWN)
+        with pytest.raises(EngineError, match="busy"):
+            await pool.template([], None, {})
+        pool.each()[1].enter(ReplicaState.DOWN)
+        with pytest.raises(EngineError, match="no replica"):
+            await pool.template([], None, {})

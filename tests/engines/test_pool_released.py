@@ -110,7 +110,7 @@ async def test_a_release_that_takes_too_long_releases_nothing():
     a = Fake()
     async with pooled(a) as pool:
         async with one_running(pool, a) as running:
-            with pytest.raises(EngineError, match="none is released"):
+            with pytest.raises(EngineError, match="no replica was released"):
                 await pool.give_up(abort=False, timeout_s=0.01)
             assert state(pool, "a") == "live"
         assert running.result()[0] == [0, 1, 2, 3]
@@ -124,7 +124,7 @@ async def test_a_release_that_is_cancelled_or_fails_changes_no_replica():
         await pool.give_up(["a"])
         a.awake = False
         async with asyncio.TaskGroup() as group, one_running(pool, b) as running:
-            with pytest.raises(EngineError, match="none is released"):
+            with pytest.raises(EngineError, match="no replica was released"):
                 await pool.give_up(abort=False, timeout_s=0.01)
             assert (state(pool, "a"), state(pool, "b")) == ("released", "live")
             giving = group.create_task(pool.give_up(abort=False))

@@ -1,12 +1,14 @@
 """One replica: what it is told, what it tells, and which versions its tokens had."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from tests.engines.fakes import Fake, call, chunk
+from tests.engines.fakes import INFO, Fake, call, chunk, lost, one_running, pooled, said, until
 
+from bridle.engines.base import WeightsLostError
 from bridle.engines.pool_replica import Replica, ReplicaState, RoutedCall, RoutingSettings
 from bridle.engines.pool_replica import make_replica as made
 from bridle.errors import EngineError
@@ -128,3 +130,300 @@ def test_settings_that_mean_nothing_are_refused(bad):
 def test_a_cut_call_has_no_ids_of_its_own():
     assert not len(RoutedCall(call()).cut().output_ids)
     assert RoutedCall(call()).cut().output_ids.dtype == np.int32
+
+
+class Trained(Fake):
+    """Takes weights, and notes what ran meanwhile."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.loaded = []
+        self.loading = asyncio.Event()
+        self.loading.set()
+        self.fault: Exception | None = None
+
+    async def update_weights(self, source, version):
+        if self.fault is not None:
+            raise self.fault
+        await asyncio.sleep(0.01)
+        await self.loading.wait()
+        self.loaded.append((source, version, len(self.asked)))
+        self.info = replace(self.info, version=version)
+
+
+class Held(Trained):
+    """Can be held, as a server can."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.paused: list[str] = []
+
+    async def pause(self, mode):
+        self.paused.append(mode)
+        if mode == "abort":
+            self.aborted.update(request.request_id for request in self.asked)
+        return True
+
+    async def resume(self):
+        self.paused.append("resume")
+
+
+async def test_a_hold_ends_calls_and_new_ones_wait_for_its_end():
+    a, b = Fake(), Fake()
+    async with pooled(a, b) as pool:
+        a.gate.clear()
+        b.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(said(pool))
+            await until(lambda: a.asked or b.asked)
+            await pool.hold("abort")
+            assert running.done()
+            a.gate.set()
+            b.gate.set()
+            waiting = group.create_task(said(pool, call("new")))
+            await asyncio.sleep(0.02)
+            assert len(a.asked) + len(b.asked) == 1
+            assert pool.held == "abort"
+            await pool.release()
+        assert running.result()[1].finish_reason is FinishReason.ABORT
+        assert waiting.result()[0] == [0, 1, 2, 3]
+        assert pool.held is None
+
+
+async def test_a_hold_that_waits_lets_calls_end():
+    a = Fake()
+    async with pooled(a) as pool:
+        async with asyncio.TaskGroup() as group, one_running(pool, a) as running:
+            holding = group.create_task(pool.hold("wait"))
+            await asyncio.sleep(0.01)
+            assert not holding.done()
+        assert running.result()[1].finish_reason is FinishReason.STOP
+
+
+async def test_a_hold_that_takes_too_long_holds_nothing():
+    a = Fake()
+    async with pooled(a) as pool:
+        async with one_running(pool, a) as running:
+            with pytest.raises(EngineError, match="still running"):
+                await pool.hold("wait", timeout_s=0.01)
+            assert pool.held is None
+        assert running.result()[0] == [0, 1, 2, 3]
+
+
+async def test_a_server_is_held_by_its_own_routes():
+    a = Held()
+    async with pooled(a) as pool:
+        await pool.hold("keep")
+        await pool.release()
+        await pool.release()
+        assert a.paused == ["keep", "resume"]
+
+
+async def test_calls_wait_for_the_end_of_an_update_within_bounds():
+    async with pooled(Fake(), hold_patience_s=0.02) as pool:
+        await pool.hold("keep")
+        with pytest.raises(EngineError, match="still being updated"):
+            await said(pool)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_all_replicas_take_new_weights_while_nothing_samples(mode):
+    a, b = Held(), Trained()
+    async with pooled(a, b) as pool:
+        await said(pool)
+        await pool.update_weights("folder", 5, mode=mode)
+        assert [fake.loaded[0][:2] for fake in (a, b)] == [("folder", 5)] * 2
+        assert (await said(pool, call("new")))[1].versions == (VersionSpan(5, 0, 4),)
+        assert (await pool.start()).version == 5
+
+
+async def test_a_rolling_update_leaves_somebody_to_sample():
+    a, b = Trained(), Trained()
+    async with pooled(a, b) as pool:
+        async with asyncio.TaskGroup() as group:
+            updating = group.create_task(pool.update_weights("folder", 5, rolling=True))
+            await asyncio.sleep(0)
+            calls = [group.create_task(said(pool, call(str(n), None))) for n in range(6)]
+        assert updating.done()
+        assert all(task.result()[0] == [0, 1, 2, 3] for task in calls)
+        assert {one["version"] for one in pool.replicas()} == {5}
+        assert {one["state"] for one in pool.replicas()} == {"live"}
+
+
+async def test_the_only_replica_is_updated_in_place():
+    a = Trained()
+    async with pooled(a) as pool:
+        await pool.update_weights("folder", 5, rolling=True)
+        assert a.loaded == [("folder", 5, 0)]
+
+
+async def test_weights_in_memory_go_to_an_engine_in_this_process_only():
+    a, b = Trained(), Trained()
+    async with pooled(a, b) as pool:
+        served = pool.each()[1]
+        served.reopen = Trained  # as replicas of servers have
+        with pytest.raises(EngineError, match=f"{served.name} is in another process"):
+            await pool.update_weights({"weight": 1}, 5)
+        assert [one[0] for one in a.loaded] == [{"weight": 1}]
+        assert not b.loaded
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+async def test_replicas_that_did_not_take_the_weights_are_named_and_keep_their_version(rolling):
+    a, b, c = Trained(), Trained(), Fake(info=replace(INFO, version=1))
+    b.fault = RuntimeError("disk full")
+    async with pooled(a, b, c) as pool:
+        with pytest.raises(EngineError, match="did not load everywhere") as told:
+            await pool.update_weights("folder", 5, rolling=rolling)
+        assert "b: loading: RuntimeError: disk full" in str(told.value)
+        assert "c takes no weights" in str(told.value)
+        assert [one["version"] for one in pool.replicas()] == [5, 0, 1]
+        assert pool.held is None
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("anew", [True, False])
+async def test_a_replica_that_was_down_gets_the_weights_before_it_serves_again(anew):
+    """Run it for a server that restarted meanwhile and for one that did not."""
+    a, b, late = Trained(), Trained(), Trained()
+    async with pooled(a, b, patience_s=15) as pool:
+        b.sick = lost()
+        await pool._look(pool.each()[1], failures=1)
+        await until(lambda: pool.each()[1].gone)
+        await pool.update_weights("folder", 5)
+        assert ([one[:2] for one in a.loaded], b.loaded) == ([("folder", 5)], [])
+        pool.each()[1].reopen = (lambda: b) if anew else None
+        b.fault = EngineError("busy")
+        b.sick = None
+        await until(lambda: pool.replicas()[1]["error"] == "busy")
+        assert pool.replicas()[1]["state"] == "down"
+        b.fault = None
+        await until(lambda: [one["state"] for one in pool.replicas()] == ["live", "live"])
+        await pool.add(Replica("late", late))
+        assert [one.loaded[-1][:2] for one in (b, late)] == [("folder", 5)] * 2
+        assert [one["version"] for one in pool.replicas()] == [5, 5, 5]
+
+
+async def test_a_replica_that_comes_back_in_the_middle_of_an_update_is_updated_too():
+    a, b = Trained(), Trained()
+    async with pooled(a, b, patience_s=15) as pool:
+        b.sick = lost()
+        await pool._look(pool.each()[1], failures=1)
+        a.loading.clear()
+        async with asyncio.TaskGroup() as group:
+            updating = group.create_task(pool.update_weights("folder", 5, mode="wait"))
+            await until(lambda: pool.held)
+            b.sick = None
+            await until(lambda: pool.replicas()[1]["state"] == "live")
+            assert not updating.done()
+            assert b.loaded == []
+            a.loading.set()
+        assert [one.loaded[-1][:2] for one in (a, b)] == [("folder", 5)] * 2
+        assert pool.held is None
+
+
+async def test_weights_that_nobody_took_are_not_given_to_those_that_come():
+    a, late = Trained(), Trained()
+    async with pooled(a) as pool:
+        a.fault = RuntimeError("disk full")
+        with pytest.raises(EngineError, match="did not load everywhere"):
+            await pool.update_weights("folder", 5)
+        await pool.add(Replica("late", late))
+        assert late.loaded == []
+
+
+async def test_without_any_replica_up_there_is_no_update():
+    a = Trained()
+    async with pooled(a) as pool:
+        a.sick = lost()
+        await pool._look(pool.each()[0], failures=1)
+        with pytest.raises(EngineError, match="no live replica"):
+            await pool.update_weights("folder", 5)
+        assert pool.held is None
+
+
+async def test_a_replica_that_lost_its_weights_gets_no_calls_until_it_was_started_anew():
+    a, b, anew = Trained(), Trained(), Trained()
+    async with pooled(a, b) as pool:
+        b.fault = WeightsLostError("gone", status=500)
+        pool.each()[1].reopen = lambda: anew
+        anew.sick = EngineError("it has no weights")
+        with pytest.raises(EngineError, match="b: gone"):
+            await pool.update_weights("folder", 5)
+        assert [one["state"] for one in pool.replicas()] == ["live", "down"]
+        assert pool.held is None
+        await until(lambda: anew.started)
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+        anew.sick = None
+        await until(lambda: pool.replicas()[1]["state"] == "live")
+        assert anew.loaded[0][:2] == ("folder", 5)
+
+
+async def test_an_update_under_a_hold_keeps_the_hold():
+    a, b = Held(), Held()
+    async with pooled(a, b) as pool:
+        await pool.hold("keep")
+        await pool.update_weights("folder", 5, only={"a"})
+        assert ([one[:2] for one in a.loaded], b.loaded) == ([("folder", 5)], [])
+        assert pool.held == "keep"
+        assert a.paused == ["keep"]
+        await pool.release()
+        assert a.paused == b.paused == ["keep", "resume"]
+
+
+async def test_a_replica_that_cannot_go_on_is_looked_at():
+    a, b = Held(), Fake()
+    async with pooled(a, b) as pool:
+        a.resume = failing  # type: ignore[method-assign]  # its server does not answer
+        await pool.hold("keep")
+        a.sick = EngineError("gone")
+        await pool.release()
+        assert pool.replicas()[0]["state"] == "down"
+        assert (await said(pool))[0] == [0, 1, 2, 3]
+
+
+async def failing():
+    raise EngineError("gone", retryable=True)
+
+
+# ---- whole replies
+
+
+SERVER = replace(INFO, remote=True)
+
+
+@pytest.mark.parametrize(
+    ("infos", "streams"),
+    [
+        ([SERVER], False),
+        ([replace(SERVER, tells_versions=True)], False),
+        ([INFO], True),  # in this process a piece costs nothing
+        ([SERVER, SERVER], True),  # the other one could go on from the tokens
+    ],
+)
+async def test_a_call_that_keeps_its_tokens_is_streamed_only_where_a_whole_reply_loses_them(
+    infos, streams
+):
+    fakes = [Fake(info=info) for info in infos]
+    async with pooled(*fakes) as pool:
+        await said(pool, call(keeps=True))
+        await said(pool, call("b"))
+        await said(pool, call("c", keeps=True, grammar={"json_schema": {}}))
+        asked = {one.request_id: one.stream for fake in fakes for one in fake.asked}
+        assert asked == {"r": streams, "b": False, "c": False}
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("update", ["hold", "version", "weights"])
+async def test_after_an_update_calls_are_streamed_unless_replies_tell_their_versions(update, tells):
+    a = Fake(info=replace(SERVER, tells_versions=tells))
+    async with pooled(a) as pool:
+        if update == "hold":
+            await pool.hold("wait")
+            await pool.release()
+        elif update == "version":
+            await pool.set_version(3)
+        else:
+            pool.remember("folder", 3)
+        await said(pool, call(keeps=True))
+        assert [request.stream for request in a.asked] == [not tells]

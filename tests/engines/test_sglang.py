@@ -84,7 +84,7 @@ async def test_what_a_server_can_do_is_found_by_asking_it(opened):
     found = {row["what"]: row["found"] for row in engine.report.rows()}
     assert found["server"] == "SGLang 0.5.23"
     assert found["vocabulary"] == "2048 ids"
-    assert found["streams"] == "they tell what is new"
+    assert found["streams"] == "they send only new tokens"
     assert any("sampling_seed" in body["sampling_params"] for body in stub.bodies)
 
 
@@ -121,7 +121,7 @@ async def test_an_older_server_is_asked_in_its_own_words(opened):
         ({"model_info": 404}, "is this SGLang"),
         ({"model_info": b"<html>"}, "not JSON"),
         ({"model_info": 401}, "is the API key right"),
-        ({"v1/models": {"data": []}}, "does not tell its context length"),
+        ({"v1/models": {"data": []}}, "reports no context length"),
         ({"generate": answer([1, 2, 3])}, "token in: it used another prompt"),
         ({"generate": {"text": "x"}}, "router"),
         ({"generate": 500}, "answered 500"),

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.shapes import PROMPT, request
 
-from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
+from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
 ASK = Ask(model="m", room=1000)
 
 
-def body(route=Route.GENERATE, ask=ASK, **fields):
+def body(route=SglangRoute.GENERATE, ask=ASK, **fields):
     return json.loads(call_body(route, request(**fields), "rid", ask))
 
 
@@ -81,19 +81,19 @@ def test_what_a_server_does_not_know_is_not_asked():
 def test_a_grammar_is_a_schema(schema):
     asked = body(grammar={"json_schema": schema})
     assert json.loads(asked["sampling_params"]["json_schema"]) == (schema or {"type": "object"})
-    chat = body(Route.CHAT, grammar={"json_schema": schema})
+    chat = body(SglangRoute.CHAT, grammar={"json_schema": schema})
     told = chat["response_format"]["json_schema"]["schema"]
     assert told == (schema or {"type": "object"})
 
 
-def test_a_chat_call_has_messages_tools_and_ids():
-    asked = body(Route.CHAT, messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}],
+def test_a_chat_call_has_messages_tools_and_budgets():
+    asked = body(SglangRoute.CHAT, messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}],
                  sampling=Sampling(seed=3, max_tokens=5, min_tokens=2))  # fmt: skip
     assert asked["messages"] == [{"role": "user", "content": "q"}]
     assert asked["tools"] == [{"a": 1}]
     assert (asked["seed"], asked["max_tokens"], asked["min_tokens"]) == (3, 5, 2)
     assert (asked["return_token_ids"], asked["return_meta_info"]) == (True, True)
-    assert body(Route.CHAT)["messages"]
+    assert body(SglangRoute.CHAT)["messages"]
 
 
 # ---- what is read
@@ -135,7 +135,7 @@ def test_a_waiting_call_that_is_aborted_repeats_nothing():
 def test_a_piece_that_repeats_other_tokens_is_refused():
     read = reading()
     read.read(piece([5, 6], 2))
-    with pytest.raises(EngineError, match="other tokens than were told before"):
+    with pytest.raises(EngineError, match="other tokens than before"):
         read.read(piece([5, 67, 8], 3))
 
 
@@ -161,18 +161,10 @@ def test_ids_are_taken_from_logprobs_where_nothing_else_tells_them():
     assert (chunk.output_ids.tolist(), chunk.logprobs.tolist()) == ([5, 6], [-5.0, -6.0])
 
 
-def test_a_chat_call_that_takes_no_calls_says_so():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    made = body(Route.CHAT, tools=tools, calls=False)
-    assert (made["tools"], made["tool_choice"]) == (tools, "none")
-    assert "tool_choice" not in body(Route.CHAT, tools=tools)
-    assert "tool_choice" not in body(Route.CHAT, calls=False)
-
-
 def test_messages_that_are_the_prompt_go_without_ids_and_with_their_tools():
     tools = [{"type": "function", "function": {"name": "f"}}]
     fields = {"messages": [{"role": "user", "content": "hi"}], "arguments": {"enable_thinking": 1}}
-    made = body(Route.CHAT, tools=tools, calls=False, by_messages=True, **fields)
+    made = body(SglangRoute.CHAT, tools=tools, calls=False, by_messages=True, **fields)
     assert "input_ids" not in made
     assert "tool_choice" not in made  # SGLang's template would not show the tools then
     assert (made["tools"], made["messages"]) == (tools, fields["messages"])
@@ -289,7 +281,7 @@ def test_text_alone_is_read_where_text_is_enough():
     chunk = read.read(json.dumps(told).encode())
     assert chunk.reply == Reply("hello", None, (), FinishReason.STOP)
     assert len(chunk.output_ids) == len(chunk.logprobs) == 0
-    assert not read.ids_told
+    assert not read.has_ids
 
 
 @given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))

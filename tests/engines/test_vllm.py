@@ -4,11 +4,12 @@ import json
 import numpy as np
 import pytest
 from tests.engines.stub import events, honest, sampled
+from tests.engines.test_hostile import Proxy, without
 
 from bridle.engines.base import CutError, GenerateRequest, Versioned
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.scripted.engine import scripted_logprobs
 from bridle.scripted.server import EngineServer
@@ -36,7 +37,7 @@ async def collect(engine, made):
 # ---- round trips through the real server
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_over_http_an_engine_is_what_it_is_in_process(connected, route, stream):
     inside = scripted_engine([TURN])
@@ -77,7 +78,7 @@ async def test_sixteen_thousand_ids_and_more_go_and_come_back(connected, stream)
 
 async def test_what_is_asked_of_sampling_arrives(connected):
     engine = RecordingEngine(scripted_engine([TURN]))
-    for route in Route:
+    for route in VllmRoute:
         outside = await connected(engine, route=route)
         wanted = Sampling(0.5, 0.9, 7, 11, 1, ("zz",), (5,), 3, 0.1, 0.2)
         grammar = {"json_schema": {"type": "object"}}
@@ -216,18 +217,23 @@ async def test_many_calls_run_at_once(connected):
     assert {call.result()[-1].finish_reason for call in calls} == {FinishReason.STOP}
 
 
-async def test_an_engine_that_parses_gives_its_reply(connected):
-    outside = await connected(scripted_engine([TURN]), engine_parses=True)
-    messages = [{"role": "user", "content": "hi"}]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    for stream in (False, True):
-        made = request(messages=messages, tools=tools, stream=stream)
-        chunks = await collect(outside, made)
-        reply = chunks[-1].reply
-        assert (reply.content, reply.reasoning) == (TURN["content"], "hm")
-        assert "".join(chunk.delta.text for chunk in chunks) == TURN["content"]
-        assert "".join(chunk.delta.reasoning for chunk in chunks) == "hm"
-        assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", '{"a": 1}')]
+async def test_the_reply_of_a_server_of_text_is_the_one_that_it_parsed():
+    async with EngineServer(scripted_engine([TURN])) as server, Proxy(server).open_with() as opened:
+        proxy, url = opened
+        proxy.edit = without("token_ids", "prompt_token_ids", "logprobs")
+        outside = VllmEngine(url, route=VllmRoute.CHAT, allow_untokenized=True)
+        await outside.start()
+        messages = [{"role": "user", "content": "hi"}]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        for stream in (False, True):
+            made = request(messages=messages, tools=tools, stream=stream)
+            chunks = await collect(outside, made)
+            reply = chunks[-1].reply
+            assert (reply.content, reply.reasoning) == (TURN["content"], "hm")
+            assert "".join(chunk.delta.text for chunk in chunks) == TURN["content"]
+            assert "".join(chunk.delta.reasoning for chunk in chunks) == "hm"
+            assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", '{"a": 1}')]
+        await outside.aclose()
 
 
 # ---- start
@@ -279,7 +285,7 @@ async def test_versions_and_models_are_optional_and_checked(stub, connected):
     ("models", "says"),
     [
         ({"data": []}, "lists no model"),
-        ({"data": [{"id": "m"}]}, "does not tell max_model_len"),
+        ({"data": [{"id": "m"}]}, "reports no max_model_len"),
         (b"<html>", "not JSON"),
         (401, "is the API key right"),
         ({"data": None}, "lists no model"),
@@ -326,7 +332,6 @@ async def test_where_weights_can_change_the_route_that_tells_versions_comes_firs
     assert taken(await connected(fixed.url)) == ["/v1/chat/completions"]
     changing = await stub(**replies, weight_info={"weight_version": "3"})
     assert taken(await connected(changing.url)) == ["/inference/v1/generate"]
-    assert taken(await connected(changing.url, engine_parses=True)) == ["/v1/chat/completions"]
     closed = await stub(**{CHAT: honest(), "weight_info": {"weight_version": "3"}})
     assert taken(await connected(closed.url)) == ["/v1/chat/completions"]
 
@@ -412,8 +417,8 @@ async def turned(stub, connected):
         (honest(token_ids=None), "no token ids|other ids"),
         (honest(token_ids=[8, 7]), "belong to other ids"),
         (honest(finish_reason="error"), "ended a reply with 'error'"),
-        (honest(finish_reason=None), "broke off before its end"),
-        ({"choices": []}, "broke off before its end"),
+        (honest(finish_reason=None), "without a finish reason"),
+        ({"choices": []}, "without a finish reason"),
         (b"<html>no</html>", "with a page, not JSON"),
         (b'{"choices": 5}', "cannot be read"),
         (503, "answered 503"),
@@ -436,10 +441,10 @@ def piece(ids, **choice):
 @pytest.mark.parametrize(
     ("parts", "kind", "says"),
     [
-        ([piece([5])], CutError, "broke off before its end"),
+        ([piece([5])], CutError, "without a finish reason"),
         ([piece([5]), {"error": {"message": "gone"}}], EngineError, "failed in mid-reply"),
         ([piece([5]), b"data: {oops\n\n"], EngineError, "cannot be read"),
-        ([], CutError, "broke off before its end"),
+        ([], CutError, "without a finish reason"),
     ],
 )
 async def test_a_stream_that_goes_wrong_is_an_engine_error(turned, parts, kind, says):

@@ -10,7 +10,7 @@ from tests.engines.stub import honest, sampled
 
 from bridle.engines.base import GenerateRequest, Seeing, Templating
 from bridle.engines.ids import ArrayIds
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Sampling
 
@@ -36,7 +36,7 @@ def sees(stub, connected):
 
     async def see(**replies):
         server = await stub(**{CHAT: honest(), **replies})
-        engine = await connected(server.url, route=Route.CHAT)
+        engine = await connected(server.url, route=VllmRoute.CHAT)
         assert isinstance(engine, Seeing)
         server.bodies.clear()
         return server, await engine.see(MESSAGES, TOOLS, {"enable_thinking": True})
@@ -88,7 +88,7 @@ def one_image(metadata, name="a"):
 async def test_what_the_processor_made_of_an_image_is_asked_once(stub, connected):
     told = one_image({"image": [AS_VLLM_PACKS]})
     server = await stub(**{CHAT: honest(), RENDER: told})
-    engine = await connected(server.url, route=Route.CHAT)
+    engine = await connected(server.url, route=VllmRoute.CHAT)
     server.bodies.clear()
     for _ in range(2):
         seen = await engine.see(MESSAGES, TOOLS, {})
@@ -142,7 +142,7 @@ async def test_text_messages_come_to_no_places(sees):
     [
         ((400, {"error": {"message": "cannot identify image file", "code": 400}}), "identify"),
         ({"token_ids": "x"}, "cannot be read"),
-        ({"token_ids": []}, "tells no ids"),
+        ({"token_ids": []}, "returns no ids"),
     ],
 )
 async def test_any_other_answer_is_an_error(sees, answer, why):
@@ -152,8 +152,8 @@ async def test_any_other_answer_is_an_error(sees, answer, why):
 
 async def test_a_call_by_messages_takes_the_chat_route_whatever_the_route_is(stub, connected):
     server = await stub(**{"v1/completions": 404, CHAT: honest()})
-    engine = await connected(server.url, route=Route.CHAT)
-    engine._route = Route.GENERATE
+    engine = await connected(server.url, route=VllmRoute.CHAT)
+    engine._route = VllmRoute.GENERATE
     server.bodies.clear()
     asked = GenerateRequest(
         "r",
@@ -204,7 +204,7 @@ async def test_whether_ids_go_with_images_is_found_by_one(
     stub, connected, rendered, unfold, taken, ok, found
 ):
     replies = {"inference/v1/generate": folding(unfold=unfold), RENDER: rendered}
-    engine = await connected((await stub(**replies)).url, route=Route.GENERATE)
+    engine = await connected((await stub(**replies)).url, route=VllmRoute.GENERATE)
     assert (await engine.start()).pictures is taken
     assert (engine.report.findings[-1].what, engine.report.findings[-1].ok) == ("images", ok)
     assert found in engine.report.findings[-1].found
@@ -213,7 +213,7 @@ async def test_whether_ids_go_with_images_is_found_by_one(
 async def test_messages_without_images_are_told_as_their_ids(stub, connected):
     replies = {RENDER: {"token_ids": [5, 6]}, "tokenize": {"tokens": [7]}}
     server = await stub(**{CHAT: honest(), **replies})
-    engine = await connected(server.url, route=Route.CHAT)
+    engine = await connected(server.url, route=VllmRoute.CHAT)
     assert isinstance(engine, Templating)
     said = [{"role": "user", "content": "hi"}]
     assert (await engine.template(said, TOOLS, {})).tolist() == [5, 6]
@@ -222,7 +222,7 @@ async def test_messages_without_images_are_told_as_their_ids(stub, connected):
 
 async def test_a_server_that_cannot_render_calls_is_asked_for_that_once(stub, connected):
     server = await stub(**{CHAT: honest(), RENDER: 404, "tokenize": {"tokens": [7, 8]}})
-    engine = await connected(server.url, route=Route.CHAT)
+    engine = await connected(server.url, route=VllmRoute.CHAT)
     server.bodies.clear()
     for _ in range(3):
         assert (await engine.template([], None, {})).tolist() == [7, 8]
@@ -232,7 +232,7 @@ async def test_a_server_that_cannot_render_calls_is_asked_for_that_once(stub, co
 @pytest.mark.parametrize(("reply", "status"), [(400, 400), (503, 503), ({"tokens": "x"}, None)])
 async def test_why_a_server_tells_no_prompt_is_said(stub, connected, reply, status):
     server = await stub(**{CHAT: honest(), RENDER: reply})
-    engine = await connected(server.url, route=Route.CHAT)
+    engine = await connected(server.url, route=VllmRoute.CHAT)
     with pytest.raises(EngineError) as failed:
         await engine.template([], None, {})
     assert failed.value.status == status

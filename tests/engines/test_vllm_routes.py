@@ -12,7 +12,7 @@ from tests.engines.stub import sampled
 from bridle.engines.base import GenerateRequest, Picture
 from bridle.engines.ids import ArrayIds
 from bridle.engines.pool_replica import Replica, RoutedCall
-from bridle.engines.vllm_routes import MessageText, Route, call_body, read_answer, read_answers
+from bridle.engines.vllm_routes import MessageText, VllmRoute, call_body, read_answer, read_answers
 from bridle.errors import EngineError
 from bridle.types import FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
@@ -36,7 +36,7 @@ COMMON = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 9, "stop"
 
 
 def test_a_chat_call_carries_its_ids_beside_a_stand_in_message():
-    read = body(Route.CHAT, request(session_id="s"))
+    read = body(VllmRoute.CHAT, request(session_id="s"))
     assert read == {
         "model": "m", "request_id": "r", "session_id": "s", **COMMON,
         "messages": [{"role": "user", "content": "."}],
@@ -51,16 +51,16 @@ def test_a_call_without_token_in_is_its_messages():
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": {"name": "f"}}]
     made = request(messages=messages, tools=tools, model="other", stream=True)
-    read = body(Route.CHAT, made, token_in=False)
+    read = body(VllmRoute.CHAT, made, token_in=False)
     assert (read["messages"], read["tools"], read["model"]) == (messages, tools, "other")
     assert not {"kv_transfer_params", "tool_choice"} & read.keys()
-    unwanted = body(Route.CHAT, replace(made, calls=False), token_in=False)
+    unwanted = body(VllmRoute.CHAT, replace(made, calls=False), token_in=False)
     assert (unwanted["tools"], unwanted["tool_choice"]) == (tools, "none")
     assert (read["stream"], read["stream_options"]) == (True, {"include_usage": True})
 
 
 def test_a_token_call_keeps_sampling_in_its_own_object():
-    read = body(Route.GENERATE, request(grammar={"json_schema": {"type": "object"}}))
+    read = body(VllmRoute.GENERATE, request(grammar={"json_schema": {"type": "object"}}))
     assert read["token_ids"] == PROMPT
     assert read["sampling_params"] == {
         **COMMON, "logprobs": 0, "structured_outputs": {"json": {"type": "object"}}
@@ -68,7 +68,7 @@ def test_a_token_call_keeps_sampling_in_its_own_object():
     assert read["return_token_ids"] is True
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 def test_every_route_takes_min_p_repetition_penalty_and_logit_bias(route):
     sampling = Sampling(min_p=0.3, repetition_penalty=1.1, logit_bias={"5": -1.0})
     read = body(route, request(sampling=sampling))
@@ -81,40 +81,40 @@ def test_images_go_beside_ids_with_one_placeholder_each():
     ids = [1, 8, 9, 9, 9, 8, 2, 9, 9, 3]
     pictures = (Picture("data:a", 1, 5), Picture("data:b", 7, 2))
     made = GenerateRequest("r", ArrayIds(np.array(ids)), SAMPLING, pictures=pictures)
-    read = body(Route.GENERATE, made)
+    read = body(VllmRoute.GENERATE, made)
     assert read["token_ids"] == [1, 9, 2, 9, 3]
     assert read["content_parts"] == [
         {"type": "image_url", "url": "data:a"},
         {"type": "image_url", "url": "data:b"},
     ]
-    assert "content_parts" not in body(Route.GENERATE, request())
+    assert "content_parts" not in body(VllmRoute.GENERATE, request())
 
 
 def test_a_completion_call_has_ids_for_a_prompt():
-    read = body(Route.COMPLETIONS, request())
+    read = body(VllmRoute.COMPLETIONS, request())
     assert (read["prompt"], read["logprobs"]) == (PROMPT, 0)
 
 
-@pytest.mark.parametrize("route", [Route.GENERATE, Route.COMPLETIONS])
+@pytest.mark.parametrize("route", [VllmRoute.GENERATE, VllmRoute.COMPLETIONS])
 def test_routes_that_default_to_sixteen_tokens_are_told_what_is_left(route):
     read = body(route, request(sampling=Sampling()))
     assert (read.get("sampling_params") or read)["max_tokens"] == 50
-    assert "max_tokens" not in body(Route.CHAT, request(sampling=Sampling()))
+    assert "max_tokens" not in body(VllmRoute.CHAT, request(sampling=Sampling()))
 
 
 def test_a_structural_tag_goes_as_it_is_where_the_route_takes_one():
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     grammar = {"structural_tag": tag}
-    assert body(Route.CHAT, request(grammar=grammar))["response_format"] == tag
-    assert body(Route.COMPLETIONS, request(grammar=grammar))["response_format"] == tag
-    params = body(Route.GENERATE, request(grammar=grammar))["sampling_params"]
+    assert body(VllmRoute.CHAT, request(grammar=grammar))["response_format"] == tag
+    assert body(VllmRoute.COMPLETIONS, request(grammar=grammar))["response_format"] == tag
+    params = body(VllmRoute.GENERATE, request(grammar=grammar))["sampling_params"]
     assert json.loads(params["structured_outputs"]["structural_tag"]) == tag
 
 
 def test_a_grammar_becomes_a_response_format():
-    schema = body(Route.CHAT, request(grammar={"json_schema": {"a": 1}}))["response_format"]
+    schema = body(VllmRoute.CHAT, request(grammar={"json_schema": {"a": 1}}))["response_format"]
     assert schema == {"type": "json_schema", "json_schema": {"name": "reply", "schema": {"a": 1}}}
-    free = body(Route.COMPLETIONS, request(grammar={"json_schema": {}}))["response_format"]
+    free = body(VllmRoute.COMPLETIONS, request(grammar={"json_schema": {}}))["response_format"]
     assert free == {"type": "json_object"}
 
 
@@ -227,7 +227,7 @@ def test_a_usage_chunk_has_no_chunk():
 
 def test_a_reply_without_ids_has_none():
     read = reading(token_ids=None, logprobs=None)
-    assert (len(read.chunk.output_ids), read.ids_told) == (0, False)
+    assert (len(read.chunk.output_ids), read.has_ids) == (0, False)
 
 
 def test_what_an_engine_parsed_is_collected_over_pieces():

@@ -19,7 +19,7 @@ from tests.gateway.test_storms import two_workers
 
 TURN = {"content": "Hello, world, and all who live in it. " * 4}
 GOOD_BUDGET = 78
-ROUTES = ["vllm chat", "vllm generate", "vllm completions", "sglang", "sglang chat"]
+ROUTES = ["vllm chat", "vllm generate", "vllm completions", "sglang"]
 SILENT_S = 5.0
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 

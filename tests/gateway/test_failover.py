@@ -164,7 +164,7 @@ async def each_dialect(home, pool, meanwhile):
         for stream in (True, False):
             for replica in pool.each():
                 caller = await home.session()
-                pool._choice.pick(caller.session_id, [replica])
+                pool._router.pick(caller.session_id, [replica])
                 asked.append((ask, stream, caller))
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(caller, stream=stream)) for ask, stream, caller in asked]

@@ -17,7 +17,7 @@ from tests.gateway.gated import TURN, Gated
 from tests.gateway.house import SHELL_TOOL, house, user
 from tests.gateway.test_sdk import client_of
 
-from bridle.scripted.chatml import spell_call
+from bridle.scripted.script import spell_call
 from bridle.types import DeliveryState
 
 PARAMETERS = SHELL_TOOL["function"]["parameters"]

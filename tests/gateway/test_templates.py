@@ -13,8 +13,8 @@ from tests.gateway.test_data import request
 
 from bridle.config import builtin_tokenizer_dir
 from bridle.embedded import EmbeddedEngine
+from bridle.engines.adapter import ServerAdapter
 from bridle.engines.base import Templating
-from bridle.engines.serving import Serving
 from bridle.engines.sglang import SglangEngine
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
@@ -180,7 +180,7 @@ async def test_an_engine_without_a_template_is_refused_at_the_start():
             raise AssertionError
 
 
-class Otherwise(Serving):
+class Otherwise(ServerAdapter):
     """Tells other prompts than its chat route makes, as a server of harmony's models may."""
 
     async def template(self, messages, tools, arguments):
@@ -202,7 +202,7 @@ async def test_a_server_that_samples_under_other_prompts_than_it_tells_is_refuse
     server, adapter, ruled
 ):
     async with server(scripted({"content": "a"}), tokenizer=ruled) as served:
-        with pytest.raises(EngineError, match="makes other prompts than it tells: one message"):
+        with pytest.raises(EngineError, match="makes other prompts than it reports: one message"):
             async with house(engine=adapter(served.url), prompt="engine"):
                 raise AssertionError
 

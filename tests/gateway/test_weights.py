@@ -109,7 +109,7 @@ async def test_weights_that_did_not_load_are_told_and_sampling_goes_on():
     async with house(engine=Trained({"content": "a"})) as home:
         status, told = await home.control("POST", "/policy", {"weights": "nowhere", "version": 4})
         assert status == 500
-        assert "not everywhere" in told["error"]["message"]
+        assert "did not load everywhere" in told["error"]["message"]
         assert (await home.control("GET", "/policy"))[1]["version"] == 0
         assert (await (await home.session()).ask([user("go")]))["content"] == "a"
 

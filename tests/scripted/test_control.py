@@ -5,9 +5,9 @@ import aiohttp
 import numpy as np
 import pytest
 
+from bridle.engines.adapter import as_version
 from bridle.engines.base import GenerateRequest
 from bridle.engines.ids import ArrayIds
-from bridle.engines.serving import as_version
 from bridle.engines.vllm import VllmEngine
 from bridle.errors import EngineError
 from bridle.scripted.server import Control, EngineServer

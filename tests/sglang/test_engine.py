@@ -34,9 +34,8 @@ async def opened(server):
         await one.aclose()
 
 
-@pytest.mark.parametrize("engine_parses", [False, True])
-async def test_the_probe_finds_all_that_training_needs(opened, server, engine_parses):
-    engine = await opened(engine_parses=engine_parses)
+async def test_the_probe_finds_all_that_training_needs(opened, server):
+    engine = await opened()
     info = await engine.start()
     assert engine.report.usable
     lacking = {f.what for f in engine.report.findings if not f.ok}
@@ -50,17 +49,16 @@ async def test_the_probe_finds_all_that_training_needs(opened, server, engine_pa
     assert engine.server_version == "0.5.23"
 
 
-@pytest.mark.parametrize("engine_parses", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
-    opened, server, engine_parses, stream, temperature
+    opened, server, stream, temperature
 ):
-    engine = await opened(engine_parses=engine_parses)
+    engine = await opened()
     asked = request(PROMPT, stream=stream, max_tokens=24, min_tokens=0, temperature=temperature)
     ids, logprobs, chunks = await reply(engine, asked)
     assert len(ids) == len(logprobs) > 0
-    assert (len(chunks) > 1) is (stream and not engine_parses and len(ids) > 1)
+    assert (len(chunks) > 1) is (stream and len(ids) > 1)
     assert chunks[-1].versions == (VersionSpan(0, 0, len(ids)),)
     expected = plain_logprobs(server.model, PROMPT, ids, temperature)
     assert np.abs(expected - logprobs).max() < CLOSE

@@ -18,7 +18,7 @@ from bridle.capture.sqlite import SqliteReader
 from bridle.capture.store import MemoryStore, Store
 from bridle.config import SamplingPolicy
 from bridle.engines.base import Engine, GenerateRequest
-from bridle.engines.http import Call, EngineClient
+from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.vllm import VllmEngine
 from bridle.gateway.app import Gateway
@@ -67,13 +67,13 @@ class Recorder(EngineClient):
         super().__init__(base_url, api_key=None, timeout_s=1800)
         self._answers = answers
 
-    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
+    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
         answer = await super().post(path, body, call, prompt_tokens=prompt_tokens)
         self._kept(body).append(answer)
         return answer
 
     async def stream(
-        self, path: str, body: bytes, call: Call, *, prompt_tokens: int
+        self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int
     ) -> AsyncGenerator[list[bytes], None]:
         kept = self._kept(body)
         stream = super().stream(path, body, call, prompt_tokens=prompt_tokens)

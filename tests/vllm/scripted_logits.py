@@ -23,9 +23,8 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from bridle.errors import EngineError
-from bridle.scripted.chatml import PromptView
 from bridle.scripted.engine import ScriptedEngine
-from bridle.scripted.script import choose, load_script
+from bridle.scripted.script import PromptView, choose, load_script
 from bridle.scripted.tokenizer import load_tokenizer
 from vllm import SamplingParams
 

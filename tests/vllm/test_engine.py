@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.prompting.renderer import call_grammar
 from bridle.types import FinishReason, LogprobMode, ToolSpec, VersionSpan
@@ -36,12 +36,12 @@ async def opened(server):
         await one.aclose()
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, server, route):
     engine = await opened(route=route)
     info = await engine.start()
     assert engine.report.usable
-    images = ("images",) if route is Route.GENERATE else ()
+    images = ("images",) if route is VllmRoute.GENERATE else ()
     assert {f.what: f.ok for f in engine.report.findings} == dict.fromkeys(
         ("route", "context length", "pairing", "weights", "sampled ids", "logprobs", "token in",
          "logprob mode", "streaming", "seeds", *images), True
@@ -55,10 +55,10 @@ async def test_the_probe_finds_all_that_training_needs_on_every_route(opened, se
 
 async def test_where_weights_can_change_the_route_is_taken_that_tells_versions(opened):
     engine = await opened()
-    assert engine.report.findings[0].found == Route.GENERATE.path
+    assert engine.report.findings[0].found == VllmRoute.GENERATE.path
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
     opened, server, route, stream
@@ -77,7 +77,7 @@ async def test_a_reply_is_sampled_under_our_ids_with_its_own_logprobs(
 
 async def test_a_seed_gives_the_same_reply_on_every_route(opened):
     found = []
-    for route in Route:
+    for route in VllmRoute:
         engine = await opened(route=route)
         for stream in (False, True):
             ids, _, _ = await reply(engine, request(PROMPT, seed=7, stream=stream))
@@ -86,7 +86,7 @@ async def test_a_seed_gives_the_same_reply_on_every_route(opened):
     assert all(one == found[0] for one in found)
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
     server.say({"conversations": [{"turns": [{"content": "one two three four"}]}]})
     engine = await opened(route=route)
@@ -106,7 +106,7 @@ async def test_stop_strings_and_stop_tokens_end_replies(opened, server, route):
     assert (chunks[-1].finish_reason, chunks[-1].stop_text) == (FinishReason.STOP, None)
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_what_the_server_refuses_is_told_by_its_kind(opened, route):
     engine = await opened(route=route)
     with pytest.raises(EngineError, match="vocabulary") as caught:
@@ -120,7 +120,7 @@ async def test_what_the_server_refuses_is_told_by_its_kind(opened, route):
     await engine.health()
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, server, route):
     engine = await opened(route=route)
     endless = request(PROMPT, stream=True, max_tokens=20_000, min_tokens=20_000)
@@ -136,7 +136,7 @@ async def test_an_aborted_call_keeps_its_tokens_and_stops_the_server(opened, ser
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_a_grammar_is_obeyed(opened, route):
     engine = await opened(route=route)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -148,7 +148,7 @@ async def test_a_grammar_is_obeyed(opened, route):
     assert len(logprobs) == len(ids)
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_a_call_that_must_be_made_is_made_in_the_template_s_own_form(opened, route):
     engine = await opened(route=route)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

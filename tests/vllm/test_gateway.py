@@ -3,7 +3,7 @@
 import pytest
 from tests.gateway.sdk_agents import CLIENTS, TURNS, reading
 
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 
 from .checks import RecordingVllm, check_session, opened_gateway, sampling_of
 
@@ -39,7 +39,7 @@ async def test_the_engines_own_template_renders_the_root_and_we_what_extends_it(
         assert told == ["engine", *[None] * (TURNS - 1)]
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", VllmRoute)
 async def test_what_the_model_says_by_itself_is_captured_exactly(server, route):
     """Random weights say junk: no turn parses, and none of its tokens is lost or told otherwise."""
     sampling = sampling_of(96)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.gateway.sdk_agents import openai_client
 
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.errors import EngineError
 from bridle.gateway.steering import Here, update
 from bridle.trajectory import rebuild
@@ -172,7 +172,7 @@ async def test_a_version_that_is_no_number_is_refused_by_name(updated):
     await asyncio.to_thread(
         updated.call, "POST", "/update_weight_version", {"new_version": "after-lunch"}
     )
-    engine = RecordingVllm(updated.url, route=Route.GENERATE)
+    engine = RecordingVllm(updated.url, route=VllmRoute.GENERATE)
     try:
         with pytest.raises(EngineError, match="after-lunch"):
             await engine.start()

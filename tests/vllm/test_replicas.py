@@ -54,7 +54,7 @@ async def test_a_replica_killed_in_mid_reply_leaves_one_clean_reply_in_every_dia
                 for ask in DIALECTS:
                     for stream in (True, False):
                         handle = await gateway.open_session()
-                        pool._choice.pick(handle.session_id, pool.each()[:1])
+                        pool._router.pick(handle.session_id, pool.each()[:1])
                         call = ask(SimpleNamespace(handle=handle), stream=stream)
                         asked.append((handle.session_id, group.create_task(call)))
                 await until_there(pool, len(asked))

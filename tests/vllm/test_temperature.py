@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bridle.engines.vllm import VllmEngine
-from bridle.engines.vllm_routes import Route
+from bridle.engines.vllm_routes import VllmRoute
 from bridle.types import LogprobMode
 
 from .checks import CLOSE, plain_logprobs, prompt_of, reply, request
@@ -15,7 +15,7 @@ PROMPT = prompt_of("Say anything.")
 
 
 async def test_processed_logprobs_are_measured_as_such_and_belong_to_the_temperature(learner):
-    for route in Route:
+    for route in VllmRoute:
         engine = VllmEngine(learner.url, route=route)
         try:
             info = await engine.start()

@@ -1,6 +1,11 @@
-"""Capture: append-only facts of model calls, written before a reply leaves, never changed.
+"""Capture: append-only records of model calls, written before a reply leaves, never changed.
 
-`records` says what a fact is, `store` is the contract (and a store in memory), `sqlite` keeps the
-facts in one file per node, `formats` is that file's layout and its versions. Trajectories are a
-pure function of these facts, so any session can be built again later.
+- `records`: sessions, exchanges, deliveries, outcomes and rewards.
+- `store`: the contract of a store, and a store in memory.
+- `sqlite`: the store in one SQLite file per node, with its writer thread.
+- `reader`: reads such a file, also that of another process, and copies single sessions.
+- `formats`: the file's tables, its versions, and its rows.
+- `texts`: the packed texts of its rows.
+
+A trajectory is a pure function of these records, so any session can be rebuilt later.
 """

@@ -1,13 +1,12 @@
-"""The capture file: its tables, its version, and how a record becomes a row and back.
+"""The capture file: its tables, its versions, and the conversion of records to rows and back.
 
-One SQLite file (WAL) holds the facts of many sessions. Anybody can read it with `sqlite3` and
-numpy: ids are little-endian int32 blobs, logprobs float32 blobs, small structures JSON text.
-Texts lie packed in one blob per exchange (`bridle.capture.texts`).
+One SQLite file (WAL) holds the records of many sessions. It can be read with `sqlite3` and numpy:
+ids are little-endian int32 blobs, logprobs float32 blobs, small structures JSON text. Texts are
+packed in one blob per exchange (`bridle.capture.texts`).
 
-A file says what it is by SQLite's `application_id` and which version by `user_version`. A newer
-version is refused by name. An older one is brought forward by a converter per step, in
-place when it is opened for writing and in memory when it is only read; one file of every version
-stays in `tests/capture/files`.
+SQLite's `application_id` identifies the file and `user_version` its format. A newer version is
+refused. An older one is converted step by step, in place when it is opened for writing and in
+memory when it is only read; one file of every version stays in `tests/capture/files`.
 """
 
 from __future__ import annotations
@@ -98,35 +97,37 @@ Converter = Callable[[sqlite3.Connection], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Format:
+class FileFormat:
     """Schema version that this code writes, with converters from older versions."""
 
     version: int
     converters: Mapping[int, Converter]
-    """Version -> what turns a file of it into the next version, inside a transaction."""
+    """Version -> converter of a file to the next version, inside a transaction."""
 
 
 def _keep_data_apart(_: sqlite3.Connection) -> None:
-    """From 1: the data of a body may be an entry of their own; what stands there stays as it is."""
+    """From 1: the data of a body may be a separate entry; existing bodies stay as they are."""
 
 
 def _record_joins(connection: sqlite3.Connection) -> None:
-    """From 2: a delivery names the requests that joined its call; of old ones none is known."""
+    """From 2: a delivery lists the requests that joined its call; old ones list none."""
     connection.execute("ALTER TABLE deliveries ADD COLUMN joined_by TEXT NOT NULL DEFAULT '[]'")
 
 
 def _record_scores(connection: sqlite3.Connection) -> None:
-    """From 3: rewards may be given after a session's end."""
+    """From 3: rewards may be added after a session's end."""
     connection.execute("ALTER TABLE sessions ADD COLUMN scores TEXT")
 
 
-CURRENT = Format(version=4, converters={1: _keep_data_apart, 2: _record_joins, 3: _record_scores})
+CURRENT = FileFormat(
+    version=4, converters={1: _keep_data_apart, 2: _record_joins, 3: _record_scores}
+)
 
 
 # ---- files
 
 
-def open_for_writing(path: Path, *, fsync: bool, form: Format = CURRENT) -> sqlite3.Connection:
+def open_for_writing(path: Path, *, fsync: bool, form: FileFormat = CURRENT) -> sqlite3.Connection:
     """Open or make the file at `path`; an older version is converted in place.
 
     The connection may be used from any one thread at a time. `fsync` makes every transaction
@@ -151,21 +152,19 @@ def open_for_writing(path: Path, *, fsync: bool, form: Format = CURRENT) -> sqli
     return connection
 
 
-def open_for_reading(path: Path, form: Format = CURRENT) -> sqlite3.Connection:
+def open_for_reading(path: Path, form: FileFormat = CURRENT) -> sqlite3.Connection:
     """Open an existing file without changing what it holds, also while another process writes.
 
     An older version is converted in a copy in memory. Raises `StoreError`.
     """
     with boundary(StoreError, f"{path}: cannot open for reading"):
         if not path.is_file():
-            message = f"{path}: no such capture file"
-            raise StoreError(message)
+            raise StoreError(f"{path}: no such capture file")
         connection = _connect_to_read(path)
         try:
             version = _version_of(connection, path, form)
             if version is None:
-                message = f"{path}: not a Bridle capture file: it is empty"
-                raise StoreError(message)
+                raise StoreError(f"{path}: not a Bridle capture file: it is empty")
             if version < form.version:
                 copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
                 connection.backup(copy)
@@ -179,11 +178,11 @@ def open_for_reading(path: Path, form: Format = CURRENT) -> sqlite3.Connection:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, also in a folder that cannot be written.
+    """Open a connection that changes nothing, also in a read-only folder.
 
-    Where the folder can be written it is a full connection with queries only, so that the last one
-    to close tidies the WAL away. Where it cannot, SQLite cannot make the shared-memory file that
-    WAL readers use; a file without pending WAL can then be read as immutable.
+    In a writable folder it is a full connection limited to queries, so that the last one to close
+    removes the WAL. In a read-only one SQLite cannot make the shared-memory file of WAL readers; a
+    file without pending WAL can then be read as immutable.
     """
     uri = path.absolute().as_uri()
     connection = sqlite3.connect(
@@ -205,34 +204,32 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _version_of(connection: sqlite3.Connection, path: Path, form: Format) -> int | None:
-    """Format version of the file, `None` for an empty one; refuses what is not ours or is newer."""
+def _version_of(connection: sqlite3.Connection, path: Path, form: FileFormat) -> int | None:
+    """Return the file's format version, `None` if it is empty; refuses foreign and newer files."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if tables == 0 and application == 0:
         return None
     if application != APPLICATION_ID:
-        message = f"{path}: not a Bridle capture file (application id {application:#x})"
-        raise StoreError(message)
+        raise StoreError(f"{path}: not a Bridle capture file (application id {application:#x})")
     if version > form.version:
-        message = (
+        raise StoreError(
             f"{path}: written by a newer Bridle"
             f" (format {version}; this one knows up to {form.version})"
         )
-        raise StoreError(message)
     return int(version)
 
 
-def _create(connection: sqlite3.Connection, form: Format) -> None:
-    """Make the tables of the current version, all or none."""
+def _create(connection: sqlite3.Connection, form: FileFormat) -> None:
+    """Create the tables of the current version, all or none."""
     connection.executescript(
         f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
         f" PRAGMA user_version = {form.version}; COMMIT;"
     )
 
 
-def _bring_forward(connection: sqlite3.Connection, form: Format) -> None:
+def _bring_forward(connection: sqlite3.Connection, form: FileFormat) -> None:
     """Convert step by step to the current version, each step all or nothing."""
     while (version := connection.execute("PRAGMA user_version").fetchone()[0]) < form.version:
         connection.execute("BEGIN IMMEDIATE")
@@ -257,7 +254,7 @@ _STATES = {str(member): member for member in DeliveryState}
 
 
 def _json(value: object) -> str:
-    """JSON text; lone surrogates (undecodable output of a harness) survive as escapes."""
+    """Write JSON text; lone surrogates (undecodable output of a harness) survive as escapes."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     except orjson.JSONEncodeError:
@@ -282,7 +279,7 @@ _SAMPLING_VALUES = attrgetter(*_SAMPLING_DEFAULTS)
 
 
 def _sampling_json(sampling: Sampling) -> str:
-    """Only what differs from an empty `Sampling`."""
+    """Write only the fields that differ from an empty `Sampling`."""
     values = zip(_SAMPLING_FIELDS, _SAMPLING_VALUES(sampling), strict=True)
     return _json({field: value for (field, default), value in values if value != default})
 
@@ -296,7 +293,7 @@ def _sampling_of(text: str) -> Sampling:
 
 
 def exchange_row(session: int, exchange: Exchange, texts: bytes, head: bytes) -> tuple[Any, ...]:
-    """The columns of `exchanges` without `n`. `head` is the digest of the request's head."""
+    """Make the columns of `exchanges` without `n`. `head` is the digest of the request's head."""
     request = exchange.request
     return (
         session,
@@ -337,12 +334,12 @@ def _blob(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     return array.tobytes()  # in the order of its items, contiguous or not
 
 
-def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
-    """The exchanges of a session's rows, in commit order, and their texts, not yet unpacked.
+def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> SessionRows:
+    """Decode a session's rows to exchanges, in commit order, and their texts, still packed.
 
-    A row that cannot be one (an array of half a number, a kind that does not exist) is `damaged`.
+    A row that cannot be decoded (an array of half a number, an unknown kind) goes to `damaged`.
     """
-    found = Rows([], SessionTexts(), [])
+    found = SessionRows([], SessionTexts(), [])
     # The same text again and again, row after row.
     samplings: dict[str, Sampling] = {}
     spans: dict[str, tuple[VersionSpan, ...]] = {}
@@ -362,7 +359,7 @@ def exchanges_of(session_id: str, rows: Iterable[tuple[Any, ...]]) -> Rows:
     return found
 
 
-class Rows(NamedTuple):
+class SessionRows(NamedTuple):
     """Decoded rows of a session."""
 
     exchanges: list[Exchange]
@@ -426,14 +423,14 @@ def _exchange_of(
 
 
 def delivery_row(session: int, n: int, delivery: Delivery) -> tuple[Any, ...]:
-    """The columns of `deliveries`."""
+    """Make the columns of `deliveries`."""
     detail = _text(delivery.detail) if delivery.detail else ""
     joined_by = _json(delivery.joined_by) if delivery.joined_by else "[]"
     return session, n, delivery.exchange_id, delivery.state, delivery.at, detail, joined_by
 
 
 def session_row(session: SessionRecord) -> tuple[Any, ...]:
-    """The columns of `sessions` without `n`."""
+    """Make the columns of `sessions` without `n`."""
     return session.session_id, session.opened_at, session.task_id, _json(session.metadata)
 
 
@@ -442,7 +439,7 @@ def session_of(row: tuple[Any, ...]) -> SessionRecord:
 
 
 def delivery_of(session_id: str, row: tuple[Any, ...]) -> Delivery:
-    """From all columns of `deliveries`."""
+    """Decode all columns of `deliveries`."""
     joined_by = () if row[6] == "[]" else tuple(_of_json(row[6]))
     return Delivery(row[2], session_id, _STATES[row[3]], row[4], row[5], joined_by)
 
@@ -475,13 +472,13 @@ def outcome_of(session_id: str, row: tuple[Any, ...]) -> Outcome:
 
 
 def score_json(score: Score) -> str:
-    """One entry of the list `sessions.scores`."""
+    """Write one entry of the list `sessions.scores`."""
     facts = dataclasses.asdict(score)
     return _json(facts | {"by": _text(score.by), "why": _text(score.why)})
 
 
 def scores_of(text: str | None) -> Sequence[Score]:
-    """The scores of `sessions.scores`, oldest first."""
+    """Decode `sessions.scores`, oldest first."""
     entries = () if text is None else _of_json(text)
     return [
         Score(**entry | {"trace_rewards": rewards and tuple(rewards)})
@@ -491,10 +488,10 @@ def scores_of(text: str | None) -> Sequence[Score]:
 
 
 def sync_file(file: Path) -> None:
-    """Have a write-ahead log on the disk itself.
+    """Sync a write-ahead log to the disk.
 
-    Never for the database file: closing it here would drop SQLite's own locks on it. What is not in
-    the log any more, the checkpoint that took it out has synced.
+    Never for the database file: closing it here would drop SQLite's own locks on it. Records that a
+    checkpoint moved out of the log were synced by the checkpoint.
     """
     descriptor = os.open(file, os.O_RDWR)
     try:

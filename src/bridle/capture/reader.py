@@ -1,5 +1,5 @@
-"""Reader of capture files, also of one that another process writes or left when killed; copies
-of single sessions.
+"""Reader of capture files, also of those that another process writes or left when killed; copies of
+single sessions.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SELECT (SELECT count(*) FROM exchanges e JOIN sessions s ON s.n = e.session WHER
 
 
 class SqliteReader:
-    """Reads a capture file, also one that another process is writing or left behind when killed.
+    """Reader of a capture file, also of one that another process writes or left when killed.
 
-    From any thread. All failures are `StoreError` with the file's path.
+    Usable from any thread. All failures are `StoreError` with the file's path.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,13 +49,13 @@ class SqliteReader:
         self._lock = threading.Lock()
 
     def sessions(self) -> Sequence[SessionRecord]:
-        """All sessions in the order they were opened."""
+        """Return all sessions in the order they were opened."""
         with self._reading():
             rows = self._rows("SELECT * FROM sessions ORDER BY n")
             return [formats.session_of(row) for row in rows]
 
     def change(self) -> int:
-        """A number that stays the same as long as no other connection has written to the file."""
+        """Return a number that changes when another connection writes to the file."""
         with self._reading():
             return int(self._rows("PRAGMA data_version")[0][0])
 
@@ -73,7 +73,7 @@ class SqliteReader:
     def totals(self, after: int = 0) -> tuple[Mapping[str, Totals], int]:
         """Sum up the exchanges after row `after` by session id; also return the last row.
 
-        To be added to what rows before gave: so looking again costs what is new.
+        Add the result to that of earlier rows: so a refresh costs only the new rows.
         """
         with self._reading():
             found: dict[str, Totals] = {}
@@ -89,7 +89,7 @@ class SqliteReader:
             return tuple(counts)
 
     def size(self) -> int:
-        """Bytes of the file that hold records: without the room that removed ones left."""
+        """Return the bytes of the file that hold records, without freed pages."""
         with self._reading():
             ((pages,), (free,), (each,)) = (
                 self._rows(f"PRAGMA {name}")[0]
@@ -98,33 +98,34 @@ class SqliteReader:
             return int((pages - free) * each)
 
     def session(self, session_id: str) -> SessionRecord:
-        """The session as it was opened. `StoreError` if it never was."""
+        """Return the session as it was opened. Raises `StoreError` if it never was."""
         with self._reading():
             for row in self._session_rows("SELECT * FROM sessions WHERE n = ?", session_id):
                 return formats.session_of(row)
         raise self.never_opened(session_id)
 
     def never_opened(self, session_id: str) -> StoreError:
-        """The error for a session that the file does not hold."""
+        """Make the error for a session that the file does not hold."""
         return StoreError(f"{self.path}: session {session_id!r} was never opened")
 
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
-        """A session's exchanges in commit order; empty if there are none or it is unknown.
+        """Return a session's exchanges in commit order; empty if it is unknown.
 
-        A damaged row is an error here; `read` gives what is left of its session.
+        Raises `StoreError` for a damaged row; `read` returns the rest of its session.
         """
         rows = self._exchange_rows(session_id)
         for damaged in rows.damaged:
-            message = f"{self.path}: cannot read exchange {damaged.exchange_id}: {damaged.why}"
-            raise StoreError(message)
+            raise StoreError(
+                f"{self.path}: cannot read exchange {damaged.exchange_id}: {damaged.why}"
+            )
         return rows.exchanges
 
     def bodies(self, session_id: str) -> Mapping[bytes, bytes]:
-        """All content-addressed bodies of a session; those of damaged rows are missing."""
+        """Return all content-addressed bodies of a session; those of damaged rows are missing."""
         return self._exchange_rows(session_id).texts
 
     def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
-        """The last delivery record per exchange id."""
+        """Return the last delivery record per exchange id."""
         with self._reading():
             rows = self._session_rows(
                 "SELECT * FROM deliveries WHERE session = ? ORDER BY n",
@@ -141,10 +142,9 @@ class SqliteReader:
             return None
 
     def read(self, session_id: str) -> SessionCapture:
-        """Everything of one session, read once; texts are unpacked when one is asked for.
+        """Return everything of one session; texts are unpacked on demand.
 
-        A row that is damaged stands in `damaged`, the rest is read. `StoreError` if the session was
-        never opened.
+        Damaged rows are listed in `damaged`. Raises `StoreError` if the session was never opened.
         """
         record = self.session(session_id)
         outcome = self.outcome(session_id)
@@ -172,7 +172,7 @@ class SqliteReader:
     def _reading(self) -> AbstractContextManager[None]:
         return boundary(StoreError, f"{self.path}: cannot read")
 
-    def _exchange_rows(self, session_id: str) -> formats.Rows:
+    def _exchange_rows(self, session_id: str) -> formats.SessionRows:
         with self._reading():
             rows = self._session_rows(
                 "SELECT * FROM exchanges WHERE session = ? ORDER BY n",
@@ -181,7 +181,7 @@ class SqliteReader:
             return formats.exchanges_of(session_id, rows)
 
     def _session_rows(self, query: str, session_id: str) -> list[tuple[Any, ...]]:
-        """Rows of `query` for a session; none where it is unknown."""
+        """Return the rows of `query` for a session; none if it is unknown."""
         found = self._rows("SELECT n FROM sessions WHERE session_id = ?", (session_id,))
         return self._rows(query, found[0]) if found else []
 
@@ -196,14 +196,13 @@ _ROWS = {
     "deliveries": "SELECT * FROM deliveries WHERE session = ? ORDER BY n",
     "outcomes": "SELECT * FROM outcomes WHERE session = ?",
 }
-"""Table -> what of it belongs to the session of a number."""
+"""Table -> query of a session's rows by its number."""
 
 
 def excerpt(source: Path, session_id: str) -> bytes | None:
-    """A capture file that holds one session of the file `source`, as it is at this moment.
+    """Make a capture file with one session of the file `source`, as it is at this moment.
 
-    `None` = it has no session of that id. Others may write to `source` meanwhile. Raises
-    `StoreError`.
+    `None` = it has no such session. Others may write to `source` meanwhile. Raises `StoreError`.
     """
     with closing(formats.open_for_reading(source)) as rows:
         rows.execute("BEGIN")  # all of it at one moment

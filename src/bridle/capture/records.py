@@ -43,14 +43,14 @@ def no_logprobs() -> Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session as it was opened."""
+    """Session as it was opened."""
 
     session_id: str
     opened_at: float
     """Unix time, seconds."""
     task_id: str | None = None
     metadata: JSON = field(default_factory=dict)
-    """What rebuilding needs and whatever the caller gave. `trajectory.rebuild` reads `builder`
+    """Fields for rebuilding and any of the caller's. `trajectory.rebuild` reads `builder`
     (`{"strategy", "config"}`) and `train` (list of kinds); others: harness and its version, sample
     index."""
 
@@ -62,7 +62,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request as it came, without what is stored already.
+    """Request as it came, without the parts that are already stored.
 
     Its messages are the first `kept_spans` spans of exchange `base`'s request, then `spans`.
     """
@@ -82,9 +82,8 @@ class RequestRecord:
 class Exchange:
     """One model call as captured.
 
-    The prompt that was sampled under is the first `kept` ids of (parent's prompt + parent's
-    output), then `suffix_ids`. `len(output_ids) == len(logprobs)`, checked here, unless the mode is
-    `LogprobMode.NONE`.
+    Its prompt is the first `kept` ids of (parent's prompt + parent's output), then `suffix_ids`.
+    `len(output_ids) == len(logprobs)`, checked here, unless the mode is `LogprobMode.NONE`.
     """
 
     exchange_id: str
@@ -96,9 +95,9 @@ class Exchange:
     parent_id: str | None
     """Exchange whose exact ids the prompt extends; `None` at a root."""
     continues: str | None
-    """Exchange whose messages it continues, also where its ids could not; `None` if none."""
+    """Exchange whose messages it continues, even if its ids could not; `None` if none."""
     root_reason: str | None
-    """Why a root is a root (`first`, `tools_changed`, `history_changed`...); `None` if extended."""
+    """Reason of a root (`first`, `tools_changed`, `history_changed`...); `None` if extended."""
     kept: int
     suffix_ids: Ids
     output_ids: Ids
@@ -107,7 +106,7 @@ class Exchange:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     sampling: Sampling
-    """As it was in effect."""
+    """Effective sampling parameters."""
     constrained: bool
     """Whether a grammar shaped the samples."""
     prompt_length: int
@@ -119,29 +118,27 @@ class Exchange:
     started_at: float
     """Unix time, seconds, when the request was complete."""
     first_token_s: float | None
-    """Seconds from `started_at` to the first sampled token; `None` if the engine did not say."""
+    """Seconds from `started_at` to the first sampled token; `None` if not reported."""
     duration_s: float
     """Seconds from `started_at` to commit."""
     extra: JSON = field(default_factory=dict)
-    """Rules applied, `reasoning_restored`, retry facts, engine id... Trajectories read `drift`
-    (class of the difference between the sampled turn and the harness's copy of it; missing =
-    exact) and `break` (`{"position", "reason"}` where the engine used another prompt than ours)."""
+    """Applied rules, `reasoning_restored`, retries, engine id... Trajectories read `drift` (class
+    of the difference between the sampled turn and the harness's copy of it; missing = exact) and
+    `break` (`{"position", "reason"}` if the engine used a different prompt)."""
 
     def __post_init__(self) -> None:
         """Check the alignment that everything later relies on."""
         wanted = 0 if self.logprob_mode is _NONE else len(self.output_ids)
         if len(self.logprobs) != wanted:
-            message = (
+            raise ValueError(
                 f"exchange {self.exchange_id}: {len(self.output_ids)} sampled ids "
                 f"but {len(self.logprobs)} logprobs"
             )
-            raise ValueError(message)
         if self.kept + len(self.suffix_ids) != self.prompt_length:
-            message = (
+            raise ValueError(
                 f"exchange {self.exchange_id}: kept {self.kept} + new {len(self.suffix_ids)} ids "
                 f"is not the prompt's length {self.prompt_length}"
             )
-            raise ValueError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward that was given to a session later; of several the last one counts."""
+    """Reward given to a session later; the last one counts."""
 
     session_id: str
     at: float
@@ -191,7 +188,7 @@ class Score:
     """Person or program that gave it."""
     why: str = ""
     metadata: JSON = field(default_factory=dict)
-    """What the scorer returned beside the reward."""
+    """Result of the scorer beside the reward."""
 
 
 def scored(outcome: Outcome, scores: Sequence[Score]) -> Outcome:
@@ -228,17 +225,17 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A row of a capture file that is no exchange any more."""
+    """Row of a capture file that cannot be decoded."""
 
     exchange_id: str
     sampled: int
-    """Tokens that it seems to hold; 0 where that cannot be told either."""
+    """Tokens that it seems to hold; 0 if unknown."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCapture:
-    """Everything that capture holds of one session: all that a trajectory is a function of."""
+    """All records of one session: the input of its trajectory."""
 
     session: SessionRecord
     exchanges: Sequence[Exchange]
@@ -250,4 +247,4 @@ class SessionCapture:
     outcome: Outcome | None
     """`None` = the session has not ended, or was killed."""
     damaged: Sequence[Damaged] = ()
-    """What was committed and cannot be read; trajectories count it as excluded."""
+    """Rows that were committed and cannot be read; trajectories count them as excluded."""

@@ -1,18 +1,18 @@
 """Capture in one SQLite file: one writer with group commit, readers beside it.
 
-Callers on event loops put records in a queue and await. The writer's thread takes all that waits,
-writes it in one transaction, and tells each caller's loop. When `commit` returns, the record is in
-the operating system's hands: `kill -9` of this process cannot take it. `fsync="group"` makes each
-transaction durable against power loss too, one fsync for all that waited.
+Callers on event loops queue records and await them. The writer's thread writes all waiting records
+in one transaction and resolves their futures. When `commit` returns, the operating system has the
+record: `kill -9` of this process cannot lose it. `fsync="group"` makes each transaction durable
+against power loss too, with one fsync for all waiting records.
 
-Without fsync, a small record is written by its caller at once, or when the thread has done what it
-has. In a gateway on two shared cores, between other processes, that takes 0.09 ms where two hand-
-offs between threads make it 0.30 ms (benchmarks/gateway.py); of the 0.09 ms half compresses texts.
-A write that the disk held up sends all that follow to the thread for a while, so a slow disk stalls
-one call, not all sessions.
+Without fsync, a small record is written by its caller, at once or when the thread is idle. In a
+gateway on two shared cores, beside other processes, that takes 0.09 ms, against 0.30 ms with two
+hand-offs between threads (benchmarks/gateway.py); half of the 0.09 ms compresses texts. After a
+write that was slow, callers leave the writing to the thread for a while, so a slow disk stalls one
+call, not all sessions.
 
-The writer owns what must not be done twice (which ids and bodies a session has). Readers use a
-connection of their own and wait until all that was given before is written.
+The writer keeps the ids and bodies of each session, so that nothing is stored twice. Readers use a
+connection of their own and wait until all earlier records are written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bridle.capture.texts import (
     DIGEST_BYTES,
     HEAD,
     REPLY,
-    Entry,
+    TextEntry,
     body_digests,
     body_entries,
     head_digest,
@@ -57,40 +57,42 @@ from bridle.folders import check_room
 __all__ = ["SqliteReader", "SqliteStore"]
 
 CHECKPOINT_FRAMES = 2000
-"""WAL pages (4 KiB) after which an idle writer moves them into the file: 8 MB, 5 to 20 ms."""
+"""WAL pages (4 KiB) after which an idle writer checkpoints: 8 MB, 5 to 20 ms."""
 
 CHECKPOINT_FRAMES_BUSY = 16 * CHECKPOINT_FRAMES
-"""Pages after which it does so although callers wait."""
+"""WAL pages after which it checkpoints even if callers wait."""
 
 GROUP_WITHOUT_FSYNC = 4
-"""Most records of one transaction where it costs no fsync: the first of many that wait together are
-then not held up by the last (32 at once: median 1.5 ms, against 2.5 ms in one transaction)."""
+"""Most records of one transaction without fsync, so that the first of many waiting records is not
+held up by the last (32 at once: median 1.5 ms, against 2.5 ms in one transaction)."""
 
 OTHERS_MS = 5000
-"""How long a write waits for another process that writes to the file; as `formats` opens it."""
+"""Time that a write waits for another process's lock; as `formats` opens the file."""
 
 WRITTEN_HERE = 1 << 15
 """Bytes of texts up to which a caller writes its own record: more takes long to compress."""
 
 HELD_UP_S = 0.05
-"""A transaction without fsync that takes longer met a busy disk; a busy processor costs some ms."""
+"""Duration of a transaction without fsync that shows a busy disk; a busy processor costs some ms.
+"""
 
 SHY_S = 5.0
-"""How long callers leave the writing to the thread after that."""
+"""Time for which callers then leave the writing to the thread."""
 
 LATER_S = 0.005
-"""How long a delivery waits to be written with an exchange: a transaction of its own would cost
+"""Time that a delivery waits to be written with an exchange: a transaction of its own would cost
 half as much as the exchange's."""
 
 SOON_S = 0.001
-"""How long a small record waits for the thread before its caller looks again. Queued as well, it
-would be followed by the next: the thread waits 5 ms for each turn of the interpreter."""
+"""Time after which the caller of a small record looks again whether the thread is idle. A queued
+record would keep the next ones in the queue: the thread waits 5 ms for each turn of the
+interpreter."""
 
 Work = Callable[["_Writer"], None]
 
 
 class SqliteStore:
-    """The store that nodes use (`bridle.capture.store.Store`). Make one with `open`."""
+    """The store of nodes (`bridle.capture.store.Store`). Make one with `open`."""
 
     def __init__(self, path: Path, writer: _Writer, reader: SqliteReader) -> None:
         self.path = path
@@ -100,9 +102,9 @@ class SqliteStore:
 
     @classmethod
     async def open(cls, path: str | Path, fsync: Literal["off", "group"] = "off") -> SqliteStore:
-        """Open or make the file at `path`; `aclose` releases it.
+        """Open or create the file at `path`; `aclose` releases it.
 
-        What a killed process left is recovered: every committed record is there, a torn tail is
+        A file of a killed process is recovered: every committed record is there, a torn tail is
         cut. Raises `StoreError` for an unusable folder, a foreign or corrupt file, a newer format.
         """
         path = Path(path)
@@ -115,24 +117,21 @@ class SqliteStore:
         return cls(path, _Writer(path, connection, group), reader)
 
     async def open_session(self, session: SessionRecord) -> None:
-        """Record a session; a second one of the same id is an error."""
         await self._write(lambda writer: writer.open_session(session))
 
     async def commit(self, exchange: Exchange, bodies: Mapping[bytes, bytes]) -> None:
-        """Record an exchange with the `bodies` that are new to its session."""
         size = len(exchange.reply)
         for digest in bodies:
             size += len(bodies[digest])
         await self._write(lambda writer: writer.commit(exchange, bodies), size=size)
 
     async def deliver(self, delivery: Delivery) -> None:
-        """Record what became of a reply; readers in this process see it at once."""
         await self.deliver_soon(delivery)
 
     def deliver_soon(self, delivery: Delivery) -> asyncio.Future[None]:
-        """Record what became of a reply; readers in this process see it at once.
+        """Record the state of a reply; readers in this process see it at once.
 
-        It is written with the next exchange, or soon; nobody's reply waits for it.
+        It is written with the next exchange, or soon; no reply waits for it.
         """
         job = self._job(lambda writer: writer.deliver(delivery))
         if not job.done.done():
@@ -140,19 +139,17 @@ class SqliteStore:
         return job.done
 
     async def close_session(self, outcome: Outcome) -> None:
-        """Record how a session ended; a second outcome of the same session is an error."""
         await self._write(lambda writer: writer.close_session(outcome))
 
     async def score(self, score: Score) -> None:
-        """Record a reward that is given later; every reading of the outcome has the last one."""
         await self._write(lambda writer: writer.score(score))
 
     async def forget(self, session_id: str) -> None:
-        """Remove all of a session; the room in the file is used again, the file is not shorter."""
+        """Remove all of a session; freed pages are reused, the file does not shrink."""
         await self._write(lambda writer: writer.forget(session_id), size=sys.maxsize)
 
     async def flush(self) -> None:
-        """Return when all that was given before is on the disk itself."""
+        """Return when all earlier records are synced to the disk."""
         await self._write(lambda writer: writer.want_sync(), size=sys.maxsize)
 
     async def check(self) -> None:
@@ -162,7 +159,7 @@ class SqliteStore:
         await self._write(lambda writer: writer.touch())
 
     async def aclose(self) -> None:
-        """Write what was given, release the file; idempotent."""
+        """Write all given records and release the file; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -176,40 +173,32 @@ class SqliteStore:
         await self.aclose()
 
     def sessions(self) -> Sequence[SessionRecord]:
-        """All sessions in the order they were opened."""
         return self._given_before().sessions()
 
     def exchanges(self, session_id: str) -> Sequence[Exchange]:
-        """A session's exchanges in commit order; empty if there are none or it is unknown."""
         return self._given_before().exchanges(session_id)
 
     def deliveries(self, session_id: str) -> Mapping[str, Delivery]:
-        """The last delivery record per exchange id."""
         return self._given_before().deliveries(session_id)
 
     def bodies(self, session_id: str) -> Mapping[bytes, bytes]:
-        """All content-addressed bodies of a session."""
         return self._given_before().bodies(session_id)
 
     def read(self, session_id: str) -> SessionCapture:
-        """Everything of one session, read once. `StoreError` if it was never opened."""
         return self._given_before().read(session_id)
 
     def outcome(self, session_id: str) -> Outcome | None:
-        """Return the session's outcome; `None` = it still runs, or was killed."""
         return self._given_before().outcome(session_id)
 
     def size(self) -> int:
-        """Bytes of the file that hold records."""
         return self._given_before().size()
 
     def _check_open(self) -> None:
         if self._closed:
-            message = f"{self.path}: the store is closed"
-            raise StoreError(message)
+            raise StoreError(f"{self.path}: the store is closed")
 
     def _job(self, work: Work) -> Job:
-        """A job of this loop; it is done, with the error, where the store is closed."""
+        """Make a job of this loop; if the store is closed, it already has the error."""
         loop = asyncio.get_running_loop()
         job = Job(work, loop, loop.create_future())
         if self._closed:
@@ -217,7 +206,7 @@ class SqliteStore:
         return job
 
     async def _write(self, work: Work, *, size: int = 0) -> None:
-        """Have `work` done: here where the writer is idle, else by the writer's thread.
+        """Run `work`: here if the writer is idle, otherwise in the writer's thread.
 
         `size` is about how many bytes it writes.
         """
@@ -235,7 +224,7 @@ class SqliteStore:
         await done
 
     def _given_before(self) -> SqliteReader:
-        """The reader, after all that was given has been written."""
+        """Return the reader, after all earlier records have been written."""
         self._check_open()
         self._writer.wait_until_written()
         return self._reader
@@ -243,19 +232,19 @@ class SqliteStore:
 
 @dataclass(slots=True)
 class _SessionState:
-    """State of a session that the writer keeps so that nothing is stored twice."""
+    """State of a session in the writer, so that nothing is stored twice."""
 
     number: int
     exchange_ids: set[str] = field(default_factory=set)
     heads: set[bytes] = field(default_factory=set)
     bodies: set[bytes] = field(default_factory=set)
-    """And their data."""
+    """Digests of the stored bodies and of their data."""
     deliveries: int = 0
     closed: bool = False
 
 
 class _Writer:
-    """The thread that writes. Methods without a note run in it, inside a transaction.
+    """Thread that writes. Methods without a note run in it, inside a transaction.
 
     A caller that finds nothing queued or running may do its work itself: `write_now`.
     """
@@ -269,7 +258,7 @@ class _Writer:
         self._frames = 0
         self._sync_wanted = False
         self._turn = threading.Lock()
-        """Held by whoever uses the connection."""
+        """Held while the connection is used."""
         self._shy_until = 0.0
         self._patience_ms = OTHERS_MS
         self._jobs = Jobs()
@@ -283,7 +272,7 @@ class _Writer:
         self._jobs.give(job)
 
     def give_later(self, job: Job, seconds: float = LATER_S) -> None:
-        """Leave a job for the next transaction, within so many seconds; later ones have theirs."""
+        """Defer a job to the next transaction, at most for so many seconds."""
         if self._jobs.leave(job) or seconds < LATER_S:
             job.loop.call_later(seconds, self._write_later, job)
 
@@ -296,7 +285,7 @@ class _Writer:
             self._jobs.give()
 
     def write_now(self, work: Work | None) -> Written:
-        """Do `work`, and what was left for later, in the calling thread, or say who is to.
+        """Do `work` and the deferred jobs in the calling thread, or return who has to.
 
         Raises `StoreError`.
         """
@@ -322,7 +311,7 @@ class _Writer:
         return Written.HERE
 
     def _transact_with_later(self, work: Work | None) -> None:
-        """One transaction for `work` and what was left for later; a bad one costs nobody else."""
+        """Write `work` and the deferred jobs in one transaction; if it fails, each in its own."""
         works = [] if work is None else [work]
         later = self._jobs.take_left()
         try:
@@ -339,16 +328,15 @@ class _Writer:
                 job.finish(None, loop)
 
     def wait_until_written(self) -> None:
-        """Block until every job given before has been tried."""
+        """Block until every earlier job has been tried."""
         written = threading.Event()
         self._jobs.put(written)
         while not written.wait(timeout=0.2):
             if not self._thread.is_alive():
-                message = f"{self._path}: the store is closed"
-                raise StoreError(message)
+                raise StoreError(f"{self._path}: the store is closed")
 
     def close(self) -> None:
-        """Write what is queued, end the thread, close the file (which empties the WAL)."""
+        """Write the queued jobs, end the thread, close the file (which empties the WAL)."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -380,9 +368,7 @@ class _Writer:
             self._patience_ms = milliseconds
 
     def _write(self, jobs: list[Job]) -> None:
-        """Write all jobs in one transaction; if it fails, each in its own, so that one bad record
-        costs nobody else.
-        """
+        """Write all jobs in one transaction; if it fails, each in its own."""
         if not jobs:
             return
         fault = None
@@ -417,7 +403,7 @@ class _Writer:
         self._frames += 4 * len(works)
 
     def _checkpoint(self) -> None:
-        """Move the WAL into the file when it is long, best while nobody waits."""
+        """Checkpoint the WAL when it is long, preferably while nobody waits."""
         limit = CHECKPOINT_FRAMES if self._jobs.empty else CHECKPOINT_FRAMES_BUSY
         if self._frames < limit:
             return
@@ -430,8 +416,7 @@ class _Writer:
 
     def open_session(self, session: SessionRecord) -> None:
         if self._find(session.session_id) is not None:
-            message = f"{self._path}: session {session.session_id!r} is recorded already"
-            raise StoreError(message)
+            raise StoreError(f"{self._path}: session {session.session_id!r} is recorded already")
         cursor = self._connection.execute(
             "INSERT INTO sessions (session_id, opened_at, task_id, metadata) VALUES (?, ?, ?, ?)",
             formats.session_row(session),
@@ -442,12 +427,11 @@ class _Writer:
         """Record an exchange and the texts that its session does not have yet."""
         state = self._state(exchange.session_id)
         if exchange.exchange_id in state.exchange_ids:
-            message = f"{self._path}: exchange {exchange.exchange_id!r} is recorded already"
-            raise StoreError(message)
+            raise StoreError(f"{self._path}: exchange {exchange.exchange_id!r} is recorded already")
         head = head_digest(exchange.request.head)
-        entries = [Entry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
+        entries = [TextEntry(REPLY, bytes(DIGEST_BYTES), exchange.reply)]
         if head not in state.heads:
-            entries.append(Entry(HEAD, head, exchange.request.head))
+            entries.append(TextEntry(HEAD, head, exchange.request.head))
         new: set[bytes] = set()
         for digest, body in bodies.items():
             if digest in state.bodies:
@@ -463,7 +447,6 @@ class _Writer:
         state.bodies.update(new)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Record what became of a reply."""
         state = self._state(delivery.session_id)
         self._connection.execute(
             "INSERT INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -474,8 +457,7 @@ class _Writer:
     def close_session(self, outcome: Outcome) -> None:
         state = self._state(outcome.session_id)
         if state.closed:
-            message = f"{self._path}: session {outcome.session_id!r} has an outcome already"
-            raise StoreError(message)
+            raise StoreError(f"{self._path}: session {outcome.session_id!r} has an outcome already")
         self._connection.execute(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             formats.outcome_row(state.number, outcome),
@@ -489,8 +471,7 @@ class _Writer:
             (formats.score_json(score), score.session_id),
         )
         if not found.rowcount:
-            message = f"{self._path}: session {score.session_id!r} was never opened"
-            raise StoreError(message)
+            raise StoreError(f"{self._path}: session {score.session_id!r} was never opened")
 
     def forget(self, session_id: str) -> None:
         if (state := self._find(session_id)) is not None:
@@ -499,22 +480,21 @@ class _Writer:
             self._states.pop(session_id, None)
 
     def touch(self) -> None:
-        """Write one page as it is."""
+        """Rewrite one page unchanged."""
         self._connection.execute(f"PRAGMA application_id = {formats.APPLICATION_ID}")
 
     def want_sync(self) -> None:
-        """Have this transaction and all before it on the disk when its jobs are finished."""
+        """Sync this transaction and all before it before its jobs are finished."""
         self._sync_wanted = True
 
     def _state(self, session_id: str) -> _SessionState:
         state = self._states.get(session_id) or self._find(session_id)
         if state is None:
-            message = f"{self._path}: session {session_id!r} was never opened"
-            raise StoreError(message)
+            raise StoreError(f"{self._path}: session {session_id!r} was never opened")
         return state
 
     def _find(self, session_id: str) -> _SessionState | None:
-        """A session's state, read from the file where an earlier process wrote it."""
+        """Return a session's state, read from the file if an earlier process wrote it."""
         state = self._states.get(session_id)
         if state is None and (state := self._recorded(session_id)) is not None:
             self._states[session_id] = state
@@ -544,14 +524,14 @@ class Written(Enum):
 
     HERE = "here"
     SOON = "soon"
-    """The thread has something to write before it; then its caller can."""
+    """The caller can write soon, when the thread has done its present work."""
     BY_THREAD = "by the thread"
-    """It is to be queued."""
+    """The record must be queued."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """Something to write and who waits for it."""
+    """Work to write, and the future of its caller."""
 
     work: Callable[[Any], None]
     """Called with the writer, inside a transaction."""
@@ -561,9 +541,9 @@ class Job:
     def finish(
         self, error: StoreError | None, here: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Tell the waiting caller, whose loop may be gone; `here` is the loop of this thread."""
+        """Resolve the caller's future, whose loop may be closed; `here` is this thread's loop."""
 
-        def tell() -> None:
+        def resolve() -> None:
             if self.done.done():
                 return
             if error is None:
@@ -572,9 +552,9 @@ class Job:
                 self.done.set_exception(error)
 
         if self.loop is here:
-            tell()
+            resolve()
         elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(tell)
+            self.loop.call_soon_threadsafe(resolve)
 
 
 class Jobs:
@@ -606,28 +586,28 @@ class Jobs:
         return self._queue.empty()
 
     def give(self, *jobs: Job) -> None:
-        """Queue what was left for later, then `jobs`."""
+        """Queue the deferred jobs, then `jobs`."""
         with self._counting:
             for job in (*self.take_left(), *jobs):
                 self._given += 1
                 self._queue.put(job)
 
     def put(self, event: threading.Event | None) -> None:
-        """Queue what was left for later, then a mark: to be set, or (`None`) to end the thread."""
+        """Queue the deferred jobs, then an event to set, or `None` to end the thread."""
         self.give()
         self._queue.put(event)
 
     def get(self) -> Job | threading.Event | None:
-        """Wait for the next in the queue."""
+        """Wait for the next item of the queue."""
         return self._queue.get()
 
     def leave(self, job: Job) -> bool:
-        """Leave a job for the next transaction; whether it is the first."""
+        """Defer a job to the next transaction; return whether it is the first."""
         self._left.append(job)
         return len(self._left) == 1
 
     def take_left(self) -> list[Job]:
-        """All that was left for later; it is the caller's now."""
+        """Return all deferred jobs; they are the caller's now."""
         jobs: list[Job] = []
         if not self._left:
             return jobs

@@ -1,20 +1,19 @@
-"""The texts of a capture file: packed blobs, and a session's texts unpacked when first asked for.
+"""The texts of a capture file: packed blobs, and a session's texts, unpacked on first access.
 
-Texts (the reply, and the bodies and the request head that an exchange brings for the first time in
-its session) lie packed in one blob per exchange, because each has exactly one exchange that brought
-it:
+Texts are the reply, and the bodies and the request head that are new to the session. They are
+packed in one blob per exchange, the first that has them:
 
     codec (1 byte: 0 plain, 1 zlib) | packed
     packed = entry*   entry = kind (1 byte: 0 body, 1 request head, 2 reply, 3 data, 4 parted body)
                               | 16-byte digest | u32 length | bytes
 
-The same image comes again in messages that differ in a word. So long base64 in a body is an entry
-of its own, `data`, once per session, and the body is `parted`:
+The same image recurs in messages that differ in a word. So long base64 in a body is a separate
+entry, `data`, once per session, and the body is `parted`:
 
     u16 count | (u32 bytes of text before it, 16-byte digest of the data) * count | text
 
-What trains is ids and logprobs, so a reader gets those at once and its texts when it asks for one:
-then all of the session, once. A blob that is damaged costs its own texts and nothing else.
+Training needs ids and logprobs only, so a reader gets those at once; at the first access to a text
+it unpacks all of the session. A damaged blob loses its own texts and nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ COMPRESS_LEVEL = 1
 DIGEST_BYTES = 16
 
 
-class Entry(NamedTuple):
+class TextEntry(NamedTuple):
     """One text of an exchange's packed blob."""
 
     kind: int
@@ -52,28 +51,28 @@ BODY, HEAD, REPLY, DATA, PARTED = 0, 1, 2, 3, 4
 _ENTRY = struct.Struct("<B16sI")
 _COUNT, _PART = struct.Struct("<H"), struct.Struct("<I16s")
 _BASE64 = re.compile(rb'"(?:data:[^",]{0,80},)?([A-Za-z0-9+/_-]{4096,}={0,2})"')
-"""A JSON string of long base64, or a data URL of it."""
+"""JSON string of long base64, or a data URL of it."""
 
 
-def body_entries(digest: bytes, body: bytes) -> list[Entry]:
-    """The entries of a body: itself, or its data and what is around them."""
+def body_entries(digest: bytes, body: bytes) -> list[TextEntry]:
+    """Make the entries of a body: itself, or its data and the text around them."""
     data, parts, texts, at = [], [], [], 0
     for match in _BASE64.finditer(body):
-        found = Entry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
+        found = TextEntry(DATA, hashlib.sha256(match[1]).digest()[:DIGEST_BYTES], match[1])
         data.append(found)
         texts.append(body[at : match.start(1)])
         parts.append(_PART.pack(len(texts[-1]), found.digest))
         at = match.end(1)
     if not data:
-        return [Entry(BODY, digest, body)]
+        return [TextEntry(BODY, digest, body)]
     return [
         *data,
-        Entry(PARTED, digest, b"".join([_COUNT.pack(len(parts)), *parts, *texts, body[at:]])),
+        TextEntry(PARTED, digest, b"".join([_COUNT.pack(len(parts)), *parts, *texts, body[at:]])),
     ]
 
 
 def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
-    """A parted body put together. `KeyError`: its data are not there; `struct.error`: no parts."""
+    """Join a parted body. Raises `KeyError` if data are missing, `struct.error` if malformed."""
     (count,) = _COUNT.unpack_from(parted)
     at = _COUNT.size + count * _PART.size
     pieces: list[bytes] = []
@@ -84,8 +83,8 @@ def _whole(parted: bytes, data: Mapping[bytes, bytes]) -> bytes:
     return b"".join([*pieces, parted[at:]])
 
 
-def pack(entries: Iterable[Entry]) -> bytes:
-    """Entries as one blob, compressed where that saves an eighth or more."""
+def pack(entries: Iterable[TextEntry]) -> bytes:
+    """Pack entries into one blob, compressed if that saves an eighth or more."""
     parts: list[bytes] = []
     for kind, digest, text in entries:
         parts += (_ENTRY.pack(kind, digest, len(text)), text)
@@ -108,39 +107,37 @@ def _compressed(plain: bytes) -> bytes:
     return packer.compress(plain) + packer.flush()
 
 
-def unpack(blob: bytes) -> Iterator[Entry]:
-    """The entries of a blob. A malformed one raises `ValueError`, `zlib.error`, `struct.error`."""
+def unpack(blob: bytes) -> Iterator[TextEntry]:
+    """Yield the entries of a blob; `ValueError`, `zlib.error`, `struct.error` if malformed."""
     codec, packed = blob[:1], blob[1:]
     if codec == b"\x01":
         packed = zlib.decompress(packed)
     elif codec != b"\x00":
-        message = f"unknown text codec {codec!r}"
-        raise ValueError(message)
+        raise ValueError(f"unknown text codec {codec!r}")
     at = 0
     while at < len(packed):
         kind, digest, length = _ENTRY.unpack_from(packed, at)
         at += _ENTRY.size
         if at + length > len(packed):
-            message = "a text ends before its length"
-            raise ValueError(message)
-        yield Entry(kind, digest, packed[at : at + length])
+            raise ValueError("a text ends before its length")
+        yield TextEntry(kind, digest, packed[at : at + length])
         at += length
 
 
 def body_digests(blob: bytes) -> Iterator[bytes]:
-    """The digests of the bodies, and of their data, in a blob; raises as `unpack`."""
+    """Yield the digests of the bodies, and of their data, in a blob; raises as `unpack`."""
     return (entry.digest for entry in unpack(blob) if entry.kind in {BODY, DATA, PARTED})
 
 
 def head_digest(head: bytes) -> bytes:
-    """Content address of a request's head."""
+    """Return the content address of a request's head."""
     return hashlib.sha256(head).digest()[:DIGEST_BYTES]
 
 
 class SessionTexts(Mapping[bytes, bytes]):
-    """A session's bodies by content digest; and its heads and replies, of which exchanges know.
+    """A session's bodies by content digest, with its heads and replies.
 
-    Rows are added in commit order. Unpacks when first asked, all at once.
+    Rows are added in commit order. All are unpacked at the first access.
     """
 
     def __init__(self) -> None:
@@ -149,16 +146,16 @@ class SessionTexts(Mapping[bytes, bytes]):
         self._replies: dict[int, bytes] = {}
         self._bodies: dict[bytes, bytes] = {}
         self._data: dict[bytes, bytes] = {}
-        self._unpacked: dict[int, list[Entry]] = {}
+        self._unpacked: dict[int, list[TextEntry]] = {}
         self._done = 0
         self.damaged: dict[int, str] = {}
-        """Blob number -> what is wrong with it; complete when a text was asked for."""
+        """Blob number -> its damage; complete once a text was read."""
 
     def add(self, blob: bytes, head: bytes) -> bytes:
-        """Add the next row's blob; returns the text of its request's head.
+        """Add the next row's blob; return the text of its request's head.
 
-        The first exchange with a head brings its text, so most rows need nothing unpacked. A head
-        whose text is damaged is `b""`.
+        The first exchange with a head has its text, so most rows need no unpacking. A head whose
+        text is damaged is `b""`.
         """
         self._blobs.append(blob)
         if head not in self._heads:
@@ -180,15 +177,14 @@ class SessionTexts(Mapping[bytes, bytes]):
         return len(self._blobs)
 
     def reply(self, number: int) -> bytes:
-        """The reply of the row that was added as that number. `StoreError` if it is damaged."""
+        """Return the reply of the row with that number. Raises `StoreError` if it is damaged."""
         self._loaded()
         if number in self.damaged:
-            message = f"a row's texts are damaged: {self.damaged[number]}"
-            raise StoreError(message)
+            raise StoreError(f"a row's texts are damaged: {self.damaged[number]}")
         return self._replies.get(number, b"")
 
     def _loaded(self) -> dict[bytes, bytes]:
-        """The bodies, after unpacking all that is not unpacked."""
+        """Return the bodies, after unpacking all blobs."""
         while self._done < len(self._blobs):
             for entry in self._entries(self._done):
                 if entry.kind == BODY:
@@ -205,7 +201,7 @@ class SessionTexts(Mapping[bytes, bytes]):
             self._done += 1
         return self._bodies
 
-    def _entries(self, number: int) -> list[Entry]:
+    def _entries(self, number: int) -> list[TextEntry]:
         known = self._unpacked.get(number)
         if known is None:
             try:
@@ -218,7 +214,7 @@ class SessionTexts(Mapping[bytes, bytes]):
 
 
 class StoredExchange(Exchange):
-    """An exchange of a file: its reply and its request are read when somebody asks for them."""
+    """Exchange of a file: its reply and its request are read on first access."""
 
     __slots__ = ("_place",)
     _place: tuple[SessionTexts, int, Callable[[], RequestRecord]]
@@ -227,10 +223,10 @@ class StoredExchange(Exchange):
     def of(
         cls, texts: SessionTexts, request: Callable[[], RequestRecord], *values: object
     ) -> StoredExchange:
-        """The exchange of the row that `texts` got last, with its other fields' values in order.
+        """Make the exchange of the row that `texts` got last, from its other fields in order.
 
-        Fields are set as what they are, slots: through the constructor of a frozen class each costs
-        twice as much. `ValueError` where `Exchange` has one, or where values are missing.
+        The slots are set directly: through the constructor of a frozen class each costs twice as
+        much. Raises `ValueError` as `Exchange` does, or if values are missing.
         """
         exchange = cls.__new__(cls)
         for give, value in zip(_GIVE, values, strict=True):
@@ -240,7 +236,7 @@ class StoredExchange(Exchange):
         return exchange
 
     def __getattr__(self, name: str) -> object:
-        """Called for what is not set: the reply or the request, once."""
+        """Read the reply or the request, once."""
         if name not in _LATER:
             raise AttributeError(name)
         texts, number, request = self._place

@@ -1,14 +1,13 @@
-"""The thread that samples: who joins, who leaves, and what each step computes.
+"""The scheduler thread: it admits calls, computes steps, and samples a token for each ready call.
 
-A step takes one token of every call that decodes and, up to a budget, pieces of the prompts that
-are still being computed, oldest first; so a long prompt delays the others by a bounded amount.
-Everything else (new calls, aborts, new weights) happens between two steps, in the order in which it
-was asked for. What was sampled goes to the callers' event loops in batches: at the first token, at
-the end, and every `FLUSH_S` between, because waking an event loop for every token costs more than
-sampling it.
+A step computes one token of every decoding call and, up to a budget, pieces of prompts, oldest
+first, so a long prompt delays the others by a bounded time. New calls, aborts and new weights are
+handled between two steps, in the order of their requests. Sampled tokens go to the callers' event
+loops in batches: at the first token, at the end, and every `FLUSH_S` between, because waking an
+event loop for every token costs more than sampling it.
 
-Memory that runs out ends no call that can wait: first what was remembered is dropped, then the
-newest calls are put back to wait and computed again later.
+When memory runs out, the prefix cache is dropped first, then the newest calls wait and are
+recomputed later; a call fails only if it does not fit alone.
 
 A token is drawn from the softmax of its logits after, in this order: `logit_bias`, penalties,
 suppressed ids (`min_tokens`), temperature, min-p, top-k, top-p over what top-k left. This is vLLM's
@@ -34,8 +33,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bridle.embedded.call import Call, Mailbox, common_prefix
-from bridle.embedded.model import Loaded
+from bridle.embedded.call import BatchedCall, Mailbox, common_prefix
+from bridle.embedded.model import LoadedModel
 from bridle.engines.base import GenerateChunk
 from bridle.errors import EngineError
 from bridle.types import FinishReason
@@ -43,7 +42,7 @@ from bridle.types import FinishReason
 FLUSH_S = 0.02
 
 SHARE_TOKENS = 32
-"""A call waits for another's prompt to be computed if that saves it more tokens than this."""
+"""A call waits for another call's prompt if that saves it at least this many tokens."""
 
 
 @dataclass(slots=True)
@@ -57,42 +56,44 @@ class Counters:
     computed_tokens: int = 0
     """Tokens that went through the model."""
     cached_tokens: int = 0
-    """Prompt tokens that were remembered instead."""
+    """Prompt tokens taken from the prefix cache or from another call."""
     put_back: int = 0
-    """How often a call had to wait again because memory ran out."""
+    """Calls preempted because memory ran out."""
 
 
-class Batch:
-    """The state of the sampling thread. Only `post` may be called from elsewhere."""
+class BatchScheduler:
+    """State of the sampling thread. Other threads may call `post` and `ask` only."""
 
-    def __init__(self, loaded: Loaded, *, max_batch: int, step_tokens: int, version: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, max_batch: int, step_tokens: int, version: int
+    ) -> None:
         self._loaded = loaded
         self._decoder = loaded.decoder
         self._max_batch = max_batch
         self._step_tokens = step_tokens
         self.version = version
         self.counters = Counters()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._ended = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
-        self._running: list[Call] = []
+        self._waiting: deque[BatchedCall] = deque()
+        self._running: list[BatchedCall] = []
         """Oldest first."""
-        self._unanswered: set[Call] = set()
-        """Calls whose callers still wait for an end."""
+        self._unanswered: set[BatchedCall] = set()
+        """Calls that have sent no last chunk and no error yet."""
         self._flushed_at = 0.0
 
     # ---- from other threads
 
     def post(self, work: Callable[[], None] | None) -> bool:
-        """Have `work` done between two steps; `None` ends the thread. False = it has ended."""
-        with self._door:
+        """Run `work` between two steps; `None` ends the thread. `False` = the thread has ended."""
+        with self._lock:
             if not self._ended:
                 self._inbox.put(work)
             return not self._ended
 
     def ask(self, work: Callable[[], None]) -> Future[None]:
-        """Like `post`, with its end or its error as a future."""
+        """Run `work` as `post` does; the future gets its completion or its error."""
         answer: Future[None] = Future()
 
         def do() -> None:
@@ -104,20 +105,20 @@ class Batch:
             answer.set_result(None)
 
         if not self.post(do):
-            answer.set_exception(EngineError("the embedded engine has ended"))
+            answer.set_exception(EngineError("the embedded engine is closed"))
         return answer
 
     # ---- the thread
 
     def run(self) -> None:
-        """Sample until told to end; any error that is not a call's own escapes."""
+        """Sample until `None` is posted; errors that belong to no single call escape."""
         with torch.inference_mode():
-            while self._tend():
+            while self._run_posted():
                 if self._running or self._waiting:
                     self._step()
 
-    def _tend(self) -> bool:
-        """Do what was posted; waits for something to do. False = end."""
+    def _run_posted(self) -> bool:
+        """Run posted work, waiting for some if there are no calls. `False` = end the thread."""
         idle = not self._running and not self._waiting
         while True:
             try:
@@ -129,13 +130,13 @@ class Batch:
             work()
             idle = False
 
-    def submit(self, call: Call) -> None:
-        """Let a call wait for its turn (posted)."""
+    def submit(self, call: BatchedCall) -> None:
+        """Queue a call (posted)."""
         self._unanswered.add(call)
         self._waiting.append(call)
 
-    def abort(self, call: Call, *, silently: bool) -> None:
-        """End a call; its caller gets a last chunk, or nothing if it has gone (posted)."""
+    def abort(self, call: BatchedCall, *, silently: bool) -> None:
+        """End a call; unless `silently`, its caller gets a last chunk (posted)."""
         if call not in self._unanswered:
             return
         call.finish = FinishReason.ABORT
@@ -147,8 +148,8 @@ class Batch:
         self._send([call])
 
     def end(self, error: EngineError) -> None:
-        """Take nothing more, and tell every caller why; also those still in the inbox."""
-        with self._door:
+        """Refuse new work and send `error` to every caller, including those in the inbox."""
+        with self._lock:
             self._ended = True
         while not self._inbox.empty():
             work = self._inbox.get()
@@ -160,10 +161,10 @@ class Batch:
         self._waiting.clear()
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy new weights in; calls in flight go on under them (posted).
+        """Copy new weights in; calls in flight continue under them (posted).
 
-        What they have computed stays, so their caches are of mixed weights and serve no other call;
-        everything remembered is forgotten.
+        Their caches then hold keys of both weights and serve no other call; the prefix cache is
+        cleared.
         """
         own = self._loaded.model.state_dict()
         with torch.no_grad():
@@ -186,8 +187,8 @@ class Batch:
         self.counters.waiting = len(self._waiting)
 
     def _admit(self) -> None:
-        """Let waiting calls join, oldest first, while there is room."""
-        passed: deque[Call] = deque()
+        """Admit waiting calls, oldest first, while there is room."""
+        passed: deque[BatchedCall] = deque()
         while self._waiting and len(self._running) < self._max_batch:
             call = self._waiting.popleft()
             if self._worth_waiting(call):
@@ -203,9 +204,9 @@ class Batch:
             self._running.append(call)
         self._waiting.extendleft(reversed(passed))
 
-    def _worth_waiting(self, call: Call) -> bool:
+    def _worth_waiting(self, call: BatchedCall) -> bool:
         """Return whether a running call is about to compute a prefix that this call can copy."""
-        if self._decoder.name != "slots":
+        if not self._decoder.copies:
             return False
         for other in self._running:
             if other.pending > 1 and other.cache_version == self.version:
@@ -214,10 +215,8 @@ class Batch:
                     return True
         return False
 
-    def _plan(self) -> list[tuple[Call, int]]:
-        """Choose the work of the next step: pairs of a call and the number of its ids to
-        compute.
-        """
+    def _plan(self) -> list[tuple[BatchedCall, int]]:
+        """Return the next step's work: pairs of a call and how many of its ids to compute."""
         work = [(call, 1) for call in self._running if call.pending == 1]
         left = self._step_tokens
         for call in self._running:
@@ -227,8 +226,8 @@ class Batch:
                 work.append((call, count))
         return work
 
-    def _compute(self) -> tuple[list[Call], torch.Tensor]:
-        """Run the model once; the calls that can sample now, and their logits in that order."""
+    def _compute(self) -> tuple[list[BatchedCall], torch.Tensor]:
+        """Run the model once; return the calls that can sample now, and their logits."""
         while True:
             work = self._plan()
             if not work:
@@ -245,14 +244,14 @@ class Batch:
                 self._relieve(error)
 
     def _put_back(self) -> None:
-        """Let the newest call wait again."""
+        """Preempt the newest call: it waits and is recomputed later."""
         call = self._running.pop()
         self._decoder.release(call, keep=False)
         self._waiting.appendleft(call)
         self.counters.put_back += 1
 
     def _relieve(self, error: BaseException) -> None:
-        """Memory ran out: drop what is remembered, else put a call back, else fail the only one."""
+        """Free memory: clear the prefix cache, else preempt a call, else fail the only one."""
         if len(self._decoder.prefixes):
             self._decoder.prefixes.clear()
         elif len(self._running) > 1:
@@ -263,15 +262,15 @@ class Batch:
             text = f"out of memory at {call.length} tokens of context: {error}"
             self._fail([call], EngineError(text, status=507))
 
-    def _take(self, ready: list[Call], logits: torch.Tensor) -> None:
-        """Sample one token for each call, let those that ended leave, and tell the callers."""
+    def _take(self, ready: list[BatchedCall], logits: torch.Tensor) -> None:
+        """Sample one token for each call, remove finished calls, and send chunks."""
         tokens, logprobs = sample(logits, ready)
         version = self.version
         ended = []
         first = False
         for call, token, logprob in zip(ready, tokens, logprobs, strict=True):
             if math.isnan(logprob):
-                self._give_up(call)
+                self._fail_on_nan(call)
                 continue
             first = first or not call.sampled
             call.append(token, logprob, version)
@@ -283,56 +282,53 @@ class Batch:
         now = time.monotonic()
         if first or now - self._flushed_at >= FLUSH_S:
             self._flushed_at = now
-            ended.extend(call for call in self._running if call.has_news())
+            ended.extend(call for call in self._running if call.has_unsent())
         if ended:
             self._send(ended)
 
-    def _give_up(self, call: Call) -> None:
-        """The model gave NaN for this call."""
+    def _fail_on_nan(self, call: BatchedCall) -> None:
         self._running.remove(call)
         self._decoder.release(call, keep=False)
         self._decoder.wipe()
-        at = f"after {call.length} tokens under policy version {self.version}"
-        self._fail([call], EngineError(f"the model's logits are not numbers {at}", status=500))
+        text = f"after {call.length} tokens under policy version {self.version}"
+        self._fail([call], EngineError(f"the model's logits are not numbers {text}", status=500))
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: BatchedCall) -> None:
         self._running.remove(call)
         self._decoder.release(call, keep=call.cache_version == self.version)
 
-    def _fail(self, calls: list[Call], error: EngineError) -> None:
+    def _fail(self, calls: list[BatchedCall], error: EngineError) -> None:
         self._unanswered.difference_update(calls)
         _deliver([(call, error) for call in calls])
 
-    def _send(self, calls: list[Call]) -> None:
+    def _send(self, calls: list[BatchedCall]) -> None:
         self._unanswered.difference_update(call for call in calls if call.finish is not None)
         _deliver([(call, call.chunk()) for call in calls])
 
 
-def _deliver(letters: list[tuple[Call, GenerateChunk | EngineError]]) -> None:
-    """Hand letters to the callers' event loops, one wake-up per loop."""
+def _deliver(messages: list[tuple[BatchedCall, GenerateChunk | EngineError]]) -> None:
+    """Send chunks and errors to the callers' event loops, one wake-up per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, GenerateChunk | EngineError]]] = {}
-    for call, letter in letters:
+    for call, message in messages:
         if call.mailbox is not None and not call.gone:
-            by_loop.setdefault(call.mailbox.loop, []).append((call.mailbox, letter))
+            by_loop.setdefault(call.mailbox.loop, []).append((call.mailbox, message))
     for loop, posts in by_loop.items():
         with suppress(RuntimeError):  # a closed loop: its callers have gone
             loop.call_soon_threadsafe(_put_all, posts)
 
 
 def _put_all(posts: list[tuple[Mailbox, GenerateChunk | EngineError]]) -> None:
-    for mailbox, letter in posts:
-        mailbox.letters.put_nowait(letter)
+    for mailbox, message in posts:
+        mailbox.messages.put_nowait(message)
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out; torch on a CPU raises a plain
-    RuntimeError.
-    """
+    """Return whether memory ran out; torch on a CPU raises a plain RuntimeError."""
     known = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, known) or "can't allocate memory" in str(error)
 
 
-def sample(logits: torch.Tensor, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+def sample(logits: torch.Tensor, calls: Sequence[BatchedCall]) -> tuple[list[int], list[float]]:
     """Draw one token for each row of `logits`, shape (B, V); row b belongs to `calls[b]`.
 
     Returns token ids and logprobs (nats). A row that holds NaN gives a NaN logprob. May change
@@ -363,8 +359,8 @@ def sample(logits: torch.Tensor, calls: Sequence[Call]) -> tuple[list[int], list
     return tokens.tolist(), chosen.tolist()
 
 
-def _draw(logprobs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
-    """One id per row, shape (B,), int64; an id of probability 0 is never drawn."""
+def _draw(logprobs: torch.Tensor, calls: Sequence[BatchedCall]) -> torch.Tensor:
+    """Draw one id per row, shape (B,), int64; an id of probability 0 is never drawn."""
     cumulative = logprobs.double().exp_().cumsum(dim=-1)
     uniforms = [[0.0 if call.greedy else call.uniforms.next()] for call in calls]
     points = cumulative.new_tensor(uniforms) * cumulative[:, -1:]
@@ -372,7 +368,7 @@ def _draw(logprobs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
     return found.clamp_(max=logprobs.shape[-1] - 1)
 
 
-def _adjust(logits: torch.Tensor, call: Call) -> None:
+def _adjust(logits: torch.Tensor, call: BatchedCall) -> None:
     """Apply the bias, penalties and suppressed ids to one row in place."""
     for token, bias in call.bias.items():
         if 0 <= token < len(logits):
@@ -391,10 +387,10 @@ def _adjust(logits: torch.Tensor, call: Call) -> None:
         logits[suppressed] = float("-inf")
 
 
-def _narrowed(logits: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
-    """Rows with everything outside top-k, then top-p, at minus infinity.
+def _narrowed(logits: torch.Tensor, calls: Sequence[BatchedCall]) -> torch.Tensor:
+    """Set everything outside top-k, then top-p, to minus infinity.
 
-    Ties with the last one kept stay in, as in vLLM.
+    Ties with the last token kept stay in, as in vLLM.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     size = logits.shape[-1]

@@ -1,8 +1,8 @@
-"""One call on its way through the batch: its tokens, when it ends, and its own randomness.
+"""One call in the batch: its tokens, its stop rules, and its own randomness.
 
-A call is its token ids and how many of them the key-value cache covers; whatever is not covered is
-computed next. So a fresh prompt, one whose beginning was remembered, a decode step and a call that
-was put back for lack of memory are one and the same thing. Only the batch thread touches it.
+A call is its token ids and how many of them the KV cache covers; the rest is computed next. So a
+fresh prompt, one with a cached prefix, a decode step and a preempted call need no cases of their
+own. Only the scheduler thread touches a call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GREEDY_BELOW = 1e-5
 UNIFORM_BLOCK = 64
 
 INCOMPLETE_MOST = 16
-"""How many tokens may wait for a character to be complete before they count as they are."""
+"""Tokens after which an incomplete character is decoded as it is."""
 
 
 class Mailbox:
@@ -37,7 +37,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.letters: asyncio.Queue[GenerateChunk | EngineError] = asyncio.Queue()
+        self.messages: asyncio.Queue[GenerateChunk | EngineError] = asyncio.Queue()
 
 
 class Uniforms:
@@ -53,7 +53,7 @@ class Uniforms:
         self._block: list[float] = []
 
     def next(self) -> float:
-        """The next number; at most 1 - 2**-24, so that a product with it never rounds up."""
+        """Return the next number, at most 1 - 2**-24, so that a product with it never rounds up."""
         if not self._block:
             drawn = self._generator.random(UNIFORM_BLOCK, dtype=np.float32)
             self._block = drawn[::-1].astype(float).tolist()
@@ -61,10 +61,10 @@ class Uniforms:
 
 
 class StopStrings:
-    """Finds the first stop string in the text of sampled ids, also one that spans tokens.
+    """Search for stop strings in the text of sampled ids, across token borders.
 
-    Bytes of a character that is not complete yet wait for the rest of it. The text is decoded in
-    a sliding window, so a token costs the same however long the reply is.
+    Bytes of an incomplete character wait for the rest of it. The text is decoded in a sliding
+    window, so the cost of a token does not grow with the reply.
     """
 
     def __init__(self, strings: tuple[str, ...], decode: Decode) -> None:
@@ -77,7 +77,7 @@ class StopStrings:
         self._tail = ""
 
     def push(self, token: int) -> str | None:
-        """Take the next sampled id; the stop string that is now complete, if any."""
+        """Add the next sampled id; return the stop string that it completes, if any."""
         self._ids.append(token)
         text = self._decode(self._ids)
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -95,7 +95,7 @@ class StopStrings:
         return min(found)[1] if found else None
 
 
-class Call:
+class BatchedCall:
     """One call; `ids[:length]` is its prompt and what was sampled so far."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Call:
     ) -> None:
         self.request_id = request_id
         self.mailbox = mailbox
-        """Where its chunks go; `None` = nowhere."""
+        """The caller's inbox; `None` = no caller."""
         self.prompt_length = len(prompt)
         self.length = len(prompt)
         self.limit = limit
@@ -123,18 +123,18 @@ class Call:
         self._spans: list[VersionSpan] = []
 
         self.computed = 0
-        """How many of `ids` the key-value cache covers."""
+        """How many of `ids` the KV cache covers."""
         self.cache_version = -1
         """Version of the weights that all of its cache was computed under; -1 = mixed or none."""
         self.cached_tokens = 0
         """How many prompt tokens did not have to be computed when it first joined."""
         self.joined = False
         self.state: Any = None
-        """What the decoder keeps for it while it is in the batch."""
+        """State of `SingleDecoder`: the model's own cache for this call."""
         self.finish: FinishReason | None = None
         self.stop_text: str | None = None
         self.gone = False
-        """Whether its caller no longer listens."""
+        """Whether its caller has gone."""
 
         temperature = 1.0 if sampling.temperature is None else sampling.temperature
         self.greedy = temperature < GREEDY_BELOW
@@ -147,10 +147,10 @@ class Call:
         self.repetition = sampling.repetition_penalty or 1.0
         self.min_p = sampling.min_p or 0.0
         self.bias = {int(token): value for token, value in (sampling.logit_bias or {}).items()}
-        """What is added to the logits of these ids."""
+        """Id -> addition to its logit."""
         penalised = self.presence or self.frequency or self.repetition != 1.0
         self.counts: dict[int, int] | None = {} if penalised else None
-        """How often each token was sampled; `None` = nothing needs it."""
+        """Counts of sampled tokens; `None` = no penalty needs them."""
         self.stop_ids = stop_ids
         self.uniforms = Uniforms(sampling.seed)
         strings = tuple(string for string in sampling.stop if string)
@@ -167,11 +167,11 @@ class Call:
 
     @property
     def suppressed(self) -> frozenset[int]:
-        """Ids that may not be sampled now: what would end it before `min_tokens`."""
+        """Ids that may not be sampled now: those that would end the call before `min_tokens`."""
         return self.stop_ids if self.sampled < self.min_tokens else frozenset()
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Take a sampled token; sets `finish` when it ends the sequence."""
+        """Add a sampled token; sets `finish` when it ends the call."""
         at = self.sampled
         if self.length == len(self.ids):
             self.ids = np.resize(self.ids, self.length * 2)
@@ -194,14 +194,12 @@ class Call:
         elif self.sampled >= self.limit:
             self.finish = FinishReason.LENGTH
 
-    def has_news(self) -> bool:
-        """Return whether tokens or the end were not yet sent to the caller."""
+    def has_unsent(self) -> bool:
+        """Return whether tokens or the end are not yet sent to the caller."""
         return self.finish is not None or self.sampled > self._sent
 
     def chunk(self) -> GenerateChunk:
-        """Return the tokens since the last chunk; the last chunk carries the finish reason and
-        versions.
-        """
+        """Return the unsent tokens; the last chunk has the finish reason and the versions."""
         start, end = self._sent, self.sampled
         self._sent = end
         return GenerateChunk(

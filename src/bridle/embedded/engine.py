@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridle.embedded.call import Call, Mailbox
+from bridle.embedded.call import BatchedCall, Mailbox
 from bridle.engines.base import EngineInfo, GenerateChunk, GenerateRequest
 from bridle.errors import ContextOverflowError, EngineError, install_extra
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON, LogprobMode, Sampling
 
 if TYPE_CHECKING:
-    from bridle.embedded.batch import Batch
-    from bridle.embedded.model import Loaded
+    from bridle.embedded.batch import BatchScheduler
+    from bridle.embedded.model import LoadedModel
     from bridle.types import Ids
 
 
@@ -49,7 +49,7 @@ class EmbeddedEngine:
         step_tokens: int = 512,
         version: int = 0,
     ) -> None:
-        """Nothing is loaded before `start`.
+        """Keep the options; `start` loads the model.
 
         Args:
             model_dir: Folder with config, weights and tokenizer, as `save_pretrained` writes it.
@@ -57,9 +57,10 @@ class EmbeddedEngine:
             dtype: `auto` (float32 on a CPU, the checkpoint's own elsewhere) or torch's name of one.
             max_batch: Most calls that are computed at once; more wait.
             max_context: Most tokens of one call, prompt and output; `None` = the model's own limit.
-            cache_bytes: Memory for keys and values, in use (3/4) and remembered (1/4); `None` = a
-                quarter of the free memory of a CPU, 0.6 of a GPU's. It also limits the context.
-            step_tokens: Most prompt tokens computed in one step; how long others may be delayed.
+            cache_bytes: Memory for keys and values of running calls (3/4) and of the prefix cache
+                (1/4); `None` = a quarter of the free memory of a CPU, 0.6 of a GPU's. It also
+                limits the context.
+            step_tokens: Most prompt tokens computed in one step; it bounds the delay of others.
             version: Policy version of the weights in `model_dir`.
         """
         self._folder = Path(model_dir)
@@ -75,9 +76,9 @@ class EmbeddedEngine:
         self._version = version
         self._ready: Future[None] | None = None
         self._thread: threading.Thread | None = None
-        self._loaded: Loaded | None = None
-        self._batch: Batch | None = None
-        self._calls: dict[str, Call] = {}
+        self._loaded: LoadedModel | None = None
+        self._batch: BatchScheduler | None = None
+        self._calls: dict[str, BatchedCall] = {}
         self._failure: EngineError | None = EngineError("the embedded engine is not started")
 
     async def start(self) -> EngineInfo:
@@ -111,7 +112,7 @@ class EmbeddedEngine:
         )
 
     def stats(self) -> JSON:
-        """Counters since the start: calls, steps, tokens; and how steps are computed."""
+        """Return counters since the start (calls, steps, tokens) and the decoder's name."""
         batch, loaded = self._working()
         prefixes = loaded.decoder.prefixes
         return {
@@ -125,7 +126,7 @@ class EmbeddedEngine:
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """The prompt by the model folder's own template; see `Templating`."""
+        """Render a prompt by the model folder's own template; see `Templating`."""
         tokenizer = await asyncio.to_thread(load_tokenizer, str(self._folder))
         return await asyncio.to_thread(tokenizer.prompt_ids, messages, tools, arguments)
 
@@ -145,18 +146,20 @@ class EmbeddedEngine:
             if not batch.post(partial(batch.submit, call)):
                 self._working()
             while True:
-                letter = await mailbox.letters.get()
-                if isinstance(letter, EngineError):
-                    raise letter
-                yield letter
-                if letter.finish_reason is not None:
+                message = await mailbox.messages.get()
+                if isinstance(message, EngineError):
+                    raise message
+                yield message
+                if message.finish_reason is not None:
                     return
         finally:
             del self._calls[request.request_id]
             batch.post(partial(batch.abort, call, silently=True))
 
-    def _checked(self, request: GenerateRequest, loaded: Loaded, mailbox: Mailbox) -> Call:
-        """The call of a request, or the error that says why there is none."""
+    def _checked(
+        self, request: GenerateRequest, loaded: LoadedModel, mailbox: Mailbox
+    ) -> BatchedCall:
+        """Make the call of a request; raises the error that `generate` documents."""
         sampling = request.sampling
         if request.request_id in self._calls:
             raise EngineError(f"request {request.request_id!r} is already in flight", status=400)
@@ -171,7 +174,7 @@ class EmbeddedEngine:
         if room < 1:
             raise ContextOverflowError(len(prompt), loaded.context_length, sampling.max_tokens)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        return Call(
+        return BatchedCall(
             request.request_id,
             prompt,
             sampling,
@@ -182,19 +185,19 @@ class EmbeddedEngine:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End a call; unknown or ended ones are left alone."""
+        """End a call; unknown and finished ids are ignored."""
         call = self._calls.get(request_id)
         if call is not None and self._batch is not None:
             self._batch.post(partial(self._batch.abort, call, silently=False))
 
     async def update_weights(self, source: str | Path | Mapping[str, Any], version: int) -> None:
-        """Put new weights in place, between two steps; returns when they are in use.
+        """Replace the weights between two steps; returns when the new ones are in use.
 
         `source` is a state dict (tensors on any device, copied before this returns) or a model
-        folder. Calls in flight go on: their later tokens are sampled under `version`, as the spans
-        of their last chunk say, over keys and values that the old weights computed. What was
-        remembered of earlier calls is forgotten, so every later call is computed under `version`
-        alone. Raises `EngineError` if names or shapes don't fit; the old weights stay then.
+        folder. Calls in flight continue: their later tokens are sampled under `version`, as the
+        spans of their last chunk say, over keys and values that the old weights computed. The
+        prefix cache is cleared, so every later call is computed under `version` alone. Raises
+        `EngineError` if names or shapes do not fit; the old weights stay then.
         """
         batch, loaded = self._working()
         from bridle.embedded.model import weights_of
@@ -205,12 +208,12 @@ class EmbeddedEngine:
         await asyncio.wrap_future(batch.ask(partial(batch.update, weights, version)))
 
     async def set_version(self, version: int) -> None:
-        """Say that the weights in place are policy `version`; see `engines.base.Versioned`."""
+        """Label the present weights as policy `version`; see `engines.base.Versioned`."""
         batch, _ = self._working()
         await asyncio.wrap_future(batch.ask(partial(batch.update, {}, version)))
 
     async def health(self) -> None:
-        """Return if it can sample now; else raise the `EngineError` that says why not."""
+        """Raise `EngineError` with the reason unless the engine can sample now."""
         self._working()
 
     async def aclose(self) -> None:
@@ -223,7 +226,7 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join)
         self._loaded = self._batch = self._thread = None
 
-    def _working(self) -> tuple[Batch, Loaded]:
+    def _working(self) -> tuple[BatchScheduler, LoadedModel]:
         if self._failure is not None:
             raise self._failure
         assert self._batch is not None
@@ -231,18 +234,18 @@ class EmbeddedEngine:
         return self._batch, self._loaded
 
     def _main(self) -> None:
-        """The thread: load, then sample until the end; an error of its own fails all calls."""
+        """Load, then sample until the end (the thread); an uncaught error fails all calls."""
         assert self._ready is not None
         try:
-            from bridle.embedded.batch import Batch
+            from bridle.embedded.batch import BatchScheduler
             from bridle.embedded.model import load
 
             self._loaded = load(self._folder, **self._options)  # type: ignore[arg-type]
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the start
+        except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._failure = _failure(error)
             self._ready.set_exception(self._failure)
             return
-        batch = Batch(
+        batch = BatchScheduler(
             self._loaded,
             max_batch=self._max_batch,
             step_tokens=self._step_tokens,
@@ -252,7 +255,7 @@ class EmbeddedEngine:
         self._ready.set_result(None)
         try:
             batch.run()
-        except BaseException as error:  # noqa: BLE001 - told to all callers and by health
+        except BaseException as error:  # noqa: BLE001 - sent to all callers and raised by `health`
             self._failure = _failure(error)
         finally:
             batch.end(self._failure or EngineError("the embedded engine is closed"))

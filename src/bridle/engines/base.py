@@ -1,7 +1,7 @@
 """The engine contract: token ids in; token ids, logprobs and policy versions out.
 
-Engines know nothing of dialects, sessions or harnesses. An adapter takes a `Prompt`, which can give
-its ids as an array (in process) or as JSON text (over HTTP) without anybody parsing them again.
+Engines know nothing of dialects, sessions or harnesses. A `Prompt` gives its ids as an array (for
+an engine in this process) or as JSON text (for HTTP), neither of which is parsed again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ RETRYABLE = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
 class Prompt(Protocol):
-    """The ids to sample under. Both forms are the same ids; neither is copied if not asked for."""
+    """Ids of a prompt. Each form is made only when it is asked for."""
 
     def __len__(self) -> int:
         """Number of ids."""
 
     def array(self) -> Ids:
-        """The ids as int32, shape (T,). Read-only."""
+        """Return the ids as int32, shape (T,), read-only."""
 
     def json(self) -> bytes:
-        """The ids as the text of a JSON array without spaces, e.g. `b"[1,2,3]"`."""
+        """Return the ids as the text of a JSON array without spaces, e.g. `b"[1,2,3]"`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of a prompt of ids."""
+    """Image in a prompt of ids."""
 
     url: str
     """`data:image/...;base64,...`."""
@@ -53,10 +53,10 @@ class GenerateRequest:
     """One call to sample."""
 
     request_id: str
-    """Ours; `abort` takes it."""
+    """Id for `abort`."""
     prompt: Prompt
     sampling: Sampling
-    """Effective values: nothing is left to the engine's defaults but `None` fields."""
+    """Effective values: only `None` fields are left to the engine's defaults."""
     session_id: str | None = None
     """For sticky routing and prefix-cache salt."""
     model: str | None = None
@@ -65,12 +65,12 @@ class GenerateRequest:
     """OpenAI Chat messages, for an engine that renders or parses itself; `None` = ids suffice."""
     tools: Sequence[JSON] | None = None
     calls: bool = True
-    """Whether the request takes calls; an engine that parses by itself may be told."""
+    """Whether the caller accepts tool calls, for an engine that parses by itself."""
     arguments: JSON | None = None
-    """What else the template of an engine that renders gets; `None` = nothing."""
+    """Extra arguments of the chat template, for an engine that renders; `None` = none."""
     by_messages: bool = False
-    """Whether `messages` are the prompt, because they hold what ids can't say (images); `prompt` is
-    then what `Seeing.see` told of them."""
+    """Whether `messages` are the prompt, because ids cannot hold their images; `prompt` is then the
+    one that `Seeing.see` returned."""
     pictures: tuple[Picture, ...] = ()
     """The images whose placeholders `prompt` holds, in order; for an engine with
     `EngineInfo.pictures`."""
@@ -78,22 +78,20 @@ class GenerateRequest:
     """`{"json_schema": {...}}`, or `{"structural_tag": {...}}` as xgrammar has it, to constrain the
     samples; `None` = free."""
     stream: bool = False
-    """Whether the caller wants pieces as they are sampled; an engine may send one piece anyway."""
+    """Whether the caller wants pieces as they are sampled; an engine may still send one piece."""
     keeps: bool = False
-    """Whether its tokens are to stand, each with its version, if the reply breaks off: a pool has
-    the call streamed where a whole reply would lose them."""
+    """Whether sampled tokens must survive a broken reply, each with its version: a pool then has
+    the call streamed if a whole reply would lose them."""
 
     @property
     def begins_again(self) -> bool:
-        """Return whether a broken call must be sampled again from its start, not resumed from its
-        tokens.
-        """
+        """Return whether a broken call is sampled again from its start instead of being resumed."""
         return self.grammar is not None or self.by_messages
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that a chunk adds, parsed by the engine itself."""
+    """Text of a chunk, parsed by the engine itself."""
 
     reasoning: str = ""
     text: str = ""
@@ -101,37 +99,37 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateChunk:
-    """A piece of one reply as sampled. The last one carries `finish_reason`."""
+    """Piece of one reply as sampled. The last one carries `finish_reason`."""
 
     output_ids: Ids
     logprobs: Logprobs
-    """Same length as `output_ids` (empty where the mode is NONE)."""
+    """Same length as `output_ids` (empty if the mode is NONE)."""
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     """The stop string that ended it; `None` = end token, stop token or length."""
     versions: tuple[VersionSpan, ...] = ()
     """On the last chunk: over all output ids of the call."""
     mixed_versions: bool = False
-    """On the last chunk: whether weights changed during a piece, which has the version that it
-    began under."""
+    """On the last chunk: whether weights changed during a piece, which has the version at its
+    beginning."""
     prompt_ids_json: bytes | None = None
-    """On the first chunk, where the engine tells what it used: JSON text of the prompt's ids."""
+    """On the first chunk, if the engine reports it: JSON text of the prompt's ids."""
     cached_tokens: int = 0
     reply: Reply | None = None
-    """On the last chunk, when the engine parsed the reply itself; `None` = we parse the ids."""
+    """On the last chunk, if the engine parsed the reply itself; `None` = Bridle parses the ids."""
     delta: TextDelta | None = None
-    """What this piece says, when the engine parses by itself; `None` = it does not."""
+    """Text of this piece, if the engine parses by itself; `None` = it does not."""
     extra: JSON = field(default_factory=dict)
     """Opaque per-call extras (expert ids, sampling masks)."""
     first: int | None = None
-    """Tokens of the first message, where a chunk joins several that arrived together."""
+    """Tokens of the first message, if a chunk joins several that arrived together."""
     moved: bool = False
-    """On the last chunk, with `ABORT`: whether the engine was made to end the call for a reason
-    that is not the call's own (a weight update, an engine that died)."""
+    """On the last chunk, with `ABORT`: whether the call was ended for a reason that is not its own
+    (a weight update, a dead engine)."""
 
     @classmethod
     def aborted(cls, versions: tuple[VersionSpan, ...], cached_tokens: int = 0) -> GenerateChunk:
-        """Make the last chunk, without tokens, of a call that was ended before its time."""
+        """Make the last chunk, without tokens, of a call that was ended early."""
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         return cls(
             ids, logprobs, FinishReason.ABORT, versions=versions, cached_tokens=cached_tokens
@@ -139,7 +137,7 @@ class GenerateChunk:
 
 
 def joined(chunks: Iterable[GenerateChunk]) -> Iterator[GenerateChunk]:
-    """The chunks that arrived together, neighbours that have nothing but tokens as one.
+    """Join neighbouring chunks that have only tokens.
 
     If reading `chunks` raises, those before are yielded first.
     """
@@ -187,7 +185,7 @@ class EngineInfo:
     context_length: int
     logprob_mode: LogprobMode
     token_in: bool
-    """Whether it samples under ids that we give."""
+    """Whether it samples under given ids."""
     version: int
     """Policy version of its weights now."""
     eos_token_ids: tuple[int, ...] = ()
@@ -198,23 +196,23 @@ class EngineInfo:
     pictures: bool = False
     """Whether it samples under ids that hold images (`GenerateRequest.pictures`)."""
     remote: bool = False
-    """Whether it is a server, of which each piece of a reply is a message."""
+    """Whether it is a server, which sends each piece of a reply as a message."""
     tells_versions: bool = False
-    """Whether a whole reply tells the version of each token, and holds the tokens so far if the
+    """Whether a whole reply reports the version of each token, and holds the tokens so far if the
     server ends it for a weight update."""
     vocab_size: int | None = None
-    """How many ids its model has; `None` = it does not tell."""
+    """Number of ids of its model; `None` = not reported."""
     tells_prompt: bool = False
-    """Whether whole replies told the prompt's ids when it was probed."""
+    """Whether whole replies reported the prompt's ids during the probe."""
     tells_prompt_streamed: bool = False
-    """The same of streamed replies."""
+    """Whether streamed replies did."""
 
 
 class Engine(Protocol):
-    """An inference engine. Failures are `bridle.errors.EngineError`."""
+    """Inference engine. Failures are `bridle.errors.EngineError`."""
 
     async def start(self) -> EngineInfo:
-        """Connect or load; idempotent. Says what the engine can do."""
+        """Connect or load, and return the engine's capabilities; idempotent."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Sample one reply; at least one chunk, the last with a finish reason.
@@ -227,7 +225,7 @@ class Engine(Protocol):
         """End a call; its iterator then yields a last chunk with `FinishReason.ABORT`."""
 
     async def health(self) -> None:
-        """Return if it can sample now; else raise `EngineError`."""
+        """Return if it can sample now; otherwise raise `EngineError`."""
 
     async def aclose(self) -> None:
         """Release everything; idempotent."""
@@ -235,23 +233,23 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Versioned(Protocol):
-    """An engine whose policy version can be told from outside, after its weights were changed."""
+    """Engine whose policy version can be set from outside, after its weights were changed."""
 
     async def set_version(self, version: int) -> None:
-        """Tokens sampled from here on carry `version`."""
+        """Set the version of tokens that are sampled from here on."""
 
 
 @runtime_checkable
 class Tokenizing(Protocol):
-    """An engine that can be asked for the ids that its own tokenizer and template make."""
+    """Engine whose own tokenizer and template can be asked for ids."""
 
     async def tokenize(self, text: str) -> Ids | None:
-        """Ids of `text` without any added; `None` = it does not tell."""
+        """Return the ids of `text`, without added ones; `None` = not reported."""
 
     async def render(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids | None:
-        """Ids of a whole prompt from OpenAI Chat messages; `None` = it does not tell.
+        """Return the ids of a whole prompt from OpenAI Chat messages; `None` = not reported.
 
         `arguments` goes to the template.
         """
@@ -259,53 +257,52 @@ class Tokenizing(Protocol):
 
 @runtime_checkable
 class Templating(Protocol):
-    """An engine whose own chat template makes prompts, and that tells them before it samples."""
+    """Engine whose own chat template makes prompts, and that returns them before it samples."""
 
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """Ids of the prompt that its chat route would make of OpenAI Chat messages.
+        """Return the ids that its chat route would make of OpenAI Chat messages.
 
-        `arguments` goes to the template. `EngineError` of status 400 = not these messages.
+        `arguments` goes to the template. Raises `EngineError` (400) for messages that it refuses.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """Messages with images as an engine's template and processor show them to its model."""
+    """Messages with images as an engine's template and processor render them."""
 
     ids: Ids
     """The whole prompt, placeholders expanded."""
     places: tuple[JSON, ...]
-    """`start` and `length` of each image's placeholder in `ids`, in order, and `grid`, what the
-    engine's processor says of it (`{"image_grid_thw": [1, 4, 6]}`), if it does; empty = not told.
-    """
+    """`start` and `length` of each image's placeholder in `ids`, in order, and `grid`, the
+    processor's sizes of it (`{"image_grid_thw": [1, 4, 6]}`), if reported; empty = not reported."""
 
 
 @runtime_checkable
 class Seeing(Protocol):
-    """An engine that takes images in messages, and tells beforehand what they come to."""
+    """Engine that takes images in messages, and returns their rendering before it samples."""
 
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
-        """The prompt of OpenAI Chat messages; `None` = the model takes no images.
+        """Render OpenAI Chat messages; `None` = the model takes no images.
 
-        `arguments` goes to the template. `EngineError` of status 400 = not these images.
+        `arguments` goes to the template. Raises `EngineError` (400) for images that it refuses.
         """
 
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
-"""What a pause does to running calls: ends them (their tokens stand), awaits them, or holds them
-where they are."""
+"""Effect of a pause on running calls: it ends them and keeps their tokens, awaits them, or holds
+them where they are."""
 
 
 @runtime_checkable
 class Pausable(Protocol):
-    """An engine that can be held while its weights are changed by somebody else."""
+    """Engine that can be held while its weights are changed from outside."""
 
     async def pause(self, mode: PauseMode) -> bool:
-        """Return when it samples nothing more; new calls wait. `False` = it can't be held."""
+        """Return when nothing samples any more; new calls wait. `False` = it cannot be held."""
 
     async def resume(self) -> None: ...
 
@@ -316,29 +313,29 @@ Weights: TypeAlias = str | Path | Mapping[str, Any]
 
 @runtime_checkable
 class Updatable(Protocol):
-    """An engine that takes new weights in place."""
+    """Engine that takes new weights in place."""
 
     async def update_weights(self, source: Weights, version: int) -> None:
         """Load the weights of `source`; tokens sampled from then on carry `version`.
 
-        Calls in flight go on. `EngineError` = the weights are as they were; `WeightsLostError` =
-        the engine has none any more.
+        Calls in flight continue. Raises `EngineError` if the old weights are still in place,
+        `WeightsLostError` if the engine has none any more.
         """
 
 
 class WeightsLostError(EngineError):
-    """New weights broke off half-way: the engine has to be started anew."""
+    """A weight update failed half-way: the engine must be restarted."""
 
 
 class CutError(EngineError):
-    """The connection to the engine ended in the middle of a reply; what came so far stands."""
+    """The connection to the engine ended in mid-reply; the tokens so far are valid."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True, kind="engine_cut")
 
 
 class GarbledError(EngineError):
-    """A reply reports what the engine cannot have sampled; none of it may be used."""
+    """A reply reports values that the engine cannot have sampled; none of it may be used."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True, kind="engine_garbled")

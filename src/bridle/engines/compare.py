@@ -1,9 +1,9 @@
-"""Comparison of an engine's tokenizer, template and logprobs with ours.
+"""Comparison of an engine's tokenizer, template and logprobs with Bridle's.
 
-Our renderer defines each prompt, so nothing breaks where the engine's own template differs, but
-whoever sends the engine messages should know where it would. A tokenizer that is not the engine's
-breaks everything: a gateway looks at that when it starts, `bridle doctor` at all of it. What is
-ours is given as functions: engines know no renderer and no model.
+Bridle's renderer defines each prompt, so a different template of the engine breaks nothing, but
+users who send it messages should know the differences. A different tokenizer breaks everything: a
+gateway checks it at its start, `bridle doctor` checks all of it. Bridle's side is given as
+functions, because engines import no renderer and no model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
 Render = Callable[[list[JSON], list[JSON]], "Ids"]
-"""OpenAI Chat messages and tools -> our ids of the whole prompt."""
+"""OpenAI Chat messages and tools -> Bridle's ids of the whole prompt."""
 Score = Callable[["Ids", "Ids", float], "Logprobs"]
 """Prompt, sampled ids, temperature -> logprobs by a plain forward pass."""
 
@@ -43,13 +43,13 @@ _SAMPLED = 32
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A conversation that templates render differently."""
+    """Conversation that templates render differently."""
 
     name: str
     messages: list[JSON]
     tools: tuple[JSON, ...] = ()
     refusable: bool = False
-    """Whether some families' templates refuse it."""
+    """Whether templates of some families refuse it."""
 
 
 def _call(number: int) -> JSON:
@@ -87,7 +87,7 @@ CASES = (
 
 
 async def compare_rendering(engine: Engine, render: Render) -> Finding:
-    """Compare the prompts that the engine's own template makes with those of our renderer."""
+    """Compare the prompts of the engine's own template with those of Bridle's renderer."""
     differ: list[str] = []
     asked = 0
     for case in CASES:
@@ -118,12 +118,12 @@ async def compare_rendering(engine: Engine, render: Render) -> Finding:
 async def compare_template(engine: Engine) -> Finding:
     """Check that the engine reports the prompts of its chat route, which `prompt = "engine"` needs.
 
-    A chat call with messages and tools, of one token, says what that route made of them.
+    A chat call with messages and tools, of one token, reports the prompt that the route made.
     """
     if not isinstance(engine, Templating):
         return _no_template("it is not asked for prompts")
     unlike: list[str] = []
-    told_by_chat = 0
+    reported_by_chat = 0
     for case in CASES:
         try:
             ids = await engine.template(case.messages, case.tools or None, {})
@@ -131,16 +131,16 @@ async def compare_template(engine: Engine) -> Finding:
         except EngineError as error:
             if error.status == 400 and case.refusable:
                 continue
-            return _no_template(f"it tells no prompt of messages: {error}")
-        told_by_chat += used is not None
+            return _no_template(f"it reports no prompt for messages: {error}")
+        reported_by_chat += used is not None
         if used is not None and not np.array_equal(ids, used):
             unlike.append(f"{case.name} (from token {_first_difference(ids, used)})")
     if unlike:
         return _no_template(
-            f"its chat route makes other prompts than it tells: {', '.join(unlike)}"
+            f"its chat route makes other prompts than it reports: {', '.join(unlike)}"
         )
-    seen = "as its chat route makes them" if told_by_chat else "its chat route tells none"
-    return Finding.note(TEMPLATE, f"it tells prompts, {seen}")
+    seen = "the same as its chat route's" if reported_by_chat else "its chat route reports none"
+    return Finding.note(TEMPLATE, f"it reports prompts, {seen}")
 
 
 def _no_template(found: str) -> Finding:
@@ -155,7 +155,7 @@ def _no_template(found: str) -> Finding:
 
 
 async def _chat_prompt(engine: Engine, case: Case, ids: Ids) -> Ids | None:
-    """The prompt that the engine says it used for messages; `None` = it does not say."""
+    """Return the prompt that the engine used for messages; `None` = not reported."""
     request = GenerateRequest(
         request_id=f"probe-{uuid4().hex}",
         prompt=ArrayIds(ids),
@@ -185,9 +185,7 @@ def _first_difference(ours: Ids, theirs: Ids) -> int:
 async def compare_vocabulary(
     engine: Engine, encode: Callable[[str], Ids], vocab_size: int
 ) -> Finding:
-    """Check that our tokenizer is the engine's: the same ids for a few texts, and no ids beyond its
-    range.
-    """
+    """Check that the tokenizers are the same: equal ids for a few texts, none out of range."""
     what = "tokenizer"
     limit = getattr(engine, "vocab_size", None)
     if isinstance(limit, int) and vocab_size > limit:
@@ -223,9 +221,9 @@ def _mismatch(what: str, found: str) -> Finding:
 async def recompute_logprobs(
     engine: Engine, mode: LogprobMode, score: Score, prompt: Ids, *, close: float = CLOSE
 ) -> Finding:
-    """Sampled logprobs against a plain forward pass of the weights that `score` has.
+    """Compare sampled logprobs with a plain forward pass of the weights that `score` has.
 
-    At temperatures 1 and 0.7, where the two modes differ. Raises nothing for what differs.
+    Samples at temperatures 1 and 0.7, where the two modes differ.
     """
     worst = 0.0
     for temperature in (1.0, 0.7):

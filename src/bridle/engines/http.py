@@ -1,7 +1,7 @@
-"""HTTP to a serving engine: one connection pool, failures told apart, calls that can be ended.
+"""HTTP client of serving engines: connection pool, distinct failures, calls that can be aborted.
 
-What an adapter for another server shares with the one for vLLM. Every failure leaves here as
-`EngineError`: no answer, an error status, a page that is no JSON, a reply that breaks off.
+Every failure becomes an `EngineError`: no answer, an error status, a page that is not JSON, a reply
+that breaks off.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.engines.base import RETRYABLE, CutError
 from bridle.engines.connection import (
     CONNECT_S,
     KEEPALIVE_S,
     Connections,
     CutReplyError,
-    Reply,
+    HttpReply,
 )
 from bridle.errors import ContextOverflowError, EngineError
 from bridle.types import JSON
@@ -37,33 +37,33 @@ _LARGE = 1 << 20
 
 
 class AbortedError(Exception):
-    """The call was ended by `Call.abort`."""
+    """The call was ended by `HttpCall.abort`."""
 
 
-class Call:
-    """One call under way. With `watch`, `abort` can end each of its waits."""
+class HttpCall:
+    """Running call. `abort` ends each wait that `watch` registers."""
 
     def __init__(self) -> None:
         self._aborted = False
-        self._reply: asyncio.Future[Reply] | None = None
+        self._reply: asyncio.Future[HttpReply] | None = None
 
     def abort(self) -> None:
-        """End the wait under way, or the next one, with `AbortedError`."""
+        """End the present wait, or the next one, with `AbortedError`."""
         self._aborted = True
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(AbortedError())
 
-    def watch(self, reply: asyncio.Future[Reply]) -> None:
-        """`reply` is about to be waited for."""
+    def watch(self, reply: asyncio.Future[HttpReply]) -> None:
+        """Register the future that is awaited next."""
         if self._aborted:
             raise AbortedError
         self._reply = reply
 
 
 class EngineClient:
-    """Calls one server. `timeout_s` is how long it may be silent within one call.
+    """Client of one server. `timeout_s` is how long it may be silent within one call.
 
-    A call's connect that fails is tried so many times: `attempts`.
+    `attempts` is how often a failed connect of a call is tried.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class EngineClient:
             self._session = None
 
     async def get(self, path: str, *, optional: bool = False) -> JSON:
-        """A JSON object; of an `optional` path that the server does not have, an empty one."""
+        """Get a JSON object; an empty one if an `optional` path does not exist."""
         async with self._failures(path), self._opened().get(self._url(path)) as response:
             body = await response.read()
         if optional and response.status in {403, 404, 405, 501}:
@@ -116,8 +116,8 @@ class EngineClient:
             return {}
         return _object(body, self._url(path))
 
-    async def tell(self, path: str, body: JSON | None = None) -> bool:
-        """Give a command; `False` if the server does not know it. `EngineError` if it fails."""
+    async def command(self, path: str, body: JSON | None = None) -> bool:
+        """Post a command; `False` if the server lacks it. Raises `EngineError` if it fails."""
         data = b"" if body is None else msgspec.json.encode(body)
         async with self._failures(path), await self._posted(path, data) as response:
             answer = await response.read()
@@ -127,8 +127,10 @@ class EngineClient:
             raise failure(response.status, answer, self._url(path))
         return True
 
-    async def post(self, path: str, body: bytes, call: Call, *, prompt_tokens: int) -> bytes:
-        """The whole body of a 200 answer. `prompt_tokens` goes into a context overflow."""
+    async def post(self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int) -> bytes:
+        """Post a call; return the body of its 200 answer. `prompt_tokens` goes into a context
+        overflow.
+        """
         try:
             reply = await self._connections.post(path, body, call.watch)
         except CutReplyError as error:
@@ -149,9 +151,10 @@ class EngineClient:
         return answer
 
     async def stream(
-        self, path: str, body: bytes, call: Call, *, prompt_tokens: int
+        self, path: str, body: bytes, call: HttpCall, *, prompt_tokens: int
     ) -> AsyncGenerator[list[bytes], None]:
-        """Data of the server-sent events that each read of the socket brought, one or more.
+        """Post a call; yield the data of the server-sent events that each read brought, one or
+        more.
 
         Ends at `[DONE]` or with the connection.
         """
@@ -171,7 +174,7 @@ class EngineClient:
                         yield several
         except TimeoutError as error:
             if begun:
-                raise CutError("the engine fell silent in the middle of a reply") from None
+                raise CutError("the engine stopped sending in mid-reply") from None
             raise self._failure(path, error) from error
         except OSError as error:
             raise (_cut(error) if begun else self._failure(path, error)) from error
@@ -179,7 +182,7 @@ class EngineClient:
     async def _refused(
         self,
         path: str,
-        reply: Reply,
+        reply: HttpReply,
         more: Callable[[], Awaitable[bytes]],
         prompt_tokens: int,
     ) -> EngineError:
@@ -208,7 +211,7 @@ class EngineClient:
 
     def _failure(self, path: str, error: Exception) -> EngineError:
         if isinstance(error, TimeoutError):
-            message = f"{self._url(path)} was silent for {self._timeout_s:g} s"
+            message = f"{self._url(path)} sent nothing for {self._timeout_s:g} s"
             return EngineError(message, retryable=True, kind="engine_silent")
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
         why = getattr(cause, "strerror", None) or str(error) or type(error).__name__
@@ -224,13 +227,13 @@ def failure(
     prompt_tokens: int = 0,
     retry_after: str | None = None,
 ) -> EngineError:
-    """The error that an answer other than the expected one means; `retry_after` is its header."""
+    """Make the error of an unexpected answer; `retry_after` is its header."""
     wait_s = None if retry_after is None else seconds(retry_after, time.time())
     kind = "engine_500" if status >= 500 and status != 503 else "engine_error"
     if body.lstrip()[:1] == b"<":
         return EngineError(
             f"{url} answered {status} with a page, not JSON: is this the engine's address, and is "
-            "a proxy between?",
+            "there a proxy in between?",
             retryable=status in RETRYABLE,
             status=status,
             retry_after_s=wait_s,
@@ -251,7 +254,7 @@ def failure(
 
 
 def seconds(header: str, now: float) -> float | None:
-    """Seconds that a `Retry-After` names, as a number or as a date; `None` if it is neither."""
+    """Parse a `Retry-After` header, a number or a date, to seconds; `None` if it is neither."""
     try:
         wait_s = float(header)
     except ValueError:
@@ -264,13 +267,13 @@ def seconds(header: str, now: float) -> float | None:
 
 def _message(body: bytes) -> str:
     try:
-        answer = msgspec.json.decode(body, type=wire.ErrorAnswer)
+        answer = msgspec.json.decode(body, type=vllm_schemas.ErrorAnswer)
     except msgspec.MsgspecError:
         return body[:300].decode(errors="replace") or "(empty body)"
-    told: Any = answer.error or answer.message or answer.detail
-    if isinstance(told, wire.ErrorDetail):
-        told = told.message
-    return str(told) if told else body[:300].decode(errors="replace")
+    detail: Any = answer.error or answer.message or answer.detail
+    if isinstance(detail, vllm_schemas.ErrorDetail):
+        detail = detail.message
+    return str(detail) if detail else body[:300].decode(errors="replace")
 
 
 def _object(body: bytes, url: URL) -> JSON:
@@ -281,18 +284,20 @@ def _object(body: bytes, url: URL) -> JSON:
 
 
 def _cut(error: Exception) -> CutError:
-    return CutError(f"the engine's reply broke off: {str(error) or type(error).__name__}")
+    return CutError(
+        f"the connection to the engine ended in mid-reply: {str(error) or type(error).__name__}"
+    )
 
 
 class EventDecoder:
-    """Finds the data of server-sent events in bytes that may be split anywhere."""
+    """Incremental parser of server-sent events."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._lines: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Data of each event that ends in `piece`."""
+        """Return the data of each event that ends in `piece`."""
         self._pieces.append(piece)
         if b"\n" not in piece:  # a line may be long: its pieces are joined once
             return []

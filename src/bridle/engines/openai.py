@@ -1,11 +1,11 @@
-"""An engine that is any server of OpenAI's chat completions: text, and no training.
+"""Adapter for any server of OpenAI's chat completions: text, and no training.
 
-For data from a hosted model, for judges and side calls. Messages go as they came; the server
-renders, samples and parses. Ids and logprobs are kept where a server tells them (vLLM's fields are
-asked for until it refuses them), but nothing proves under which prompt they were sampled, so the
-engine says that it takes no ids and knows no logprob mode, and trajectories count its tokens as
-excluded. The key comes from the environment and goes into one header: it stands in no record, log
-or error.
+It is for data from a hosted model, for judges and side calls. Messages are sent as they came; the
+server renders, samples and parses. Ids and logprobs are kept if a server reports them (vLLM's
+fields are requested until it refuses them), but nothing proves under which prompt they were
+sampled, so the engine reports no token input and no logprob mode, and trajectories count its tokens
+as excluded. The key comes from the environment and goes into one header: it is in no record, log or
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from bridle.engines.base import CutError, EngineInfo, GenerateChunk, GenerateRequest
-from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.probe import Finding, ProbeReport
 from bridle.engines.vllm_routes import MessageText, read_answer
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
     from bridle.types import Logprobs
 
 KEY_VARIABLES = ("BRIDLE_ENGINE_API_KEY", "OPENAI_API_KEY")
-"""Environment variables that may hold the key; the first that is set is taken."""
+"""Environment variables of the key; the first that is set is used."""
 
 ATTEMPTS = 5
-"""How often a call is tried on a server that cannot be reached."""
+"""Attempts of a call on a server that cannot be reached."""
 
 UNKNOWN_CONTEXT = 1 << 20
-"""Tokens of context where the server does not tell: more than any has, so nothing is refused."""
+"""Context of a server that reports none: larger than any, so nothing is refused."""
 
 _ENCODER = msgspec.json.Encoder()
 _PLAIN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _BEYOND = ("top_k", "min_tokens", "stop_token_ids", "repetition_penalty", "min_p")
-"""Sampling fields that OpenAI's own API does not know."""
+"""Sampling fields beyond OpenAI's own API."""
 _IDS: JSON = {"return_token_ids": True, "logprobs": True}
 _REFUSALS = frozenset({400, 404, 422})
 
 
 class HostedClient(EngineClient):
-    """`EngineClient` for a server far away: it is waited for, and has any base path."""
+    """`EngineClient` for a remote server: connects are retried, and its base path may differ."""
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
         super().__init__(base_url, api_key=api_key, timeout_s=timeout_s, attempts=ATTEMPTS)
         self._key = api_key
         self.root = "/v1" if base_url.rstrip("/").endswith("/v1") else ""
-        """What stands before a route's path."""
+        """Prefix of each route's path."""
 
     def hide(self, error: EngineError) -> EngineError:
-        """The error without the key, should the server have repeated it."""
+        """Remove the key from an error, in case the server repeated it."""
         text = str(error)
         if self._key and self._key in text:
             error.args = (text.replace(self._key, "***"),)
@@ -64,10 +64,10 @@ class HostedClient(EngineClient):
 
 
 class OpenAIEngine:
-    """Talks to one server in OpenAI's shape; an `Engine`.
+    """Adapter for one server with OpenAI's API; an `Engine`.
 
-    `model` None takes the server's only one, unless each request names its own. `timeout_s` is how
-    long it may be silent within one call. `report` says what it gives.
+    `model` None uses the server's only one, unless each request names its own. `timeout_s` is how
+    long it may be silent within one call.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class OpenAIEngine:
         self._client = HostedClient(base_url, api_key=api_key, timeout_s=timeout_s)
         self._model = model
         self._context_length = UNKNOWN_CONTEXT
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, HttpCall] = {}
         self._beyond = True
-        """Whether it takes fields that OpenAI's API does not have; asked until it refuses them."""
+        """Whether it takes fields beyond OpenAI's API; they are sent until it refuses them."""
         self._budget = "max_tokens"
         self._info: EngineInfo | None = None
         self.report: ProbeReport | None = None
@@ -96,9 +96,10 @@ class OpenAIEngine:
         tokenizer: str | None = None,  # noqa: ARG003 - the server has its own
         allow_untokenized: bool = False,  # noqa: ARG003 - it always gives text only
     ) -> Self:
-        """An adapter for `URL` or `URL#MODEL`, with the key of the environment (`KEY_VARIABLES`).
+        """Make an adapter for `URL` or `URL#MODEL`, with the key of the environment
+        (`KEY_VARIABLES`).
 
-        Raises `ConfigError` for what is no URL.
+        Raises `ConfigError` unless it is a URL.
         """
         url, _, model = target.partition("#")
         if not url.startswith(("http://", "https://")):
@@ -109,7 +110,7 @@ class OpenAIEngine:
     # ---- life
 
     async def start(self) -> EngineInfo:
-        """Connect and ask which models there are. Raises `EngineError`."""
+        """Connect and list the models. Raises `EngineError`."""
         if self._info is None:
             try:
                 self._info = await self._connect()
@@ -151,12 +152,12 @@ class OpenAIEngine:
             means="Nothing proves under which prompt its tokens were sampled.",
             fix="To train on vLLM or SGLang name the server itself: --engine URL, sglang:URL.",
         )
-        found = str(context) if isinstance(context, int) else "not told"
+        found = str(context) if isinstance(context, int) else "not reported"
         notes = Finding.note("model", self._model or ""), Finding.note("context length", found)
         return ProbeReport((*notes, untrainable), LogprobMode.NONE, token_in=False, duration_s=0.0)
 
     async def health(self) -> None:
-        """Ask for the models; raises `EngineError`."""
+        """List the models; raises `EngineError`."""
         try:
             await self._client.get(f"{self._client.root}/models", optional=True)
         except EngineError as error:
@@ -182,7 +183,7 @@ class OpenAIEngine:
         """
         if not request.messages:
             raise EngineError("this engine takes messages, not token ids", status=400)
-        call = self._calls[request.request_id] = Call()
+        call = self._calls[request.request_id] = HttpCall()
         text, count = MessageText(), 0
         held: GenerateChunk | None = None
         try:
@@ -207,16 +208,18 @@ class OpenAIEngine:
 
     def _last(self, held: GenerateChunk | None, text: MessageText, count: int) -> GenerateChunk:
         if held is None or held.finish_reason is None:
-            raise CutError("the engine's reply broke off before its end")
+            raise CutError("the engine closed the stream without a finish reason")
         spans = (VersionSpan(0, 0, count),) if count else ()
         aborted = held.finish_reason is FinishReason.ABORT
         reply = None if aborted else text.reply(held.finish_reason)
         return replace(held, versions=spans, reply=reply)
 
-    async def _answers(self, request: GenerateRequest, call: Call) -> AsyncGenerator[bytes, None]:
-        """The reply's JSON, or that of each chunk. What the server refuses is left out, once each.
+    async def _answers(
+        self, request: GenerateRequest, call: HttpCall
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the reply's JSON, or that of each chunk; retries once without each refused field.
 
-        Refusals come before the first token, so a call that is asked again was never answered.
+        Refusals come before the first token, so a retried call was never answered.
         """
         path = f"{self._client.root}/chat/completions"
         while True:
@@ -239,7 +242,7 @@ class OpenAIEngine:
                 return
 
     async def _asked(
-        self, path: str, body: bytes, request: GenerateRequest, call: Call
+        self, path: str, body: bytes, request: GenerateRequest, call: HttpCall
     ) -> AsyncGenerator[bytes, None]:
         if not request.stream:
             yield await self._client.post(path, body, call, prompt_tokens=len(request.prompt))
@@ -251,9 +254,7 @@ class OpenAIEngine:
                     yield data
 
     def _gives_way(self, error: EngineError) -> bool:
-        """Return whether a retry with fewer extensions may succeed; if so later calls leave them
-        out too.
-        """
+        """Return whether a retry without extensions may succeed; later calls then omit them too."""
         if error.status not in _REFUSALS:
             return False
         if self._budget == "max_tokens" and "max_completion_tokens" in str(error):

@@ -1,16 +1,16 @@
 """Several replicas of one engine as one engine.
 
-A call goes to its session's replica (`pool_replica`). One that fails before its first token is
-given to another replica; one that fails later ends as `FinishReason.ABORT` with the versions of its
-tokens, and the caller resumes it with a new call. While no replica is available, a call
-waits, within bounds; then it fails as a retryable `EngineError`.
+A call goes to its session's replica (`pool_routing`). A call that fails before its first token is
+retried on another replica; one that fails later ends as `FinishReason.ABORT` with the versions of
+its tokens, and the caller resumes it with a new call. While no replica is available, a call waits,
+within bounds; then it fails as a retryable `EngineError`.
 
-A failure is its call's alone until the replica's health says otherwise. Calls that a dead replica
-had are given out again; `pool_blame` finds the one that it died of.
+A failure counts against its call alone until a health check of the replica fails. Calls of a dead
+replica are sent elsewhere; `pool_routing` finds the call that killed it.
 
-Replicas are asked for their health all the time. One that fails is looked at again with growing
-waits; a server that was gone is probed anew before it gets calls, because it may be another one.
-Replicas join and leave at run time. `hold` stops all sampling for a weight update.
+Replicas are polled for their health. A failed one is checked again with growing waits; a server
+that was gone is probed anew before it gets calls, because it may be another one. Replicas can be
+added and removed at run time. `hold` stops all sampling for a weight update.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, cast
 import structlog
 
 from bridle.aio import Nursery
+from bridle.engines.adapter import ReplyCheck
 from bridle.engines.base import (
     Engine,
     EngineInfo,
@@ -35,18 +36,15 @@ from bridle.engines.base import (
     Templating,
     Versioned,
 )
-from bridle.engines.pool_blame import Blame
 from bridle.engines.pool_replica import (
-    Choice,
-    How,
     Replica,
     ReplicaState,
     RoutedCall,
     RoutingSettings,
+    WeightUpdates,
     check_fit,
 )
-from bridle.engines.pool_update import TakesWeights
-from bridle.engines.reported import ReplyCheck
+from bridle.engines.pool_routing import FailureTracker, ReplicaRouter, RoutingReason
 from bridle.errors import ConfigError, ContextOverflowError, EngineError, boundary
 from bridle.types import JSON
 
@@ -57,40 +55,40 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 BUSY = 429
-"""The status of a replica that lives and has too much to do."""
+"""Status of a live replica that is overloaded."""
 
 
-class EnginePool(TakesWeights):
-    """An `Engine` (and `Versioned`) over replicas of one model; `add` and `remove` change them."""
+class EnginePool(WeightUpdates):
+    """Pool of replicas of one model, an `Engine` and `Versioned`; `add` and `remove` change it."""
 
     def __init__(
         self, replicas: Sequence[Replica], *, settings: RoutingSettings | None = None
     ) -> None:
-        """Nothing is started. `ConfigError` if there is no replica, or two have one name."""
+        """Start nothing yet. Raises `ConfigError` if there is no replica, or two have one name."""
         self.settings = settings or RoutingSettings()
         self.vouch: Callable[[Engine, EngineInfo], Awaitable[None]] | None = None
-        """Asked of each replica before it serves, whenever it comes; raises `EngineError`."""
+        """Check of each replica before it serves; raises `EngineError`."""
         self.vocab_size: int | None = None
-        """How many ids a tokenizer knows, for engines that do not tell their model's number."""
-        self.routed = dict.fromkeys(How, 0)
-        """Calls by the reason for which they went where they went."""
+        """Number of ids that the tokenizer has, for engines that do not report their model's."""
+        self.routed = dict.fromkeys(RoutingReason, 0)
+        """Number of calls by the reason of their routing."""
         self._replicas: dict[str, Replica] = {}
         for one in replicas:
             self._know(one)
         if not self._replicas:
             raise ConfigError("an engine needs at least one replica")
         self._ready: list[Replica] = []
-        """Replicas that may be given a call now."""
-        self._choice: Choice[Replica] = Choice(
+        """Replicas that may get calls now."""
+        self._router: ReplicaRouter[Replica] = ReplicaRouter(
             sticky=self.settings.sticky,
             load_factor=self.settings.load_factor,
             slack=self.settings.slack,
         )
         self._calls: dict[str, RoutedCall] = {}
-        self._blame = Blame(self.settings.attempts)
+        self._failures = FailureTracker(self.settings.attempts)
         self._held: PauseMode | None = None
         self._updated = False
-        """Whether anybody has told of new weights, or has held sampling for them."""
+        """Whether weights were updated, or sampling was held for an update."""
         self._version = 0
         self._info: EngineInfo | None = None
         self._nursery = Nursery(_log_lost)
@@ -104,9 +102,10 @@ class EnginePool(TakesWeights):
     # ---- life
 
     async def start(self) -> EngineInfo:
-        """Start all replicas at once; those that cannot be reached may come later.
+        """Start all replicas at once; those that cannot be reached may join later.
 
-        `EngineError` if none starts, if one cannot give what training needs, or if they differ.
+        Raises `EngineError` if none starts, if one cannot give what training needs, or if they
+        differ.
         """
         if self._info is None:
             replicas = list(self._replicas.values())
@@ -138,7 +137,7 @@ class EnginePool(TakesWeights):
         return replace(self._info, version=self._version)
 
     async def _begun(self, one: Replica) -> EngineError | None:
-        """Start a replica; the error if it did not."""
+        """Start a replica; return the error if that failed."""
         try:
             await self._begin(one)
         except EngineError as error:
@@ -147,7 +146,7 @@ class EnginePool(TakesWeights):
         return None
 
     async def _begin(self, one: Replica) -> None:
-        """Start or probe a replica's engine; after it was gone, a fresh adapter of it."""
+        """Start or probe a replica's engine, with a fresh adapter if it was gone."""
         engine = one.reopen() if one.gone and one.reopen is not None else one.engine
         try:
             with boundary(EngineError, f"starting {one.name}"):
@@ -182,12 +181,12 @@ class EnginePool(TakesWeights):
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Sample one reply on one replica; see `Engine.generate`.
 
-        A reply whose replica was lost in its middle ends with `FinishReason.ABORT`.
+        A reply whose replica was lost in mid-reply ends with `FinishReason.ABORT`.
         """
         if not request.stream and self._must_stream(request):
             request = replace(request, stream=True)
         call = RoutedCall(request)
-        self._blame.begin(call)
+        self._failures.begin(call)
         self._calls[request.request_id] = call
         try:
             while (one := await self._admit(call)) is not None:
@@ -204,7 +203,7 @@ class EnginePool(TakesWeights):
                     finally:
                         await chunks.aclose()
                     if not call.aborted and not call.moved:
-                        self._blame.served(one, call)
+                        self._failures.served(one, call)
                     return
                 except EngineError as error:
                     failure = error
@@ -215,7 +214,7 @@ class EnginePool(TakesWeights):
                     break
             yield call.cut()
         finally:
-            self._blame.end(call)
+            self._failures.end(call)
             del self._calls[request.request_id]
 
     def _must_stream(self, request: GenerateRequest) -> bool:
@@ -231,20 +230,21 @@ class EnginePool(TakesWeights):
         return not info.tells_versions and (self._updated or self._latest is not None)
 
     async def _admit(self, call: RoutedCall) -> Replica | None:
-        """The replica for a call, waited for within bounds; `None` = its caller ended it.
+        """Choose a replica for a call, waiting within bounds; `None` = the caller ended the call.
 
-        `EngineError` if none is to be had in time, or if all that live refuse the call.
+        Raises `EngineError` if no replica is available in time, or if all live ones refuse the
+        call.
         """
-        await self._blame.apart(call)
+        await self._failures.apart(call)
         waiting: float | None = None
         since = 0.0
         while not call.aborted:
             if self._held is None:
                 ready = [one for one in self._ready if one not in call.refused]
                 if ready:
-                    one, how = self._choice.pick(call.request.session_id, ready)
+                    one, how = self._router.pick(call.request.session_id, ready)
                     self.routed[how] += 1
-                    self._blame.tries(one, call)
+                    self._failures.tries(one, call)
                     return one
                 if self._ready and call.refusal is not None:
                     raise call.refusal
@@ -264,15 +264,15 @@ class EnginePool(TakesWeights):
         if self._held is not None:
             return f"the weights are still being updated after {waited_s:g} s"
         replicas = "; ".join(
-            f"{one.name} is {one.state}: {one.error or 'no calls for weights this old'}"
+            f"{one.name} is {one.state}: {one.error or 'its weights are too old'}"
             for one in self._replicas.values()
         )
-        return f"no engine came within {waited_s:g} s: {replicas}"
+        return f"no engine was available within {waited_s:g} s: {replicas}"
 
     async def _judge(self, one: Replica, call: RoutedCall, error: EngineError) -> None:
-        """Decide what a replica's failure means; returns if the call may be tried again.
+        """Handle a replica's failure; return if the call may be retried.
 
-        Else its error is raised: what the call itself is to blame for, or an end of patience.
+        Otherwise raises the error: the call itself is the cause, or its attempts are spent.
         """
         status = error.status
         blames_call = status is not None and 400 <= status < 500 and not error.retryable
@@ -285,10 +285,10 @@ class EnginePool(TakesWeights):
             return
         if status != BUSY and one.state is not ReplicaState.DOWN:
             await self._look(one, failures=1)
-        if one.state is not ReplicaState.DOWN and self._blame.broke(one, call, error):
+        if one.state is not ReplicaState.DOWN and self._failures.broke(one, call, error):
             self._quarantine(one)
         if one.state is ReplicaState.DOWN:
-            spent = self._blame.died(one, call)
+            spent = self._failures.died(one, call)
         elif not error.retryable:
             raise error
         else:
@@ -313,7 +313,9 @@ class EnginePool(TakesWeights):
     # ---- health
 
     async def health(self) -> None:
-        """Return if some replica can sample, or its trainer has it; else `EngineError`."""
+        """Return if some replica can sample, or its trainer holds it; otherwise raise
+        `EngineError`.
+        """
         for one in list(self._ready):
             async with one.checking:
                 if one.state is ReplicaState.RELEASED:
@@ -326,7 +328,7 @@ class EnginePool(TakesWeights):
         raise EngineError(self._nobody(0), retryable=True)
 
     async def _watch(self, one: Replica) -> None:
-        """Look at a replica again and again."""
+        """Check a replica periodically."""
         settings, failed = self.settings, 0
         while self._replicas.get(one.name) is one:
             out = one.state.out
@@ -347,7 +349,7 @@ class EnginePool(TakesWeights):
                 await self._look(one, failures=settings.health_failures)
 
     async def _look(self, one: Replica, *, failures: int) -> None:
-        """Ask for its health; after so many failed looks in a row it is down."""
+        """Check its health; after `failures` failed checks in a row it is down."""
         async with one.checking:
             if one.state is ReplicaState.RELEASED:
                 return
@@ -357,7 +359,7 @@ class EnginePool(TakesWeights):
                 self._lose(one, error)
 
     def _lose(self, one: Replica, error: EngineError) -> None:
-        """A replica is down: its calls go elsewhere, and it is looked at until it answers."""
+        """Mark a replica as down: its calls move, and it is checked until it answers."""
         one.error = str(error)
         if one.state is ReplicaState.DOWN:
             return
@@ -371,7 +373,7 @@ class EnginePool(TakesWeights):
             self._nursery.start(one.abort(request_id), name="abort")
 
     def _quarantine(self, one: Replica) -> None:
-        """Give a replica that fails calls no new ones until it is looked at, if others serve."""
+        """Give a failing replica no new calls until its next good health check, if others serve."""
         if one.state is ReplicaState.LIVE and any(other is not one for other in self._ready):
             log.warning("replica_quarantined", replica=one.name, breaks=one.breaks)
             one.quarantines += 1
@@ -400,7 +402,7 @@ class EnginePool(TakesWeights):
         return True
 
     def _refresh(self) -> None:
-        """Find out anew who may be given calls, and tell those who wait."""
+        """Recompute which replicas may get calls, and wake waiting calls."""
         lag = self.settings.max_version_lag
         self._ready = [
             one
@@ -414,7 +416,7 @@ class EnginePool(TakesWeights):
     # ---- who belongs to it
 
     async def add(self, one: Replica) -> None:
-        """A replica joins. `ConfigError` for a taken name; `EngineError` if it cannot serve."""
+        """Add a replica. Raises `ConfigError` for a taken name, `EngineError` if it fails."""
         self._know(one)
         try:
             await self._begin(one)
@@ -429,8 +431,8 @@ class EnginePool(TakesWeights):
     async def drain(self, name: str, *, timeout_s: float | None = None) -> None:
         """Give a replica no new calls, and wait until it has none.
 
-        Calls that still run after `timeout_s` are ended there and go on elsewhere. `KeyError` if
-        there is no such replica.
+        Calls that still run after `timeout_s` are ended there and continue elsewhere. Raises
+        `KeyError` for an unknown name.
         """
         one = self._replicas[name]
         one.enter(ReplicaState.DRAINING)
@@ -443,7 +445,7 @@ class EnginePool(TakesWeights):
             await one.idle.wait()
 
     def readmit(self, name: str) -> None:
-        """Give a drained replica calls again. `KeyError` if there is no such replica."""
+        """Give a drained replica calls again. Raises `KeyError` for an unknown name."""
         one = self._replicas[name]
         if one.state is ReplicaState.DRAINING:
             one.enter(ReplicaState.LIVE)
@@ -452,11 +454,11 @@ class EnginePool(TakesWeights):
     async def give_up(
         self, names: Collection[str] | None = None, *, abort: bool = True, timeout_s: float = 60.0
     ) -> None:
-        """Leave replicas (`None` = all) to their trainer: nothing is sent to them from here on.
+        """Release replicas (`None` = all) to their trainer: from here on nothing is sent to them.
 
-        Running calls are ended and go on after `take_back`, or on another replica (`abort`), or
-        they are awaited. `EngineError` after `timeout_s`, `ConfigError` for an unknown name;
-        nothing changes then, nor when the caller is cancelled.
+        With `abort`, running calls are ended and continue after `take_back` or on another replica;
+        otherwise they are awaited. Raises `EngineError` after `timeout_s` and `ConfigError` for an
+        unknown name; nothing changes then, nor if the caller is cancelled.
         """
         chosen = self._named(names)
         before = [(one, one.state) for one in chosen]
@@ -480,7 +482,9 @@ class EnginePool(TakesWeights):
             self._refresh()
             if not isinstance(error, TimeoutError):
                 raise
-            raise EngineError(f"calls still ran after {timeout_s:g} s; none is released") from None
+            raise EngineError(
+                f"calls were still running after {timeout_s:g} s; no replica was released"
+            ) from None
 
     def take_back(self, names: Collection[str] | None = None) -> None:
         """Send calls to released replicas (`None` = all) again; one that had failed is probed."""
@@ -501,9 +505,9 @@ class EnginePool(TakesWeights):
         return any(one.state is ReplicaState.RELEASED for one in self._replicas.values())
 
     async def remove(self, name: str, *, timeout_s: float | None = 0) -> None:
-        """A replica leaves; its calls go on elsewhere after `timeout_s`.
+        """Remove a replica; its calls continue elsewhere after `timeout_s`.
 
-        `ConfigError` if it is the last one, `KeyError` if there is none of that name.
+        Raises `ConfigError` if it is the last one, `KeyError` for an unknown name.
         """
         one = self._replicas[name]
         if len(self._replicas) == 1:
@@ -511,21 +515,21 @@ class EnginePool(TakesWeights):
         await self.drain(name, timeout_s=timeout_s)
         del self._replicas[name]
         one.wake.set()
-        self._choice.drop(one)
+        self._router.drop(one)
         await one.engine.aclose()
 
     def forget(self, session_id: str) -> None:
-        """A session has ended: nothing of it needs to stay together."""
-        self._choice.forget(session_id)
-        self._blame.forget(session_id)
+        """Drop all state of a session that has ended."""
+        self._router.forget(session_id)
+        self._failures.forget(session_id)
 
     def replicas(self) -> list[JSON]:
-        return [one.status(self._choice.sessions(one)) for one in self._replicas.values()]
+        return [one.status(self._router.sessions(one)) for one in self._replicas.values()]
 
     # ---- weights
 
     async def set_version(self, version: int) -> None:
-        """All replicas' weights are `version` from here on, where replies don't tell their own."""
+        """Set the version of all replicas' weights, where replies do not report their own."""
         for one in self._replicas.values():
             if isinstance(one.engine, Versioned) and one.info is not None:
                 await one.engine.set_version(version)
@@ -535,7 +539,7 @@ class EnginePool(TakesWeights):
         self._refresh()
 
     def held_as(self, mode: PauseMode | None) -> None:
-        """Give no calls out until `None`."""
+        """Send out no calls until `None`."""
         self._held = mode
         self._updated |= mode is not None
         self._refresh()
@@ -576,21 +580,21 @@ class EnginePool(TakesWeights):
         raise failed or EngineError("no replica is ready", retryable=True)
 
     def published(self, version: int) -> None:
-        """Some replica has weights `version`."""
+        """Record that some replica has weights `version`."""
         self._version = max(self._version, version)
         self._refresh()
 
     def lost(self, one: Replica, error: EngineError) -> None:
-        """A replica cannot sample any more until it has been started anew."""
+        """Mark a replica as unable to sample until it is restarted."""
         self._lose(one, error)
         one.gone = True
 
 
 def as_pool(engine: Engine) -> EnginePool:
-    """The engine as a pool; one that lives in this process is the only replica of its own."""
+    """Wrap an engine as a pool of one replica; a pool is returned as it is."""
     return engine if isinstance(engine, EnginePool) else EnginePool([Replica("engine", engine)])
 
 
 def _log_lost(error: BaseException) -> None:
-    """A watcher failed: a bug of ours; its replica stays as it is."""
+    """Log a watcher's failure, a bug in this file; its replica keeps its state."""
     log.error("replica_watch_failed", error=f"{type(error).__name__}: {error}")

@@ -1,15 +1,17 @@
-"""Replicas of a pool: the state and calls of each, and the choice of the replica for a call."""
+"""Replicas of a pool: the state and the calls of each, and new weights for all of them.
+
+Sessions continue during an update. A replica that is down is skipped; it gets the weights before it
+serves again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import ceil
-from typing import Generic, Protocol, TypeVar
 
 import structlog
 from pydantic import Field
@@ -22,6 +24,9 @@ from bridle.engines.base import (
     GenerateRequest,
     Pausable,
     PauseMode,
+    Updatable,
+    Weights,
+    WeightsLostError,
 )
 from bridle.errors import EngineError, boundary
 from bridle.types import JSON, FinishReason, VersionSpan
@@ -29,7 +34,7 @@ from bridle.types import JSON, FinishReason, VersionSpan
 log = structlog.get_logger()
 
 RESUME_S = 30.0
-"""How long a server may take to go on after a hold; then it counts as dead."""
+"""Time that a server has to resume after a hold; then it counts as dead."""
 
 
 class RoutingSettings(Settings):
@@ -38,32 +43,32 @@ class RoutingSettings(Settings):
     sticky: bool = True
     """Keep a session on one replica, for its prefix cache."""
     load_factor: float = Field(default=1.25, ge=1)
-    """A replica may have so many times an even share of all running calls."""
+    """Bound of a replica's running calls, as a multiple of an even share."""
     slack: int = Field(default=8, ge=0)
-    """So many calls it may have in any case."""
+    """Running calls that are always within the bound."""
     patience_s: float = Field(default=60, ge=0)
-    """How long a call waits for a replica while none is to be had; then it fails."""
+    """How long a call waits while no replica is available; then it fails."""
     hold_patience_s: float = Field(default=600, ge=0)
     """How long a call waits for the end of a weight update."""
     attempts: int = Field(default=5, ge=1)
-    """Failures after which a call fails, and deaths of replicas around it: a prompt that kills
-    engines ends here."""
+    """Failures, or deaths of replicas, after which a call fails; a prompt that kills engines ends
+    here."""
     health_every_s: float = Field(default=10, gt=0)
-    """How often a replica that works is asked for its health."""
+    """Interval of health checks of a live replica."""
     health_timeout_s: float = Field(default=5, gt=0)
     health_failures: int = Field(default=3, ge=1)
     """Failed health checks in a row after which a replica counts as dead; its calls move."""
     backoff_s: float = Field(default=0.5, gt=0)
-    """Wait between looks at a dead replica; doubles."""
+    """Wait before a dead replica is checked again; doubles."""
     max_backoff_s: float = Field(default=1, gt=0)
     start_timeout_s: float = Field(default=600, gt=0)
     """How long loading or probing one replica may take."""
     max_version_lag: int | None = Field(default=None, ge=0)
-    """Replicas whose weights are more versions old get no calls; `None` = any age will do."""
+    """Replicas whose weights are older by more versions get no calls; `None` = no limit."""
     keep_tokens: bool = False
-    """Have every reply streamed by the engine, so that none of its tokens is lost when a replica
-    dies; else only replies that the harness streams go on from the tokens so far, and others are
-    sampled anew. Costs a message per token."""
+    """Stream every reply from the engine, so that none of its tokens is lost when a replica dies;
+    otherwise only replies that the harness streams are resumed, and others are sampled anew. Costs
+    a message per token."""
 
 
 class ReplicaState(StrEnum):
@@ -72,13 +77,13 @@ class ReplicaState(StrEnum):
     STARTING = "starting"
     LIVE = "live"
     DOWN = "down"
-    """It failed; it is looked at until it answers."""
+    """It failed; it is checked until it answers."""
     QUARANTINED = "quarantined"
-    """It answers for its health, but fails calls; others get them until it is looked at again."""
+    """It is healthy but fails calls; others get them until its next check."""
     DRAINING = "draining"
-    """It gets no new calls; those it has go on."""
+    """It gets no new calls; running ones continue."""
     RELEASED = "released"
-    """Its trainer has its memory: nothing is sent to it, no health check either."""
+    """Its trainer uses its memory: nothing is sent to it, no health check either."""
 
     @property
     def out(self) -> bool:
@@ -94,11 +99,11 @@ class Replica:
     """Unique in the pool; the URL of a server."""
     engine: Engine
     reopen: Callable[[], Engine] | None = None
-    """Makes the engine's adapter anew, for a server that may be another one after it was gone;
-    `None` = the engine lives in this process."""
+    """Makes a fresh adapter, because a server that was gone may be another one; `None` = the engine
+    runs in this process."""
     state: ReplicaState = ReplicaState.STARTING
     info: EngineInfo | None = None
-    """What it said when it last started; `None` = it never did."""
+    """Capabilities at its last start; `None` = it never started."""
     version: int = 0
     """Policy version of its weights, as far as is known."""
     running: dict[str, RoutedCall] = field(default_factory=dict)
@@ -106,59 +111,59 @@ class Replica:
     unwell: int = 0
     """Failed health checks in a row."""
     gone: bool = False
-    """Whether it did not answer since it failed, so that it may have been started anew."""
+    """Whether it has not answered since it failed, so that it may have been restarted."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to have it looked at now."""
+    """Set to have it checked now."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no calls."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is asked for its health or started anew."""
+    """Held during a health check or a start."""
     since: float = field(default_factory=time.monotonic)
-    """When its state last changed."""
+    """Time when its state last changed."""
     error: str | None = None
-    """Why it failed last."""
+    """Its last failure."""
     suspects: set[RoutedCall] = field(default_factory=set)
-    """Calls that run apart here, or that did when it died (`bridle.engines.pool_blame`)."""
+    """Calls that run apart here, or did when it died (`bridle.engines.pool_routing`)."""
     breaks: int = 0
-    """Calls in a row that it failed and survived."""
+    """Failed calls in a row that it survived."""
     broke: set[str | None] = field(default_factory=set)
-    """The sessions of those."""
+    """Sessions of those calls."""
     quarantines: int = 0
-    """How often it was quarantined since it last served a call."""
+    """Quarantines since it last served a call."""
     calls: int = 0
     failures: int = 0
-    """Calls that it failed."""
+    """Failed calls."""
     losses: int = 0
-    """How often it went down."""
+    """Number of times it went down."""
     prompt_tokens: int = 0
-    """Of calls that it ended."""
+    """Prompt tokens of finished calls."""
     cached_tokens: int = 0
-    """Of those, the ones that came from its prefix cache."""
+    """Those of them that came from its prefix cache."""
 
     @property
     def load(self) -> int:
         return len(self.running)
 
     def enter(self, state: ReplicaState) -> None:
-        """Be in `state` from now on."""
+        """Set the state and the time of its change."""
         if state is not self.state:
             self.state, self.since = state, time.monotonic()
 
     def begin(self, call: RoutedCall) -> None:
-        """A call is given to it."""
+        """Register a call that it runs."""
         self.calls += 1
         self.running[call.request.request_id] = call
         call.version, call.moved = self.version, False
         self.idle.clear()
 
     def end(self, call: RoutedCall) -> None:
-        """A call is no longer its own."""
+        """Remove a call that it no longer runs."""
         self.running.pop(call.request.request_id, None)
         if not self.running:
             self.idle.set()
 
     async def abort(self, request_id: str) -> None:
-        """Have a call ended by the engine, whatever state that is in; its caller did not ask."""
+        """Have the engine end a call that its caller did not abort; errors are logged."""
         if self.state is ReplicaState.RELEASED:
             return
         if (call := self.running.get(request_id)) is not None:
@@ -170,7 +175,7 @@ class Replica:
             log.warning("abort_failed", replica=self.name, error=str(error))
 
     async def well(self, timeout_s: float) -> EngineError | None:
-        """Ask for its health; the error if it cannot sample."""
+        """Check its health; return the error if it cannot sample."""
         try:
             with boundary(EngineError, f"asking {self.name} for its health"):
                 async with asyncio.timeout(timeout_s):
@@ -196,7 +201,7 @@ class Replica:
             await self.idle.wait()
 
     async def release(self) -> EngineError | None:
-        """Let it go on; the error if it could not be told."""
+        """Resume it; return the error if that failed."""
         if isinstance(self.engine, Pausable):
             try:
                 with boundary(EngineError, f"resuming {self.name}"):
@@ -207,7 +212,7 @@ class Replica:
         return None
 
     def status(self, sessions: int) -> JSON:
-        """A snapshot for operators; `sessions` = how many live there."""
+        """Return a snapshot for operators; `sessions` = how many live there."""
         return {
             "name": self.name,
             "state": self.state.value,
@@ -233,32 +238,32 @@ class RoutedCall:
     aborted: bool = False
     """Whether its caller ended it."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a call that waits for a replica should look again."""
+    """Set when a waiting call should look for a replica again."""
     attempts: int = 0
-    """Failures of its own: the replica lived on."""
+    """Failures that the replica survived."""
     deaths: int = 0
-    """Replicas that died while they had it, where it may be the reason."""
+    """Replicas that died while they ran it, where it may be the cause."""
     moved: bool = False
-    """Whether a replica was made to end it for a reason that is not its own."""
+    """Whether it was ended for a reason that is not its own."""
     refused: set[Replica] = field(default_factory=set)
-    """Replicas that live and did not take it."""
+    """Live replicas that refused it."""
     refusal: EngineError | None = None
-    """What the last of them said."""
+    """Error of the last of them."""
     given: int = 0
-    """Tokens that were given out."""
+    """Tokens sent to the caller."""
     cached: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
-    """By the version that the replica had when each chunk began: when the one before it came."""
+    """Each chunk has the version that the replica had when the chunk before it came."""
     version: int | None = None
-    """The replica's when the last chunk came, or the call began there; `None` = not yet begun."""
+    """The replica's version when the last chunk came or the call began; `None` = not begun."""
     mixed: bool = False
     """Whether the weights changed during some chunk."""
 
     def took(self, chunk: GenerateChunk, replica: Replica) -> GenerateChunk:
-        """Note a chunk; the last one gets the versions that are known.
+        """Record a chunk; the last one gets the versions that are known.
 
-        The engine's own are believed but where weights changed during the call: an engine that
-        knows only its last version would tell that of all tokens.
+        The engine's own versions count unless weights changed during the call: an engine that knows
+        only its last version would report that for all tokens.
         """
         count = len(chunk.output_ids)
         version = replica.version if self.version is None else self.version
@@ -293,7 +298,7 @@ class RoutedCall:
             self.spans.append(VersionSpan(version, start, self.given))
 
     def cut(self) -> GenerateChunk:
-        """The last chunk of a call whose replica was lost, or that its caller ended."""
+        """Make the last chunk of a call whose replica was lost, or that its caller ended."""
         last = GenerateChunk.aborted(tuple(self.spans), self.cached)
         return replace(last, mixed_versions=self.mixed, moved=self.moved)
 
@@ -319,107 +324,204 @@ def check_fit(name: str, its: EngineInfo | None, ours: EngineInfo | None) -> Non
 
 
 def make_replica(spec: str, make: Callable[[str], Engine]) -> Replica:
-    """The replica that `spec` names, as `make` opens it; only servers are ever opened anew."""
+    """Make the replica that `spec` names, as `make` opens it; only servers are ever reopened."""
     served = "://" in spec
     return Replica(spec, make(spec), (lambda: make(spec)) if served else None)
 
 
-class Loaded(Protocol):
-    """Replica with a load. Compared by identity."""
+class WeightUpdates(ABC):
+    """Holds and weight updates of a pool of replicas.
+
+    `bridle.engines.pool.EnginePool` implements the abstract methods.
+    """
+
+    _latest: tuple[Weights, int] | None = None
+    """The weights that were loaded last, and their version."""
+
+    @abstractmethod
+    def each(self) -> list[Replica]:
+        """Return the replicas that have started."""
 
     @property
-    def load(self) -> int:
-        """Calls that run there now."""
+    @abstractmethod
+    def held(self) -> PauseMode | None:
+        """Return how sampling is paused; `None` = it is not."""
 
+    @abstractmethod
+    def held_as(self, mode: PauseMode | None) -> None:
+        """Send out no calls until `None`."""
 
-PlaceT = TypeVar("PlaceT", bound=Loaded)
+    @abstractmethod
+    async def drain(self, name: str, *, timeout_s: float | None = None) -> None: ...
 
+    @abstractmethod
+    def readmit(self, name: str) -> None:
+        """Give a drained replica calls again."""
 
-class How(StrEnum):
-    """Why a call went where it went."""
+    @abstractmethod
+    def published(self, version: int) -> None:
+        """Record that some replica has weights `version`."""
 
-    FIRST = "first"
-    """The session's first call, or a call of no session."""
-    STUCK = "stuck"
-    """To the session's own replica."""
-    SPILLED = "spilled"
-    """Away from it: its load was at the bound."""
-    MOVED = "moved"
-    """Away from it: it was not to be had."""
+    @abstractmethod
+    def lost(self, one: Replica, error: EngineError) -> None:
+        """Mark a replica as unable to sample."""
 
+    async def hold(self, mode: PauseMode, *, timeout_s: float = 60.0) -> None:
+        """Stop all sampling; return when nothing samples. New calls wait for `release`.
 
-class Choice(Generic[PlaceT]):
-    """Chooses among replicas, and remembers which session lives where."""
-
-    def __init__(
-        self,
-        *,
-        sticky: bool = True,
-        load_factor: float = 1.25,
-        slack: int = 8,
-        remembered: int = 100_000,
-    ) -> None:
-        """`remembered` is how many sessions are kept; the one that called longest ago goes first.
-
-        Not `sticky`: every call goes where the fewest run.
+        `abort` ends running calls, which are resumed after `release`; `wait` lets them finish;
+        `keep` holds them where they are, on engines that can. Raises `EngineError` after
+        `timeout_s`; nothing is held then.
         """
-        self._sticky = sticky
-        self._load_factor = load_factor
-        self._slack = slack
-        self._remembered = remembered
-        self._homes: OrderedDict[str, PlaceT] = OrderedDict()
-        self._living: dict[PlaceT, int] = {}
-        self._turn = 0
+        self.held_as(mode)
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for one in self._up():
+                    group.create_task(one.hold(mode))
+        except BaseException as error:
+            await self.release()
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"calls were still running {timeout_s:g} s after the hold"
+                ) from None
+            raise
 
-    def bound(self, places: Sequence[PlaceT]) -> int:
-        """The most calls that a replica may have when one more call is given to `places`."""
-        calls = 1 + sum([place.load for place in places])
-        return max(self._slack, ceil(self._load_factor * calls / len(places)))
+    async def release(self) -> None:
+        """Resume sampling; idempotent."""
+        if self.held is not None:
+            up = self._up()
+            async with asyncio.TaskGroup() as group:
+                releases = [group.create_task(one.release()) for one in up]
+            for one, release in zip(up, releases, strict=True):
+                if (error := release.result()) is not None:
+                    self.lost(one, error)
+        self.held_as(None)
 
-    def pick(self, session_id: str | None, places: Sequence[PlaceT]) -> tuple[PlaceT, How]:
-        """The replica for a call, of `places`, which are those to be had; at least one."""
-        home = self._homes.get(session_id) if session_id is not None else None
-        if home is None:
-            how = How.FIRST
-        elif home not in places:
-            how = How.MOVED
-        elif (load := home.load) < self._slack or load < self.bound(places):
-            assert session_id is not None
-            self._homes.move_to_end(session_id)
-            return home, How.STUCK
-        else:
-            how = How.SPILLED
-        place = self._least(places)
-        if session_id is not None and self._sticky:
-            self._settle(session_id, place)
-        return place, how
+    async def update_weights(
+        self,
+        source: Weights,
+        version: int,
+        *,
+        mode: PauseMode = "abort",
+        rolling: bool = False,
+        timeout_s: float = 60.0,
+        only: Collection[str] | None = None,
+        only_older: bool = False,
+    ) -> None:
+        """Load the weights of `source` into all replicas, or those named in `only`; with
+        `only_older`, those whose weights are of an earlier version.
 
-    def sessions(self, place: PlaceT) -> int:
-        """Count the remembered sessions of a replica."""
-        return self._living.get(place, 0)
+        Sessions continue. All replicas are updated at once under a `hold` of `mode`, or under the
+        hold that is already there; with `rolling`, one after the other, while the rest samples
+        under the old weights. Raises `EngineError` naming the replicas that failed.
+        """
+        if not self._up():
+            raise EngineError("no live replica can take weights", retryable=True)
+        failed: list[str] = []
+        logged: set[str] = set()
+        # Again for those that came back meanwhile, with weights that were the newest then.
+        while todo := [
+            one
+            for one in self._up()
+            if one.name not in logged
+            and (only is None or one.name in only)
+            and not (only_older and one.version >= version)
+        ]:
+            logged.update(one.name for one in todo)
+            if rolling and self.held is None:
+                failed += await self._in_turn(todo, source, version, wait=mode == "wait")
+            else:
+                failed += await self._at_once(todo, source, version, mode, timeout_s)
+        if failed:
+            raise EngineError(f"weights {version} did not load everywhere: " + "; ".join(failed))
+        if only_older:
+            self.remember(source, version)
 
-    def forget(self, session_id: str) -> None:
-        """A session has ended; unknown ones are left alone."""
-        place = self._homes.pop(session_id, None)
-        if place is not None:
-            self._living[place] -= 1
+    def remember(self, source: Weights, version: int) -> None:
+        """Have replicas with older weights load these before they serve."""
+        self._latest = source, version
 
-    def drop(self, place: PlaceT) -> None:
-        """A replica has left for good; its sessions have no home."""
-        self._homes = OrderedDict(
-            (session_id, home) for session_id, home in self._homes.items() if home is not place
-        )
-        self._living.pop(place, None)
+    def _up(self) -> list[Replica]:
+        away = {ReplicaState.DOWN, ReplicaState.RELEASED}
+        return [one for one in self.each() if one.state not in away]
 
-    def _least(self, places: Sequence[PlaceT]) -> PlaceT:
-        """Fewest calls, then fewest sessions; equal ones take turns."""
-        self._turn += 1
-        turned = [*places[self._turn % len(places) :], *places[: self._turn % len(places)]]
-        return min(turned, key=lambda place: (place.load, self.sessions(place)))
+    async def caught_up(self, engine: Engine, info: EngineInfo) -> EngineInfo:
+        """Load the latest weights into a replica that comes (back), unless it has them."""
+        if self._latest is None:
+            return info
+        source, version = self._latest
+        if info.version >= version or isinstance(source, Mapping):
+            return info
+        if isinstance(engine, Updatable):
+            await engine.update_weights(source, version)
+            return replace(info, version=version)
+        return info
 
-    def _settle(self, session_id: str, place: PlaceT) -> None:
-        self.forget(session_id)
-        self._homes[session_id] = place
-        self._living[place] = self.sessions(place) + 1
-        if len(self._homes) > self._remembered:
-            self.forget(next(iter(self._homes)))
+    async def catch_up(self, one: Replica) -> EngineError | None:
+        """Do the same for the unchanged server of a replica that was down; return the error."""
+        if one.info is None:
+            return None
+        try:
+            with boundary(EngineError, f"updating {one.name}"):
+                one.info = await self.caught_up(one.engine, replace(one.info, version=one.version))
+        except EngineError as error:
+            return error
+        one.version = one.info.version
+        return None
+
+    async def _at_once(
+        self,
+        replicas: list[Replica],
+        source: Weights,
+        version: int,
+        mode: PauseMode,
+        timeout_s: float,
+    ) -> list[str]:
+        """Load the weights into all while nothing samples; return the errors."""
+        holds = self.held is None
+        if holds:
+            await self.hold(mode, timeout_s=timeout_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                loads = [group.create_task(self._load(one, source, version)) for one in replicas]
+            return [text for load in loads for text in load.result()]
+        finally:
+            if holds:
+                await self.release()
+
+    async def _in_turn(
+        self, replicas: list[Replica], source: Weights, version: int, *, wait: bool
+    ) -> list[str]:
+        """Load the weights into one after the other, each drained first; return the errors.
+
+        The only replica is not drained, because its calls could not move.
+        """
+        failed: list[str] = []
+        for one in replicas:
+            alone = len(self.each()) == 1
+            if not alone:
+                await self.drain(one.name, timeout_s=None if wait else 0)
+            try:
+                failed += await self._load(one, source, version)
+            finally:
+                if not alone:
+                    self.readmit(one.name)
+        return failed
+
+    async def _load(self, one: Replica, source: Weights, version: int) -> list[str]:
+        """Load the weights into one replica; return the errors."""
+        if not isinstance(one.engine, Updatable):
+            return [f"{one.name} takes no weights from a folder"]
+        if isinstance(source, Mapping) and one.reopen is not None:
+            return [f"{one.name} is in another process and takes weights from a folder"]
+        try:
+            with boundary(EngineError, "loading"):
+                await one.engine.update_weights(source, version)
+        except EngineError as error:
+            if isinstance(error, WeightsLostError):
+                self.lost(one, error)
+            return [f"{one.name}: {error}"]
+        one.version = version
+        self._latest = source, version
+        self.published(version)
+        return []

@@ -1,11 +1,11 @@
-"""Law 8: no blind run. Finds out by asking whether an engine can give what training needs.
+"""Probe of whether an engine can give what training needs (law 8: no blind run).
 
-A few short calls on the engine's own contract: ids and logprobs of equal length, a prompt taken as
-given, which distribution the logprobs belong to, streams, seeds. The mode shows in the best token's
-logprob, sampled with top_k 1 at temperature 1, and freely at a temperature near zero: the same and
-below zero is the raw model; zero for the second is after temperature; zero for both is after top-k
-as well. (Temperatures with top_k 1 tell nothing: SGLang gives raw logprobs of greedy samples,
-whatever the temperature.) Every finding says what it means and how to mend it.
+A few short calls check ids and logprobs of equal length, a prompt taken as given, the distribution
+of the logprobs, streams and seeds. The mode follows from the best token's logprob, sampled with
+top_k 1 at temperature 1, and freely at a temperature near zero: the same and below zero is the raw
+model; zero for the second is after temperature; zero for both is after top-k as well. (Temperatures
+with top_k 1 show nothing: SGLang gives raw logprobs of greedy samples at any temperature.) Every
+finding says what it means and how to fix it.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
 PROMPT = range(33, 65)
-"""Ids that every vocabulary has; as a prompt they differ from whatever messages go along."""
+"""Ids that every vocabulary has; as a prompt they differ from any messages sent with them."""
 
 _TOKENS = 4
 _COLD = 0.01
-"""The least temperature that vLLM takes as it is; SGLang's sampling is still not greedy there."""
+"""The lowest temperature that vLLM does not change; SGLang's sampling is not greedy there."""
 _SAME = 1e-3
 """Nats; two calls of one prompt differ by less on every engine seen, another mode by more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     what: str
     ok: bool
     needed: bool
-    """Whether training cannot do without it."""
+    """Whether training needs it."""
     found: str
     means: str = ""
-    """What follows from it; empty where it is as it should be."""
+    """Consequence of a failed check."""
     fix: str = ""
-    """How to get it; empty where nothing is to be done."""
+    """Remedy of a failed check."""
 
     @classmethod
     def note(cls, what: str, found: str) -> Finding:
-        """Something worth knowing that is as it should be."""
+        """Make a finding that is only information."""
         return cls(what, ok=True, needed=False, found=found)
 
     @classmethod
     def check(
         cls, what: str, *, ok: bool, found: str, means: str, fix: str, needed: bool = False
     ) -> Finding:
-        """A finding that says `means` and `fix` only where it is not `ok`."""
+        """Make a finding that says `means` and `fix` only if it is not `ok`."""
         return cls(what, ok, needed, found, "" if ok else means, "" if ok else fix)
 
 
@@ -72,7 +72,7 @@ class ProbeReport:
     token_in: bool
     duration_s: float
     tells_prompt: bool = False
-    """Whether whole replies told the prompt's ids."""
+    """Whether whole replies reported the prompt's ids."""
     tells_prompt_streamed: bool = False
 
     @property
@@ -86,7 +86,7 @@ class ProbeReport:
         return not self.missing
 
     def rows(self) -> list[JSON]:
-        """The findings as plain objects, for tables and `--json`."""
+        """Return the findings as plain objects, for tables and `--json`."""
         names = Finding.__dataclass_fields__
         return [{name: getattr(one, name) for name in names} for one in self.findings]
 
@@ -114,9 +114,9 @@ class _Reply:
 async def probe(
     engine: Engine, *, prompt: Sequence[int] = PROMPT, assume: LogprobMode | None = None
 ) -> ProbeReport:
-    """Probe an engine that can be called. Never raises for what the engine lacks.
+    """Probe an engine that can be called. Never raises for missing features.
 
-    `assume` is the logprob mode that its owner vouches for, where measuring cannot tell.
+    `assume` is the logprob mode that its owner vouches for, if it cannot be measured.
     """
     began = time.monotonic()
     findings: list[Finding] = []
@@ -184,7 +184,7 @@ def _ids(reply: _Reply) -> Finding:
         found=f"{len(reply.ids)} ids" if len(reply.ids) else "none",
         means="What was sampled would have to be guessed from text.",
         fix="Use an engine that returns token ids: vLLM with `return_token_ids` (0.10.2 or later), "
-        "and no proxy between that drops fields it does not know.",
+        "and no proxy in between that drops fields it does not know.",
     )
 
 
@@ -197,13 +197,13 @@ def _logprobs(reply: _Reply) -> Finding:
         needed=True,
         found="one for each id" if ok else f"{count} for {len(reply.ids)} ids",
         means="The policy's update needs the probability that each token was sampled with.",
-        fix="Start vLLM with --max-logprobs above 0, and no proxy between that drops logprobs.",
+        fix="Start vLLM with --max-logprobs above 0, and no proxy in between that drops logprobs.",
     )
 
 
 def _token_in(reply: _Reply, prompt: Sequence[int]) -> Finding:
     sent = ArrayIds(np.array(prompt, dtype=np.int32)).json()
-    ok, found = False, "it does not tell its prompt"
+    ok, found = False, "it does not report its prompt"
     if reply.prompt_text is not None:
         ok = compact(reply.prompt_text) == sent
         found = "the prompt is taken as given" if ok else "it used another prompt"
@@ -255,7 +255,7 @@ async def _mode(
 
 
 def _compared(best: _Reply, cold: _Reply) -> LogprobMode | None:
-    """The mode from the best tokens, and those sampled at almost no temperature.
+    """Compare the best tokens with those sampled at almost no temperature.
 
     `None` = they are other tokens, or all of them are certain.
     """
@@ -269,9 +269,9 @@ def _compared(best: _Reply, cold: _Reply) -> LogprobMode | None:
 
 
 def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
-    """PROCESSED if free sampling shows, on the greedy path, a token that was not certain.
+    """Return PROCESSED if free sampling draws, on the greedy path, a token that was not certain.
 
-    The first position of both replies has one context: were the greedy logprob of 0 the model's
+    The first position of both replies has one context: if the greedy logprob of 0 were the model's
     own, its free logprob would be 0 as well, and no other token could be drawn.
     """
     for greedy, drawn, logprob in zip(best.ids, free.ids, free.logprobs, strict=False):
@@ -283,10 +283,8 @@ def _compared_free(best: _Reply, free: _Reply) -> LogprobMode | None:
 
 
 async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
-    """Check that replies are streamed with ids and logprobs in each chunk, and whether they report
-    prompts.
-    """
-    tells = False
+    """Check that streams have ids and logprobs in each chunk, and whether they report prompts."""
+    reports = False
     try:
         reply = await _ask(engine, prompt, Sampling(temperature=1.0, top_k=-1), stream=True)
     except EngineError as error:
@@ -295,20 +293,20 @@ async def _streams(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool
         ok = 0 < len(reply.ids) == len(reply.logprobs)
         pieces = "in pieces" if reply.pieces > 1 else "in one piece"
         found = f"{pieces}, with ids and logprobs" if ok else "without ids or logprobs"
-        tells = reply.prompt_text is not None
+        reports = reply.prompt_text is not None
     finding = Finding.check(
         "streaming",
         ok=ok,
         found=found,
         means="A harness sees nothing of a reply before its end.",
-        fix="Look for a proxy between that changes server-sent events.",
+        fix="Look for a proxy in between that changes server-sent events.",
     )
-    return finding, tells
+    return finding, reports
 
 
 async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
     """Check that a seed makes sampling deterministic, and whether the replies report prompts."""
-    tells = False
+    reports = False
     seeded = Sampling(temperature=1.0, top_k=-1, seed=7)
     try:
         one, other = await _ask(engine, prompt, seeded), await _ask(engine, prompt, seeded)
@@ -317,7 +315,7 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
     else:
         ok = np.array_equal(one.ids, other.ids)
         found = "the same seed draws the same" if ok else "seeds are not obeyed"
-        tells = one.prompt_text is not None and other.prompt_text is not None
+        reports = one.prompt_text is not None and other.prompt_text is not None
     finding = Finding.check(
         "seeds",
         ok=ok,
@@ -325,4 +323,4 @@ async def _seeds(engine: Engine, prompt: Sequence[int]) -> tuple[Finding, bool]:
         means="A run cannot be drawn again.",
         fix="SGLang: start with --enable-deterministic-inference.",
     )
-    return finding, tells
+    return finding, reports

@@ -1,10 +1,10 @@
-"""An engine that is an SGLang server, or anything that answers in its shape.
+"""Adapter for an SGLang server, or any server with its API.
 
-What a version of SGLang can do is found by asking it: its routes, its vocabulary, whether it knows
-seeds, whether its streams repeat themselves. Prompts are checked against the vocabulary before they
-are sent, because an id beyond it ends the server (0.5.23). Routes and replies are in
-`sglang_routes`. For `/health` SGLang samples one token, unless
-SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false (slime sets it).
+The features of a server are found by asking it: its routes, its vocabulary, whether it knows seeds,
+whether its streams repeat themselves. Prompts are checked against the vocabulary before they are
+sent, because an id beyond it kills the server (0.5.23). Routes and replies are in `sglang_routes`.
+For `/health` SGLang samples one token, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is false
+(slime sets it).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 from uuid import uuid4
 
 import numpy as np
 
 from bridle.aio import Nursery
+from bridle.engines.adapter import ServerAdapter, ServerOptions, as_version, tokenizer_dir
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -29,15 +31,14 @@ from bridle.engines.base import (
     PauseMode,
     joined,
 )
-from bridle.engines.http import AbortedError, Call, EngineClient
-from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
-from bridle.engines.sglang_routes import Ask, Reading, Route, call_body
+from bridle.engines.http import AbortedError, HttpCall
+from bridle.engines.probe import Finding, probe
+from bridle.engines.sglang_routes import Ask, Reading, SglangRoute, call_body
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, VersionSpan
+from bridle.types import JSON, FinishReason, VersionSpan
 
 ABORT_S = 5.0
-"""How long a server may take to end a call that it was told to abort."""
+"""Time that a server has to end an aborted call."""
 
 _RANGE = re.compile(r"\[0, (\d+)[\])]")
 _BEYOND = 2**31 - 1
@@ -47,38 +48,22 @@ _BEYOND = 2**31 - 1
 @dataclass(slots=True)
 class _Running:
     rid: str
-    call: Call
+    call: HttpCall
     limit: asyncio.TimerHandle | None = None
 
 
-class SglangEngine(Serving):
-    """Talks to one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
+class SglangEngine(ServerAdapter):
+    """Adapter for one SGLang server; an `Engine`, `Versioned`, `Pausable` and `Updatable`.
 
-    It samples by `/generate`; with `engine_parses` by the chat route, which leaves reasoning and
-    tool calls to the server's parsers. `logprob_mode` is what the server's owner vouches for,
-    where the probe cannot measure it. `allow_untokenized` takes a server that gives text only.
-    `extras` asks for per-token extras (`return_routed_experts`, `return_sampling_mask`), which then
-    stand in a reply's `extra`. `timeout_s` is how long the server may be silent within one call.
+    It samples by `/generate`, and from messages with images by the chat route. `extras` requests
+    per-token extras (`return_routed_experts`, `return_sampling_mask`), which are then in a reply's
+    `extra`.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        logprob_mode: LogprobMode | None = None,
-        allow_untokenized: bool = False,
-        engine_parses: bool = False,
-        extras: Sequence[str] = (),
-        timeout_s: float = 1800.0,
+        self, base_url: str, *, extras: Sequence[str] = (), **options: Unpack[ServerOptions]
     ) -> None:
-        self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
-        self._model = model or ""
-        self._route = Route.CHAT if engine_parses else Route.GENERATE
-        self._assumed_mode = logprob_mode
-        self._allow_untokenized = allow_untokenized
-        self._engine_parses = engine_parses
+        super().__init__(base_url, **options)
         self._extras = tuple(extras)
         self._calls: dict[str, _Running] = {}
         self._nursery = Nursery(on_error=lambda _error: None)
@@ -90,16 +75,11 @@ class SglangEngine(Serving):
         self._closed = False
         self._probing = False
         self._asks_prompt = False
-        """Whether the next call asks for its prompt's ids at the cost of the prefix cache."""
-        self._strict = False
+        """Whether the next call requests its prompt's ids at the cost of the prefix cache."""
         self._seeds = True
         self._incremental = False
-        self._context_length = 0
         self.vocab_size: int | None = None
-        """How many ids the server takes; `None` = it does not tell."""
-        self.server_version = ""
-        """Empty where it is not told."""
-        self.report: ProbeReport | None = None
+        """Number of ids that the server takes; `None` = not reported."""
 
     # ---- life
 
@@ -111,7 +91,7 @@ class SglangEngine(Serving):
                 "hides what training needs: give the address of a worker"
             )
         served = await self._first("/server_info", "/get_server_info")
-        self.server_version = str(served.get("version", ""))
+        self.server_version = served.get("version")
         self._incremental = bool(
             served.get("incremental_streaming_output") or served.get("stream_output")
         )
@@ -123,25 +103,10 @@ class SglangEngine(Serving):
             found = await probe(self, assume=self._assumed_mode)
         finally:
             self._probing = False
-        findings = (*self._server_findings(about), *found.findings)
-        self.report = replace(found, findings=findings)
-        self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
-        self._strict = self.report.usable or not self._allow_untokenized
+        report = replace(found, findings=(*self._server_findings(about), *found.findings))
         folder = tokenizer_dir(about.get("tokenizer_path")) or tokenizer_dir(about["model_path"])
-        return EngineInfo(
-            model=self._model,
-            context_length=self._context_length,
-            logprob_mode=self.report.logprob_mode,
-            token_in=self.report.token_in,
-            version=self.version,
-            eos_token_ids=end_ids(folder),
-            tokenizer_dir=None if folder is None else str(folder),
-            grammar=True,
-            remote=True,
-            vocab_size=self.vocab_size or vocab_size(folder),
-            tells_prompt=self.report.tells_prompt,
-            tells_prompt_streamed=self.report.tells_prompt_streamed,
-        )
+        info = self._accept(report, folder)
+        return replace(info, vocab_size=self.vocab_size or info.vocab_size)
 
     async def _first(self, *paths: str) -> JSON:
         for path in paths:
@@ -159,10 +124,10 @@ class SglangEngine(Serving):
                        served.get("context_length"), served.get("max_req_input_len")):  # fmt: skip
             if isinstance(length, int):
                 return length
-        raise EngineError(f"{self._client.base_url} does not tell its context length")
+        raise EngineError(f"{self._client.base_url} reports no context length")
 
     async def _find_limits(self) -> None:
-        """The vocabulary's size, and whether seeds are known: a call that must be refused tells."""
+        """Find the vocabulary size, and whether seeds are known, by calls that must be refused."""
         bias = {"max_new_tokens": 1, "logit_bias": {str(_BEYOND): 0.0}}
         refused = await self._refusal(bias)
         found = _RANGE.search(refused)
@@ -173,7 +138,7 @@ class SglangEngine(Serving):
 
     async def _refusal(self, sampling: JSON) -> str:
         try:
-            await self._client.tell(
+            await self._client.command(
                 "/generate", {"input_ids": [0], "sampling_params": sampling, "stream": False}
             )
         except EngineError as error:
@@ -181,12 +146,12 @@ class SglangEngine(Serving):
         return ""
 
     def _server_findings(self, about: JSON) -> tuple[Finding, ...]:
-        streams = "tell what is new" if self._incremental else "repeat what was said before"
+        streams = "send only new tokens" if self._incremental else "repeat earlier tokens"
         parsers = [about.get("reasoning_parser"), about.get("tool_call_parser")]
         versioned = "weight_version" in about
         return (
             Finding.note("server", f"SGLang {self.server_version or 'of unknown version'}"),
-            Finding.note("route", self._route.path),
+            Finding.note("route", SglangRoute.GENERATE.path),
             Finding.note("context length", str(self._context_length)),
             Finding.check(
                 "vocabulary", ok=self.vocab_size is not None,
@@ -201,7 +166,7 @@ class SglangEngine(Serving):
             ),
             Finding.check(
                 "version route", ok=versioned,
-                found=str(about.get("weight_version")) if versioned else "replies tell no version",
+                found=str(about.get("weight_version")) if versioned else "not reported",
                 means="Tokens carry the version that POST /policy set.",
                 fix="Use SGLang 0.5 or later.",
             ),
@@ -217,7 +182,9 @@ class SglangEngine(Serving):
         await self._client.aclose()
 
     async def abort(self, request_id: str) -> None:
-        """Have the server end a call: what it sampled stands. Cut off if it does not in time."""
+        """Have the server end a call; its sampled tokens stand. Cuts the connection after
+        `ABORT_S`.
+        """
         running = self._calls.get(request_id)
         if running is None:
             return
@@ -230,7 +197,7 @@ class SglangEngine(Serving):
     async def _tell_abort(self, rid: str) -> bool:
         try:
             async with asyncio.timeout(ABORT_S):
-                return await self._client.tell("/abort_request", {"rid": rid})
+                return await self._client.command("/abort_request", {"rid": rid})
         except (EngineError, TimeoutError):
             return False
 
@@ -239,32 +206,32 @@ class SglangEngine(Serving):
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server; `False` if it has no route for that.
 
-        `keep` is SGLang's `retract`: what was computed with the old weights is computed again.
-        `wait` waits for the calls of this adapter only.
+        `keep` is SGLang's `retract`: caches of the old weights are recomputed. `wait` waits for the
+        calls of this adapter only.
         """
         self._open.clear()
         if mode == "wait":
             await self._idle.wait()
         theirs = {"abort": "abort", "keep": "retract", "wait": "retract"}[mode]
-        self._held = await self._client.tell("/pause_generation", {"mode": theirs})
+        self._held = await self._client.command("/pause_generation", {"mode": theirs})
         if not self._held:
             self._open.set()
         return self._held
 
     async def resume(self) -> None:
-        await self._client.tell("/continue_generation", {})
+        await self._client.command("/continue_generation", {})
         self._held = False
         self._open.set()
 
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
 
-        It is held meanwhile, unless it is already. `EngineError` if it refuses them.
+        It is held meanwhile, unless it already is. Raises `EngineError` if it refuses them.
         """
         held = self._held or not await self.pause("keep")
         body = {"model_path": str(source), "weight_version": str(version)}
         try:
-            if not await self._client.tell("/update_weights_from_disk", body):
+            if not await self._client.command("/update_weights_from_disk", body):
                 raise EngineError(f"{self._client.base_url} takes no weights")
             self.version = version
         finally:
@@ -274,14 +241,15 @@ class SglangEngine(Serving):
     # ---- sampling
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Sample one reply; in one chunk unless asked to stream. Errors as `VllmEngine.generate`.
+        """Sample one reply; in one chunk unless asked to stream. Errors are those of
+        `VllmEngine.generate`.
 
         On the chat route a reply comes whole.
         """
         self._check(request)
         await self._open.wait()
         # A prefix of another call's id would abort that call as well.
-        running = _Running(f"{request.request_id}-{uuid4().hex}", Call())
+        running = _Running(f"{request.request_id}-{uuid4().hex}", HttpCall())
         self._calls[request.request_id] = running
         self._idle.clear()
         length = len(request.prompt) if self._token_in and not request.by_messages else None
@@ -295,16 +263,12 @@ class SglangEngine(Serving):
                         yield chunk
                         if ended:
                             return
-            raise CutError("the engine's reply broke off before its end")
+            raise CutError("the engine closed the stream without a finish reason")
         except AbortedError:
             ended = True
             yield self._aborted(reading)
         finally:
             self._forget(request.request_id, running, ended=ended)
-
-    @property
-    def _token_in(self) -> bool:
-        return self._info is None or self._info.token_in
 
     def _check(self, request: GenerateRequest) -> None:
         size, room = len(request.prompt), self._context_length - len(request.prompt)
@@ -333,11 +297,11 @@ class SglangEngine(Serving):
     async def _answers(
         self, request: GenerateRequest, running: _Running
     ) -> AsyncGenerator[list[bytes], None]:
-        """The JSON of the reply's pieces, those that arrived together as one list."""
-        route = Route.CHAT if request.by_messages else self._route
+        """Yield the JSON of the reply's pieces, those that arrived together as one list."""
+        route = SglangRoute.CHAT if request.by_messages else SglangRoute.GENERATE
         body = call_body(route, request, running.rid, self._ask(request))
         size = len(request.prompt)
-        if not request.stream or route is Route.CHAT:
+        if not request.stream or route is SglangRoute.CHAT:
             yield [await self._client.post(route.path, body, running.call, prompt_tokens=size)]
             return
         stream = self._client.stream(route.path, body, running.call, prompt_tokens=size)
@@ -346,7 +310,7 @@ class SglangEngine(Serving):
                 yield several
 
     def _read(self, answers: list[bytes], reading: Reading) -> Iterator[GenerateChunk]:
-        """The pieces that tell something."""
+        """Yield the pieces that have tokens, prompt ids or an end."""
         for answer in answers:
             chunk = self._checked(reading.read(answer), reading)
             ended = chunk.finish_reason is not None
@@ -354,12 +318,13 @@ class SglangEngine(Serving):
                 yield chunk
 
     def _checked(self, chunk: GenerateChunk, reading: Reading) -> GenerateChunk:
-        """The chunk; with the server's text only where that is wanted, refused if ids lack."""
+        """Check a chunk; drops the server's text unless it is wanted. Raises `GarbledError` without
+        ids.
+        """
         stopped = chunk.finish_reason is FinishReason.STOP
-        if self._strict and stopped and not reading.ids_told:
+        if self._strict and stopped and not reading.has_ids:
             raise GarbledError("the engine's reply has no token ids")
-        parses = self._engine_parses or (self._info is not None and not self._strict)
-        return chunk if parses else replace(chunk, reply=None)
+        return chunk if self.gives_text else replace(chunk, reply=None)
 
     def _aborted(self, reading: Reading) -> GenerateChunk:
         count = reading.count

@@ -1,10 +1,11 @@
-"""The two routes by which SGLang samples: how a call is written on each, and its replies read.
+"""SGLang's two routes for sampling: writers of their requests and readers of their replies.
 
 Source: SGLang 0.5.23, `srt/managers/{io_struct,tokenizer_manager}.py`,
 `srt/sampling/sampling_params.py` and `srt/entrypoints/openai/{protocol,serving_chat}.py`; checked
-against a running server. `/generate` pairs each logprob with its id. Its streams repeat all that
-was said before, unless the server was started with `--incremental-streaming-output`; both are read
-by how many tokens a chunk says were sampled, and only the new end of a repeated text is parsed.
+against a running server. `/generate` pairs each logprob with its id. Its streams repeat the whole
+reply in each piece, unless the server was started with `--incremental-streaming-output`; both are
+read by the number of sampled tokens that a chunk reports, and only the new end of a repeated text
+is parsed.
 """
 
 from __future__ import annotations
@@ -18,37 +19,36 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest
 from bridle.engines.ids import IdsError, compact, cut_ids, parse_ids
-from bridle.engines.reported import check_paired
-from bridle.engines.serving import as_version
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
 
 if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
-GENERATE, CHAT = "/generate", wire.CHAT
+GENERATE, CHAT = "/generate", vllm_schemas.CHAT
 
 _ENCODER = msgspec.json.Encoder()
 _REPEATS, _LONGEST = 256, 32
-"""A stream that repeats itself comes in that many pieces for its whole budget, of at most that many
-tokens: 3,000 tokens are 14 MB in all, a token at a time 180 MB."""
+"""A repeating stream comes in that many pieces for its whole budget, of at most that many tokens:
+3,000 tokens are 14 MB in all, against 180 MB a token at a time."""
 
 
-class Route(StrEnum):
-    """A way to sample."""
+class SglangRoute(StrEnum):
+    """Route for sampling."""
 
     GENERATE = "generate"
     """`/generate`: ids in and out, streams, policy versions per token, nothing parsed."""
     CHAT = "chat"
-    """Chat completions with `input_ids`: the server parses; replies are whole."""
+    """Chat completions, for messages with images: the server renders; replies are whole."""
 
     @property
     def path(self) -> str:
-        """The path below the base URL."""
-        return GENERATE if self is Route.GENERATE else CHAT
+        """Return the path below the base URL."""
+        return GENERATE if self is SglangRoute.GENERATE else CHAT
 
 
 # ---- requests
@@ -60,27 +60,24 @@ class Ask:
 
     model: str
     room: int
-    """What the context leaves to sample; SGLang would take 128 tokens for no budget."""
+    """Rest of the context, the default budget: SGLang would default to 128 tokens."""
     seeds: bool = True
     """Whether it knows `sampling_seed`."""
     incremental: bool = False
-    """Whether its streams tell only what is new."""
+    """Whether its streams send only new tokens."""
     prompt: bool = False
-    """Ask for the prompt's ids also where that costs the prefix cache: for the probe."""
+    """Request the prompt's ids even if that costs the prefix cache, as the probe does."""
     extras: tuple[str, ...] = ()
-    """Fields that ask for per-token extras, e.g. `return_routed_experts`."""
+    """Fields that request per-token extras, e.g. `return_routed_experts`."""
 
 
-def call_body(route: Route, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
+def call_body(route: SglangRoute, request: GenerateRequest, rid: str, ask: Ask) -> bytes:
     head: JSON = {"rid": rid, **dict.fromkeys(ask.extras, True)}
     if request.session_id is not None:
         head["session_id"] = request.session_id
-    if route is Route.CHAT:
-        head |= _chat_fields(request, ask)
-    else:
-        head |= _generate_fields(request, ask)
-    if request.by_messages:
-        return _ENCODER.encode(head)
+    if route is SglangRoute.CHAT:
+        return _ENCODER.encode(head | _chat_fields(request, ask))
+    head |= _generate_fields(request, ask)
     text = request.prompt.json()
     return b"".join((_ENCODER.encode(head)[:-1], b',"input_ids":', text, b"}"))
 
@@ -126,7 +123,7 @@ _NAMES = {
     "min_p": "min_p",
     "logit_bias": "logit_bias",
 }
-"""SGLang's names -> ours; `max_new_tokens` is always given."""
+"""SGLang's names -> Bridle's; `max_new_tokens` is always sent."""
 
 _CHAT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
                "sampling_seed": "seed"}  # fmt: skip
@@ -140,12 +137,9 @@ def _chat_fields(request: GenerateRequest, ask: Ask) -> JSON:
     fields["messages"] = list(request.messages or [{"role": "user", "content": "."}])
     if request.tools:
         fields["tools"] = list(request.tools)
-        if not request.calls and not request.by_messages:
-            fields["tool_choice"] = "none"  # its template would leave the tools out of messages
-    if request.by_messages:
-        fields["return_prompt_token_ids"] = True
-        if request.arguments:
-            fields["chat_template_kwargs"] = request.arguments
+    fields["return_prompt_token_ids"] = True
+    if request.arguments:
+        fields["chat_template_kwargs"] = request.arguments
     if request.grammar is not None:
         schema = request.grammar.get("json_schema") or {"type": "object"}
         named_schema = {"name": "reply", "schema": schema}
@@ -177,72 +171,72 @@ class MetaInfo(msgspec.Struct):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     weight_version: int | str | None = None
-    weight_versions: list[wire.Span] | None = None
-    output_token_logprobs: Raw = wire.EMPTY
+    weight_versions: list[vllm_schemas.Span] | None = None
+    output_token_logprobs: Raw = vllm_schemas.EMPTY
     """`[[logprob, id, text or null], ...]`."""
-    input_token_logprobs: Raw = wire.EMPTY
-    routed_experts: Raw = wire.EMPTY
-    indexer_topk: Raw = wire.EMPTY
-    output_token_sampling_mask: Raw = wire.EMPTY
-    output_token_sampling_logprobs: Raw = wire.EMPTY
+    input_token_logprobs: Raw = vllm_schemas.EMPTY
+    routed_experts: Raw = vllm_schemas.EMPTY
+    indexer_topk: Raw = vllm_schemas.EMPTY
+    output_token_sampling_mask: Raw = vllm_schemas.EMPTY
+    output_token_sampling_logprobs: Raw = vllm_schemas.EMPTY
 
 
-class Message(msgspec.Struct):
-    """The message of a chat reply."""
+class SglangMessage(msgspec.Struct):
+    """Message of a chat reply."""
 
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[wire.Called] | None = None
+    tool_calls: list[vllm_schemas.Called] | None = None
 
 
 class ChatChoice(msgspec.Struct):
-    """The one choice of a chat reply."""
+    """The only choice of a chat reply."""
 
-    message: Message
-    response_token_ids: Raw = wire.EMPTY
-    prompt_token_ids: Raw = wire.EMPTY
+    message: SglangMessage
+    response_token_ids: Raw = vllm_schemas.EMPTY
+    prompt_token_ids: Raw = vllm_schemas.EMPTY
     meta_info: MetaInfo | None = None
 
 
-class Answer(msgspec.Struct):
-    """A reply of either route, or one stream chunk of `/generate`."""
+class SglangReply(msgspec.Struct):
+    """Reply of either route, or one stream chunk of `/generate`."""
 
     meta_info: MetaInfo | None = None
-    output_ids: Raw = wire.EMPTY
-    prompt_token_ids: Raw = wire.EMPTY
+    output_ids: Raw = vllm_schemas.EMPTY
+    prompt_token_ids: Raw = vllm_schemas.EMPTY
     text: str | None = None
     choices: list[ChatChoice] = []
-    error: Raw = wire.EMPTY
+    error: Raw = vllm_schemas.EMPTY
 
 
 Triple: TypeAlias = tuple[float | None, int, str | None]
 """Logprob, id, text."""
 
-_ANSWER = msgspec.json.Decoder(Answer)
+_ANSWER = msgspec.json.Decoder(SglangReply)
 _TRIPLES: msgspec.json.Decoder[list[Triple]] = msgspec.json.Decoder(list[Triple])
 _LIST = msgspec.json.Decoder(list[Raw])
 
 
 @dataclass(slots=True)
 class Reading:
-    """Reads the pieces of one reply, in order. `strict` refuses sampled ids without logprobs."""
+    """Reader of one reply's pieces, in order. `strict` refuses sampled ids without logprobs."""
 
     prompt_tokens: int | None
-    """How long the prompt is that was sent; `None` = the server made its own."""
+    """Length of the prompt that was sent; `None` = the server made its own."""
     version: int
-    """The policy version of weights that nobody gave a number."""
+    """Version of weights without a number."""
     strict: bool = True
     count: int = 0
     """Tokens read so far."""
-    ids_told: bool = False
-    """Whether the reply has a field for sampled ids; they may still be none."""
+    has_ids: bool = False
+    """Whether the reply has a field for sampled ids; it may be empty."""
     _lists: dict[str, list[Raw]] = field(default_factory=dict)
     _ids: bytes = b""
     _logprobs: bytes = b""
-    _prompt_told: bool = False
+    _has_prompt: bool = False
 
     def read(self, body: bytes) -> GenerateChunk:
-        """The new tokens of one piece. Raises `EngineError` for what cannot be used."""
+        """Return the new tokens of one piece. Raises `EngineError` for unusable replies."""
         text, prompt_text = cut_ids(body, b"prompt_token_ids")
         try:
             return self._read(_ANSWER.decode(text), prompt_text)
@@ -250,21 +244,23 @@ class Reading:
             start = repr(bytes(body[:200]).decode(errors="replace"))
             raise GarbledError(f"the engine's reply cannot be read: {error}: {start}") from None
 
-    def _read(self, answer: Answer, prompt_text: bytes | None) -> GenerateChunk:
-        if answer.error not in wire.ABSENT:
-            raise _told_error(answer.error)
+    def _read(self, answer: SglangReply, prompt_text: bytes | None) -> GenerateChunk:
+        if answer.error not in vllm_schemas.ABSENT:
+            raise _stream_error(answer.error)
         choice = answer.choices[0] if answer.choices else None
         meta = answer.meta_info if choice is None else choice.meta_info
         if meta is None:
-            raise EngineError("the engine's reply has no `meta_info`: is a router between?")
+            raise EngineError(
+                "the engine's reply has no `meta_info`: is there a router in between?"
+            )
         finish = _finish(meta.finish_reason)
         raw = answer.output_ids if choice is None else choice.response_token_ids
         repeats = self._repeats(raw, meta)
         ids, logprobs = self._tokens(raw, meta, repeats=repeats)
         self._keep_lists(meta, repeats=repeats)
         self.count += len(ids)
-        told = self._prompt(answer, choice, prompt_text, meta)
-        if told is None:
+        prompt_ids = self._prompt(answer, choice, prompt_text, meta)
+        if prompt_ids is None:
             self._check_prompt(meta)
         return GenerateChunk(
             output_ids=ids,
@@ -272,7 +268,7 @@ class Reading:
             finish_reason=finish,
             stop_text=_stop_text(meta.finish_reason),
             versions=() if finish is None else self._versions(meta),
-            prompt_ids_json=told,
+            prompt_ids_json=prompt_ids,
             cached_tokens=meta.cached_tokens or 0,
             reply=None if finish is None else _reply(choice, answer.text, finish),
             extra={} if finish is None else self._extras(meta),
@@ -282,7 +278,7 @@ class Reading:
         """Return whether a chunk repeats all tokens from the first on."""
         if not self.count:
             return True
-        text = compact(bytes(raw)) if raw not in wire.ABSENT else b"[]"
+        text = compact(bytes(raw)) if raw not in vllm_schemas.ABSENT else b"[]"
         size = text.count(b",") + (text != b"[]")
         known = meta.completion_tokens
         if known is None:
@@ -290,30 +286,30 @@ class Reading:
         return size >= known != self.count + size
 
     def _tokens(self, raw: Raw, meta: MetaInfo, *, repeats: bool) -> tuple[Ids, Logprobs]:
-        """Ids and logprobs that are new in this piece."""
-        text = compact(bytes(raw)) if raw not in wire.ABSENT else b""
+        """Return the ids and logprobs that are new in this piece."""
+        text = compact(bytes(raw)) if raw not in vllm_schemas.ABSENT else b""
         entries = meta.output_token_logprobs
-        told = bytes(entries) if entries not in wire.ABSENT else b""
-        triples = self._triples(told, repeats=repeats)
+        reported = bytes(entries) if entries not in vllm_schemas.ABSENT else b""
+        triples = self._triples(reported, repeats=repeats)
         if text:
             ids = parse_ids(_rest(text, self._ids) if repeats else text)
-        else:  # servers of before 0.4.7 tell ids only with logprobs
+        else:  # servers before 0.4.7 send ids only with logprobs
             ids = np.array([one[1] for one in triples], dtype=np.int32)
-        self.ids_told = self.ids_told or bool(text or triples)
+        self.has_ids = self.has_ids or bool(text or triples)
         if repeats:
-            self._ids, self._logprobs = text, told
+            self._ids, self._logprobs = text, reported
         elif meta.completion_tokens is not None:
             # A call that is aborted while it waits repeats its last token.
             new = max(0, meta.completion_tokens - self.count)
             ids, triples = ids[:new], triples[:new]
         return ids, self._checked(ids, triples)
 
-    def _triples(self, told: bytes, *, repeats: bool) -> list[Triple]:
-        if not told:
+    def _triples(self, reported: bytes, *, repeats: bool) -> list[Triple]:
+        if not reported:
             return []
-        if repeats and self.count and not told.startswith(self._logprobs[:-1]):
-            return _TRIPLES.decode(told)[self.count :]
-        return _TRIPLES.decode(_rest(told, self._logprobs) if repeats else told)
+        if repeats and self.count and not reported.startswith(self._logprobs[:-1]):
+            return _TRIPLES.decode(reported)[self.count :]
+        return _TRIPLES.decode(_rest(reported, self._logprobs) if repeats else reported)
 
     def _checked(self, ids: Ids, triples: list[Triple]) -> Logprobs:
         if not triples and not self.strict:
@@ -329,22 +325,24 @@ class Reading:
             return np.array(values, dtype=np.float64).astype(np.float32)
 
     def _prompt(
-        self, answer: Answer, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
+        self, answer: SglangReply, choice: ChatChoice | None, text: bytes | None, meta: MetaInfo
     ) -> bytes | None:
-        """The prompt's ids, once, where the reply tells them."""
-        if self._prompt_told:
+        """Return the prompt's ids, once, if the reply reports them."""
+        if self._has_prompt:
             return None
         raw = answer.prompt_token_ids if choice is None else choice.prompt_token_ids
-        told = text if text is not None else bytes(raw) if raw not in wire.ABSENT else None
-        if told is None and meta.input_token_logprobs not in wire.ABSENT:
+        prompt_ids = (
+            text if text is not None else bytes(raw) if raw not in vllm_schemas.ABSENT else None
+        )
+        if prompt_ids is None and meta.input_token_logprobs not in vllm_schemas.ABSENT:
             named = [one[1] for one in _TRIPLES.decode(meta.input_token_logprobs)]
-            told = _ENCODER.encode(named) if named else None
-        self._prompt_told = told is not None
-        return None if told is None else compact(told)
+            prompt_ids = _ENCODER.encode(named) if named else None
+        self._has_prompt = prompt_ids is not None
+        return None if prompt_ids is None else compact(prompt_ids)
 
     def _check_prompt(self, meta: MetaInfo) -> None:
         given, used = self.prompt_tokens, meta.prompt_tokens
-        if not self._prompt_told and None not in {given, used} and given != used:
+        if not self._has_prompt and None not in {given, used} and given != used:
             raise GarbledError(
                 f"the engine sampled under {used} prompt tokens, but was given {given}"
             )
@@ -364,7 +362,7 @@ class Reading:
     def _keep_lists(self, meta: MetaInfo, *, repeats: bool) -> None:
         for name in _PER_TOKEN:
             raw: Raw = getattr(meta, f"output_token_{name}")
-            if raw not in wire.ABSENT:
+            if raw not in vllm_schemas.ABSENT:
                 known = [] if repeats else self._lists.get(name, [])
                 self._lists[name] = [*known, *_LIST.decode(raw)]
 
@@ -375,7 +373,7 @@ class Reading:
             extra[name] = [msgspec.json.decode(one) for one in kept]
         for name in ("routed_experts", "indexer_topk"):
             raw: Raw = getattr(meta, name)
-            if raw not in wire.ABSENT:
+            if raw not in vllm_schemas.ABSENT:
                 extra[name] = msgspec.json.decode(raw)
         return extra
 
@@ -391,22 +389,22 @@ def _rest(text: bytes, known: bytes) -> bytes:
     if len(known) <= 2:
         return text
     if not text.startswith(known[:-1]) or text[len(known) - 1 : len(known)] not in {b",", b"]"}:
-        raise IdsError("a piece repeats other tokens than were told before")
+        raise IdsError("a stream chunk repeats other tokens than before")
     return b"[" + text[len(known) - 1 :].removeprefix(b",")
 
 
 def _finish(matched: Matched | None) -> FinishReason | None:
     if matched is None:
         return None
-    if matched.type not in wire.FINISH:
+    if matched.type not in vllm_schemas.FINISH:
         raise EngineError(f"the engine ended a reply with {matched.type!r}", retryable=True)
     if matched.type == "abort" and matched.status_code is not None:
         raise EngineError(
-            f"the engine gave a call up: {matched.message}",
+            f"the engine aborted the request: {matched.message}",
             retryable=matched.status_code >= 500 or matched.status_code == 429,
             status=matched.status_code,
         )
-    return wire.FINISH[matched.type]
+    return vllm_schemas.FINISH[matched.type]
 
 
 def _stop_text(matched: Matched | None) -> str | None:
@@ -415,11 +413,11 @@ def _stop_text(matched: Matched | None) -> str | None:
     return matched.matched
 
 
-def _told_error(raw: Raw) -> EngineError:
+def _stream_error(raw: Raw) -> EngineError:
     try:
-        detail = msgspec.json.decode(raw, type=wire.ErrorDetail)
+        detail = msgspec.json.decode(raw, type=vllm_schemas.ErrorDetail)
     except msgspec.MsgspecError:
-        detail = wire.ErrorDetail(bytes(raw).decode(errors="replace")[:300])
+        detail = vllm_schemas.ErrorDetail(bytes(raw).decode(errors="replace")[:300])
     status = detail.code if isinstance(detail.code, int) else None
     retryable = status is None or status >= 500 or status == 429
     return EngineError(

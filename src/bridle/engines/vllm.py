@@ -1,23 +1,28 @@
-"""An engine that is a vLLM server, or anything that answers in its shape.
+"""Adapter for a vLLM server, or any server with its API.
 
-`start` asks the server what it is and probes it (law 8); `generate` gives it ids and reads back
-ids, logprobs and versions. Nothing is asked of the server beyond stock vLLM. The three routes
-differ in `vllm_routes`; other servers' adapters can reuse `http` beside routes of their own.
+`start` connects and probes (law 8); `generate` sends ids and reads ids, logprobs and versions. It
+needs nothing beyond stock vLLM. The three routes differ in `vllm_routes`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 from uuid import uuid4
 
 import msgspec
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
+from bridle.engines.adapter import (
+    ServerAdapter,
+    ServerOptions,
+    as_version,
+    read_config,
+    tokenizer_dir,
+)
 from bridle.engines.base import (
     CutError,
     EngineInfo,
@@ -30,77 +35,52 @@ from bridle.engines.base import (
     TextDelta,
     WeightsLostError,
 )
-from bridle.engines.http import AbortedError, Call, EngineClient
+from bridle.engines.http import AbortedError, EngineClient, HttpCall
 from bridle.engines.ids import ArrayIds
 from bridle.engines.probe import Finding, ProbeReport, probe
-from bridle.engines.serving import Serving, as_version, end_ids, tokenizer_dir, vocab_size
-from bridle.engines.vllm_images import SAMPLE, Eyes, of_images
+from bridle.engines.vllm_images import SAMPLE, ImageRenderer, of_images
 from bridle.engines.vllm_routes import (
     MessageText,
     Read,
-    Route,
+    VllmRoute,
     call_body,
     read_answer,
     read_answers,
 )
 from bridle.errors import ContextOverflowError, EngineError
-from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
+from bridle.types import JSON, FinishReason, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from bridle.types import Ids
 
 
-ROUTES = (Route.CHAT, Route.GENERATE, Route.COMPLETIONS)
-"""The order in which routes are tried where none is asked for."""
+ROUTES = (VllmRoute.CHAT, VllmRoute.GENERATE, VllmRoute.COMPLETIONS)
+"""Order in which routes are tried if none is chosen."""
 
-VERSIONED_ROUTES = (Route.GENERATE, Route.CHAT, Route.COMPLETIONS)
-"""The order for a server with weight routes: its weights may change in mid-reply, and only this
-route tells which tokens are whose (vLLM 0.32.0)."""
+VERSIONED_ROUTES = (VllmRoute.GENERATE, VllmRoute.CHAT, VllmRoute.COMPLETIONS)
+"""Order for a server with weight routes: its weights may change in mid-reply, and only this route
+reports the version of each token (vLLM 0.32.0)."""
 
 
-class VllmEngine(Serving):
-    """Talks to one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
+class VllmEngine(ServerAdapter):
+    """Adapter for one vLLM server; an `Engine`, `Versioned`, `Pausable`, `Updatable`.
 
     `route` None takes the first of `ROUTES` (`VERSIONED_ROUTES` of a server whose weights can be
-    changed) that gives all that training needs. `logprob_mode` is
-    what the server's owner vouches for, where the probe cannot measure it. `allow_untokenized`
-    takes a server that gives text only (messages must then come with each request).
-    `engine_parses` leaves reasoning and tool calls to the server's parsers. `timeout_s` is how long
-    the server may be silent within one call. `report` is the last probe's.
+    changed) that gives all that training needs.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        route: Route | None = None,
-        logprob_mode: LogprobMode | None = None,
-        allow_untokenized: bool = False,
-        engine_parses: bool = False,
-        timeout_s: float = 1800.0,
+        self, base_url: str, *, route: VllmRoute | None = None, **options: Unpack[ServerOptions]
     ) -> None:
-        self._client = EngineClient(base_url, api_key=api_key, timeout_s=timeout_s)
-        self._eyes = Eyes()
+        super().__init__(base_url, **options)
+        self._images = ImageRenderer(self._client)
         self._served: Path | None = None
         """The folder of the server's model, if that is on this machine."""
         self._takes_weights = False
-        self._wanted_model = model
         self._wanted_route = route
-        self._assumed_mode = logprob_mode
-        self._allow_untokenized = allow_untokenized
-        self._engine_parses = engine_parses
-        self._calls: dict[str, Call] = {}
-        self._model = model or ""
-        self._context_length = 0
-        self._route = route or Route.CHAT
-        self._token_in = True
-        self._strict = False
-        """Whether a reply without ids or logprobs is an error; off while the probe looks."""
+        self._calls: dict[str, HttpCall] = {}
+        self._route = route or VllmRoute.CHAT
         self._paired: bool | None = None
-        self.server_version: str | None = None
-        self.report: ProbeReport | None = None
 
     # ---- life
 
@@ -110,7 +90,7 @@ class VllmEngine(Serving):
         length = model.get("max_model_len")
         if not isinstance(length, int):
             raise EngineError(
-                f"{self._client.base_url}/v1/models does not tell max_model_len; is this vLLM?"
+                f"{self._client.base_url}/v1/models reports no max_model_len; is this vLLM?"
             )
         self._context_length = length
         self.server_version = (await self._client.get("/version", optional=True)).get("version")
@@ -119,27 +99,12 @@ class VllmEngine(Serving):
         self._takes_weights = versioned = "weight_version" in weights
         if versioned:
             self.version = as_version(weights["weight_version"], unnamed=self.version)
-        tell_versions = versioned and not self._engine_parses
-        self.report = await self._probe_routes(VERSIONED_ROUTES if tell_versions else ROUTES)
-        self.report.require(self._client.base_url, allow_untokenized=self._allow_untokenized)
-        self._strict = not self._allow_untokenized or self.report.usable
-        self._token_in = self.report.token_in
-        pictures = await self._look_at_images(self.report)
-        return EngineInfo(
-            model=self._model,
-            context_length=length,
-            logprob_mode=self.report.logprob_mode,
-            token_in=self._token_in,
-            version=self.version,
-            eos_token_ids=end_ids(folder),
-            tokenizer_dir=None if folder is None else str(folder),
-            grammar=True,
-            pictures=pictures,
-            remote=True,
-            tells_versions=versioned and self._route is Route.GENERATE,
-            vocab_size=vocab_size(folder),
-            tells_prompt=self.report.tells_prompt,
-            tells_prompt_streamed=self.report.tells_prompt_streamed,
+        report = await self._probe_routes(VERSIONED_ROUTES if versioned else ROUTES)
+        info = self._accept(report, folder)
+        return replace(
+            info,
+            pictures=await self._probe_images(report),
+            tells_versions=versioned and self._route is VllmRoute.GENERATE,
         )
 
     async def _choose_model(self) -> JSON:
@@ -148,15 +113,17 @@ class VllmEngine(Serving):
         names = [one["id"] for one in models]
         if not models:
             raise EngineError(f"{self._client.base_url}/v1/models lists no model")
-        if self._wanted_model is None:
+        if not self._model:
             return models[0]
-        if self._wanted_model not in names:
-            raise EngineError(f"the engine has no model {self._wanted_model!r}; it has: {names}")
-        return models[names.index(self._wanted_model)]
+        if self._model not in names:
+            raise EngineError(f"the engine has no model {self._model!r}; it has: {names}")
+        return models[names.index(self._model)]
 
-    async def _probe_routes(self, routes: Sequence[Route]) -> ProbeReport:
-        """Probe the wanted route, or each until one is usable; if none is, the chat's report."""
-        reports: dict[Route, ProbeReport] = {}
+    async def _probe_routes(self, routes: Sequence[VllmRoute]) -> ProbeReport:
+        """Probe the chosen route, or each until one is usable; if none is, return the chat's
+        report.
+        """
+        reports: dict[VllmRoute, ProbeReport] = {}
         for route in (self._wanted_route,) if self._wanted_route else routes:
             self._route, self._paired = route, None
             report = await probe(self, assume=self._assumed_mode)
@@ -164,7 +131,7 @@ class VllmEngine(Serving):
             reports[route] = replace(report, findings=extra)
             if report.usable:
                 return reports[route]
-        self._route = self._wanted_route or Route.CHAT
+        self._route = self._wanted_route or VllmRoute.CHAT
         return reports[self._route]
 
     def _server_findings(self) -> tuple[Finding, ...]:
@@ -181,15 +148,15 @@ class VllmEngine(Serving):
 
     async def pause(self, mode: PauseMode) -> bool:
         """Hold the server (see `engines.base.Pausable`); `False` if it has no control routes."""
-        return await self._client.tell(f"/pause?mode={mode}")
+        return await self._client.command(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        await self._client.tell("/resume")
+        await self._client.command("/resume")
 
     async def update_weights(self, source: str | Path, version: int) -> None:
         """Have the server load the weights of a folder on its machine; see `Updatable`.
 
-        Hold it first: vLLM gives tokens of the moment between the two no version.
+        Hold it first: vLLM gives tokens that are sampled during the update no version.
         """
         await load_weights(self._client, source, version, served=self._served)
         self.version = version
@@ -203,7 +170,7 @@ class VllmEngine(Serving):
     async def abort(self, request_id: str) -> None:
         """End a call by closing its connection, at which vLLM stops sampling.
 
-        What a streamed call has given out stands; of a whole reply nothing arrives.
+        The sent tokens of a streamed call stand; of a whole reply nothing arrives.
         """
         if request_id in self._calls:
             self._calls[request_id].abort()
@@ -213,14 +180,19 @@ class VllmEngine(Serving):
     async def see(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Seen | None:
-        """The prompt of messages with images; see `Seeing`."""
-        return await self._eyes.see(self._client, self._model, messages, tools, arguments)
+        """Render a prompt of messages with images; see `Seeing`."""
+        return await self._images.see(self._chat_body(messages, tools, arguments))
 
-    async def _look_at_images(self, report: ProbeReport) -> bool:
-        """Probe whether the route takes token ids together with images, and add the finding to the
-        report.
-        """
-        if not self._token_in or self._route is not Route.GENERATE:
+    def _chat_body(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
+    ) -> JSON:
+        body: JSON = {"model": self._model, "messages": messages}
+        body["chat_template_kwargs"] = arguments
+        return body | ({"tools": tools} if tools else {})
+
+    async def _probe_images(self, report: ProbeReport) -> bool:
+        """Return whether the route takes images with token ids; adds a finding to the report."""
+        if not report.token_in or self._route is not VllmRoute.GENERATE:
             return False
         message = {"content": [{"type": "image_url", "image_url": {"url": SAMPLE}}], "role": "user"}
         taken = False
@@ -250,11 +222,11 @@ class VllmEngine(Serving):
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """The prompt of the server's chat route; see `Templating`."""
-        return await self._eyes.read(self._client, self._model, messages, tools, arguments)
+        """Render the prompt of the server's chat route; see `Templating`."""
+        return await self._images.render(self._chat_body(messages, tools, arguments))
 
     async def parsers(self) -> Finding:
-        """Find the parsers that the server was started with; costs a call of one token."""
+        """Find the server's parsers by a call of one token."""
         return await find_parsers(self._client, self._model)
 
     # ---- sampling
@@ -268,10 +240,10 @@ class VllmEngine(Serving):
         length = len(request.prompt)
         if 0 < self._context_length <= length:
             raise ContextOverflowError(length, self._context_length, request.sampling.max_tokens)
-        call = self._calls[request.request_id] = Call()
+        call = self._calls[request.request_id] = HttpCall()
         state = _Progress(self)
         sent = request.prompt.json() if self._token_in else None
-        route = Route.CHAT if request.by_messages else self._route
+        route = VllmRoute.CHAT if request.by_messages else self._route
         room = self._context_length - length
         body = call_body(route, request, self._model, room=room, token_in=self._token_in)
         try:
@@ -296,13 +268,8 @@ class VllmEngine(Serving):
             return (read_answer(one, unnamed=self.version, sent=sent) for one in answers)
         return read_answers(answers, unnamed=self.version, sent=sent)
 
-    @property
-    def gives_text(self) -> bool:
-        """Return whether replies carry the server's own parsed text."""
-        return self._engine_parses or (self._info is not None and not self._strict)
-
     def check(self, read: Read) -> None:
-        """Note whether ids and logprobs were paired; refuse a reply that lacks either."""
+        """Record whether ids and logprobs were paired; refuse a reply that lacks either."""
         if read.paired is not None:
             self._paired = read.paired
         chunk = read.chunk
@@ -310,7 +277,7 @@ class VllmEngine(Serving):
             return
         if len(chunk.logprobs) != len(chunk.output_ids):
             raise GarbledError(f"the engine gave {len(chunk.output_ids)} ids without logprobs")
-        if chunk.finish_reason is FinishReason.STOP and not read.ids_told:
+        if chunk.finish_reason is FinishReason.STOP and not read.has_ids:
             raise GarbledError("the engine's reply has no token ids")
 
 
@@ -318,7 +285,7 @@ _SAYS_NOTHING = (None, TextDelta())
 
 
 class _Progress:
-    """Turns what was read of one reply into chunks: the last one is held until all is known."""
+    """State of one reply; holds the last chunk until versions and usage have arrived."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -329,7 +296,7 @@ class _Progress:
         self._parsed = MessageText() if engine.gives_text else None
 
     def next(self, read: Read) -> GenerateChunk | None:
-        """A chunk to give out; `None` where nothing is to be told yet."""
+        """Add a piece; return the chunk to yield, or `None`."""
         self._cached = max(self._cached, read.cached_tokens)
         self._spans = read.spans or self._spans
         if read.chunk is None:
@@ -347,15 +314,15 @@ class _Progress:
         return chunk if says else None
 
     def last(self) -> GenerateChunk:
-        """The last chunk. Raises `CutError` if the reply broke off before it."""
+        """Make the last chunk. Raises `CutError` if the reply broke off before it."""
         held = self._held
         if held is None or held.finish_reason is None:
-            raise CutError("the engine's reply broke off before its end")
+            raise CutError("the engine closed the stream without a finish reason")
         reply = None if self._parsed is None else self._parsed.reply(held.finish_reason)
         return replace(held, versions=self._versions(), cached_tokens=self._cached, reply=reply)
 
     def aborted(self) -> GenerateChunk:
-        """The last chunk of a call that was ended from here."""
+        """Make the last chunk of an aborted call."""
         return GenerateChunk.aborted(self._versions(), self._cached)
 
     def _versions(self) -> tuple[VersionSpan, ...]:
@@ -374,8 +341,8 @@ async def find_parsers(client: EngineClient, model: str) -> Finding:
 
     The server reports them nowhere, so one token is sampled: a server without `--tool-call-parser`
     refuses a call with a tool, and a `--reasoning-parser` returns the first word as reasoning.
-    Bridle parses the sampled ids itself, so both matter only if the server's text is wanted. Seen
-    on vLLM 0.32.0.
+    Bridle parses the sampled ids itself, so both matter only to users of the server's text. Seen on
+    vLLM 0.32.0.
     """
     tools = True
     for fields in ({"tools": [_TOOL], "tool_choice": "auto"}, {}):
@@ -388,8 +355,10 @@ async def find_parsers(client: EngineClient, model: str) -> Finding:
             **fields,
         }
         try:
-            text = await client.post(wire.CHAT, msgspec.json.encode(body), Call(), prompt_tokens=1)
-            choices = msgspec.json.decode(text, type=wire.Answer).choices
+            text = await client.post(
+                vllm_schemas.CHAT, msgspec.json.encode(body), HttpCall(), prompt_tokens=1
+            )
+            choices = msgspec.json.decode(text, type=vllm_schemas.VllmReply).choices
         except (EngineError, msgspec.MsgspecError) as error:
             if _REFUSAL not in str(error):
                 break
@@ -405,7 +374,7 @@ SHAPE = (
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-"""Of a model's configuration: what the shapes of its weights follow from."""
+"""Fields of a model's configuration that decide the shapes of its weights."""
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 
@@ -430,7 +399,7 @@ async def load_weights(
     check_folder(Path(source), served)
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
     try:
-        known = await client.tell("/collective_rpc", body)
+        known = await client.command("/collective_rpc", body)
     except EngineError as error:
         if error.status is None:
             raise
@@ -441,15 +410,15 @@ async def load_weights(
         ) from error
     if not known:
         raise EngineError(f"{client.base_url} takes no weights: start it with {DEV_MODE}")
-    await client.tell("/reset_prefix_cache")
-    await client.tell("/update_weight_version", {"new_version": str(version)})
+    await client.command("/reset_prefix_cache")
+    await client.command("/update_weight_version", {"new_version": str(version)})
 
 
 def check_folder(source: Path, served: Path | None) -> None:
-    """Refuse a folder without weights, or of another model; what is not here cannot be looked at.
+    """Refuse a folder without weights or of another model; a folder on another machine passes.
 
-    A path that is not here may be there on the server's machine, unless the server's own model is
-    here as well.
+    A path that does not exist here may exist on the server's machine, unless the server's own model
+    is here as well.
     """
     if not source.is_dir():
         if served is not None:
@@ -486,12 +455,3 @@ def weights_finding(*, served: Path | None, routes: bool) -> Finding:
         means="On a CPU vLLM's head would go on with the old ones.",
         fix="On a CPU serve an untied copy of the model.",
     )
-
-
-def read_config(folder: Path) -> JSON:
-    """A model's configuration; empty where it cannot be read."""
-    try:
-        read = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}

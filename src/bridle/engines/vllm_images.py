@@ -1,11 +1,11 @@
-"""Token ids and image features of messages, asked from a vLLM before sampling.
+"""Token ids and image features of messages, requested from a vLLM before sampling.
 
-`/v1/chat/completions/render` (served with `--enable-scale-out`) tells the ids with all placeholders
-expanded and where each image's stands; `/tokenize`, which every vLLM has, tells the ids alone.
-What the processor made of an image beside its pixels (`image_grid_thw`, the number of patches) is
-told only together with them. So it is asked once per image, in a message of that image alone, and
-remembered by vLLM's own hash of it.
-Source: vLLM 0.33.0, `entrypoints/scale_out/token_in_token_out/protocol.py` and `mm_serde.py`.
+`/v1/chat/completions/render` (served with `--enable-scale-out`) returns the ids with all
+placeholders expanded and the position of each image's placeholder; `/tokenize`, which every vLLM
+has, returns the ids alone. The processor's metadata of an image (`image_grid_thw`, the number of
+patches) comes only together with its pixels. So it is requested once per image, in a message of
+that image alone, and cached by vLLM's hash of the image. Source: vLLM 0.33.0,
+`entrypoints/scale_out/token_in_token_out/protocol.py` and `mm_serde.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
+from bridle.engines.adapter import ids_from
 from bridle.engines.base import Picture, Seen
-from bridle.engines.http import Call, EngineClient
+from bridle.engines.http import EngineClient, HttpCall
 from bridle.engines.probe import Finding
-from bridle.engines.serving import told_ids
 from bridle.errors import EngineError
 from bridle.types import JSON
 
@@ -33,18 +33,18 @@ T = TypeVar("T")
 RENDER, TOKENIZE = "/v1/chat/completions/render", "/tokenize"
 
 MISSING = frozenset({404, 405, 501})
-"""Statuses of a server that does not have a route."""
+"""Statuses of a server without the route."""
 
 BLIND = ("is not a multimodal model", "At most 0 image")
-"""Words of the refusals by which vLLM says that a model takes no images."""
+"""Texts of vLLM's refusals by a model that takes no images."""
 
 
 def folded(ids: Ids, pictures: Sequence[Picture]) -> Ids:
-    """The ids with one placeholder for each image, as `/inference/v1/generate` wants them.
+    """Reduce each image to one placeholder, as `/inference/v1/generate` requires.
 
-    vLLM's processor makes of each what it had made of it before; it tells the ids that it used, and
-    those are compared with `ids` like any others. The placeholder is taken to be the token that an
-    image has most of; a model that has it otherwise is found out at the start (`of_images`).
+    vLLM's processor expands it as before; it reports the ids that it used, and those are compared
+    with `ids` as for any reply. The placeholder is assumed to be the most frequent token of an
+    image's ids; the probe detects a model for which that is wrong (`of_images`).
     """
     pieces, at = [], 0
     for one in pictures:
@@ -64,7 +64,7 @@ class _Features(msgspec.Struct):
     mm_placeholders: dict[str, list[_Place]] = {}
     mm_hashes: dict[str, list[str]] = {}
     mm_metadata: dict[str, list[str | None]] | None = None
-    """Base64 of msgpack: what of each item is kept beside its pixels."""
+    """Base64 of msgpack: metadata of each item beside its pixels."""
 
 
 class _Rendered(msgspec.Struct):
@@ -81,90 +81,69 @@ SAMPLE = (
     "FgEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQGBywLKp0DxvxLbjwAAAABJRU5E"
     "rkJggg=="
 )
-"""A red square of 64 pixels, to ask a server about."""
+"""A red square of 64 pixels, for the probe."""
 
 SIZES_KEPT = 4096
-"""Images whose sizes are remembered, the least lately seen going first."""
+"""Images whose sizes are cached; the least recently used are dropped first."""
 
 
-class Eyes:
-    """Asks one server what messages with images come to."""
+class ImageRenderer:
+    """Renders chat bodies by one server, with images or without."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
         self._known: OrderedDict[str, JSON] = OrderedDict()
-        """Hash of an image -> its sizes; empty = the server does not tell them."""
+        """Hash of an image -> its sizes; empty = not reported."""
         self._renders = True
         """Whether the server may have the route that renders whole calls."""
 
-    async def see(
-        self,
-        client: EngineClient,
-        model: str,
-        messages: Sequence[JSON],
-        tools: Sequence[JSON] | None,
-        arguments: JSON,
-    ) -> Seen | None:
-        body = _chat_body(model, messages, tools, arguments)
+    async def see(self, body: JSON) -> Seen | None:
+        """Render a body with images; `None` = the model takes none."""
         try:
-            rendered = await self._asked(client, body, _rendered)
+            rendered = await self._asked(body, _rendered)
         except EngineError as error:
             if error.status == 400 and any(words in str(error) for words in BLIND):
                 return None
             raise
         listed = rendered.tokens if rendered.token_ids is None else rendered.token_ids
-        places = await self._places(
-            client, model, rendered.features or _Features(), _images(messages)
-        )
+        places = await self._places(body, rendered.features or _Features())
         return Seen(np.array(listed, dtype=np.int32), places)
 
-    async def read(
-        self,
-        client: EngineClient,
-        model: str,
-        messages: Sequence[JSON],
-        tools: Sequence[JSON] | None,
-        arguments: JSON,
-    ) -> Ids:
-        """The prompt of messages without images; see `bridle.engines.base.Templating.template`."""
-        return await self._asked(client, _chat_body(model, messages, tools, arguments), told_ids)
+    async def render(self, body: JSON) -> Ids:
+        """Render a body without images to ids."""
+        return await self._asked(body, ids_from)
 
-    async def _asked(
-        self,
-        client: EngineClient,
-        body: JSON,
-        ask: Callable[[EngineClient, str, JSON], Awaitable[T]],
-    ) -> T:
-        """Render a chat body to ids by the route that the server has for it."""
+    async def _asked(self, body: JSON, ask: Callable[[EngineClient, str, JSON], Awaitable[T]]) -> T:
+        """Render a body by the route that the server has for it."""
         if self._renders:
             try:
                 asked = {**body, "tool_choice": "none", "mm_payload": "none"}
-                return await ask(client, RENDER, asked)
+                return await ask(self._client, RENDER, asked)
             except EngineError as error:
                 if error.status not in MISSING:
                     raise
             self._renders = False
-        return await ask(client, TOKENIZE, body)
+        return await ask(self._client, TOKENIZE, body)
 
-    async def _places(
-        self, client: EngineClient, model: str, features: _Features, images: Iterator[JSON]
-    ) -> tuple[JSON, ...]:
+    async def _places(self, body: JSON, features: _Features) -> tuple[JSON, ...]:
         places = features.mm_placeholders.get("image", [])
         hashes = features.mm_hashes.get("image", [])
         placeholders: list[JSON] = [{"start": one.offset, "length": one.length} for one in places]
         if len(hashes) == len(places):
+            images = _images(body["messages"])
             for place, name, image in zip(placeholders, hashes, images, strict=False):
-                if sizes := await self._sizes(client, model, name, image):
+                if sizes := await self._sizes(body["model"], name, image):
                     place["grid"] = sizes
         return tuple(placeholders)
 
-    async def _sizes(self, client: EngineClient, model: str, name: str, image: JSON) -> JSON:
+    async def _sizes(self, model: str, name: str, image: JSON) -> JSON:
         """Return the processor's metadata of one image; empty if the server does not report it."""
         known = self._known.get(name)
         if known is None:
             message = {"role": "user", "content": [image]}
             body = {"model": model, "messages": [message], "mm_payload": "tensors"}
             try:
-                alone = (await _rendered(client, RENDER, body)).features or _Features()
+                alone = (await _rendered(self._client, RENDER, body)).features or _Features()
             except EngineError:
                 return {}
             same = alone.mm_hashes.get("image") == [name]
@@ -176,21 +155,14 @@ class Eyes:
         return known
 
 
-def _chat_body(
-    model: str, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
-) -> JSON:
-    body: JSON = {"model": model, "messages": messages, "chat_template_kwargs": arguments}
-    return body | ({"tools": tools} if tools else {})
-
-
 async def _rendered(client: EngineClient, path: str, body: JSON) -> _Rendered:
-    text = await client.post(path, msgspec.json.encode(body), Call(), prompt_tokens=0)
+    text = await client.post(path, msgspec.json.encode(body), HttpCall(), prompt_tokens=0)
     try:
         rendered = msgspec.json.decode(text, type=_Rendered)
     except msgspec.MsgspecError as error:
         raise EngineError(f"{client.base_url}{path} cannot be read: {error}") from None
     if not rendered.token_ids and not rendered.tokens:
-        raise EngineError(f"{client.base_url}{path} tells no ids")
+        raise EngineError(f"{client.base_url}{path} returns no ids")
     return rendered
 
 
@@ -208,14 +180,14 @@ def of_images(*, seen: Seen | None, ids_taken: bool) -> Finding:
 
 
 def _images(messages: Sequence[JSON]) -> Iterator[JSON]:
-    """The parts of messages that are images, in order."""
+    """Yield the parts of messages that are images, in order."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             yield from (part for part in content if part.get("type") == "image_url")
 
 
 def _small(metadata: dict[str, list[str | None]] | None) -> JSON:
-    """The sizes in vLLM's own form of an item; empty for whatever is not as expected."""
+    """Decode the sizes from vLLM's metadata of an item; empty if its form is unknown."""
     try:
         (text,) = (metadata or {})["image"]
         item = _UNPACKED.decode(base64.b64decode(text or ""))
@@ -225,7 +197,7 @@ def _small(metadata: dict[str, list[str | None]] | None) -> JSON:
 
 
 def _numbers(data: Any) -> Any:  # noqa: ANN401 - numbers, nested as the tensor is
-    """A tensor (its dtype, shape and bytes) as lists; a number as it is."""
+    """Convert a tensor (its dtype, shape and bytes) to lists; return a number as it is."""
     if not isinstance(data, list):
         return data
     dtype, shape, raw = data

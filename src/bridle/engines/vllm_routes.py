@@ -1,8 +1,8 @@
-"""The three routes by which vLLM samples: how a call is written on each, and its replies read.
+"""vLLM's three routes for sampling: writers of their requests and readers of their replies.
 
-A body is put together from bytes: the prompt's own JSON text is spliced in, never encoded again. A
-reply's prompt ids are cut out before it is decoded, so only what was sampled is ever parsed. Field
-names are in `bridle.engines.wire`.
+A request is assembled from bytes: the prompt's JSON text is spliced in, never encoded again. A
+reply's prompt ids are cut out before it is decoded, so only sampled ids are parsed. Field names are
+in `bridle.engines.vllm_schemas`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version, check_paired
 from bridle.engines.base import GarbledError, GenerateChunk, GenerateRequest, TextDelta
 from bridle.engines.ids import IdsError, compact, cut_ids, cut_text, parse_ids
-from bridle.engines.reported import check_paired
-from bridle.engines.serving import as_version
 from bridle.engines.vllm_images import folded
 from bridle.errors import EngineError
 from bridle.types import JSON, FinishReason, Reply, Sampling, ToolCall, VersionSpan
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
 
 _PROMPT_IDS = b'"prompt_token_ids":['
 _ENCODER = msgspec.json.Encoder()
-_ANSWER = msgspec.json.Decoder(wire.Answer)
-_ANSWERS = msgspec.json.Decoder(list[wire.Answer])
+_ANSWER = msgspec.json.Decoder(vllm_schemas.VllmReply)
+_ANSWERS = msgspec.json.Decoder(list[vllm_schemas.VllmReply])
 _MISSING = -9998.0
-"""vLLM writes -9999.0 for a logprob that it does not have."""
+"""vLLM writes -9999.0 for a missing logprob."""
 
 
-class Route(StrEnum):
-    """A way to sample."""
+class VllmRoute(StrEnum):
+    """Route for sampling."""
 
     CHAT = "chat"
     """Chat completions with `kv_transfer_params.prompt_token_ids`."""
@@ -53,18 +52,18 @@ class Route(StrEnum):
 
     @property
     def path(self) -> str:
-        """The path below the base URL."""
-        if self is Route.CHAT:
-            return wire.CHAT
-        return wire.GENERATE if self is Route.GENERATE else wire.COMPLETIONS
+        """Return the path below the base URL."""
+        if self is VllmRoute.CHAT:
+            return vllm_schemas.CHAT
+        return vllm_schemas.GENERATE if self is VllmRoute.GENERATE else vllm_schemas.COMPLETIONS
 
 
 def call_body(
-    route: Route, request: GenerateRequest, model: str, *, room: int, token_in: bool
+    route: VllmRoute, request: GenerateRequest, model: str, *, room: int, token_in: bool
 ) -> bytes:
-    """The JSON of a call. `token_in` false leaves the ids out: messages alone make the prompt.
+    """Write the JSON of a call. Without `token_in` the messages alone make the prompt.
 
-    `room` is what the context leaves to sample; two routes would take 16 tokens for no budget.
+    `room` is the rest of the context, the default budget: two routes would default to 16 tokens.
     """
     stream: JSON = {}
     if request.stream:
@@ -72,9 +71,9 @@ def call_body(
     head: JSON = {"model": request.model or model, "request_id": request.request_id, **stream}
     head |= {"return_token_ids": True}
     sampling = _sampling_fields(request.sampling)
-    if route is not Route.CHAT:
+    if route is not VllmRoute.CHAT:
         sampling.setdefault("max_tokens", room)
-    if route is Route.GENERATE:
+    if route is VllmRoute.GENERATE:
         if request.grammar is not None:
             sampling["structured_outputs"] = _structured_outputs(request.grammar)
         head["sampling_params"] = {**sampling, "logprobs": 0}
@@ -88,7 +87,7 @@ def call_body(
         head["session_id"] = request.session_id
     if request.grammar is not None:
         head["response_format"] = _response_format(request.grammar)
-    if route is Route.COMPLETIONS:
+    if route is VllmRoute.COMPLETIONS:
         head["logprobs"] = 0
         return _with_ids(head, b'"prompt":', request.prompt.json())
     head |= _chat_fields(request)
@@ -146,28 +145,28 @@ def _response_format(grammar: JSON) -> JSON:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One reply or stream chunk, read."""
+    """One decoded reply or stream chunk."""
 
     chunk: GenerateChunk | None
     """`None` for a chunk without a choice (usage at the end of a stream)."""
     cached_tokens: int
     spans: tuple[VersionSpan, ...] | None
-    """As the engine tells them; `None` = it does not."""
+    """As reported by the engine; `None` = not reported."""
     paired: bool | None
-    """Whether the logprobs name the ids they belong to; `None` = nothing was there to pair."""
-    message: wire.ReplyMessage | None
+    """Whether the logprobs name their ids; `None` = there were none."""
+    message: vllm_schemas.ReplyMessage | None
     text: str | None
-    ids_told: bool
-    """Whether the reply has a field for sampled ids; they may still be none."""
+    has_ids: bool
+    """Whether the reply has a field for sampled ids; it may be empty."""
 
 
 def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> Read:
-    """Read a whole reply or one stream chunk of any route.
+    """Decode a whole reply or one stream chunk of any route.
 
-    `unnamed` is the policy version of tokens whose weights were never given one. `sent` is the JSON
-    text of the prompt's ids: a reply that repeats it is told by one comparison.
-    Raises `GarbledError` for what cannot be used: no JSON, another number of logprobs than of ids,
-    logprobs of other ids, a missing logprob, an error told in a stream.
+    `unnamed` is the version of tokens under weights without a number. `sent` is the JSON text of
+    the prompt's ids: a reply that repeats it is recognised by one comparison. Raises `GarbledError`
+    for unusable replies: no JSON, different numbers of logprobs and ids, logprobs of other ids, a
+    missing logprob, an error in a stream.
     """
     text, prompt_text = body, None
     if _PROMPT_IDS in body:
@@ -182,10 +181,10 @@ def read_answer(body: bytes, *, unnamed: int = 0, sent: bytes | None = None) -> 
 def read_answers(
     bodies: list[bytes], *, unnamed: int = 0, sent: bytes | None = None
 ) -> Iterator[Read]:
-    """Read stream chunks that arrived together, as `read_answer` does each.
+    """Decode stream chunks that arrived together, each as `read_answer` does.
 
-    Neighbours that have nothing but tokens are read as one. One that cannot be used raises when
-    all before it have been yielded.
+    Neighbours with nothing but tokens are read as one. An unusable chunk raises after all before it
+    have been yielded.
     """
     if len(bodies) == 1 or _PROMPT_IDS in bodies[0]:
         yield read_answer(bodies[0], unnamed=unnamed, sent=sent)
@@ -202,8 +201,8 @@ def read_answers(
             yield read_answer(body, unnamed=unnamed, sent=sent)
 
 
-def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
-    """The bodies decoded at once; `None` for each where they are to be read one by one."""
+def _decoded(bodies: list[bytes]) -> Sequence[vllm_schemas.VllmReply | None]:
+    """Decode the bodies at once; `None` for each if they must be decoded one by one."""
     with suppress(msgspec.MsgspecError):
         answers = _ANSWERS.decode(b"[" + b",".join(bodies) + b"]")
         if len(answers) == len(bodies):
@@ -211,21 +210,21 @@ def _decoded(bodies: list[bytes]) -> Sequence[wire.Answer | None]:
     return [None] * len(bodies)
 
 
-def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
-    """Return whether a stream chunk has ids, as many logprobs, and nothing else that we use."""
+def _has_only_tokens(pair: tuple[bytes, vllm_schemas.VllmReply | None]) -> bool:
+    """Return whether a stream chunk has ids, as many logprobs, and no other field that is used."""
     answer = pair[1]
     if answer is None or not answer.choices or answer.usage is not None:
         return False
     choice = answer.choices[0]
     ids = bytes(choice.token_ids)
     return (
-        answer.error in wire.ABSENT
-        and answer.prompt_token_ids in wire.ABSENT
-        and choice.prompt_token_ids in wire.ABSENT
+        answer.error in vllm_schemas.ABSENT
+        and answer.prompt_token_ids in vllm_schemas.ABSENT
+        and choice.prompt_token_ids in vllm_schemas.ABSENT
         and choice.finish_reason is None
         and choice.weight_versions is None
         and choice.routed_experts is None
-        and choice.sampling_mask in wire.ABSENT
+        and choice.sampling_mask in vllm_schemas.ABSENT
         and choice.logprobs is not None
         and choice.logprobs.content is not None
         and ids[:1] == b"["
@@ -233,28 +232,28 @@ def _has_only_tokens(pair: tuple[bytes, wire.Answer | None]) -> bool:
     )
 
 
-def _read_together(answers: list[wire.Answer]) -> Read:
-    """Neighbours that `_has_only_tokens` picked, as one chunk."""
+def _read_together(answers: list[vllm_schemas.VllmReply]) -> Read:
+    """Join neighbours that `_has_only_tokens` picked into one chunk."""
     choices = [answer.choices[0] for answer in answers]
     entries = [one.logprobs.content or [] for one in choices if one.logprobs is not None]
     ids_text = b"[" + b",".join([bytes(one.token_ids)[1:-1] for one in choices]) + b"]"
     ids = parse_ids(ids_text)
-    logprobs, paired = _logprobs(wire.Logprobs([*chain(*entries)]), ids, ids_text)
+    logprobs, paired = _logprobs(vllm_schemas.Logprobs([*chain(*entries)]), ids, ids_text)
     chunk = GenerateChunk(ids, logprobs, first=len(entries[0]))
-    return Read(chunk, 0, None, paired, None, None, ids_told=True)
+    return Read(chunk, 0, None, paired, None, None, has_ids=True)
 
 
-def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
-    if answer.error not in wire.ABSENT:
+def _read(answer: vllm_schemas.VllmReply, prompt_text: bytes | None, unnamed: int) -> Read:
+    if answer.error not in vllm_schemas.ABSENT:
         raise EngineError(f"the engine failed in mid-reply: {_start(answer.error)}", retryable=True)
     usage = answer.usage
     details = usage.prompt_tokens_details if usage is not None else None
     cached = (details.cached_tokens or 0) if details is not None else 0
     if not answer.choices:
-        return Read(None, cached, None, None, None, None, ids_told=False)
+        return Read(None, cached, None, None, None, None, has_ids=False)
     choice = answer.choices[0]
-    told = choice.token_ids not in wire.ABSENT
-    ids_text = bytes(choice.token_ids) if told else b""
+    has_ids = choice.token_ids not in vllm_schemas.ABSENT
+    ids_text = bytes(choice.token_ids) if has_ids else b""
     ids = parse_ids(ids_text) if ids_text else _NO_IDS
     logprobs, paired = _logprobs(choice.logprobs, ids, ids_text)
     chunk = GenerateChunk(
@@ -269,26 +268,28 @@ def _read(answer: wire.Answer, prompt_text: bytes | None, unnamed: int) -> Read:
     versions = choice.weight_versions
     spans = tuple([_span(one, unnamed) for one in versions]) if versions else None
     message = choice.message or choice.delta
-    return Read(chunk, cached, spans, paired, message, choice.text, told)
+    return Read(chunk, cached, spans, paired, message, choice.text, has_ids)
 
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 _NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
 
 
-def _prompt_text(cut: bytes | None, answer: wire.Answer, choice: wire.Choice) -> bytes | None:
+def _prompt_text(
+    cut: bytes | None, answer: vllm_schemas.VllmReply, choice: vllm_schemas.VllmChoice
+) -> bytes | None:
     if cut is not None:
         return cut
     for raw in (answer.prompt_token_ids, choice.prompt_token_ids):
-        if raw not in wire.ABSENT:
+        if raw not in vllm_schemas.ABSENT:
             return compact(bytes(raw))
     return None
 
 
 def _logprobs(
-    given: wire.Logprobs | None, ids: Ids, ids_text: bytes
+    given: vllm_schemas.Logprobs | None, ids: Ids, ids_text: bytes
 ) -> tuple[Logprobs, bool | None]:
-    """Logprobs of `ids`, and whether they were seen to belong to them."""
+    """Return the logprobs of `ids`, and whether they name those ids."""
     if given is None:
         return _NO_LOGPROBS, None
     names: list[str] = []
@@ -322,35 +323,33 @@ def _logprobs(
 
 
 def _paired(names: list[str], numbers: list[int | None], ids: Ids) -> bool | None:
-    """Return whether the entries are `ids`; `None` = they are texts. Raises if they are
-    other ids.
-    """
-    told: npt.NDArray[np.integer]
+    """Return whether the entries are `ids`; `None` = they are texts. Raises for other ids."""
+    named: npt.NDArray[np.integer]
     if numbers and None not in numbers:
-        told = np.array(numbers, dtype=np.int64)
+        named = np.array(numbers, dtype=np.int64)
     elif names and all(name.startswith("token_id:") for name in names):
-        told = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
+        named = parse_ids(b"[" + ",".join(names).replace("token_id:", "").encode() + b"]")
     else:
         return None
-    check_paired(ids, told)
+    check_paired(ids, named)
     return True
 
 
 def _finish(reason: str) -> FinishReason:
-    if reason not in wire.FINISH:
+    if reason not in vllm_schemas.FINISH:
         raise EngineError(f"the engine ended a reply with {reason!r}", retryable=True)
-    return wire.FINISH[reason]
+    return vllm_schemas.FINISH[reason]
 
 
-def _span(told: wire.Span, unnamed: int) -> VersionSpan:
-    return VersionSpan(as_version(told.version, unnamed=unnamed), told.start, told.end)
+def _span(span: vllm_schemas.Span, unnamed: int) -> VersionSpan:
+    return VersionSpan(as_version(span.version, unnamed=unnamed), span.start, span.end)
 
 
-def _extra(choice: wire.Choice) -> JSON:
+def _extra(choice: vllm_schemas.VllmChoice) -> JSON:
     extra: JSON = {}
     if choice.routed_experts is not None:
         extra["routed_experts"] = choice.routed_experts
-    if choice.sampling_mask not in wire.ABSENT:
+    if choice.sampling_mask not in vllm_schemas.ABSENT:
         extra["sampling_mask"] = msgspec.json.decode(choice.sampling_mask)
     return extra
 
@@ -362,7 +361,7 @@ def _start(body: bytes | msgspec.Raw) -> str:
 
 @dataclass(slots=True)
 class MessageText:
-    """Collects what an engine parsed itself, over the pieces of a reply."""
+    """Collector of the text, reasoning and calls that an engine parsed itself."""
 
     content: str = ""
     reasoning: str = ""
@@ -370,7 +369,7 @@ class MessageText:
     """Index -> id, name, arguments."""
 
     def add(self, read: Read) -> TextDelta:
-        """Add one piece; what it says, but for its calls."""
+        """Add one piece; return its text and reasoning."""
         if read.message is None:
             self.content += read.text or ""
             return TextDelta(text=read.text or "")
@@ -386,6 +385,6 @@ class MessageText:
         return delta
 
     def reply(self, finish: FinishReason) -> Reply:
-        """The whole turn."""
+        """Return the whole turn."""
         calls = [ToolCall(id_ or None, name, text) for id_, name, text in self.calls.values()]
         return Reply(self.content, self.reasoning or None, tuple(calls), finish)

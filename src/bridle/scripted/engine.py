@@ -1,15 +1,13 @@
-"""The scripted engine: a real tokenizer, a script in place of a model.
+"""The scripted engine: a real tokenizer and a script in place of a model.
 
-It samples what its script says, under whatever prompt it is given, and is in every other way an
-engine: ids and logprobs for every token, output budget, stop strings, context overflow, abort,
-policy versions, streaming in pieces. With it every path of Bridle runs without weights, and a
-recorded fault of a harness can be played again.
+It samples the tokens of its script and is in every other way an engine: ids and logprobs for every
+token, output budget, stop strings, context overflow, abort, policy versions, streaming. With it
+every path of Bridle runs without weights, and a recorded fault of a harness can be replayed.
 
 - Logprobs are a fixed function of the ids (`scripted_logprobs`), the same at every temperature, so
-  they count as raw ones.
-- A prompt that already holds the beginning of the reply (an aborted call that is resumed) gets the
-  rest of it.
-- A request whose id starts with `probe-` gets a fixed reply, so that no script has to foresee the
+  their mode is raw.
+- A prompt that already holds the beginning of the reply (a resumed call) gets the rest of it.
+- A request whose id starts with `probe-` gets a fixed reply, so that scripts need none for the
   start-up probe.
 """
 
@@ -36,17 +34,21 @@ from bridle.engines.base import (
 )
 from bridle.engines.ids import IdsError
 from bridle.errors import ConfigError, ContextOverflowError, EngineError
-from bridle.scripted.chatml import (
+from bridle.scripted.script import (
     THINK,
     THINK_END,
     PromptView,
     RequestView,
+    Script,
+    ScriptedTurn,
+    choose,
+    load_script,
     opening_of,
     spell_call,
     spell_turn,
+    tool_names,
     view_messages,
 )
-from bridle.scripted.script import Script, Turn, choose, load_script, tool_names
 from bridle.scripted.tokenizer import ChatTokenizer, load_tokenizer
 from bridle.types import JSON, FinishReason, LogprobMode, Sampling, VersionSpan
 
@@ -60,7 +62,7 @@ PIECE = 8
 PROBE_PREFIX = "probe-"
 """Beginning of the request ids of a start-up probe."""
 
-_PROBED = Turn(content="A probe was answered.")
+_PROBED = ScriptedTurn(content="A probe was answered.")
 _NO_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
 _HALF = -1
 _FAULTS_REMEMBERED = 10_000
@@ -68,10 +70,10 @@ _TEXTS_REMEMBERED = 1_000
 
 
 def scripted_logprobs(ids: Ids) -> Logprobs:
-    """Logprobs of sampled ids: `-(1/64 + 4 * frac(id * 2654435761 / 2**32))`, float32, all < 0.
+    """Return `-(1/64 + 4 * frac(id * 2654435761 / 2**32))` for each id, float32, all below 0.
 
-    Each depends on its own id alone, so anybody can compute them again from the ids, and a shift
-    between ids and logprobs shows.
+    Each depends on its own id alone, so a test can recompute them and a shift between ids and
+    logprobs is visible.
     """
     mixed = ids.astype(np.uint32) * np.uint32(2_654_435_761)
     return (-(1 / 64 + 4 * (mixed / 2.0**32))).astype(np.float32)
@@ -103,7 +105,7 @@ class ScriptedEngine:
         tokenizer: str | None = None,
         allow_untokenized: bool = False,  # noqa: ARG003 - it gives ids in any case
     ) -> Self:
-        """An engine that plays the script file `target`. Raises `ConfigError`."""
+        """Make an engine that plays the script file `target`. Raises `ConfigError`."""
         script = load_script(Path(target))
         return cls(script, tokenizer=load_tokenizer(tokenizer), where=target)
 
@@ -117,7 +119,7 @@ class ScriptedEngine:
                         raise ConfigError(f"{where}: {field}: {given} is not below {size} tokens")
 
     async def start(self) -> EngineInfo:
-        """Says what the engine can do; there is nothing to start."""
+        """Return the engine's capabilities; there is nothing to start."""
         return EngineInfo(
             model=self.script.model,
             context_length=self.script.context_length,
@@ -129,7 +131,7 @@ class ScriptedEngine:
         )
 
     async def health(self) -> None:
-        """Always well."""
+        """Return at once: this engine does not fail."""
 
     async def set_version(self, version: int) -> None:
         """Tokens from here on carry `version`."""
@@ -138,11 +140,11 @@ class ScriptedEngine:
     async def template(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: JSON
     ) -> Ids:
-        """The prompt by the tokenizer's own template; see `Templating`."""
+        """Render a prompt by the tokenizer's template; see `Templating`."""
         return self.tokenizer.prompt_ids(messages, tools, arguments)
 
     async def abort(self, request_id: str) -> None:
-        """End a call; tokens that were not given out yet are not sampled."""
+        """End a call; tokens that are not yet sent are not sampled."""
         if request_id in self._calls:
             self._calls[request_id].set()
 
@@ -192,8 +194,10 @@ class ScriptedEngine:
             return view_messages(request.messages, request.tools)
         return PromptView(ids, self.tokenizer)
 
-    def _fault(self, turn: Turn, key: tuple[int, int], request: GenerateRequest) -> _Fault | None:
-        """The turn's fault, if it is still due for this prompt."""
+    def _fault(
+        self, turn: ScriptedTurn, key: tuple[int, int], request: GenerateRequest
+    ) -> _Fault | None:
+        """Return the turn's fault, if it is still due for this prompt."""
         if turn.fault is None:
             return None
         if turn.fault_times is not None:
@@ -214,10 +218,10 @@ class ScriptedEngine:
         )
         return _Fault(error, turn.fault_after or 0, wait_s)
 
-    # ---- what is sampled
+    # ---- sampling
 
-    def _sample(self, turn: Turn, tools: Sequence[JSON], prompt: Ids) -> Ids:
-        """All ids of a turn under a prompt, less what the prompt holds of it already."""
+    def _sample(self, turn: ScriptedTurn, tools: Sequence[JSON], prompt: Ids) -> Ids:
+        """Return the ids of a turn without those that the prompt already holds."""
         held = opening_of(prompt, self.tokenizer)
         if turn.token_ids is not None:
             ids, text = np.array(turn.token_ids, dtype=np.int32), None
@@ -234,11 +238,11 @@ class ScriptedEngine:
         rest = self._encode(text[len(begun) :])
         return np.append(rest, ids[-1:]) if turn.finish == "stop" else rest
 
-    def _text(self, turn: Turn, tools: Sequence[JSON], held: Ids) -> tuple[Ids, str]:
-        """Text of a turn, and what the prompt holds of it.
+    def _text(self, turn: ScriptedTurn, tools: Sequence[JSON], held: Ids) -> tuple[Ids, str]:
+        """Return the ids of the turn that the prompt holds, and the turn's text.
 
-        A prompt that closed an empty thinking block has thinking off: reasoning is not played. One
-        that opened a block (templates that always think) has it closed by a turn without reasoning.
+        A prompt with a closed, empty thinking block has thinking off: reasoning is left out. If the
+        prompt opened a block (templates that always think), a turn without reasoning closes it.
         """
         if turn.raw is not None:
             return held, turn.raw
@@ -272,8 +276,8 @@ class ScriptedEngine:
             self._encoded[text] = self.tokenizer.encode(text)
         return self._encoded[text]
 
-    def _limit(self, ids: Ids, turn: Turn, sampling: Sampling, budget: int) -> _Played:
-        """The ids up to the first stop token, stop string or the budget."""
+    def _limit(self, ids: Ids, turn: ScriptedTurn, sampling: Sampling, budget: int) -> _Played:
+        """Cut the ids at the first stop token, stop string or the budget."""
         finish = FinishReason.LENGTH if turn.finish == "length" else FinishReason.STOP
         stop_text = None
         if sampling.stop_token_ids:
@@ -291,7 +295,7 @@ class ScriptedEngine:
         return _Played(ids, finish, stop_text, turn.pace_s)
 
     def _tokens_to_stop(self, ids: Ids, stops: Sequence[str]) -> int | None:
-        """Least number of ids whose text holds a stop string; `None` = no stop string occurs."""
+        """Return the fewest ids whose text has a stop string; `None` = no stop string occurs."""
 
         def stopped(count: int) -> bool:
             text = self.tokenizer.decode(ids[:count], skip_special=True)
@@ -301,7 +305,7 @@ class ScriptedEngine:
             return None
         return bisect.bisect_left(range(len(ids) + 1), True, key=stopped)  # noqa: FBT003 - a value
 
-    # ---- how it is given out
+    # ---- streaming
 
     async def _give(
         self,
@@ -352,7 +356,7 @@ class _Played:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A failure to come, after some tokens and a wait."""
+    """Failure due after some tokens and a wait."""
 
     error: EngineError
     tokens: int
@@ -365,7 +369,7 @@ class _Fault:
 
 
 def _prompt_array(request: GenerateRequest, vocab_size: int) -> Ids:
-    """The prompt's ids. Raises `EngineError` (400) for what is no prompt of this vocabulary."""
+    """Return the prompt's ids. Raises `EngineError` (400) for ids outside the vocabulary."""
     try:
         ids = request.prompt.array()
     except IdsError as error:
@@ -377,7 +381,7 @@ def _prompt_array(request: GenerateRequest, vocab_size: int) -> Ids:
 
 
 async def _wait(seconds: float, aborted: asyncio.Event) -> None:
-    """Wait, but not beyond an abort."""
+    """Sleep, or return early at an abort."""
     if seconds <= 0:
         return
     with contextlib.suppress(TimeoutError):
@@ -422,10 +426,10 @@ _TIMEOUT_S = 120
 
 
 def find_shell(tools: Sequence[JSON]) -> JSON | None:
-    """The function description (`name`, `parameters`) of the shell tool; `None` = there is none.
+    """Find the shell tool; return its function (`name`, `parameters`), or `None`.
 
-    An exact name wins over a telling one, and that over a tool that merely requires a command.
-    Among equals the first listed is taken. A tool without a command argument is never one.
+    An exact name wins over a name with a hint, and that over a tool that merely requires a command.
+    Among equals the first listed is taken. A tool without a command argument is never chosen.
     """
     functions = [function for tool in tools if (function := _function(tool))]
     usable = [function for function in functions if _command_argument(function)]
@@ -443,7 +447,7 @@ def find_shell(tools: Sequence[JSON]) -> JSON | None:
 
 
 def shell_arguments(function: JSON, command: str) -> JSON:
-    """Arguments that make `function`, found by `find_shell`, run `command`.
+    """Make the arguments with which `function`, found by `find_shell`, runs `command`.
 
     The command's argument takes the form that its schema has: a string, `["bash", "-lc", command]`,
     or a list of whole commands where its name is plural. Every other required argument gets its
@@ -501,7 +505,7 @@ def _command_value(name: str, schema: JSON, command: str, root: JSON) -> Any:  #
 
 
 def _resolved(schema: object, root: JSON) -> JSON:
-    """The schema itself, a local reference followed, of alternatives the first that is not null."""
+    """Resolve a local reference, or take the first alternative that is not null."""
     if not isinstance(schema, dict):
         return {}
     reference = schema.get("$ref")
@@ -530,7 +534,7 @@ def _type(schema: JSON) -> str:
 
 
 def _harmless(name: str, schema: JSON, root: JSON) -> Any:  # noqa: ANN401 - any JSON value
-    """A value of the schema that changes nothing about running the command."""
+    """Return a value of the schema that does not change how the command runs."""
     for key in ("const", "default"):
         if key in schema:
             return schema[key]

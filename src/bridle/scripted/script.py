@@ -1,23 +1,214 @@
-"""Scripts: what the scripted engine says, as a JSON file, and which turn a request gets.
+"""Scripts: their JSON form, the requests they match, and the text of their turns.
 
-The form is a promise (`DESIGN.md` §10). A conversation is chosen by what a request shows, the first
-that fits; its turn is the number of assistant messages in the request less `skip`, so a script
-needs no memory: the same request gets the same turn, and past the end the last turn repeats.
+The form is documented in `docs/guides/engines.md`. The first conversation whose `when` holds plays;
+its turn is the number of assistant messages in the request less `skip`, so the engine keeps no
+state: the same request gets the same turn, and past the end the last turn repeats.
+
+A request is matched by its messages or, where it has none, by its bare prompt ids. Turns are
+written and prompts are read in ChatML as Qwen3 has it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
 
+import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from bridle.config import Settings, explain
 from bridle.errors import ConfigError, EngineError
-from bridle.scripted.chatml import RequestView
+from bridle.scripted.tokenizer import ChatTokenizer, text_of
 from bridle.types import JSON
+
+if TYPE_CHECKING:
+    from bridle.types import Ids
+
+START, END = "<|im_start|>", "<|im_end|>"
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+RESULT = "<tool_response>"
+_TOOLS_HEAD = "# Tools\n\nYou may call one or more functions"
+_ROLE_IDS = 24
+"""Ids decoded after a start marker, to find the role and whether a tool result follows."""
+
+
+def spell_call(name: str, arguments: JSON | str) -> str:
+    """Write one tool call. A string of arguments is inserted as it is, so it may be malformed."""
+    given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    quoted = json.dumps(name, ensure_ascii=False)
+    return f'{CALL}\n{{"name": {quoted}, "arguments": {given}}}\n{CALL_END}'
+
+
+def spell_turn(reasoning: str | None, content: str, calls: Sequence[str]) -> str:
+    """Write one assistant turn as the model samples it, without its end token."""
+    thought = "" if reasoning is None else f"{THINK}\n{reasoning}\n{THINK_END}\n\n"
+    visible = ([content] if content else []) + list(calls)
+    return thought + "\n".join(visible)
+
+
+class RequestView(Protocol):
+    """View of a request for a script, whatever its wire format."""
+
+    @property
+    def system(self) -> str:
+        """All system text, without the list of tools."""
+
+    @property
+    def users(self) -> Sequence[str]:
+        """Text of each user message, tool results left out."""
+
+    @property
+    def results(self) -> Sequence[str]:
+        """Text of the tool results; several of one turn may be one text."""
+
+    @property
+    def assistants(self) -> int:
+        """Number of finished assistant messages."""
+
+    @property
+    def tools(self) -> Sequence[JSON]:
+        """The tools offered, as OpenAI Chat has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesView:
+    """View of OpenAI Chat messages; see `RequestView`."""
+
+    system: str
+    users: Sequence[str]
+    results: Sequence[str]
+    assistants: int
+    tools: Sequence[JSON]
+
+
+def view_messages(messages: Sequence[JSON], tools: Sequence[JSON] | None) -> MessagesView:
+    """Build the view of OpenAI Chat messages and tools."""
+
+    def texts(*roles: str) -> list[str]:
+        return [text_of(m.get("content")) for m in messages if m.get("role") in roles]
+
+    return MessagesView(
+        system="\n".join(texts("system", "developer")),
+        users=texts("user"),
+        results=texts("tool"),
+        assistants=len(texts("assistant")),
+        tools=tools or (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    role: str
+    line: str
+    """The role's line as it stands at the block's start; empty for a prompt without markers."""
+    start: int
+    """Position of the first id after the start marker."""
+    end: int
+    """Position of the end marker, or the end of the prompt."""
+    closed: bool
+
+
+class PromptView:
+    """View of bare prompt ids; see `RequestView`. Decodes only the parts that a script asks for.
+
+    Block borders are found among the ids (10 us for 16,384), so a message that contains a marker's
+    text cannot forge one.
+    """
+
+    def __init__(self, ids: Ids, tokenizer: ChatTokenizer) -> None:
+        self._ids = ids
+        self._tokenizer = tokenizer
+
+    @functools.cached_property
+    def _blocks(self) -> list[_Block]:
+        start, end = self._tokenizer.id_of(START), self._tokenizer.id_of(END)
+        starts = np.flatnonzero(self._ids == (-1 if start is None else start)).tolist()
+        if not starts:
+            return [_Block("user", "", 0, len(self._ids), closed=True)]
+        ends = np.flatnonzero(self._ids == (-1 if end is None else end))
+        blocks = []
+        for first, border in zip(starts, [*starts[1:], len(self._ids)], strict=True):
+            found = int(np.searchsorted(ends, first))
+            closed = found < len(ends) and int(ends[found]) < border
+            stop = int(ends[found]) if closed else border
+            blocks.append(self._block(first + 1, stop, closed=closed))
+        return blocks
+
+    def _block(self, start: int, end: int, *, closed: bool) -> _Block:
+        head = self._tokenizer.decode(self._ids[start : min(end, start + _ROLE_IDS)])
+        role, _, rest = head.partition("\n")
+        result = role == "user" and rest.lstrip("\n").startswith(RESULT)
+        return _Block("tool" if result else role, role + "\n", start, end, closed)
+
+    def _text(self, block: _Block) -> str:
+        text = self._tokenizer.decode(self._ids[block.start : block.end])
+        return text.removeprefix(block.line)
+
+    def _texts(self, role: str) -> tuple[str, ...]:
+        return tuple(self._text(block) for block in self._blocks if block.role == role)
+
+    @functools.cached_property
+    def _systems(self) -> tuple[str, ...]:
+        return self._texts("system")
+
+    @functools.cached_property
+    def system(self) -> str:
+        return "\n".join(_before_tools(text) for text in self._systems)
+
+    @functools.cached_property
+    def users(self) -> Sequence[str]:
+        return self._texts("user")
+
+    @functools.cached_property
+    def results(self) -> Sequence[str]:
+        return self._texts("tool")
+
+    @functools.cached_property
+    def assistants(self) -> int:
+        return sum(block.role == "assistant" and block.closed for block in self._blocks)
+
+    @functools.cached_property
+    def tools(self) -> Sequence[JSON]:
+        return tuple(tool for text in self._systems for tool in _tools_in(text))
+
+
+def opening_of(ids: Ids, tokenizer: ChatTokenizer) -> Ids:
+    """Return the prompt's ids after its open assistant header: the begun part of the reply.
+
+    Empty if there is no open header or nothing after it.
+    """
+    start, end = tokenizer.id_of(START), tokenizer.id_of(END)
+    starts = np.flatnonzero(ids == (-1 if start is None else start))
+    tail = ids[int(starts[-1]) + 1 :] if len(starts) else ids[:0]
+    if end is not None and bool((tail == end).any()):
+        return ids[:0]
+    for count in range(1, min(len(tail), _ROLE_IDS) + 1):
+        if tokenizer.decode(tail[:count]) == "assistant\n":
+            return tail[count:]
+    return ids[:0]
+
+
+def _before_tools(system: str) -> str:
+    return system.rpartition(_TOOLS_HEAD)[0].rstrip("\n") if _TOOLS_HEAD in system else system
+
+
+def _tools_in(system: str) -> list[JSON]:
+    """Parse the tools of a system message in Qwen's form: one JSON object per line."""
+    after = system.rpartition(_TOOLS_HEAD)[2].partition("<tools>\n")[2].rpartition("\n</tools>")[0]
+    tools = []
+    for line in after.splitlines():
+        try:
+            tool = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(tool, dict):
+            tools.append(tool)
+    return tools
 
 
 def _listed(value: object) -> object:
@@ -69,7 +260,7 @@ class ScriptedCall(Settings):
     """An object, or the exact text, which need not be JSON."""
 
 
-class Turn(Settings):
+class ScriptedTurn(Settings):
     """One reply. Its text is made of reasoning, content and calls, or given as it is."""
 
     reasoning: str | None = None
@@ -79,7 +270,7 @@ class Turn(Settings):
     shell: tuple[str, ...] = ()
     """Commands, each one call of the harness's own shell tool, after `tool_calls`."""
     raw: str | None = None
-    """Exact text to tokenise instead, for malformed output."""
+    """Exact text of the whole turn, for malformed output."""
     token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Exact ids to sample, whatever the text; the end token is added if it is not their last."""
     finish: Literal["stop", "length"] = "stop"
@@ -91,10 +282,9 @@ class Turn(Settings):
     fault: Annotated[int, Field(ge=400, le=599)] | Literal["cut"] | None = None
     """An HTTP status to fail with, or `cut`: half of the reply, then a broken connection."""
     fault_after: int | None = Field(default=None, ge=1)
-    """So many tokens are given out before the fault; `None` = none before a status, half before a
-    cut."""
+    """Tokens sent before the fault; `None` = none before a status, half before a cut."""
     fault_times: int | None = Field(default=None, ge=1)
-    """After so many faults for one and the same prompt the turn plays; `None` = it fails always."""
+    """Faults per prompt, after which the turn plays; `None` = it always fails."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -112,7 +302,7 @@ class ScriptedConversation(Settings):
     """The turns of one kind of request."""
 
     when: When = When()
-    turns: tuple[Turn, ...] = Field(min_length=1)
+    turns: tuple[ScriptedTurn, ...] = Field(min_length=1)
     skip: int = 0
     """Assistant messages that stand before this conversation's first turn."""
 
@@ -132,7 +322,7 @@ class Script(Settings):
 
 
 def load_script(path: Path) -> Script:
-    """Read a script. `ConfigError` names the file and the line or field of the first mistake."""
+    """Read a script. Raises `ConfigError` naming the file and the line or field of a mistake."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -145,7 +335,7 @@ def load_script(path: Path) -> Script:
 
 
 def make_script(read: object, where: str) -> Script:
-    """Check a script that was read already. `ConfigError` starts with `where`."""
+    """Validate a decoded script. Raises `ConfigError`, whose text starts with `where`."""
     try:
         return Script.model_validate(read)
     except ValidationError as error:
@@ -153,7 +343,7 @@ def make_script(read: object, where: str) -> Script:
 
 
 def tool_names(tools: Sequence[JSON]) -> list[str]:
-    """Names of OpenAI Chat tools; other entries are passed over."""
+    """Return the names of OpenAI Chat tools; other entries are ignored."""
     functions = [tool.get("function", tool) for tool in tools]
     return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
 

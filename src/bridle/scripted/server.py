@@ -1,13 +1,13 @@
-"""Any engine over HTTP, in vLLM's shape: chat, tokens in and out, control.
+"""Any engine as an HTTP server in vLLM's form: chat, tokens in and out, control.
 
-It lets one process sample for others, stands in for a vLLM server in tests, and is the instant
-engine of the benchmarks; so prompt ids that come as text are never parsed here, and go back as the
-bytes they came as. Differences from vLLM, on purpose: it takes any model name, samples one choice
-(`n` = 1), always parses reasoning and tool calls of the ChatML family, and knows no log-probability
-but the sampled token's.
+It lets one process sample for others, replaces a vLLM server in tests, and serves the instant
+engine of the benchmarks; so prompt ids that come as text are never parsed here, and are returned as
+the same bytes. Differences from vLLM, on purpose: it takes any model name, samples one choice
+(`n` = 1), always parses reasoning and tool calls of the ChatML family, and reports the sampled
+token's logprob only.
 
-Made for trusted callers: it listens on loopback unless told otherwise, and `api_key` guards all
-routes but `/health`.
+It is for trusted callers: it listens on loopback by default, and `api_key` guards all routes but
+`/health`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import msgspec
 from aiohttp import web
 
 import bridle
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
+from bridle.engines.adapter import as_version
 from bridle.engines.base import (
     CutError,
     Engine,
@@ -36,10 +37,9 @@ from bridle.engines.base import (
     Versioned,
 )
 from bridle.engines.ids import ArrayIds, IdsError, TextIds, cut_ids
-from bridle.engines.serving import as_version
 from bridle.errors import ContextOverflowError, EngineError, RenderError, cannot_listen
-from bridle.scripted.answers import Answer, ChatAnswer, TokenAnswer, Wants, event
-from bridle.scripted.chatml import THINK, THINK_END
+from bridle.scripted.replies import ChatReplyWriter, ReplyWriter, TokenReplyWriter, Wants, event
+from bridle.scripted.script import THINK, THINK_END
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import JSON
 
@@ -50,15 +50,15 @@ BODY_LIMIT = 1 << 30
 
 
 class BadCallError(ValueError):
-    """A call that this server refuses with 400; its text says why."""
+    """A call that this server refuses with 400, for the reason in its text."""
 
 
 class EngineServer:
-    """Serves `engine` while its `async with` lasts; `url` says where.
+    """HTTP server of `engine` at `url`, an async context manager.
 
     Entering starts the engine, leaving ends all calls and closes it. `tokenizer` is a folder or
-    `builtin`; `None` = the engine's own. `port` 0 takes a free one. `ConfigError` if the port is in
-    use or the tokenizer cannot be read.
+    `builtin`; `None` = the engine's own. `port` 0 takes a free one. Raises `ConfigError` if the
+    port is in use or the tokenizer cannot be read.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class EngineServer:
 
     def _posts(self) -> dict[str, Handler]:
         return {
-            wire.CHAT: self._chat,
-            wire.GENERATE: self._tokens,
+            vllm_schemas.CHAT: self._chat,
+            vllm_schemas.GENERATE: self._tokens,
             "/tokenize": self._tokenize,
             **self.control.posts,
         }
@@ -124,10 +124,10 @@ class EngineServer:
     def _gets(self) -> dict[str, Handler]:
         return {"/v1/models": self._models, "/version": self._version, **self.control.gets}
 
-    # ---- what every route shares
+    # ---- shared by all routes
 
     def _answered(self, handler: Handler) -> Handler:
-        """The handler with the key checked and failures told in vLLM's error shape."""
+        """Wrap a handler: check the key, and answer failures with vLLM's error body."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if not self._admits(request):
@@ -174,7 +174,7 @@ class EngineServer:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             versions=bool(body.return_weight_versions),
             usage=body.usage_wanted,
-            tools=body.tools not in wire.ABSENT and body.tool_choice != "none",
+            tools=body.tools not in vllm_schemas.ABSENT and body.tool_choice != "none",
             named_tool=isinstance(body.tool_choice, dict),
             reasoning=body.include_reasoning,
             thinking=self._leaves_thinking_open(prompt),
@@ -190,14 +190,14 @@ class EngineServer:
             grammar=grammar(body.response_format, body.structured_outputs),
             stream=bool(body.stream),
         )
-        return await self._reply(request, call, body.n, ChatAnswer, wants)
+        return await self._reply(request, call, body.n, ChatReplyWriter, wants)
 
     def _chat_prompt(
-        self, body: wire.ChatRequest, cut: bytes | None
+        self, body: vllm_schemas.ChatRequest, cut: bytes | None
     ) -> tuple[TextIds | ArrayIds, list[JSON] | None, list[JSON] | None]:
-        """The prompt of a chat call, and its messages and tools where those made it.
+        """Return the prompt of a chat call, and its messages and tools if they made it.
 
-        `cut` = ids that were taken out of the body before it was decoded. Ids in
+        `cut` = ids that were removed from the body before it was decoded. Ids in
         `kv_transfer_params` replace templating, unless `echo` is set, as in vLLM.
         """
         transfer = body.kv_transfer_params
@@ -206,7 +206,11 @@ class EngineServer:
             if ids not in (b"", b"null"):
                 return TextIds(ids), None, None
         messages = _decoded(_OBJECTS, body.messages, "messages")
-        tools = _decoded(_OBJECTS, body.tools, "tools") if body.tools not in wire.ABSENT else None
+        tools = (
+            _decoded(_OBJECTS, body.tools, "tools")
+            if body.tools not in vllm_schemas.ABSENT
+            else None
+        )
         text = self._tokenizer.render(
             messages,
             tools,
@@ -239,17 +243,17 @@ class EngineServer:
             grammar=grammar(None, params.structured_outputs),
             stream=bool(body.stream),
         )
-        return await self._reply(request, call, params.n, TokenAnswer, wants)
+        return await self._reply(request, call, params.n, TokenReplyWriter, wants)
 
     async def _reply(
         self,
         request: web.Request,
         call: GenerateRequest,
         n: int | None,
-        kind: type[Answer],
+        kind: type[ReplyWriter],
         wants: Wants,
     ) -> web.StreamResponse:
-        """Sample `call`, whose id is the caller's, and write the reply in the route's form."""
+        """Sample `call` and write the reply in the route's form."""
         length, asked = len(call.prompt), call.sampling.max_tokens
         if n not in {None, 1}:
             raise BadCallError(f"n: {n} choices; this server samples one")
@@ -264,7 +268,7 @@ class EngineServer:
             whole = answer.whole([chunk async for chunk in chunks])
         return web.Response(body=whole, content_type="application/json")
 
-    # ---- looking things up
+    # ---- information
 
     async def _models(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler
         model = {
@@ -299,9 +303,9 @@ class EngineServer:
         return web.json_response(found)
 
 
-_CHAT = msgspec.json.Decoder(wire.ChatRequest)
-_TOKENS = msgspec.json.Decoder(wire.TokenRequest)
-_TOKENIZE = msgspec.json.Decoder(wire.TokenizeRequest)
+_CHAT = msgspec.json.Decoder(vllm_schemas.ChatRequest)
+_TOKENS = msgspec.json.Decoder(vllm_schemas.TokenRequest)
+_TOKENIZE = msgspec.json.Decoder(vllm_schemas.TokenizeRequest)
 _OBJECTS = msgspec.json.Decoder(list[JSON])
 
 
@@ -313,7 +317,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], body: bytes, where: str = "") -> 
 
 
 def _put_back(raw: msgspec.Raw, cut: bytes | None) -> bytes:
-    """The text of a field: what was cut out of the body, where it was cut out here."""
+    """Return the text of a field, from `cut` if it was removed before decoding."""
     text = bytes(raw)
     return cut if cut is not None and text == b"null" else text
 
@@ -332,9 +336,9 @@ def grammar(response_format: JSON | None, structured: JSON | None) -> JSON | Non
 
 
 async def _stream(
-    request: web.Request, answer: Answer, chunks: AsyncGenerator[GenerateChunk, None]
+    request: web.Request, answer: ReplyWriter, chunks: AsyncGenerator[GenerateChunk, None]
 ) -> web.StreamResponse:
-    """Write a reply as events. Before the first token a failure still has its own status."""
+    """Write a reply as events. A failure before the first token has its own HTTP status."""
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
@@ -355,7 +359,7 @@ async def _stream(
 
 
 async def _cut(request: web.Request) -> web.StreamResponse:
-    """Half of a JSON reply, then a dead connection."""
+    """Send half of a JSON reply, then close the connection."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     response.content_length = 1 << 16
     await response.prepare(request)
@@ -370,7 +374,7 @@ def _drop(request: web.Request) -> None:
 
 
 def _status_and_message(error: EngineError) -> tuple[int, str]:
-    """Status and message of an engine's failure, worded as vLLM does where clients read it."""
+    """Return status and message of an engine's failure, in vLLM's words where clients parse it."""
     if isinstance(error, ContextOverflowError):
         asked = f"{error.requested} output tokens and " if error.requested else ""
         return 400, (
@@ -395,7 +399,7 @@ def _failed(status: int, message: str) -> web.Response:
 
 
 PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
-"""What replies put before a request id; accepted before the ids of calls to abort."""
+"""Prefixes of request ids in replies; also accepted in `/abort_requests`."""
 
 MODES = ("abort", "wait", "keep")
 
@@ -403,9 +407,9 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Control:
-    """Runs the calls of one engine and answers the routes that steer them.
+    """Runner of one engine's calls, with the routes that pause, abort and update it.
 
-    `posts` and `gets` are its routes. Single event loop, so no locks.
+    `posts` and `gets` are its routes. All run on one event loop, so there are no locks.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -414,7 +418,7 @@ class Control:
         """Set: new calls may begin."""
         self._open.set()
         self._flowing = asyncio.Event()
-        """Set: running calls go on."""
+        """Set: running calls continue."""
         self._flowing.set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -435,9 +439,9 @@ class Control:
         }
 
     async def chunks(self, call: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """The engine's chunks, held while a pause says so. Closing it aborts the call.
+        """Yield the engine's chunks; a pause may hold them. Closing it aborts the call.
 
-        The engine gets an id of its own for the call: two callers may give the same one.
+        The engine gets a unique id for the call, because two callers may use the same one.
         """
         await self._open.wait()
         self._served += 1
@@ -462,7 +466,7 @@ class Control:
                 await self._engine.abort(engine_id)
 
     async def pause(self, mode: str) -> None:
-        """Let new calls wait and do with the running ones as `mode`, one of `MODES`, says."""
+        """Hold new calls, and end, await or hold the running ones as `mode` says."""
         self._open.clear()
         if mode == "keep":
             self._flowing.clear()
@@ -476,7 +480,7 @@ class Control:
         self._open.set()
 
     async def version(self, version: int) -> int:
-        """Tell the engine the version of its weights; returns it. `EngineError` if it keeps one."""
+        """Set the version of the engine's weights. Raises `EngineError` if it counts its own."""
         if not isinstance(self._engine, Versioned):
             raise EngineError("this engine keeps its own policy version", status=501)
         await self._engine.set_version(version)
@@ -500,16 +504,16 @@ class Control:
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         body = await request.read() or b"{}"
-        await self.abort(msgspec.json.decode(body, type=wire.AbortRequest).request_ids)
+        await self.abort(msgspec.json.decode(body, type=vllm_schemas.AbortRequest).request_ids)
         return web.json_response({"status": "aborted"})
 
     async def _update_version(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=wire.VersionRequest)
+        body = msgspec.json.decode(await request.read(), type=vllm_schemas.VersionRequest)
         version = await self.version(as_version(body.new_version))
         return web.json_response({"status": "ok", "weight_version": str(version)})
 
     async def _reload_weights(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=wire.RpcRequest)
+        body = msgspec.json.decode(await request.read(), type=vllm_schemas.RpcRequest)
         folder = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(folder, str):
             raise EngineError("only `reload_weights` with its `weights_path` is known", status=400)
@@ -534,5 +538,5 @@ def _bare(request_id: str) -> str:
 
 
 def _closable(chunks: AsyncIterator[GenerateChunk]) -> AsyncGenerator[GenerateChunk, None]:
-    """The engine's iterator, which by contract can be closed early."""
+    """Return the engine's iterator as a generator: by contract it can be closed early."""
     return cast("AsyncGenerator[GenerateChunk, None]", chunks)

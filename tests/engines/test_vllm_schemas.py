@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from bridle.engines import wire
+from bridle.engines import vllm_schemas
 from bridle.types import FinishReason, Sampling
 
 
@@ -11,7 +11,7 @@ def test_sampling_fields_become_ours():
         b'"stop":["a","b"],"stop_token_ids":[3],"seed":1,"presence_penalty":0.1,'
         b'"frequency_penalty":0.2,"repetition_penalty":1.1,"min_p":0.3,"logit_bias":{"5":-1},"unknown":{"kept":"out"}}'
     )
-    read = msgspec.json.decode(body, type=wire.ChatRequest)
+    read = msgspec.json.decode(body, type=vllm_schemas.ChatRequest)
     assert read.sampling(read.max_tokens) == Sampling(
         0.5, 0.9, 5, 7, 1, ("a", "b"), (3,), 1, 0.1, 0.2, 1.1, 0.3, {"5": -1}
     )
@@ -19,7 +19,7 @@ def test_sampling_fields_become_ours():
 
 
 def test_a_single_stop_string_is_one_stop_string():
-    read = msgspec.json.decode(b'{"messages":[],"stop":"ab"}', type=wire.ChatRequest)
+    read = msgspec.json.decode(b'{"messages":[],"stop":"ab"}', type=vllm_schemas.ChatRequest)
     assert read.sampling(None).stop == ("ab",)
 
 
@@ -29,14 +29,14 @@ def test_a_single_stop_string_is_one_stop_string():
 ])  # fmt: skip
 def test_null_counts_as_not_sent(raw, absent):
     body = b'{"messages":[]' + raw.encode() + b"}"
-    read = msgspec.json.decode(body, type=wire.ChatRequest)
-    assert (read.tools in wire.ABSENT) is absent
+    read = msgspec.json.decode(body, type=vllm_schemas.ChatRequest)
+    assert (read.tools in vllm_schemas.ABSENT) is absent
 
 
 def test_usage_is_wanted_where_the_options_say_so():
     body = b'{"messages":[],"stream_options":{"include_usage":true}}'
-    assert msgspec.json.decode(body, type=wire.ChatRequest).usage_wanted
+    assert msgspec.json.decode(body, type=vllm_schemas.ChatRequest).usage_wanted
 
 
 def test_every_way_to_end_has_a_name_here():
-    assert set(wire.FINISH.values()) == set(FinishReason)
+    assert set(vllm_schemas.FINISH.values()) == set(FinishReason)

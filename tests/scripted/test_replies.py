@@ -1,19 +1,28 @@
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.completions import CompletionAnswer
 
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.ids import TextIds
-from bridle.scripted.answers import ChatAnswer, TokenAnswer, Wants, event
+from bridle.scripted.replies import (
+    ChatReplyWriter,
+    ReplyDelta,
+    ReplyReader,
+    TokenReplyWriter,
+    Wants,
+    event,
+)
+from bridle.scripted.script import spell_call, spell_turn
 from bridle.scripted.tokenizer import load_tokenizer
 from bridle.types import FinishReason, Sampling, VersionSpan
 
 TOKENIZER = load_tokenizer(None)
 ALL = Wants(ids=True, prompt_ids=True, logprobs=True, tokens_as_ids=True, versions=True, usage=True)
-KINDS = (ChatAnswer, CompletionAnswer, TokenAnswer)
+KINDS = (ChatReplyWriter, CompletionAnswer, TokenReplyWriter)
 
 
 def answer(kind, wants=ALL):
@@ -63,7 +72,7 @@ def test_on_every_route_pieces_tell_what_the_whole_tells(ids, size):
 def test_logprobs_survive_as_float32(values):
     logprobs = np.array(values, dtype=np.float32)
     chunk = GenerateChunk(np.arange(len(values), dtype=np.int32), logprobs, FinishReason.STOP)
-    for kind in (ChatAnswer, TokenAnswer):
+    for kind in (ChatReplyWriter, TokenReplyWriter):
         entries = json.loads(answer(kind).whole([chunk]))["choices"][0]["logprobs"]["content"]
         assert np.array_equal(np.array([e["logprob"] for e in entries], np.float32), logprobs)
 
@@ -72,14 +81,14 @@ def test_minus_infinity_is_said_as_vllm_says_it():
     chunk = GenerateChunk(
         np.array([5], np.int32), np.array([-np.inf], np.float32), FinishReason.STOP
     )
-    for kind in (ChatAnswer, TokenAnswer):
+    for kind in (ChatReplyWriter, TokenReplyWriter):
         entries = json.loads(answer(kind).whole([chunk]))["choices"][0]["logprobs"]["content"]
         assert entries[0]["logprob"] == -9999.0
 
 
 def test_tokens_are_named_by_text_unless_ids_are_asked_for():
     ids = TOKENIZER.encode("hé").tolist()
-    made = answer(ChatAnswer, Wants(logprobs=True, top_logprobs=1))
+    made = answer(ChatReplyWriter, Wants(logprobs=True, top_logprobs=1))
     entries = json.loads(made.whole(chunks(ids, 9)))["choices"][0]["logprobs"]["content"]
     assert entries[0]["token"] == "h"
     assert entries[0]["bytes"] == [104]
@@ -89,7 +98,7 @@ def test_tokens_are_named_by_text_unless_ids_are_asked_for():
 
 def test_versions_and_usage_are_told_at_the_end():
     last = {"versions": (VersionSpan(3, 0, 2),), "cached_tokens": 2}
-    made = answer(ChatAnswer)
+    made = answer(ChatReplyWriter)
     pieces = [read(made.piece(chunk)) for chunk in chunks([5, 6], 1, **last)]
     assert "weight_versions" not in pieces[0]["choices"][0]
     assert pieces[1]["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 2}]
@@ -99,7 +108,7 @@ def test_versions_and_usage_are_told_at_the_end():
         "prompt_tokens_details": {"cached_tokens": 2},
     }  # fmt: skip
     assert done == b"data: [DONE]\n\n"
-    assert answer(ChatAnswer, Wants()).closing() == [done]
+    assert answer(ChatReplyWriter, Wants()).closing() == [done]
 
 
 def test_an_event_is_one_line_also_for_clients_that_split_at_line_separators():
@@ -113,3 +122,90 @@ def test_a_reply_of_no_tokens_is_a_reply():
     for kind in KINDS:
         choice = json.loads(answer(kind).whole([empty]))["choices"][0]
         assert (choice["token_ids"], choice["finish_reason"]) == ([], "abort")
+
+
+# ---- the reader of chat text
+
+words = st.text(st.sampled_from("ab \n<>/{}thinkcol_"), max_size=30)
+free = words.filter(lambda t: not any(m in t for m in ("<think>", "</think>", "<tool_call>")))
+calls = st.lists(
+    st.tuples(st.sampled_from(["bash", "edit"]), st.dictionaries(st.sampled_from("xy"), words)),
+    max_size=3,
+)
+
+
+def read_reply(text, **options):
+    return ReplyReader(**options).feed(text, last=True)
+
+
+def in_pieces(text, size, **options):
+    reader = ReplyReader(**options)
+    deltas = [reader.feed(text[start : start + size]) for start in range(0, len(text), size)]
+    deltas.append(reader.feed("", last=True))
+    return ReplyDelta(
+        "".join(delta.reasoning for delta in deltas),
+        "".join(delta.content for delta in deltas),
+        [call for delta in deltas for call in delta.calls],
+    )
+
+
+@given(st.none() | free, free, calls, st.integers(1, 7))
+def test_a_spelled_turn_is_read_back_letter_for_letter(reasoning, content, made, size):
+    if any("tool_call>" in value for _, arguments in made for value in arguments.values()):
+        return
+    if reasoning is None and not content.strip("\n"):
+        content = "x" + content
+    text = spell_turn(reasoning, content, [spell_call(name, given) for name, given in made])
+    delta = in_pieces(text, size, tools=True)
+    assert delta.reasoning == (reasoning or "")
+    assert delta.content == content
+    assert [(name, json.loads(given)) for name, given in delta.calls] == made
+    assert delta == read_reply(text, tools=True)
+
+
+@given(words, st.integers(1, 5), st.booleans(), st.booleans())
+def test_pieces_never_change_what_is_read(text, size, tools, thinking):
+    whole = read_reply(text, tools=tools, thinking=thinking)
+    assert in_pieces(text, size, tools=tools, thinking=thinking) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('a\n<tool_call>\n{"name": 1}\n</tool_call>', 'a\n<tool_call>\n{"name": 1}\n</tool_call>'),
+        ("a\n<tool_call>\n{oops\n</tool_call>b", "a\n<tool_call>\n{oops\n</tool_call>b"),
+        ("<tool_call>\n[1]\n</tool_call>", "<tool_call>\n[1]\n</tool_call>"),
+        ('a<tool_call>\n{"name": "f"', 'a<tool_call>\n{"name": "f"'),
+        ("a<tool_c", "a<tool_c"),
+        ("<thi", "<thi"),
+    ],
+)
+def test_text_that_only_looks_like_a_call_stays_content(text, content):
+    assert read_reply(text, tools=True) == ReplyDelta(content=content)
+
+
+def test_without_tools_calls_are_text():
+    text = spell_call("f", {})
+    assert read_reply(text, tools=False) == ReplyDelta(content=text)
+
+
+def test_text_after_a_call_is_kept():
+    delta = read_reply(spell_call("f", {}) + "junk", tools=True)
+    assert (delta.content, delta.calls) == ("junk", [("f", "{}")])
+
+
+def test_arguments_that_are_a_text_are_given_as_they_are():
+    assert read_reply(spell_call("f", '"raw"'), tools=True).calls == [("f", "raw")]
+
+
+def test_reasoning_may_begin_in_the_prompt_and_may_not_end():
+    assert read_reply("hm\n</think>\n\nhi", tools=True, thinking=True) == ReplyDelta("hm", "hi")
+    assert read_reply("<think>\nhm", tools=True) == ReplyDelta("hm")
+
+
+def test_content_is_given_out_as_soon_as_it_is_certain():
+    reader = ReplyReader(tools=True)
+    assert reader.feed("Hello <") == ReplyDelta(content="Hello ")
+    assert reader.feed("b> and\n") == ReplyDelta(content="<b> and")
+    assert reader.feed("<tool_call>") == ReplyDelta()
+    assert reader.feed('{"name": "f"}</tool_call>') == ReplyDelta(calls=[("f", "{}")])

@@ -1,7 +1,8 @@
-"""Replies in vLLM's shapes: one class per route, each for whole replies and for streams.
+"""Replies in vLLM's form: one writer per route, for whole replies and for streams.
 
-Prompt ids are put in as the bytes they came as; the sampled ones are few. What each route names how
-is told in `bridle.engines.wire`.
+Prompt ids are spliced in as the bytes that came; only sampled ids are encoded. A chat reply's text
+is read into reasoning, content and tool calls by `ReplyReader`. Field names are in
+`bridle.engines.vllm_schemas`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -20,7 +21,7 @@ import orjson
 
 from bridle.engines.base import GenerateChunk, GenerateRequest
 from bridle.engines.ids import ids_json
-from bridle.scripted.chatml import ReplyReader
+from bridle.scripted.script import CALL, CALL_END, THINK, THINK_END
 from bridle.scripted.tokenizer import ChatTokenizer, TextStream
 from bridle.types import JSON, FinishReason, one_line
 
@@ -28,25 +29,25 @@ if TYPE_CHECKING:
     from bridle.types import Ids, Logprobs
 
 LEAST = -9999.0
-"""vLLM's stand-in for a logprob that JSON cannot say."""
+"""vLLM's substitute for minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Fields that a call asks for in its reply."""
+    """Fields that a call requests for its reply."""
 
     ids: bool = False
     """Ids of the sampled tokens."""
     prompt_ids: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
-    """1 or more: the sampled token is given as its own best alternative; engines tell no others."""
+    """1 or more: the sampled token is its own only alternative; engines report no others."""
     tokens_as_ids: bool = False
     versions: bool = False
     usage: bool = False
     """A usage chunk at the end of a stream."""
     tools: bool = False
-    """Tool calls are looked for in the text."""
+    """Whether tool calls are parsed from the text."""
     named_tool: bool = False
     thinking: bool = False
     """Whether the prompt left a thinking block open."""
@@ -54,11 +55,11 @@ class Wants:
     """`False`: reasoning, and with it all ids and logprobs, is withheld, as vLLM does."""
 
 
-class Answer(ABC):
-    """The reply to one call, written piece by piece or at once."""
+class ReplyWriter(ABC):
+    """Writer of the reply to one call, in pieces or at once."""
 
     prefix: str
-    """What vLLM puts before the request id of this route."""
+    """Prefix of the reply's id on this route, as in vLLM."""
     object: str
     chunk_object: str
 
@@ -79,26 +80,26 @@ class Answer(ABC):
         self._cached_tokens = 0
         self._text = TextStream(tokenizer)
         self._shown = ""
-        """Text not given out yet, because a stop string may begin in it."""
+        """Text held back because a stop string may begin in it."""
         self._hold = max((len(stop) - 1 for stop in call.sampling.stop), default=0)
         self._reader = ReplyReader(tools=wants.tools, thinking=wants.thinking)
         self._calls = 0
 
-    # ---- what a route decides
+    # ---- defined by each route
 
     @abstractmethod
     def whole_body(self, text: str, choice: JSON) -> JSON:
-        """A whole reply around `choice`, which has what all routes share."""
+        """Make a whole reply from `choice`, which has the fields that all routes share."""
 
     @abstractmethod
     def piece_body(self, text: str, choice: JSON, *, last: bool) -> JSON:
-        """One stream chunk around `choice`."""
+        """Make one stream chunk from `choice`."""
 
     def opening(self) -> list[bytes]:
-        """Events before the first token."""
+        """Return the events before the first token."""
         return []
 
-    # ---- what all routes share
+    # ---- shared by all routes
 
     def whole(self, chunks: Sequence[GenerateChunk]) -> bytes:
         ids = np.concatenate([chunk.output_ids for chunk in chunks])
@@ -111,7 +112,7 @@ class Answer(ABC):
         return _ENCODER.encode(self.whole_body(text, self._choice(ids, logprobs, last)))
 
     def piece(self, chunk: GenerateChunk) -> bytes:
-        """One chunk as an event; the last one carries the finish reason."""
+        """Write one chunk as an event; the last one carries the finish reason."""
         last = chunk.finish_reason is not None
         self._count(chunk.output_ids, chunk)
         text = self._text.feed(chunk.output_ids) + (self._text.finish() if last else "")
@@ -132,7 +133,7 @@ class Answer(ABC):
         return given
 
     def closing(self) -> list[bytes]:
-        """Events after the last token."""
+        """Return the events after the last token."""
         done = [b"data: [DONE]\n\n"]
         if not self._wants.usage:
             return done
@@ -179,14 +180,14 @@ class Answer(ABC):
         return choice
 
     def _stop_reason(self, ids: Ids, last: GenerateChunk) -> str | int | None:
-        """The stop string, or a stop token other than the end token; else null, as vLLM has it."""
+        """Return the stop string, or a stop token other than the end token; else null, as vLLM."""
         if last.stop_text is not None or last.finish_reason is not FinishReason.STOP:
             return last.stop_text
         final = int(ids[-1]) if len(ids) else None
         return None if final == self._tokenizer.end_id else final
 
     def logprobs(self, ids: Ids, logprobs: Logprobs) -> Any:  # noqa: ANN401 - JSON
-        """Logprobs in this route's form; chat's and the token route's have `content`."""
+        """Write logprobs in this route's form: a list under `content`."""
         values = _texts(np.maximum(logprobs, np.float32(LEAST)))
         named = zip(ids.tolist(), values, strict=True)
         entries = ",".join([self._entry(self._name(id_), value) for id_, value in named])
@@ -203,7 +204,7 @@ class Answer(ABC):
         return f'"token":{json.dumps(text)},"bytes":{json.dumps(list(text.encode()))}'
 
 
-class ChatAnswer(Answer):
+class ChatReplyWriter(ReplyWriter):
     """`/v1/chat/completions`: the text is read into reasoning, content and tool calls."""
 
     prefix = "chatcmpl-"
@@ -278,7 +279,7 @@ class ChatAnswer(Answer):
             choice["finish_reason"] = "tool_calls"
 
 
-class TokenAnswer(Answer):
+class TokenReplyWriter(ReplyWriter):
     """`/inference/v1/generate`: ids only."""
 
     prefix = ""
@@ -308,10 +309,99 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def _texts(values: Logprobs) -> list[str]:
-    """Each value as the shortest text that reads back as the same float32."""
+    """Write each value as the shortest text that parses to the same float32."""
     text = orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
     return text[1:-1].decode().split(",") if len(values) else []
 
 
 def event(body: JSON) -> bytes:
     return b"data: " + one_line(_ENCODER.encode(body)) + b"\n\n"
+
+
+@dataclass(slots=True)
+class ReplyDelta:
+    """Parsed text of a chunk."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Name and argument JSON of each completed call."""
+
+
+class ReplyReader:
+    """Incremental parser of a reply's text: reasoning, content and tool calls.
+
+    It removes exactly the line breaks that `spell_turn` adds, so a script's text is returned
+    unchanged. Text that only looks like a tool call stays content.
+
+    `tools` says whether tool calls are parsed (engines parse none where none are offered);
+    `thinking`, whether the prompt left a thinking block open.
+    """
+
+    def __init__(self, *, tools: bool, thinking: bool = False) -> None:
+        self._tools = tools
+        self._thinking = thinking
+        self._text = ""
+        self._given = ReplyDelta()
+
+    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
+        """Add text; return what is now unambiguous, or with `last` all of the rest."""
+        self._text += text
+        read, given = self._read(last=last), self._given
+        self._given = read
+        return ReplyDelta(
+            read.reasoning[len(given.reasoning) :],
+            read.content[len(given.content) :],
+            read.calls[len(given.calls) :],
+        )
+
+    def _read(self, *, last: bool) -> ReplyDelta:
+        """Parse all text so far; more text can only append to the result."""
+        lead = self._text.lstrip("\n")
+        if not self._thinking and not lead.startswith(THINK):
+            if not last and THINK.startswith(lead):
+                return ReplyDelta()
+            return self._read_content(ReplyDelta(), self._text, last=last)
+        inside = self._text if self._thinking else lead.removeprefix(THINK)
+        reasoning, marker, after = inside.partition(THINK_END)
+        reasoning = reasoning.removeprefix("\n")
+        if not marker:
+            return ReplyDelta(reasoning if last else _certain(reasoning, THINK_END))
+        content = after.removeprefix("\n").removeprefix("\n")
+        return self._read_content(ReplyDelta(reasoning.removesuffix("\n")), content, last=last)
+
+    def _read_content(self, delta: ReplyDelta, text: str, *, last: bool) -> ReplyDelta:
+        while self._tools and CALL in text:
+            before, _, after = text.partition(CALL)
+            inside, closed, text = after.partition(CALL_END)
+            call = _read_call(inside) if closed else None
+            if call is None and (closed or last):
+                delta.content += f"{before}{CALL}{inside}{closed}"
+                continue
+            delta.content += before.removesuffix("\n")
+            if call is None:
+                return delta
+            delta.calls.append(call)
+        delta.content += text if last or not self._tools else _certain(text, CALL)
+        return delta
+
+
+def _certain(text: str, marker: str) -> str:
+    """Return `text` without a suffix that may begin a line break and `marker`."""
+    for start in range(max(len(text) - len(marker), 0), len(text)):
+        if f"\n{marker}".startswith(text[start:]) or marker.startswith(text[start:]):
+            return text[:start]
+    return text
+
+
+def _read_call(inside: str) -> tuple[str, str] | None:
+    try:
+        read = json.loads(inside)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        return None
+    arguments = read.get("arguments", {})
+    if isinstance(arguments, str):
+        return read["name"], arguments
+    return read["name"], json.dumps(arguments, ensure_ascii=False)

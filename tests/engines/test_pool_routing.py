@@ -1,16 +1,161 @@
-"""A call that breaks its engine fails alone; the other calls of the engine are served."""
+"""Sticky, with bounded load: the laws of choosing a replica."""
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engines.fakes import Fake, call, chunk, lost, pooled, said, state, until
 
 from bridle.engines.base import CutError
-from bridle.engines.pool_blame import BREAKS, STRIKES, SUSPECTED
 from bridle.engines.pool_replica import ReplicaState, RoutedCall
+from bridle.engines.pool_routing import BREAKS, STRIKES, SUSPECTED, ReplicaRouter, RoutingReason
 from bridle.errors import EngineError
 from bridle.types import FinishReason
+
+
+@dataclass(eq=False)
+class Place:
+    name: str
+    load: int = 0
+
+
+def places(*loads):
+    return [Place(str(number), load) for number, load in enumerate(loads)]
+
+
+@dataclass
+class Running:
+    """A call that has not ended."""
+
+    place: Place
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("call"), st.integers(0, 9)),
+        st.tuples(st.just("end"), st.integers(0, 99)),
+        st.tuples(st.just("leave"), st.integers(0, 3)),
+        st.tuples(st.just("join"), st.integers(0, 3)),
+    ),
+    max_size=80,
+)
+
+
+@given(STEPS, st.floats(1, 3), st.integers(0, 6))
+def test_no_replica_exceeds_its_bound_and_no_session_moves_without_need(steps, factor, slack):
+    choice: ReplicaRouter[Place] = ReplicaRouter(load_factor=factor, slack=slack)
+    all_places, running = places(0, 0, 0, 0), []
+    here = list(all_places)
+    home: dict[str, Place] = {}
+    for step, number in steps:
+        if step == "end" and running:
+            running.pop(number % len(running)).place.load -= 1
+        elif step == "leave" and len(here) > 1 and all_places[number] in here:
+            here.remove(all_places[number])
+        elif step == "join" and all_places[number] not in here:
+            here.append(all_places[number])
+        elif step == "call":
+            session = str(number)
+            bound = choice.bound(here)
+            place, how = choice.pick(session, here)
+            before = home.get(session)
+            # Bounded: nobody is given more than the bound, whoever else may be had.
+            assert place in here
+            assert place.load + 1 <= bound
+            # Sticky: a session leaves its replica only for one of two reasons.
+            if how is RoutingReason.STUCK:
+                assert place is before
+            elif how is RoutingReason.SPILLED:
+                assert before is not None
+                assert before.load + 1 > bound
+            elif how is RoutingReason.MOVED:
+                assert before not in here
+            else:
+                assert before is None
+            home[session] = place
+            place.load += 1
+            running.append(Running(place))
+    counted = Counter(place.name for place in home.values())
+    assert all(choice.sessions(place) == counted[place.name] for place in all_places)
+
+
+@given(st.integers(1, 5), st.integers(1, 60))
+def test_idle_replicas_get_equal_numbers_of_new_sessions(count, sessions):
+    choice: ReplicaRouter[Place] = ReplicaRouter()
+    here = places(*([0] * count))
+    for number in range(sessions):
+        choice.pick(str(number), here)
+    living = [choice.sessions(place) for place in here]
+    assert sum(living) == sessions
+    assert max(living) - min(living) <= 1
+
+
+def test_when_a_replica_leaves_only_its_own_sessions_move():
+    choice: ReplicaRouter[Place] = ReplicaRouter()
+    here = places(0, 0, 0)
+    before = {str(n): choice.pick(str(n), here)[0] for n in range(30)}
+    left = here.pop(1)
+    after = {session: choice.pick(session, here) for session in before}
+    for session, (place, how) in after.items():
+        assert (how is RoutingReason.MOVED) == (before[session] is left)
+        assert place is before[session] or before[session] is left
+    # It comes back: nobody runs after it.
+    here.append(left)
+    assert all(choice.pick(session, here)[1] is RoutingReason.STUCK for session in before)
+
+
+def test_a_session_that_spilled_stays_where_it_went():
+    choice: ReplicaRouter[Place] = ReplicaRouter(slack=2)
+    here = places(0, 0)
+    home, _ = choice.pick("a", here)
+    home.load = 9
+    other, how = choice.pick("a", here)
+    assert (other is home, how) == (False, RoutingReason.SPILLED)
+    home.load = 0
+    assert choice.pick("a", here) == (other, RoutingReason.STUCK)
+
+
+def test_without_stickiness_every_call_goes_where_the_fewest_run():
+    choice: ReplicaRouter[Place] = ReplicaRouter(sticky=False)
+    here = places(3, 1, 2)
+    for _ in range(3):
+        assert choice.pick("a", here) == (here[1], RoutingReason.FIRST)
+        here[1].load -= 1
+    here = places(0, 0)
+    assert len({choice.pick("a", here)[0].name for _ in range(2)}) == 2
+
+
+def test_a_call_of_no_session_is_remembered_nowhere():
+    choice: ReplicaRouter[Place] = ReplicaRouter()
+    (here,) = places(0)
+    assert choice.pick(None, [here]) == (here, RoutingReason.FIRST)
+    assert choice.sessions(here) == 0
+
+
+def test_sessions_that_ended_or_called_long_ago_are_forgotten():
+    choice: ReplicaRouter[Place] = ReplicaRouter(remembered=2)
+    here = places(0, 0)
+    for session in "abc":
+        choice.pick(session, here)
+    assert sum(map(choice.sessions, here)) == 2
+    assert choice.pick("a", here)[1] is RoutingReason.FIRST
+    choice.forget("a")
+    choice.forget("never seen")
+    assert choice.pick("a", here)[1] is RoutingReason.FIRST
+    for place in here:
+        choice.drop(place)
+    assert sum(map(choice.sessions, here)) == 0
+    assert choice.pick("a", here)[1] is RoutingReason.FIRST
+
+
+@pytest.mark.parametrize(("loads", "bound"), [((0, 0), 8), ((15, 15), 20), ((40, 0, 0, 0), 13)])
+def test_the_bound_is_a_share_of_all_calls_but_at_least_the_slack(loads, bound):
+    assert ReplicaRouter[Place]().bound(places(*loads)) == bound
+
 
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 ALL = [0, 1, 2, 3]
@@ -159,8 +304,8 @@ async def test_suspects_run_in_groups_that_shrink_until_the_killer_is_alone():
         assert isinstance(bad, EngineError)
         assert [ids for ids, *_ in good] == [ALL] * BYSTANDERS
         assert fake.lost_with == GROUPS
-        assert not pool._blame._held
-        assert not pool._blame._waiting
+        assert not pool._failures._held
+        assert not pool._failures._waiting
 
 
 async def test_a_session_that_fails_again_and_again_while_others_are_served_is_quarantined():
@@ -176,7 +321,7 @@ async def test_a_session_that_fails_again_and_again_while_others_are_served_is_q
         assert len(fake.asked) == asked
         assert (await said(pool, call("good", "good")))[0] == ALL
         assert len(fake.asked) == asked + 1
-        pool._blame._records["poison"].until = 0.0  # the time of its next trial has come
+        pool._failures._records["poison"].until = 0.0  # the time of its next trial has come
         for error in (CutError, EngineError):
             assert type(await outcome(pool, call("bad", "poison"))) is error
         assert len(fake.asked) == asked + 2
@@ -237,7 +382,7 @@ async def test_a_suspect_that_waits_for_its_turn_can_be_aborted():
         for _ in range(2):
             assert isinstance(await outcome(pool, call("bad", "poison")), EngineError)
         fake.sick, fake.dies = None, False
-        blame = pool._blame
+        blame = pool._failures
         other = RoutedCall(call("other"), deaths=2)
         await blame.apart(other)
         async with asyncio.TaskGroup() as group:

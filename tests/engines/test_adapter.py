@@ -7,6 +7,8 @@ from tests.engines.shapes import SHAPES, TOKENIZER, collect, ids_of, request
 from tests.engines.spoilers import each_token, prompt_ids
 from tests.engines.test_hostile import HI, TURN, Proxy
 
+from bridle.engines.adapter import end_ids, tokenized, tokenizer_dir
+from bridle.engines.http import EngineClient
 from bridle.engines.pool import EnginePool
 from bridle.engines.pool_replica import Replica
 from bridle.errors import EngineError
@@ -35,9 +37,8 @@ async def reached(shape):
 
 @pytest.fixture(params=SHAPES, name="route")
 async def opened(request):
-    shape = SHAPES[request.param]
-    async with reached(shape) as (pool, proxy):
-        yield shape, pool, proxy
+    async with reached(SHAPES[request.param]) as pair:
+        yield pair
 
 
 def call(**fields):
@@ -77,9 +78,7 @@ BAD = {
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reports_that_no_engine_can_have_sampled_fail_their_call(route, stream):
-    shape, pool, proxy = route
-    if stream and not shape.streams:
-        return
+    pool, proxy = route
     whole = await collect(pool, call(stream=stream))
     assert whole[-1].finish_reason is FinishReason.LENGTH
     assert len(ids_of(whole)) == BUDGET.max_tokens
@@ -102,3 +101,49 @@ async def test_a_route_that_told_no_prompt_to_the_probe_needs_not_tell_it_later(
         assert chunks[-1].finish_reason is FinishReason.LENGTH
         with pytest.raises(EngineError, match="no longer"):
             await collect(pool, call())
+
+
+FIVE = '{"eos_token_id": 5}'
+
+
+def test_a_models_folder_is_known_by_its_tokenizer(tmp_path):
+    assert tokenizer_dir(str(tmp_path)) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert tokenizer_dir(str(tmp_path)) == tmp_path
+    assert tokenizer_dir(None) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, ()),
+        ({"config.json": FIVE}, (5,)),
+        ({"config.json": FIVE, "generation_config.json": '{"eos_token_id": [5, 6]}'}, (5, 6)),
+        ({"config.json": FIVE, "generation_config.json": "{broken"}, (5,)),
+        ({"config.json": "{}"}, ()),
+    ],
+)  # fmt: skip
+def test_end_tokens_come_from_the_models_own_files(tmp_path, files, found):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert end_ids(tmp_path) == found
+    assert end_ids(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        ({"tokens": [1, 2]}, [1, 2]),
+        ({"tokens": [[1], [2]]}, None),
+        ({"tokens": "x"}, None),
+        (b"{broken", None),
+        (404, None),
+    ],
+)
+async def test_ids_are_asked_for_and_may_be_refused(stub, reply, found):
+    server = await stub(tokenize=reply)
+    client = EngineClient(server.url, api_key=None, timeout_s=30)
+    ids = await tokenized(client, {"prompt": "x"})
+    await client.aclose()
+    assert (None if ids is None else ids.tolist()) == found
+    assert server.bodies == [{"prompt": "x"}]

@@ -1,13 +1,15 @@
-"""Finds calls, sessions and replicas that cause failures, so that no other call pays for them.
+"""The choice of a replica for a call, and the tracking of calls and replicas that cause failures.
 
-When an engine dies, every call that it had may be the reason. A call that saw `SUSPECTED` deaths
-runs apart, in a group that gets smaller with each death until it is alone; a death counts against
-that group only. Of n suspects that takes about `3 * n ** (1 / 3)` rounds with 5 attempts, and no
-call fails that did not run alone at the last death. A session whose call used up its tries in this
-way is an offender: its next calls run alone and get one try.
+A session's calls go to one replica, for its prefix cache, unless that has too many calls.
+
+When an engine dies, each of its calls may be the cause. A call that saw `SUSPECTED` deaths runs
+apart, in a group that gets smaller with each death until the call is alone; a death counts against
+that group only. Of n suspects that takes about `3 * n ** (1 / 3)` rounds with 5 attempts; a call
+fails only if it ran alone at the last death. A session whose call used up its attempts in this way
+is an offender: its next calls run alone and get one attempt.
 
 A session whose calls fail `STRIKES` times while others are served is quarantined: its calls fail at
-once with the same cause, but for one every `QUARANTINE_S`. A replica that fails `BREAKS` calls of
+once with the same cause, except one every `QUARANTINE_S`. A replica that fails `BREAKS` calls of
 several sessions in a row gets no calls until its health is good, while another one serves.
 """
 
@@ -15,8 +17,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from enum import StrEnum
+from typing import Final, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -25,14 +30,119 @@ from bridle.errors import EngineError
 
 log = structlog.get_logger()
 
+
+class HasLoad(Protocol):
+    """Replica with a load, compared by identity."""
+
+    @property
+    def load(self) -> int:
+        """Number of its running calls."""
+
+
+ReplicaT = TypeVar("ReplicaT", bound=HasLoad)
+
+
+class RoutingReason(StrEnum):
+    """Reason of a routing decision."""
+
+    FIRST = "first"
+    """The session's first call, or a call of no session."""
+    STUCK = "stuck"
+    """The session's own replica."""
+    SPILLED = "spilled"
+    """Another replica, because the session's own was at its bound."""
+    MOVED = "moved"
+    """Another replica, because the session's own was not available."""
+
+
+class ReplicaRouter(Generic[ReplicaT]):
+    """Chooses a replica for each call, and remembers the replica of each session."""
+
+    def __init__(
+        self,
+        *,
+        sticky: bool = True,
+        load_factor: float = 1.25,
+        slack: int = 8,
+        remembered: int = 100_000,
+    ) -> None:
+        """`remembered` is how many sessions are kept; the one that called longest ago is dropped
+        first.
+
+        Without `sticky` every call goes to the replica with the fewest calls.
+        """
+        self._sticky = sticky
+        self._load_factor = load_factor
+        self._slack = slack
+        self._remembered = remembered
+        self._homes: OrderedDict[str, ReplicaT] = OrderedDict()
+        self._living: dict[ReplicaT, int] = {}
+        self._turn = 0
+
+    def bound(self, replicas: Sequence[ReplicaT]) -> int:
+        """Return the most calls that a replica may have when `replicas` get one more."""
+        calls = 1 + sum([replica.load for replica in replicas])
+        return max(self._slack, math.ceil(self._load_factor * calls / len(replicas)))
+
+    def pick(
+        self, session_id: str | None, replicas: Sequence[ReplicaT]
+    ) -> tuple[ReplicaT, RoutingReason]:
+        """Choose the replica of a call from `replicas`, the available ones; at least one."""
+        home = self._homes.get(session_id) if session_id is not None else None
+        if home is None:
+            how = RoutingReason.FIRST
+        elif home not in replicas:
+            how = RoutingReason.MOVED
+        elif (load := home.load) < self._slack or load < self.bound(replicas):
+            assert session_id is not None
+            self._homes.move_to_end(session_id)
+            return home, RoutingReason.STUCK
+        else:
+            how = RoutingReason.SPILLED
+        replica = self._least(replicas)
+        if session_id is not None and self._sticky:
+            self._settle(session_id, replica)
+        return replica, how
+
+    def sessions(self, replica: ReplicaT) -> int:
+        """Count the remembered sessions of a replica."""
+        return self._living.get(replica, 0)
+
+    def forget(self, session_id: str) -> None:
+        """Forget a session that has ended; unknown ones are ignored."""
+        replica = self._homes.pop(session_id, None)
+        if replica is not None:
+            self._living[replica] -= 1
+
+    def drop(self, replica: ReplicaT) -> None:
+        """Forget a removed replica and the homes of its sessions."""
+        self._homes = OrderedDict(
+            (session_id, home) for session_id, home in self._homes.items() if home is not replica
+        )
+        self._living.pop(replica, None)
+
+    def _least(self, replicas: Sequence[ReplicaT]) -> ReplicaT:
+        """Return the one with the fewest calls, then the fewest sessions; equal ones take turns."""
+        self._turn += 1
+        turned = [*replicas[self._turn % len(replicas) :], *replicas[: self._turn % len(replicas)]]
+        return min(turned, key=lambda replica: (replica.load, self.sessions(replica)))
+
+    def _settle(self, session_id: str, replica: ReplicaT) -> None:
+        self.forget(session_id)
+        self._homes[session_id] = replica
+        self._living[replica] = self.sessions(replica) + 1
+        if len(self._homes) > self._remembered:
+            self.forget(next(iter(self._homes)))
+
+
 SUSPECTED: Final = 2
-"""Engines that died around a call before it runs apart."""
+"""Deaths of engines around a call after which it runs apart."""
 
 STRIKES: Final = 6
 """Failures in a row, others being served between, before a session is quarantined."""
 
 QUARANTINE_S: Final = 10.0
-"""How often a quarantined session may try one call."""
+"""Interval in which a quarantined session may try one call."""
 
 BREAKS: Final = 5
 """Failures in a row, of two sessions at least, before a replica is quarantined."""
@@ -43,14 +153,14 @@ class _Record:
     """Failures in a row of one session."""
 
     served: int
-    """Replies that the pool had given to all when the last failure was counted."""
+    """Replies served to all sessions when the last failure was counted."""
     strikes: int = 0
     until: float = 0.0
-    """The time (of `time.monotonic`) of its next trial, once it is quarantined."""
+    """Time (of `time.monotonic`) of its next trial, once it is quarantined."""
     kind: str = ""
 
 
-class Blame:
+class FailureTracker:
     """Counts failures against calls, sessions and replicas. `attempts` is how many fail a call."""
 
     def __init__(self, attempts: int) -> None:
@@ -65,9 +175,9 @@ class Blame:
         self._served = 0
 
     def begin(self, call: RoutedCall) -> None:
-        """Suspect a call at once if its session is an offender.
+        """Mark a call as a suspect if its session is an offender.
 
-        `EngineError`, with the kind of the last failure, if its session is quarantined.
+        Raises `EngineError`, with the kind of the last failure, if its session is quarantined.
         """
         session_id = call.request.session_id
         if session_id in self._offenders:
@@ -87,9 +197,9 @@ class Blame:
     # ---- calls that kill
 
     async def apart(self, call: RoutedCall) -> None:
-        """Wait until a suspect may run beside the others that do, if it is not aborted meanwhile.
+        """Wait until a suspect may run beside those that already do, unless it is aborted.
 
-        `end` gives the place up.
+        `end` frees its place.
         """
         while call.deaths >= SUSPECTED and call not in self._held and not call.aborted:
             self._waiting[call] = None
@@ -122,7 +232,7 @@ class Blame:
             self._held[call] = one
 
     def died(self, one: Replica, call: RoutedCall) -> bool:
-        """Count the death of a replica against a call that it had; return if its tries are spent.
+        """Count the death of a replica against a call of it; return whether its attempts are spent.
 
         While suspects ran there, the death counts against them only.
         """
@@ -157,14 +267,14 @@ class Blame:
     # ---- sessions and replicas that fail again and again
 
     def served(self, one: Replica, call: RoutedCall) -> None:
-        """A call ended well."""
+        """Record a call that ended well."""
         self._served += 1
         self._records.pop(call.request.session_id or "", None)
         one.broke.clear()
         one.breaks = one.quarantines = 0
 
     def broke(self, one: Replica, call: RoutedCall, error: EngineError) -> bool:
-        """Count a failure that its replica survived; return if the replica is to be quarantined."""
+        """Count a failure that its replica survived; return whether to quarantine the replica."""
         if error.kind == "engine_error":
             return False
         session_id = call.request.session_id
@@ -181,6 +291,6 @@ class Blame:
         return one.breaks >= BREAKS and len(one.broke) > 1
 
     def forget(self, session_id: str) -> None:
-        """Drop what is known of a session that has ended."""
+        """Drop all state of a session that has ended."""
         self._offenders.discard(session_id)
         self._records.pop(session_id, None)

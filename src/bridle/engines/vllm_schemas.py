@@ -1,8 +1,8 @@
-"""vLLM's HTTP shapes, as far as Bridle's server reads and its adapter writes them.
+"""vLLM's HTTP schemas: the fields that Bridle's server reads and its adapter writes.
 
 Source: vLLM 0.33.0, `entrypoints/openai/{chat_completion,completion}/protocol.py` and
 `entrypoints/scale_out/token_in_token_out/protocol.py`. Prompt ids are `msgspec.Raw`: they stay the
-bytes that came. Unknown fields are passed over, as vLLM does.
+bytes that came. Unknown fields are ignored, as in vLLM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class TransferParams(msgspec.Struct):
-    """`kv_transfer_params`: the ids under which a chat call is to be sampled."""
+    """`kv_transfer_params`: the prompt ids of a chat call."""
 
     prompt_token_ids: Raw = EMPTY
 
@@ -153,7 +153,7 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct):
-    """One sampled token's logprob. Which id it belongs to stands in `token` or `token_id`."""
+    """Logprob of one sampled token, whose id is in `token` or `token_id`."""
 
     logprob: float | None = None
     token: str = ""
@@ -169,7 +169,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Span(msgspec.Struct):
-    """A version span; vLLM's versions are texts."""
+    """Version span; vLLM's versions are texts."""
 
     version: int | str
     start: int
@@ -177,14 +177,14 @@ class Span(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """The function of a tool call."""
+    """Function of a tool call."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class Called(msgspec.Struct):
-    """A tool call of a message or delta."""
+    """Tool call of a message or delta."""
 
     index: int = 0
     id: str | None = None
@@ -192,15 +192,15 @@ class Called(msgspec.Struct):
 
 
 class ReplyMessage(msgspec.Struct):
-    """A message, or the delta of a streamed one."""
+    """Message, or the delta of a streamed one."""
 
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[Called] | None = None
 
 
-class Choice(msgspec.Struct):
-    """The one choice of a reply or stream chunk, of any of the three routes."""
+class VllmChoice(msgspec.Struct):
+    """The only choice of a reply or stream chunk, on any of the three routes."""
 
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -230,25 +230,25 @@ class ReplyUsage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Answer(msgspec.Struct):
-    """A whole reply or one stream chunk, of any of the three routes."""
+class VllmReply(msgspec.Struct):
+    """Whole reply or one stream chunk, on any of the three routes."""
 
-    choices: list[Choice] = []
+    choices: list[VllmChoice] = []
     prompt_token_ids: Raw = EMPTY
     usage: ReplyUsage | None = None
     error: Raw = EMPTY
-    """A stream tells a late failure in an event of this kind."""
+    """A failure in mid-stream."""
 
 
 class ErrorDetail(msgspec.Struct):
-    """Error body of an engine."""
+    """Error of an engine."""
 
     message: str = ""
     code: int | str | None = None
 
 
 class ErrorAnswer(msgspec.Struct):
-    """An error body: vLLM nests it under `error`; FastAPI's own has `detail`."""
+    """Error body: vLLM nests it under `error`; FastAPI's own has `detail`."""
 
     error: ErrorDetail | str | None = None
     message: str | None = None
@@ -262,4 +262,4 @@ FINISH = {
     "length": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
 }
-"""A reply's `finish_reason` as Bridle names it; `error` and anything else is a failed call."""
+"""A reply's `finish_reason` -> Bridle's; `error` and others are failed calls."""
