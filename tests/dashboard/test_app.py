@@ -9,7 +9,7 @@ from tests.capture.made import MadeSession
 from tests.dashboard.house import HOSTILE, busy, client, long, looked_at, write
 
 from bridle.dashboard import app as pages
-from bridle.dashboard.tokens import PAGE
+from bridle.dashboard.session import PAGE
 
 
 class Page(HTMLParser):

@@ -3,7 +3,7 @@
 import pytest
 from tests.dashboard.house import client
 
-from bridle.dashboard.guard import COOKIE, KEEP_S, MOST, Guard
+from bridle.dashboard.app import COOKIE, KEEP_S, MOST, Guard
 
 TOKEN = "a-token-that-is-known"
 HTML = {"accept": "text/html"}

@@ -19,8 +19,8 @@ from bridle.errors import ConfigError
 from bridle.hosts import is_loopback
 
 if TYPE_CHECKING:
-    from bridle.dashboard.guard import Guard
-    from bridle.dashboard.source import Source
+    from bridle.dashboard.app import Guard
+    from bridle.dashboard.source import DataSource
 
 TOKEN_ENV: Final = "BRIDLE_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
 """What a browser must know to look; needed off loopback."""
@@ -62,7 +62,7 @@ def guard_of(host: str, token: str | None) -> Guard | None:
 
     `ConfigError` for a dashboard that others reach and that has no token.
     """
-    from bridle.dashboard.guard import Guard
+    from bridle.dashboard.app import Guard
 
     if token:
         return Guard(lambda sent: hmac.compare_digest(sent.encode(), token.encode()))
@@ -72,13 +72,13 @@ def guard_of(host: str, token: str | None) -> Guard | None:
 
 
 @contextmanager
-def _source(target: str) -> Iterator[tuple[Source, str | None]]:
+def _source(target: str) -> Iterator[tuple[DataSource, str | None]]:
     """Yield the source that is shown, and the token that reads it, if any."""
-    from bridle.dashboard.folder import Folder
+    from bridle.dashboard.folder import FolderSource
 
     if target.startswith(("http://", "https://")):
         from bridle.client import Client
-        from bridle.dashboard.served import ServerSource
+        from bridle.dashboard.server import ServerSource
 
         with Client(target, patience_s=1.0) as client:
             client.status()
@@ -87,7 +87,7 @@ def _source(target: str) -> Iterator[tuple[Source, str | None]]:
     path = Path(target)
     if not path.exists():
         raise ConfigError(f"there is no {target}")
-    folder = Folder(path)
+    folder = FolderSource(path)
     try:
         yield folder, None
     finally:
@@ -95,7 +95,7 @@ def _source(target: str) -> Iterator[tuple[Source, str | None]]:
 
 
 async def _serve(
-    source: Source,
+    source: DataSource,
     guard: Guard | None,
     host: str,
     port: int,

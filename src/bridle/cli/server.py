@@ -27,10 +27,9 @@ from bridle.capture.sqlite import SqliteStore
 from bridle.cli.config import FileConfig
 from bridle.cli.parts import open_all
 from bridle.client import Client
-from bridle.dashboard.app import make_app
-from bridle.dashboard.folder import Folder
-from bridle.dashboard.guard import Guard
-from bridle.dashboard.served import ServerSource
+from bridle.dashboard.app import Guard, make_app
+from bridle.dashboard.folder import FolderSource
+from bridle.dashboard.server import ServerSource
 from bridle.errors import ConfigError, install_extra
 from bridle.executors.hosting import Hosted
 from bridle.gateway.app import Gateway
@@ -51,7 +50,7 @@ def mounted(url: Callable[[], str], auth: Auth, data: Path) -> Iterator[Mount]:
     with ExitStack() as opened:
         folder = None
         with suppress(ConfigError):
-            folder = opened.enter_context(closing(Folder(data / "capture.sqlite")))
+            folder = opened.enter_context(closing(FolderSource(data / "capture.sqlite")))
 
         @cache
         def source_of(token: str) -> ServerSource:
