@@ -31,8 +31,7 @@ from bridle.aio import run_shielded
 from bridle.bridges.parquet import TrajectoryWriter
 from bridle.capture.records import Outcome
 from bridle.capture.sqlite import SqliteReader, SqliteStore
-from bridle.cli.config import FileConfig, load_config
-from bridle.cli.parts import Parts, open_all
+from bridle.cli.config import EngineSetup, FileConfig, load_config, open_setup
 from bridle.config import AgentSpec, EvaluatorSpec, Limits, SamplingPolicy, Task
 from bridle.errors import ConfigError, EvaluatorError
 from bridle.evaluators.base import Evaluation
@@ -114,7 +113,7 @@ class Gateway:
         """The run folder."""
         self._stack = AsyncExitStack()
         self._started = False
-        self._parts: Parts | None = None
+        self._setup: EngineSetup | None = None
         self.summary: JSON = {}
         """What `summary.json` holds; known after the end."""
         self.folder: RunFolder
@@ -123,19 +122,19 @@ class Gateway:
         self.app: app.Gateway
         """The gateway itself, for a node, a trainer or tests."""
 
-    def prepare(self) -> Parts:
+    def prepare(self) -> EngineSetup:
         """Load the engine's and the tokenizer's files, once; starting does it too. Raises
         `ConfigError`.
         """
-        if self._parts is None:
-            self._parts = open_all(self.config)
-        return self._parts
+        if self._setup is None:
+            self._setup = open_setup(self.config)
+        return self._setup
 
     async def __aenter__(self) -> Self:
         """Start. `ConfigError` or `EngineError` say what is missing."""
         config = self.config
         async with AsyncExitStack() as stack:
-            parts = self.prepare()
+            setup = self.prepare()
             kept = config.model_dump(mode="json", include={"engines", "tokenizer", "models"})
             kept |= {"stream": config.gateway.stream, "prompt": config.gateway.prompt}
             created = RunFolder.create(self.path, config={**kept, **self._facts})
@@ -148,11 +147,11 @@ class Gateway:
             stack.push_async_callback(self._finish)
             self.app = await stack.enter_async_context(
                 app.Gateway(
-                    engine=parts.engine,
-                    renderer=parts.renderer,
+                    engine=setup.engine,
+                    renderer=setup.renderer,
                     store=self.store,
                     settings=config.gateway,
-                    models=parts.models,
+                    models=setup.models,
                 )
             )
             self._stack, self._started = stack.pop_all(), True
@@ -327,13 +326,13 @@ def fork(
     Raises:
         ConfigError: There is no such session or turn, or its run does not hold its task.
     """
-    from bridle.cli.batch import Batch, run_batch
-    from bridle.cli.fork import forked_task, setup_of
+    from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.run import forked_task, setup_of
 
     task, base = forked_task(session, Path(run), at, samples)
     engines = [engine] if isinstance(engine, str) else list(engine or ())
     folder = new_run_folder() if data is None else Path(data)
-    batch = Batch([task], setup_of(base, None, engines, tokenizer), None, folder, concurrency)
+    batch = TaskBatch([task], setup_of(base, None, engines, tokenizer), None, folder, concurrency)
     _in_thread(lambda: run_batch(batch))
     return _by_task(folder, [task])
 
@@ -375,7 +374,7 @@ def rollout(
         gateway = Gateway(engine, tokenizer=tokenizer, data=data, facts=facts)
         _in_thread(lambda: asyncio.run(_play(agent, given, scorer, gateway, concurrency or 16)))
         return _by_task(gateway.path, given)
-    from bridle.cli.batch import Batch, run_batch
+    from bridle.cli.batch import TaskBatch, run_batch
 
     spec = agent if isinstance(agent, AgentSpec) else _agent(agent)
     update: dict[str, object] = {"agent": spec}
@@ -386,7 +385,7 @@ def rollout(
         None, engines=(engine,) if isinstance(engine, str) else engine, tokenizer=tokenizer
     )
     changed = [task.model_copy(update=update) for task in given]
-    _in_thread(lambda: run_batch(Batch(changed, config, None, folder, concurrency)))
+    _in_thread(lambda: run_batch(TaskBatch(changed, config, None, folder, concurrency)))
     return _by_task(folder, given)
 
 

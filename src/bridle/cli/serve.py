@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bridle.cli.dashboard import AllowHostOption
-from bridle.cli.gateway import (
+from bridle.cli.options import (
+    AllowHostOption,
     ConfigOption,
     EnginesOption,
     PromptOption,
@@ -21,64 +26,63 @@ from bridle.cli.gateway import (
     TokenizerOption,
 )
 from bridle.cli.output import check_folder, check_storage, notes
-from bridle.cli.serving import Stop, long_running, run_until_signal
+from bridle.cli.process import Stop, long_running, run_until_signal
+from bridle.errors import ConfigError, install_extra
 from bridle.folders import FolderLock, private_file
 
 if TYPE_CHECKING:
     from bridle.cli.config import FileConfig
+    from bridle.executors.hosting import Hosted
     from bridle.server.service import Service
     from bridle.server.settings import ServerSettings
-
-EnginesFromOption = Annotated[
-    str | None, typer.Option(help="File or URL that names engines, read again and again.")
-]
-ExecutorOption = Annotated[
-    str | None, typer.Option(help="Where sessions are computed: local (the default) or ray.")
-]
-DatabaseOption = Annotated[
-    str | None, typer.Option(help="postgresql://... or a file; SQLite in the data folder.")
-]
-DashboardOption = Annotated[
-    bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
-]
+    from bridle.server.workers import Workers
 
 
 def serve(  # noqa: PLR0913 - one parameter per flag
     engine: EnginesOption = None,
     config: ConfigOption = None,
-    engines_from: EnginesFromOption = None,
+    engines_from: Annotated[
+        str | None, typer.Option(help="File or URL that lists engines, read periodically.")
+    ] = None,
     tokenizer: TokenizerOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     port: Annotated[
         int | None, typer.Option(help="Port of the server; 0 takes a free one. [8080]")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of all that is kept. [runs/server]")
+    data: Annotated[Path | None, typer.Option(help="Data folder. [runs/server]")] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(help="postgresql://... or a file; default: SQLite in the data folder."),
     ] = None,
-    database: DatabaseOption = None,
     trajectories: Annotated[
         str | None, typer.Option(help="Folder or URL (s3://...) of trajectories.")
     ] = None,
-    tokens: Annotated[Path | None, typer.Option(help="TOML file with others' [[tokens]].")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="TOML file with the [[tokens]] of other users.")
+    ] = None,
     allow_host: AllowHostOption = None,
-    executor: ExecutorOption = None,
+    executor: Annotated[
+        str | None, typer.Option(help="Where sessions run: local (the default) or ray.")
+    ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Harnesses running at once on a node; twice the cores."),
+        typer.Option(min=1, help="Harnesses running at once on a node; default: twice the cores."),
     ] = None,
     allow_path: Annotated[
-        list[Path] | None, typer.Option(help="Folder that tasks may name files in; repeatable.")
+        list[Path] | None, typer.Option(help="Folder whose files tasks may name; repeatable.")
     ] = None,
     callback_to: Annotated[
         list[str] | None,
-        typer.Option(help="Name or network that callbacks may go to; repeatable."),
+        typer.Option(help="Host name or network that callbacks may be sent to; repeatable."),
     ] = None,
     telemetry: TelemetryOption = None,
-    dashboard: DashboardOption = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve the dashboard too, under /ui.")
+    ] = False,
     stream: StreamOption = None,
     prompt: PromptOption = None,
 ) -> None:
-    """Serve rollouts over HTTP until Ctrl-C; what was accepted is kept over any restart."""
+    """Serve rollouts over HTTP until Ctrl-C; accepted tasks survive restarts."""
     from bridle.cli.config import load_config
 
     permits = {"host_paths": allow_path, "callbacks": callback_to}
@@ -122,12 +126,12 @@ def executor_flags(kind: str | None, concurrency: int | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServerSetup:
-    """A server that is up."""
+    """A running server."""
 
     service: Service
     url: str
     token_file: Path
-    """The operator's token."""
+    """File with the operator's token."""
 
 
 async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
@@ -150,7 +154,7 @@ async def _serve(config: FileConfig, stop: Stop, *, dashboard: bool) -> None:
 
 
 def _cluster(config: FileConfig) -> str | None:
-    """The address of the cluster that a server computes on; `None` = it does so by itself."""
+    """Return the address of the Ray cluster that runs sessions; `None` = this process does."""
     if config.executor.kind == "local":
         return None
     from bridle.executors.ray import address
@@ -160,13 +164,13 @@ def _cluster(config: FileConfig) -> str | None:
 
 @asynccontextmanager
 async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIterator[ServerSetup]:
-    """A whole server inside: engines, gateways, nodes, state, HTTP, and the dashboard if wanted.
+    """Run a server: engines, gateways, nodes, state, HTTP and, if asked for, the dashboard.
 
-    `ConfigError` or `EngineError` if it cannot be had; nothing is left behind.
+    `ConfigError` or `EngineError` if it cannot start; it cleans up after itself.
     """
     from bridle.aio import Nursery
     from bridle.bridges import parquet
-    from bridle.cli.server import mounted, tracked, workers_of
+    from bridle.cli.dashboard import mounted
     from bridle.credentials import announced
     from bridle.server import answering
     from bridle.server.addresses import Addresses
@@ -221,13 +225,96 @@ async def server_of(config: FileConfig, *, dashboard: bool = False) -> AsyncIter
         try:
             stack.enter_context(announced(url, data / TOKEN_FILE))
         except OSError as error:
-            notes.print(f"clients do not find the token by themselves: {error}", markup=False)
+            notes.print(f"clients cannot find the token by themselves: {error}", markup=False)
         yield ServerSetup(service, url, data / TOKEN_FILE)
 
 
 def _owner(data: Path) -> str:
-    """Return the owner name of this server's leases: the same at every start on this folder."""
+    """Return the owner of this server's leases, the same at every start on this folder."""
     path = data / "server.id"
     if not path.exists():
         private_file(path).write_text(secrets.token_hex(8))
     return path.read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class OpensNode:
+    """Opener of a config's node on any machine; implements `bridle.executors.hosting.Opens`."""
+
+    config: FileConfig
+
+    def __call__(
+        self, folder: Path, cpus: float | None = None
+    ) -> AbstractAsyncContextManager[Hosted]:
+        """Open a node; without configured run slots it has two per CPU."""
+        return _opened(self.config, folder, cpus)
+
+
+@asynccontextmanager
+async def _opened(config: FileConfig, folder: Path, cpus: float | None) -> AsyncIterator[Hosted]:
+    from bridle.capture.sqlite import SqliteStore
+    from bridle.cli.config import open_setup
+    from bridle.executors.hosting import Hosted
+    from bridle.gateway.app import Gateway
+    from bridle.lifecycle.manager import Node, NodeSettings
+    from bridle.server.workers import ServerFolder
+
+    given = config.executor.node.model_dump(exclude_unset=True)
+    if cpus is not None:
+        given.setdefault("run_slots", max(1, round(2 * cpus)))
+    setup = open_setup(config)
+    async with AsyncExitStack() as stack:
+        logs = stack.enter_context(ServerFolder.open(folder / "node"))
+        store = await stack.enter_async_context(await SqliteStore.open(folder / "capture.sqlite"))
+        gateway = Gateway(
+            engine=setup.engine,
+            renderer=setup.renderer,
+            store=store,
+            settings=config.gateway.model_copy(update={"data_dir": folder}),
+            models=setup.models,
+        )
+        await stack.enter_async_context(gateway)
+        settings = NodeSettings.model_validate(given)
+        node = Node(gateway=gateway, store=store, folder=logs, settings=settings)
+        await stack.enter_async_context(node)
+        yield Hosted(node, gateway, store)
+
+
+@asynccontextmanager
+async def workers_of(config: FileConfig, data: Path, owner: str) -> AsyncIterator[Workers]:
+    """Open the workers that run a server's sessions; `owner` is the server's name.
+
+    `ConfigError` or `EngineError` if they cannot start.
+    """
+    from bridle.server.workers import NodeWorkers
+
+    if config.executor.kind == "local":
+        async with OpensNode(config)(data) as hosted:
+            yield NodeWorkers(hosted.node, hosted.gateway, hosted.store)
+        return
+    from bridle.executors.cluster import ClusterRunner
+    from bridle.server.cluster_workers import ClusterWorkers
+
+    try:
+        from bridle.executors.ray import RayCluster
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"executor ray: {error}; run {install_extra('ray')}") from error
+    settings = config.executor.ray
+    async with (
+        ClusterRunner(owner, outlive=True, patience=settings) as runner,
+        RayCluster(runner, settings, opens=OpensNode(config), folder=data / "nodes"),
+    ):
+        yield ClusterWorkers(runner)
+
+
+@contextmanager
+def tracked(config: FileConfig, data: Path, workers: Workers) -> Iterator[None]:
+    """Send the workers' events to the trackers that `config` names."""
+    from bridle import telemetry
+
+    facts = config.model_dump(mode="json", include={"engines", "tokenizer", "telemetry"})
+    with (
+        telemetry.opened(config.telemetry, data, facts) as trackers,
+        workers.listening(trackers.hear),
+    ):
+        yield

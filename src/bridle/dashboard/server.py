@@ -11,11 +11,11 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from bridle.dashboard.folder import FolderSource
 from bridle.dashboard.source import SessionPage, SessionView
@@ -35,6 +35,8 @@ from bridle.types import JSON
 
 if TYPE_CHECKING:
     from bridle.client import Client
+
+T = TypeVar("T")
 
 NEWEST: Final = 1000
 """Sessions that lists cover."""
@@ -103,23 +105,17 @@ class ServerSource:
         return groups[start : start + count], len(groups)
 
     def group(self, task_id: str, run: str) -> SampleGroup | None:  # noqa: ARG002 - it has no runs
-        try:
-            task = self._rollouts.task(task_id)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        task = _found(lambda: self._rollouts.task(task_id))
+        if task is None:
+            return None
         told = [one | {"task_id": task_id} for one in self._rollouts.sessions(task_id)]
         lines = self._lines(told)
         return SampleGroup(task_id, lines, state=task["state"], total=task["total_sessions"])
 
     def session(self, session_id: str, run: str) -> SessionView | None:  # noqa: ARG002 - it has no runs
-        try:
-            session = self._rollouts.session(session_id)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        session = _found(lambda: self._rollouts.session(session_id))
+        if session is None:
+            return None
         line, facts = line_of(session), {"earlier": session.get("earlier") or None}
         logs = {name: name for name in session.get("artifacts") or ()}
         known = {name: value for name, value in facts.items() if value is not None}
@@ -144,12 +140,7 @@ class ServerSource:
         shown = self.session(session_id, run)
         if shown is None or name not in shown.logs:
             return None
-        try:
-            return self._rollouts.artifact(session_id, name)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        return _found(lambda: self._rollouts.artifact(session_id, name))
 
     def _fetch(self, session: JSON) -> SessionView | None:
         """Read a session from the capture that the server sends; `None` = it has none."""
@@ -157,12 +148,9 @@ class ServerSource:
         with self._lock:
             if run_id in self._fetched:
                 return self._fetched[run_id]
-        try:
-            content = self._rollouts.artifact(session["session_id"], CAPTURE)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        content = _found(lambda: self._rollouts.artifact(session["session_id"], CAPTURE))
+        if content is None:
+            return None
         with tempfile.TemporaryDirectory(prefix="bridle-") as place:
             path = Path(place, CAPTURE)
             path.write_bytes(content)
@@ -183,6 +171,16 @@ class ServerSource:
         names = {one["session_id"]: _run_id(one) for one in sessions}
         known = {} if self._folder is None else self._folder.known(names.values())
         return [_with(line_of(one), known.get(names[one["session_id"]])) for one in sessions]
+
+
+def _found(request: Callable[[], T]) -> T | None:
+    """Return the result of a request; `None` = the server has no such thing."""
+    try:
+        return request()
+    except ServerError as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 def _with(line: SessionRow, mine: SessionRow | None) -> SessionRow:
