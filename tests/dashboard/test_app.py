@@ -267,3 +267,39 @@ def test_a_list_is_filtered_by_its_query(run, status):
 
     assert ("/session/one.2" in page) is (status == "failed")
     assert ("/session/one.0" in page) is (status == "COMPLETED")
+
+
+def test_a_list_is_sorted_by_its_query_and_keeps_its_filters(run):
+    with client(run) as browser:
+        page = browser.get("/sessions", params={"sort": "-reward", "text": "one"}).text
+
+    rows = re.findall(r'data-row href="/session/(one\.\d)', page)
+    assert rows == ["one.0", "one.1", "one.2"]
+    assert 'aria-sort="descending"' in page
+    assert "/sessions?text=one&amp;sort=reward" in page
+
+
+def test_two_samples_of_a_group_are_compared(run):
+    with client(run) as browser:
+        task = browser.get("/task?id=one&run=.").text
+        page = browser.get("/compare?id=one&a=one.0&b=one.2").text
+        missing = browser.get("/compare?id=one&a=one.0&b=none")
+
+    assert "/compare?id=one&amp;run=.&amp;a=one.0&amp;b=one.1" in task
+    assert re.search(r'class="differs"><th scope="row">reward<', page)
+    assert "evaluator" in page
+    assert "messages are equal" in page
+    assert missing.status_code == 404
+
+
+def test_samples_that_differ_show_the_first_different_message(tmp_path):
+    one, two = MadeSession("one"), MadeSession("two")
+    for made, reply in ((one, "left"), (two, "right")):
+        made.call(None, exchange_id=reply, output=6)
+        made.end(1.0)
+    asyncio.run(write(tmp_path, one, two))
+    with client(tmp_path) as browser:
+        page = browser.get("/compare?id=task-1&a=one&b=two").text
+
+    assert "2 equal messages, then:" in page
+    assert page.count("<mark>") == 2

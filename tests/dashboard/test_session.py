@@ -10,7 +10,7 @@ import numpy as np
 from tests.dashboard.house import busy, write
 
 from bridle.dashboard.folder import CapturedRun
-from bridle.dashboard.session import CELLS, PAGE, composition, token_page
+from bridle.dashboard.session import CELLS, PAGE, compare, composition, token_page
 from bridle.dashboard.summaries import measured_of
 from bridle.trajectory.sample import MaskReason, Trace
 from bridle.types import DeliveryState
@@ -163,3 +163,35 @@ def test_an_empty_trace_is_an_empty_page():
     page = token_page(trace(prompt=0, reasons=(), logprobs=()), 5, None)
 
     assert (page.start, page.end, page.total, page.tokens, page.cells) == (0, 0, 0, [], [])
+
+
+CALL = {"name": "bash", "arguments": "ls"}
+START = [{"role": "system", "content": "Fix."}, {"role": "user", "content": "totals.py"}]
+
+
+def replies(*texts):
+    """Return a conversation whose replies call a tool under random ids."""
+    calls = [{"id": f"call-{id(texts)}", "function": CALL}]
+    return [*START, *({"role": "assistant", "content": t, "tool_calls": calls} for t in texts)]
+
+
+def test_conversations_are_equal_whatever_the_ids_of_their_tool_calls():
+    found = compare(replies("Look first."), replies("Look first."))
+
+    assert (found.is_equal, found.equal) == (True, 3)
+
+
+def test_the_first_difference_of_conversations_is_found_in_its_text():
+    found = compare(replies("Look.", "Run the test."), replies("Look.", "Run the linter."))
+
+    assert (found.is_equal, found.equal) == (False, 3)
+    assert found.before.endswith("Run the ")
+    assert [text.partition("\n")[0] for text in found.texts] == ["test.", "linter."]
+
+
+def test_a_conversation_that_ended_earlier_differs_by_its_end():
+    found = compare(replies("Look."), replies("Look.", "Done."))
+
+    assert found.equal == 3
+    assert found.messages[0] is None
+    assert found.messages[1]["content"] == "Done."

@@ -16,6 +16,7 @@ from bridle.dashboard.summaries import (
     groups_of,
     last_attempts,
     overview_of,
+    sort_rows,
     statuses_of,
     training_of,
 )
@@ -77,6 +78,31 @@ def test_a_list_shows_what_is_wanted(wanted, names):
     ]
 
     assert [one.session_id for one in filter(wanted.takes, lines)] == names
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [
+        ("reward", ["s2", "s1", "s3"]),
+        ("-reward", ["s1", "s2", "s3"]),
+        ("session", ["s1", "s2", "s3"]),
+        ("-opened", ["s3", "s2", "s1"]),
+        ("", ["s3", "s2", "s1"]),
+        ("no such column", ["s3", "s2", "s1"]),
+    ],
+)
+def test_rows_are_sorted_by_a_column_with_unknown_values_last(sort, order):
+    rows = [line(n, reward=reward, opened_at=n) for n, reward in ((1, 1.0), (2, 0.0), (3, None))]
+
+    assert [row.session_id for row in sort_rows(rows, sort)] == order
+
+
+def test_the_counterpart_of_a_sample_is_the_one_with_the_most_different_reward():
+    rows = [line(n, reward=reward) for n, reward in ((1, 1.0), (2, 0.5), (3, 0.0))]
+    group = SampleGroup("t", rows)
+
+    assert [group.counterpart(row).sample_index for row in rows] == [3, 1, 1]
+    assert SampleGroup("t", rows[:1]).counterpart(rows[0]) is None
 
 
 def test_failures_are_by_cause_the_most_frequent_first():

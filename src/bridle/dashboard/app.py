@@ -33,9 +33,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridle.dashboard.formatting import HERE, environment
-from bridle.dashboard.session import composition, token_page
+from bridle.dashboard.session import compare, composition, conversation_of, token_page
 from bridle.dashboard.source import DataSource, SessionView
-from bridle.dashboard.summaries import SessionFilter
+from bridle.dashboard.summaries import SampleGroup, SessionFilter
 from bridle.errors import BridleError
 from bridle.gateway.faults import trace_of
 from bridle.trajectory.sample import Trace
@@ -173,6 +173,7 @@ def make_app(
         ("/sessions", pages.sessions),
         ("/tasks", pages.tasks),
         ("/task", pages.task),
+        ("/compare", pages.compare),
         ("/session/{session_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}", pages.session),
         ("/session/{session_id}/exchange/{exchange_id}/{part}.json", pages.raw),
@@ -224,7 +225,7 @@ class _Pages:
 
     def sessions(self, request: Request) -> Response:
         query = request.query_params
-        names = ("status", "cause", "harness", "task", "run", "text")
+        names = ("status", "cause", "harness", "task", "run", "text", "sort")
         wanted = SessionFilter(**{name: query.get(name, "")[:300] for name in names})
         at = _number(request, "at")
         listed = self._source(request).sessions(wanted, at, LIST)
@@ -242,11 +243,36 @@ class _Pages:
         )
 
     def task(self, request: Request) -> Response:
+        return self._page(request, "task.html", group=self._group(request))
+
+    def compare(self, request: Request) -> Response:
+        """Render two sessions of a task side by side, with their first different message."""
+        group = self._group(request)
+        pair, conversations = [], []
+        for name in ("a", "b"):
+            session_id = request.query_params.get(name, "")
+            found = [one for one in group.samples if one.line.session_id == session_id]
+            if not found:
+                raise HTTPException(404, f"no session {session_id[:200]!r} of this task")
+            pair.append(found[0])
+            shown = self._source(request).session(session_id, found[0].line.run)
+            if shown is None:
+                conversations.append(conversation_of(None))
+                continue
+            with _holding(shown):
+                conversations.append(conversation_of(shown.trajectory))
+        difference = compare(*conversations)
+        return self._page(
+            request, "compare.html", group=group, pair=pair, difference=difference,
+            lengths=[len(messages) for messages in conversations],
+        )  # fmt: skip
+
+    def _group(self, request: Request) -> SampleGroup:
         query = request.query_params
         found = self._source(request).group(query.get("id", ""), query.get("run", ""))
         if found is None:
             raise HTTPException(404, f"no task {query.get('id', '')[:200]!r} here")
-        return self._page(request, "task.html", group=found)
+        return found
 
     def session(self, request: Request) -> Response:
         """Render a session, with the chosen exchange beside its tree; htmx asks for that alone."""

@@ -38,6 +38,7 @@ from bridle.dashboard.summaries import (
     measured_of,
     newest,
     overview_of,
+    sort_rows,
     training_of,
 )
 from bridle.errors import BridleError, ConfigError
@@ -366,7 +367,7 @@ class FolderSource:
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
         runs = self._look()
         lines = [line for run in runs for line in run.lines()]
-        found = sorted(filter(wanted.takes, lines), key=lambda line: -(line.opened_at or 0.0))
+        found = sort_rows([line for line in lines if wanted.takes(line)], wanted.sort)
         page = [self._measured(line) for line in found[start : start + count]]
         choices = {
             "status": sorted({line.status for line in lines}),

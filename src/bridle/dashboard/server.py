@@ -29,6 +29,7 @@ from bridle.dashboard.summaries import (
     measured_of,
     newest,
     overview_of,
+    sort_rows,
 )
 from bridle.errors import ServerError
 from bridle.types import JSON
@@ -90,9 +91,10 @@ class ServerSource:
 
     def sessions(self, wanted: SessionFilter, start: int, count: int) -> SessionPage:
         state = wanted.status if wanted.status in FAILED | {"COMPLETED"} else None
-        rows = [(one, line_of(one)) for one in self._newest(state)]
-        lines = [line for _, line in rows]
-        found = [one for one, line in rows if wanted.takes(line)]
+        sessions = {one["session_id"]: one for one in self._newest(state)}
+        lines = [line_of(one) for one in sessions.values()]
+        matching = sort_rows([line for line in lines if wanted.takes(line)], wanted.sort)
+        found = [sessions[line.session_id] for line in matching]
         choices = {
             "status": sorted({*FAILED, "COMPLETED", "RUNNING", "QUEUED"}),
             "cause": sorted({line.cause for line in lines if line.cause}),

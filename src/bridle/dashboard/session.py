@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridle.capture.records import Delivery, Exchange, SessionCapture
+from bridle.dashboard.formatting import said
 from bridle.dialects.messages import chat_messages
 from bridle.errors import BridleError, StoreError
 from bridle.lifecycle.results import SessionResult
@@ -262,6 +263,63 @@ def composition(trace: Trace) -> dict[str, int]:
 def _id(node: Node) -> str:
     return node.exchange.exchange_id
 
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The first difference between two conversations."""
+
+    equal: int
+    """Number of equal messages before it."""
+    messages: tuple[JSON | None, JSON | None]
+    """The first messages that differ; `None` = this conversation has ended."""
+    before: str
+    """The end of the text that both messages begin with."""
+    texts: tuple[str, str]
+    """The texts of both messages from the first different character on."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether the conversations do not differ."""
+        return self.messages == (None, None)
+
+
+def conversation_of(trajectory: Trajectory | None) -> list[JSON]:
+    """Return the messages of the longest trace; empty without a trace."""
+    traces = () if trajectory is None else trajectory.traces
+    return max(
+        ([*trace.prompt_messages, *trace.response_messages] for trace in traces),
+        key=len,
+        default=[],
+    )
+
+
+def compare(one: Sequence[JSON], two: Sequence[JSON]) -> Comparison:
+    """Find the first message of two conversations whose role, text or tool calls differ.
+
+    Ids of tool calls do not count: they are random.
+    """
+    pairs = list(itertools.zip_longest(one, two))
+    texts = [(_comparable(left), _comparable(right)) for left, right in pairs]
+    equal = next((n for n, (left, right) in enumerate(texts) if left != right), len(pairs))
+    if equal == len(pairs):
+        return Comparison(equal, (None, None), "", ("", ""))
+    left, right = texts[equal]
+    differing = (n for n, (x, y) in enumerate(zip(left, right, strict=False)) if x != y)
+    common = next(differing, min(len(left), len(right)))
+    before = left[max(0, common - COMPARED) : common]
+    return Comparison(equal, pairs[equal], before, (left[common:], right[common:]))
+
+
+def _comparable(message: JSON | None) -> str:
+    if message is None:
+        return ""
+    shown = said(message)
+    calls = (f"{name}({arguments})" for name, _, arguments in shown.calls)
+    return "\n".join([shown.role, shown.reasoning, *(text for _, text in shown.parts), *calls])
+
+
+COMPARED = 160
+"""Characters of the equal text that are shown before a difference."""
 
 PAGE = 1000
 """Tokens per page."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -147,6 +148,13 @@ class SampleGroup:
     def ended(self) -> int:
         return sum(line.status in ENDED for line in self.lines)
 
+    def counterpart(self, row: SessionRow) -> SessionRow | None:
+        """Return the other session whose reward differs most; `None` = there is no other."""
+        others = (other for other in self.lines if other is not row)
+        return max(
+            others, key=lambda other: abs((other.reward or 0.0) - (row.reward or 0.0)), default=None
+        )
+
     @property
     def samples(self) -> list[GroupSample]:
         """Return the sessions with their advantages, by sample index."""
@@ -191,6 +199,8 @@ class SessionFilter:
     run: str = ""
     text: str = ""
     """Substring of a session id, task id or error."""
+    sort: str = ""
+    """Order of the list, see `sort_rows`."""
 
     def takes(self, line: SessionRow) -> bool:
         """Return whether the session matches every field."""
@@ -209,6 +219,32 @@ class SessionFilter:
     def _text(self, line: SessionRow) -> bool:
         whole = f"{line.session_id} {line.task_id} {line.error or ''}".lower()
         return self.text.lower() in whole
+
+
+SORT_KEYS: dict[str, Callable[[SessionRow], Any]] = {
+    "session": lambda row: row.session_id,
+    "task": lambda row: (row.task_id, row.sample_index),
+    "harness": lambda row: row.harness,
+    "status": lambda row: (row.status, row.cause or ""),
+    "reward": lambda row: row.reward,
+    "calls": lambda row: row.exchanges,
+    "sampled": lambda row: row.sampled,
+    "took": lambda row: row.seconds,
+    "opened": lambda row: row.opened_at,
+}
+
+
+def sort_rows(rows: Sequence[SessionRow], sort: str) -> list[SessionRow]:
+    """Sort rows by a key of `SORT_KEYS`, descending after `-`; any other `sort` = newest first.
+
+    Rows whose value is not known come last.
+    """
+    key = SORT_KEYS.get(sort.removeprefix("-"))
+    if key is None:
+        return sort_rows(rows, "-opened")
+    known = [row for row in rows if key(row) is not None]
+    known.sort(key=key, reverse=sort.startswith("-"))
+    return [*known, *(row for row in rows if key(row) is None)]
 
 
 @dataclass(frozen=True, slots=True)
