@@ -168,7 +168,7 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert "root: <b>first</b>" in page.text
     assert "Write done to out.txt." in exchange.text
     assert task.status_code == tokens.status_code == log.status_code == 200
-    assert "trains, logprob" in tokens.text
+    assert "trained, logprob" in tokens.text
     assert missing.status_code == 404
     assert [one.status_code for one in others] == [404, 404, 404]
     assert [(one.status_code, "task-0" in one.text) for one in theirs] == [(200, False)] * 3

@@ -117,7 +117,7 @@ def test_a_page_leads_with_the_turns_shown_and_then_the_laws(run, path):
         told = " ".join(Page(browser.get(path).text).text)
     order = ["turns shown", "verbatim", "rerendered", "merge ratio", "captured"]
     assert sorted(order, key=told.index) == order
-    assert "sampled tokens shown as other ids" in told
+    assert "sampled tokens rendered as other ids" in told
 
 
 def test_an_exchange_is_shown_beside_its_tree_and_alone_for_htmx(run):
@@ -143,7 +143,7 @@ def test_a_fork_is_explained_where_it_is_shown(run):
         _, _, after = page.partition("root: <b>tools_changed</b>")
         fork = browser.get(re.findall(r'class="turn.*?href="([^"]+)"', after)[0]).text
 
-    assert "why its ids do not go on" in fork
+    assert "why the prompt does not extend the previous turn" in fork
     assert "they part at position" in fork
 
 
@@ -180,7 +180,7 @@ def test_a_hundred_thousand_tokens_are_pages_of_a_thousand(tmp_path):
 
     assert first.count("· prompt: before") == PAGE
     assert 'rel="next"' in first
-    assert last.count("trains, logprob") == 1000
+    assert last.count("trained, logprob") == 1000
     assert 'rel="next"' not in last
     assert 'class="tokens' in beyond
     assert len(first.encode()) < 300_000
@@ -219,7 +219,7 @@ def test_a_tree_shows_kinds_branches_and_what_does_not_train(tmp_path):
         assert text in page
     assert 'class="root d0"' in page
     assert 'class="d1"' in page
-    assert "still runs, or its process was killed" in page
+    assert "it is running, or its process was killed" in page
 
 
 def test_rejected_replies_are_marked_on_the_session_and_shared_out_for_the_run(tmp_path):

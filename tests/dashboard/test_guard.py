@@ -42,7 +42,7 @@ def test_a_token_typed_once_opens_all_pages(browser):
 
     cookie = right.headers["set-cookie"]
     assert wrong.status_code == 401
-    assert "not known" in wrong.text
+    assert "unknown" in wrong.text
     assert (right.status_code, right.headers["location"]) == (303, "/")
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie

@@ -133,7 +133,7 @@ def test_a_token_says_whether_it_trains_and_why_not():
     assert page.tokens[0].text == "⏎\n"
     assert "policy version 7" in page.tokens[3].title
     assert "logprob -0.0500 (p 0.951)" in page.tokens[3].title
-    assert page.tokens[6].title.endswith(f"does not train: {MaskReason.ABANDONED.key}")
+    assert page.tokens[6].title.endswith(f"not trained: {MaskReason.ABANDONED.key}")
     assert [token.ends for token in page.tokens] == [None] * 4 + ["x"] + [None] * 2
 
 

@@ -193,7 +193,7 @@ def test_groups_end_with_their_last_session():
 
     seen = seen_of(lines, [], [], now=6.0)
 
-    assert seen.groups == {"ended": 1, "under way": 1}
+    assert seen.groups == {"ended": 1, "running": 1}
     assert seen.total == 3
 
 

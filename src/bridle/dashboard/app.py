@@ -271,7 +271,7 @@ class _Pages:
         query = request.query_params
         found = self._source(request).group(query.get("id", ""), query.get("run", ""))
         if found is None:
-            raise HTTPException(404, f"no task {query.get('id', '')[:200]!r} here")
+            raise HTTPException(404, f"no task {query.get('id', '')[:200]!r}")
         return found
 
     def session(self, request: Request) -> Response:
@@ -301,11 +301,11 @@ class _Pages:
         """Send the bytes of a request or a reply."""
         shown, part = self._shown(request), request.path_params["part"]
         if shown.session is None or part not in ("request", "reply"):
-            raise HTTPException(404, "there is no such part")
+            raise HTTPException(404, "no such part of an exchange")
         with shown.session.lock:
             found = shown.session.raw(request.path_params["exchange_id"], part)
         if found is None:
-            raise HTTPException(404, "there is no such exchange")
+            raise HTTPException(404, "no such exchange")
         return _as_text(found)
 
     def trace(self, request: Request) -> Response:
@@ -328,7 +328,7 @@ class _Pages:
         query, path = request.query_params, request.path_params
         found = self._source(request).file(path["session_id"], query.get("run", ""), path["name"])
         if found is None:
-            raise HTTPException(404, f"no file {path['name'][:200]!r} of this session is kept")
+            raise HTTPException(404, f"no kept file {path['name'][:200]!r} of this session")
         if isinstance(found, bytes):
             return _as_text(found)
         return FileResponse(found, media_type="text/plain; charset=utf-8", headers=AS_TEXT)

@@ -333,7 +333,7 @@ class FolderSource:
         self._shown: tuple[float, object, Overview] | None = None
         self._look()
         if not self._runs and not self._courses:
-            raise ConfigError(f"{root} has nothing to show: no capture.sqlite in it or below it")
+            raise ConfigError(f"{root} has nothing to show: no capture.sqlite in or below it")
 
     @property
     def title(self) -> str:

@@ -429,10 +429,10 @@ def _style(trace: Trace, index: int, reason: MaskReason) -> tuple[str, str]:
     if reason is MaskReason.TRAINED:
         logprob = float(trace.response_logprobs[index])
         level = sum(logprob < limit for limit in LEVELS)
-        return f"on l{level}", f"trains, logprob {logprob:.4f} (p {math.exp(logprob):.3f})"
+        return f"on l{level}", f"trained, logprob {logprob:.4f} (p {math.exp(logprob):.3f})"
     if reason is MaskReason.PROMPT:
         return "prompt", "given to the model"
-    return "off", f"sampled, does not train: {reason.key}"
+    return "off", f"sampled, not trained: {reason.key}"
 
 
 def _cells(trace: Trace, start: int, end: int) -> list[StripCell]:

@@ -229,7 +229,7 @@ SORT_KEYS: dict[str, Callable[[SessionRow], Any]] = {
     "reward": lambda row: row.reward,
     "calls": lambda row: row.exchanges,
     "sampled": lambda row: row.sampled,
-    "took": lambda row: row.seconds,
+    "duration": lambda row: row.seconds,
     "opened": lambda row: row.opened_at,
 }
 
@@ -529,9 +529,9 @@ def _scores(lines: Sequence[SessionRow]) -> list[Score]:
 
 
 def _groups(lines: Sequence[SessionRow]) -> dict[str, int]:
-    found = {"ended": 0, "under way": 0}
+    found = {"ended": 0, "running": 0}
     for group in groups_of(lines):
-        found["ended" if group.ended == len(group.lines) else "under way"] += 1
+        found["ended" if group.ended == len(group.lines) else "running"] += 1
     return found
 
 
