@@ -96,7 +96,7 @@ def harnesses_part(folder: Path, count: int) -> Part:
 
     batch = [task for pair in zip(of("mini_swe_agent"), of("pi"), strict=True) for task in pair]
     began = time.monotonic()
-    run = TaskBatch(batch, f"scripted:{script}", None, folder / "run", None, "mini-swe-agent, pi")
+    run = TaskBatch(batch, f"scripted:{script}", folder / "run", title="mini-swe-agent, pi")
     return Part(folder / "run", run_batch(run), time.monotonic() - began)
 
 

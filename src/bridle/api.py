@@ -332,7 +332,7 @@ def fork(
     task, base = forked_task(session, Path(run), at, samples)
     engines = [engine] if isinstance(engine, str) else list(engine or ())
     folder = new_run_folder() if data is None else Path(data)
-    batch = TaskBatch([task], setup_of(base, None, engines, tokenizer), None, folder, concurrency)
+    batch = TaskBatch([task], setup_of(base, None, engines, tokenizer), folder, concurrency)
     _in_thread(lambda: run_batch(batch))
     return _by_task(folder, [task])
 
@@ -385,7 +385,7 @@ def rollout(
         None, engines=(engine,) if isinstance(engine, str) else engine, tokenizer=tokenizer
     )
     changed = [task.model_copy(update=update) for task in given]
-    _in_thread(lambda: run_batch(TaskBatch(changed, config, None, folder, concurrency)))
+    _in_thread(lambda: run_batch(TaskBatch(changed, config, folder, concurrency)))
     return _by_task(folder, given)
 
 

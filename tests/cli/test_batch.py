@@ -31,7 +31,7 @@ def test_a_finished_run_has_the_same_trajectories_as_lines_and_as_parquet(finish
 def board(total: int) -> tuple[Board, Progress]:
     bars = Progress(TextColumn("{task.fields[note]}"), disable=True)
     task = Task(task_id="t", instruction="x", num_samples=total, agent=AgentSpec(harness="pi"))
-    return Board(bars, TaskBatch([task], "scripted:x", None, Path("run"), None)), bars
+    return Board(bars, TaskBatch([task], "scripted:x", Path("run"))), bars
 
 
 def changed(number: int, status: SessionStatus, reward: float | None = None) -> SessionChanged:

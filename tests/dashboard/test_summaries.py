@@ -101,7 +101,7 @@ def test_the_counterpart_of_a_sample_is_the_one_with_the_most_different_reward()
     rows = [line(n, reward=reward) for n, reward in ((1, 1.0), (2, 0.5), (3, 0.0))]
     group = SampleGroup("t", rows)
 
-    assert [group.counterpart(row).sample_index for row in rows] == [3, 1, 1]
+    assert [group.counterpart(row) for row in rows] == [rows[2], rows[0], rows[0]]
     assert SampleGroup("t", rows[:1]).counterpart(rows[0]) is None
 
 

@@ -25,7 +25,6 @@ from rich.progress import Progress, TaskID
 from bridle import telemetry
 from bridle.api import Gateway
 from bridle.cli.config import FileConfig, load_config
-from bridle.cli.options import Streaming
 from bridle.cli.output import check_folder, notes, progress
 from bridle.cli.process import long_running
 from bridle.config import AUTO, Task
@@ -49,21 +48,17 @@ class TaskBatch:
     tasks: Sequence[Task]
     engine: str | FileConfig
     """An engine as `--engine` takes it, or a whole config."""
-    tokenizer: str | None
     folder: Path
-    concurrency: int | None
-    """Harnesses at once; `None` = twice the cores."""
+    concurrency: int | None = None
+    """Harnesses running at once; `None` = twice the cores."""
     title: str = "sessions"
     """Label of the progress bar."""
-    stream: Streaming | None = None
-    """`GatewaySettings.stream`; `None` = as configured."""
 
     def setup(self) -> FileConfig:
         """Return the config that the batch runs with."""
         if isinstance(self.engine, FileConfig):
             return self.engine
-        gateway = {"stream": self.stream}
-        return load_config(None, engines=[self.engine], tokenizer=self.tokenizer, gateway=gateway)
+        return load_config(None, engines=[self.engine])
 
 
 def run_batch(batch: TaskBatch) -> list[JSON]:

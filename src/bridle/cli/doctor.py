@@ -29,7 +29,7 @@ from bridle.types import JSON
 if TYPE_CHECKING:
     from bridle.config import Task
     from bridle.engines.base import Engine, EngineInfo
-    from bridle.engines.compare import Render, Score
+    from bridle.engines.compare import Render
     from bridle.engines.probe import Finding
     from bridle.prompting.renderer import PromptRenderer
     from bridle.types import Ids
@@ -358,7 +358,9 @@ async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: 
 
     folder = Path(info.tokenizer_dir or source)
     try:
-        score = await asyncio.to_thread(_score, folder)
+        from bridle.embedded.model import PlainModel
+
+        score = await asyncio.to_thread(lambda: PlainModel(folder).logprobs)
         return await recompute_logprobs(engine, info.logprob_mode, score, render(SAMPLED_CHAT, []))
     except (BridleError, ImportError) as error:
         return failed(
@@ -367,12 +369,6 @@ async def _recomputed(engine: Engine, info: EngineInfo, render: Render, source: 
             "The model's folder must be on this machine, and torch installed: run "
             + install_extra("embedded"),
         )
-
-
-def _score(folder: Path) -> Score:
-    from bridle.embedded.model import PlainModel
-
-    return PlainModel(folder).logprobs
 
 
 MAX_TURNS = 4
@@ -424,7 +420,7 @@ def prove(tasks: Sequence[Task], answer: str = "hello") -> list[Proof]:
     with tempfile.TemporaryDirectory(prefix="bridle-proof-") as scratch:
         script, run = Path(scratch, "script.json"), Path(scratch, "run")
         script.write_text(json_text.dumps({"conversations": [{"turns": [{"content": answer}]}]}))
-        lines = run_batch(TaskBatch(limited, f"scripted:{script}", None, run, None, "proofs"))
+        lines = run_batch(TaskBatch(limited, f"scripted:{script}", run, title="proofs"))
         return [_proof(line, run) for line in lines]
 
 

@@ -444,7 +444,7 @@ def _run_rounds(
             return number
         before = attempts
         folder = out / ROUNDS / f"{number:03d}"
-        run_batch(TaskBatch(wanted, setup, None, folder, concurrency, f"round {number}"))
+        run_batch(TaskBatch(wanted, setup, folder, concurrency, f"round {number}"))
         number += 1
 
 

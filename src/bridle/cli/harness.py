@@ -159,7 +159,7 @@ def check_harness(name: str, version: str | None = None, *, replay: bool = False
         path.write_bytes(orjson.dumps({"conversations": [{"turns": turns}]}))
         run = Path(scratch) / "run"
         engine = f"scripted:{path}"
-        [line] = run_batch(TaskBatch([task], engine, None, run, 1, f"check {name}"))
+        [line] = run_batch(TaskBatch([task], engine, run, 1, f"check {name}"))
         forks = {"replay": _replayed(task, engine, run, line)} if replay else {}
     made = line["reward"] == 1.0
     return {
@@ -188,7 +188,7 @@ def _replayed(task: Task, engine: str, run: Path, line: JSON) -> str:
     at = max(1, line["exchanges"] - 1)
     fork = ForkSpec(capture=str(run / CAPTURE), session=line["session_id"], at=at)
     forked = task.model_copy(update={"fork": fork})
-    [again] = run_batch(TaskBatch([forked], engine, None, run.parent / "fork", 1, "replay"))
+    [again] = run_batch(TaskBatch([forked], engine, run.parent / "fork", 1, "replay"))
     facts = again["fork"] or {"verdict": "refused", "noise": []}
     verdicts = {"exact": "exact", "equivalent": f"equivalent but for {', '.join(facts['noise'])}"}
     return verdicts.get(facts["verdict"]) or f"refused: {again['error']}"

@@ -105,7 +105,7 @@ def run(  # noqa: PLR0913 - one parameter per flag
         ),
         folder,
     )
-    lines = run_batch(TaskBatch(loaded, setup, None, folder, concurrency))
+    lines = run_batch(TaskBatch(loaded, setup, folder, concurrency))
     report(lines, folder, scores=scores, json=json)
     raise typer.Exit(0 if all(line["status"] == "COMPLETED" for line in lines) else 1)
 
@@ -232,7 +232,7 @@ def fork(  # noqa: PLR0913 - one parameter per flag
     task, base = forked_task(session, run, at, samples)
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
     setup = setup_of(base, config, engine, tokenizer)
-    lines = run_batch(TaskBatch([task], setup, None, folder, concurrency))
+    lines = run_batch(TaskBatch([task], setup, folder, concurrency))
     verdicts = Counter(line["fork"]["verdict"] for line in lines if line["fork"])
     exact, equivalent = verdicts["exact"], verdicts["equivalent"]
     if json:

@@ -161,7 +161,7 @@ def _proved(proofs: Mapping[str, list[Task]]) -> dict[str, JSON]:
     for harness, tasks in proofs.items():
         engine = f"scripted:{assets_dir() / 'silent.json'}"
         with tempfile.TemporaryDirectory(prefix="bridle-verify-") as folder:
-            lines = run_batch(TaskBatch(tasks, engine, None, Path(folder), None, title=harness))
+            lines = run_batch(TaskBatch(tasks, engine, Path(folder), title=harness))
             text = Path(folder, "trajectories.jsonl").read_text(encoding="utf-8")
             ended = [loads(line) for line in text.splitlines()]
         found = {one["session_id"]: one["metadata"].get("evaluation") or {} for one in ended}

@@ -122,17 +122,6 @@ class Trained:
     """Where the sessions can be viewed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStart:
-    """State that a training starts or resumes from."""
-
-    learner: Learner
-    model: Path
-    """Folder of its weights: the initial model or a checkpoint."""
-    state: JSON
-    """State in the checkpoint; empty = a new training."""
-
-
 FINISH_S = 120.0
 """Timeout of writing the last files."""
 
@@ -369,11 +358,13 @@ async def train_here(
     if settings.server is None:
         check([*tasks, *held_out])
     out = Path(settings.out)
-    start = await asyncio.to_thread(_load_start, settings, resume=resume)
-    learner, state = start.learner, start.state
+    learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
-    _write_settings(settings, out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "train.json").write_text(settings.model_dump_json(indent=2) + "\n")
+
+    initial = [] if before is None else [{"step": 0, **before.json()}]
 
     def report(course: Course) -> None:
         (out / COURSE).write_text(json.dumps(asdict(course)))
@@ -383,7 +374,7 @@ async def train_here(
     async with AsyncExitStack() as stack:
         given = settings.model_dump(mode="json")
         tracked = stack.enter_context(telemetry.opened(settings.telemetry, out, given))
-        backend = await stack.enter_async_context(opener(settings, start.model))
+        backend = await stack.enter_async_context(opener(settings, model))
         if backend.events is not None:
             stack.enter_context(backend.events.listening(tracked.hear))
         groups = backend.groups(
@@ -397,18 +388,21 @@ async def train_here(
             source=source,
             publish=backend.publish,
             settings=settings.loop,
-            tokenizer=load_tokenizer(start.model),
+            tokenizer=load_tokenizer(model),
             checkpoints=out / CHECKPOINTS,
             history=history,
-            course=Course(**state["course"]) if state else _course(before),
+            course=Course(**state.get("course", {"evaluations": initial})),
             tell=report,
         )
         course = await loop.run()
     return Trained(course, checkpoints(out / CHECKPOINTS)[-1], backend.rollouts)
 
 
-def _load_start(settings: TrainSettings, *, resume: bool) -> TrainingStart:
-    """Load the learner from the last checkpoint, or from the initial model."""
+def _load_start(settings: TrainSettings, *, resume: bool) -> tuple[Learner, Path, JSON]:
+    """Load the learner from the last checkpoint or the initial model.
+
+    Returns the folder of its weights and the checkpoint's state too; {} = a new training.
+    """
     from bridle.training.checkpoint import checkpoints, restore
     from bridle.training.grpo import Learner
 
@@ -419,7 +413,7 @@ def _load_start(settings: TrainSettings, *, resume: bool) -> TrainingStart:
     model = found[-1] if found else Path(settings.model)
     reference = Path(settings.model) if settings.grpo.kl else None
     learner = Learner.load(model, settings.grpo, reference)
-    return TrainingStart(learner, model, restore(learner, model) if found else {})
+    return learner, model, restore(learner, model) if found else {}
 
 
 def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
@@ -433,12 +427,6 @@ def _check_sampling(tasks: Sequence[Task], temperature: float) -> None:
             fault = unfit_setting(field, policy.value, temperature)
             if policy.mode == "override" and fault is not None:
                 raise ConfigError(f"task {task.task_id} {fault}")
-
-
-def _course(before: Evaluation | None) -> Course:
-    from bridle.training.loop import Course
-
-    return Course(evaluations=[] if before is None else [{"step": 0, **before.json()}])
 
 
 def _write_settings(settings: TrainSettings, out: Path) -> None:
