@@ -361,8 +361,7 @@ async def train_here(
     learner, model, state = await asyncio.to_thread(_load_start, settings, resume=resume)
     history = History.of(state.get("history", {}))
     draws = TaskDraws(tasks, history, seed=settings.seed, curriculum=settings.curriculum)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "train.json").write_text(settings.model_dump_json(indent=2) + "\n")
+    _write_settings(settings, out)
 
     initial = [] if before is None else [{"step": 0, **before.json()}]
 
