@@ -323,12 +323,14 @@ def fork(
         ConfigError: The session, the turn or the session's task is missing.
     """
     from bridle.cli.batch import TaskBatch, run_batch
+    from bridle.cli.options import EngineOptions
     from bridle.cli.run import forked_task, setup_of
 
     task, base = forked_task(session, Path(run), at, samples)
     engines = [engine] if isinstance(engine, str) else list(engine or ())
     folder = new_run_folder() if data is None else Path(data)
-    batch = TaskBatch([task], setup_of(base, None, engines, tokenizer), folder, concurrency)
+    setup = setup_of(base, EngineOptions(engine=engines, tokenizer=tokenizer))
+    batch = TaskBatch([task], setup, folder, concurrency)
     _in_thread(lambda: run_batch(batch))
     return _by_task(folder, [task])
 

@@ -164,7 +164,7 @@ async def test_a_reader_sees_conversations_under_ui(tmp_path):
     assert first.status_code == 200
     assert "captured" not in first.text
     assert "captured" in whole.text
-    assert "groups wait for their trainer" in first.text
+    assert "groups not acknowledged by their trainer" in first.text
     assert "root: <b>first</b>" in page.text
     assert "Write done to out.txt." in exchange.text
     assert task.status_code == tokens.status_code == log.status_code == 200

@@ -90,7 +90,7 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What a gateway samples with; nothing is started."""
+    """Engine, renderer and other models of a gateway; nothing is started."""
 
     engine: EnginePool
     renderer: PromptRenderer

@@ -21,13 +21,11 @@ import typer
 
 from bridle.cli.options import (
     ConcurrencyOption,
-    ConfigOption,
-    EnginesOption,
+    EngineOptions,
     FirstOption,
     HarnessOption,
     JsonOption,
     RuntimeOption,
-    TokenizerOption,
     UntokenizedOption,
     with_option_groups,
 )
@@ -380,10 +378,8 @@ def generate(  # noqa: PLR0913 - one parameter per flag
     out: Annotated[
         Path, typer.Option(help="Folder of the data set; an earlier call's is resumed.")
     ],
+    engines: EngineOptions,
     filters: FilterOptions,
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
-    tokenizer: TokenizerOption = None,
     allow_untokenized: UntokenizedOption = None,
     form: Annotated[
         ExportFormat, typer.Option("--format", help="Format of the file.")
@@ -402,13 +398,11 @@ def generate(  # noqa: PLR0913 - one parameter per flag
     With --keep N a task is run until N of its sessions are accepted, at most --samples times. Exit
     code 1 if no session was accepted.
     """
-    from bridle.cli.config import load_config
-
     rules = filters.rules(form)
     check_folder(out, "--out")
     loaded = load_task_set(tasks, task_overrides(harness=harness, runtime=runtime))[:first]
     gateway = {"allow_untokenized": allow_untokenized}
-    setup = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=gateway)
+    setup = engines.load(gateway=gateway)
     rounds = _run_rounds(loaded, setup, out, rules, samples, concurrency)
     data = out / ("data.parquet" if form is ExportFormat.PARQUET else "data.jsonl")
     report = write_export(out, form, data, rules, filters)

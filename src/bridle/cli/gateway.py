@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridle.cli.options import (
-    ConfigOption,
-    EnginesOption,
+    EngineOptions,
     PromptOption,
     StreamOption,
-    TokenizerOption,
     UntokenizedOption,
+    with_option_groups,
 )
 from bridle.cli.output import check_folder, log_to_stderr, notes, print_json_line
 from bridle.cli.process import Stop, long_running, run_until_signal
@@ -46,16 +45,15 @@ PORT = 8100
 """Default port of the model API."""
 
 
+@with_option_groups
 def gateway(  # noqa: PLR0913 - one parameter per flag
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
+    engines: EngineOptions,
     port: Annotated[
         int | None, typer.Option(help="Port of the model API; 0 takes a free one. [8100]")
     ] = None,
     data: Annotated[Path, typer.Option(help="Folder for capture and the control token.")] = Path(
         "runs/gateway"
     ),
-    tokenizer: TokenizerOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     stream: StreamOption = None,
     prompt: PromptOption = None,
@@ -78,7 +76,6 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
     ] = False,
 ) -> None:
     """Serve the model API until Ctrl-C; sessions are opened over HTTP."""
-    from bridle.cli.config import load_config
     from bridle.gateway.workers import check_folder as check_workers
 
     flags = {
@@ -90,7 +87,7 @@ def gateway(  # noqa: PLR0913 - one parameter per flag
         "prompt": prompt,
         "allow_untokenized": allow_untokenized,
     }
-    loaded = load_config(config, engines=engine or (), tokenizer=tokenizer, gateway=flags)
+    loaded = engines.load(gateway=flags)
     if "port" not in loaded.gateway.model_fields_set:
         served = loaded.gateway.model_copy(update={"port": PORT})
         loaded = loaded.model_copy(update={"gateway": served})

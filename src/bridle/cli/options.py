@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
+
+if TYPE_CHECKING:
+    from bridle.cli.config import FileConfig
 
 EnginesOption = Annotated[
     list[str] | None,
@@ -18,16 +21,8 @@ EnginesOption = Annotated[
         help="URL of a vLLM server, embedded:DIR or scripted:FILE; once for each replica.",
     ),
 ]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(help="TOML file with engines, routing, models, gateway; flags come first."),
-]
 UntokenizedOption: TypeAlias = Annotated[
     bool | None, typer.Option(help="Serve an engine without token ids: text only, no training.")
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(help="Tokenizer folder or 'builtin'; default: the engine's own, if it has one."),
 ]
 Streaming: TypeAlias = Literal["live", "whole"]
 StreamOption = Annotated[
@@ -67,6 +62,31 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 CaptureArgument = Annotated[
     Path, typer.Argument(help="Run folder, a gateway's data folder, or a capture file.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Flags that name the engines: by themselves or in a config file."""
+
+    engine: EnginesOption = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with engines, routing, models, gateway; flags come first."),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokenizer folder or 'builtin'; default: the engine's own, if it has one."
+        ),
+    ] = None
+
+    def load(self, **tables: Any) -> FileConfig:  # noqa: ANN401 - as `load_config` takes them
+        """Load the config with these flags and `tables` in place of its own values."""
+        from bridle.cli.config import load_config
+
+        return load_config(
+            self.config, engines=self.engine or (), tokenizer=self.tokenizer, **tables
+        )
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

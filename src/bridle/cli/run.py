@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,7 @@ import typer
 
 from bridle.cli.options import (
     ConcurrencyOption,
-    ConfigOption,
-    EnginesOption,
+    EngineOptions,
     FirstOption,
     HarnessOption,
     JsonOption,
@@ -20,8 +20,8 @@ from bridle.cli.options import (
     SamplesOption,
     StreamOption,
     TelemetryOption,
-    TokenizerOption,
     UntokenizedOption,
+    with_option_groups,
 )
 from bridle.cli.output import check_folder, console, print_json, print_table
 from bridle.errors import ConfigError, Problems
@@ -38,11 +38,10 @@ TasksArgument = Annotated[
 ]
 
 
+@with_option_groups
 def run(  # noqa: PLR0913 - one parameter per flag
     tasks: TasksArgument,
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
-    tokenizer: TokenizerOption = None,
+    engines: EngineOptions,
     harness: HarnessOption = None,
     runtime: RuntimeOption = None,
     network: Annotated[
@@ -83,26 +82,19 @@ def run(  # noqa: PLR0913 - one parameter per flag
     """
     from bridle.api import new_run_folder
     from bridle.cli.batch import TaskBatch, run_batch
-    from bridle.cli.config import load_config
     from bridle.config import assets_dir
     from bridle.harnesses import CHECKS
 
     overrides = task_overrides(
         harness=harness, runtime=runtime, network=network, samples=samples, builder=builder
     )
-    if harness in CHECKS and not engine and config is None:
-        engine = [f"scripted:{assets_dir() / 'silent.json'}"]
+    if harness in CHECKS and not engines.engine and engines.config is None:
+        engines = replace(engines, engine=[f"scripted:{assets_dir() / 'silent.json'}"])
     folder = out or new_run_folder(Path("runs"))
     gateway = {"stream": stream, "prompt": prompt, "allow_untokenized": allow_untokenized}
     loaded, setup = _checked(
         lambda: _selected(tasks, overrides, template, first, manifest, strict=strict),
-        lambda: load_config(
-            config,
-            engines=engine or (),
-            tokenizer=tokenizer,
-            gateway=gateway,
-            telemetry=telemetry,
-        ),
+        lambda: engines.load(gateway=gateway, telemetry=telemetry),
         folder,
     )
     lines = run_batch(TaskBatch(loaded, setup, folder, concurrency))
@@ -202,19 +194,18 @@ def report(lines: list[JSON], folder: Path, *, json: bool, scores: bool = False)
     console.print(written, soft_wrap=True)
 
 
-def fork(  # noqa: PLR0913 - one parameter per flag
+@with_option_groups
+def fork(
     session: Annotated[str, typer.Argument(help="Session id, or its beginning.")],
     at: Annotated[
         int,
         typer.Option(min=1, help="Number of captured replies that are replayed without a model."),
     ],
+    engines: EngineOptions,
     run: Annotated[
         Path, typer.Option(help="Run folder, or folder of runs, that holds the session.")
     ] = Path("runs"),
     samples: Annotated[int, typer.Option(min=1, help="Forks of the session.")] = 1,
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
-    tokenizer: TokenizerOption = None,
     concurrency: ConcurrencyOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/<date> if not given.")] = None,
     json: JsonOption = False,
@@ -231,7 +222,7 @@ def fork(  # noqa: PLR0913 - one parameter per flag
 
     task, base = forked_task(session, run, at, samples)
     folder = check_folder(out or new_run_folder(Path("runs")), "--out")
-    setup = setup_of(base, config, engine, tokenizer)
+    setup = setup_of(base, engines)
     lines = run_batch(TaskBatch([task], setup, folder, concurrency))
     verdicts = Counter(line["fork"]["verdict"] for line in lines if line["fork"])
     exact, equivalent = verdicts["exact"], verdicts["equivalent"]
@@ -265,16 +256,12 @@ def forked_task(session: str, run: Path, at: int, samples: int) -> tuple[Task, P
     return tasks[task_id].model_copy(update={"num_samples": samples, "fork": spec}), base
 
 
-def setup_of(
-    base: Path, config: Path | None, engines: list[str] | None, tokenizer: str | None
-) -> FileConfig:
-    """Load the given config; without one and without engines, that of the run."""
-    from bridle.cli.config import load_config
+def setup_of(base: Path, engines: EngineOptions) -> FileConfig:
+    """Load the config that flags name; without one and without engines, that of the run."""
     from bridle.cli.runs import config_of
 
     facts = config_of(base)
-    gateway = {name: facts.get(name) for name in ("stream", "prompt")}
-    if config is None and not engines:
-        engines = facts.get("engines")
-        tokenizer = tokenizer or facts.get("tokenizer")
-    return load_config(config, engines=engines or (), tokenizer=tokenizer, gateway=gateway)
+    if engines.config is None and not engines.engine:
+        tokenizer = engines.tokenizer or facts.get("tokenizer")
+        engines = EngineOptions(engine=facts.get("engines"), tokenizer=tokenizer)
+    return engines.load(gateway={name: facts.get(name) for name in ("stream", "prompt")})

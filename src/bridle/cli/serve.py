@@ -18,12 +18,11 @@ import typer
 
 from bridle.cli.options import (
     AllowHostOption,
-    ConfigOption,
-    EnginesOption,
+    EngineOptions,
     PromptOption,
     StreamOption,
     TelemetryOption,
-    TokenizerOption,
+    with_option_groups,
 )
 from bridle.cli.output import check_folder, check_storage, notes
 from bridle.cli.process import Stop, long_running, run_until_signal
@@ -38,42 +37,59 @@ if TYPE_CHECKING:
     from bridle.server.workers import Workers
 
 
-def serve(  # noqa: PLR0913 - one parameter per flag
-    engine: EnginesOption = None,
-    config: ConfigOption = None,
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Flags of the `[server]` table."""
+
     engines_from: Annotated[
         str | None, typer.Option(help="File or URL that lists engines, read periodically.")
-    ] = None,
-    tokenizer: TokenizerOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
+    ] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None
     port: Annotated[
         int | None, typer.Option(help="Port of the server; 0 takes a free one. [8080]")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Data folder. [runs/server]")] = None,
+    ] = None
+    data: Annotated[Path | None, typer.Option(help="Data folder. [runs/server]")] = None
     database: Annotated[
         str | None,
         typer.Option(help="postgresql://... or a file; default: SQLite in the data folder."),
-    ] = None,
+    ] = None
     trajectories: Annotated[
         str | None, typer.Option(help="Folder or URL (s3://...) of trajectories.")
-    ] = None,
+    ] = None
     tokens: Annotated[
         Path | None, typer.Option(help="TOML file with the [[tokens]] of other users.")
-    ] = None,
-    allow_host: AllowHostOption = None,
+    ] = None
+    allow_host: AllowHostOption = None
+    allow_path: Annotated[
+        list[Path] | None, typer.Option(help="Folder whose files tasks may name; repeatable.")
+    ] = None
+    callback_to: Annotated[
+        list[str] | None,
+        typer.Option(help="Host name or network that callbacks may be sent to; repeatable."),
+    ] = None
+
+    def table(self) -> dict[str, Any]:
+        """Return the values of the `[server]` table that the flags set."""
+        names = ("engines_from", "host", "port", "data", "database", "trajectories", "tokens")
+        table = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.allow_host:
+            table["hosts"] = tuple(self.allow_host)
+        permits = {"host_paths": self.allow_path, "callbacks": self.callback_to}
+        if given := {name: tuple(value) for name, value in permits.items() if value}:
+            table["permits"] = given
+        return table
+
+
+@with_option_groups
+def serve(
+    engines: EngineOptions,
+    server: ServerOptions,
     executor: Annotated[
         str | None, typer.Option(help="Where sessions run: local (the default) or ray.")
     ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Harnesses running at once on a node; default: twice the cores."),
-    ] = None,
-    allow_path: Annotated[
-        list[Path] | None, typer.Option(help="Folder whose files tasks may name; repeatable.")
-    ] = None,
-    callback_to: Annotated[
-        list[str] | None,
-        typer.Option(help="Host name or network that callbacks may be sent to; repeatable."),
     ] = None,
     telemetry: TelemetryOption = None,
     dashboard: Annotated[
@@ -83,26 +99,9 @@ def serve(  # noqa: PLR0913 - one parameter per flag
     prompt: PromptOption = None,
 ) -> None:
     """Serve rollouts over HTTP until Ctrl-C; accepted tasks survive restarts."""
-    from bridle.cli.config import load_config
-
-    permits = {"host_paths": allow_path, "callbacks": callback_to}
-    flags = {
-        "engines_from": engines_from,
-        "host": host,
-        "port": port,
-        "data": data,
-        "database": database,
-        "trajectories": trajectories,
-        "tokens": tokens,
-        "hosts": tuple(allow_host) if allow_host else None,
-        "permits": {name: tuple(value) for name, value in permits.items() if value},
-    }
-    loaded = load_config(
-        config,
-        engines=engine or (),
-        tokenizer=tokenizer,
+    loaded = engines.load(
         gateway={"stream": stream, "prompt": prompt},
-        server={name: value for name, value in flags.items() if value not in (None, {})},
+        server=server.table(),
         executor=executor_flags(executor, concurrency),
         telemetry=telemetry,
     )

@@ -49,9 +49,7 @@ def train(  # noqa: PLR0913 - one parameter per flag
     samples: Annotated[int | None, typer.Option(min=2, help="Sessions per group. [8]")] = None,
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per update. [8]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates in total. [40]")] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Learning rate of AdamW. [1e-6]")
-    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate. [1e-6]")] = None,
     max_lag: Annotated[
         int | None,
         typer.Option(min=0, help="Most updates between sampling and training (staleness). [1]"),
