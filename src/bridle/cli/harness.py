@@ -201,7 +201,7 @@ HABITS = {
     "summary": "replaces old messages by fewer (a summary)",
     "other": "rewrites its history",
 }
-"""Phrase for each `bridle.prompting.habits.Habit`."""
+"""Phrase for each `bridle.prompting.conversation.Habit`."""
 
 
 def history_of(line: JSON) -> str:
